@@ -43,9 +43,9 @@ CHART_COLOURS: Final = {
 }
 """Background, text, quiet text, rules, and series, as in the HTML page."""
 BORDER: Final = "#8b949e"
-COMMITS: Final = 24
+COMMITS: Final = 16
 """Of the history whose trend is drawn."""
-SLOWER_COMMIT: Final = 14
+BIGGER_COMMIT: Final = 9
 
 
 def terminal_theme(background: str, foreground: str, colours: str) -> TerminalTheme:
@@ -176,18 +176,18 @@ def suite_table(folder: Path) -> None:
 
 
 def trend(folder: Path) -> None:
-    """Measure a training loop at each of many commits, one of which makes its steps slower."""
+    """Measure a training loop at each of many commits, one of which recomputes no activations any more."""
     shutil.copy(INPUTS / "test_trend.py", folder)
     (folder / ".gitignore").write_text(".*\n*.jsonl\nbaselines\n")
     terminal = Terminal(folder)
     terminal.run("git init --quiet --initial-branch=main", hidden=True)
     for commit in range(COMMITS):
-        if commit == SLOWER_COMMIT:
-            terminal.replace(
-                "test_trend.py", "hidden = block(hidden)", "hidden = checkpoint(block, hidden, use_reentrant=False)"
-            )
+        if commit == BIGGER_COMMIT:
+            terminal.replace("test_trend.py", "checkpoint(block, hidden, use_reentrant=False)", "block(hidden)")
         terminal.commit(f"Commit {commit}")
-        terminal.run("pytest --gpu-platform=cpu --gpu-steps=40 --gpu-history=history.jsonl", hidden=True)
+        terminal.run(
+            "pytest --gpu-platform=cpu --gpu-isolation=inline --gpu-steps=30 --gpu-history=history.jsonl", hidden=True
+        )
     terminal.run("gputrain trend history.jsonl --html=trend.html", status=1)
     terminal.draw("trend", "Commits that changed a case")
     photograph(folder / "trend.html", "#trends article", "trend-chart", width=1000, height=700)

@@ -262,7 +262,7 @@ def read_command(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     words = [word.decode(errors="surrogateescape") for word in data.split(b"\0")]
     if words[:1] in (["node"], ["ab"], ["emulate"]):
         with contextlib.suppress(SystemExit):
-            main._parser().parse_args(words)  # they would run for long, or any program
+            main.command_parser().parse_args(words)  # they would run for long, or any program
         return
     for name in ("report.json", "history.jsonl"):
         if not (scratch.folder / name).exists():

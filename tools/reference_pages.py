@@ -26,10 +26,11 @@ from pytest_gputrain.plugin.marker_help import lines as marker_lines
 from pytest_gputrain.plugin.options import OPTIONS, Option
 
 DOCS: Final = Path(__file__).parent.parent / "docs"
-PAGES: Final = tuple(DOCS / name for name in ("api.md", "api-records.md", "cli.md", "options.md"))
+PAGES: Final = tuple(DOCS / name for name in ("api.md", "api-records.md", "cli.md", "options.md", "history.md"))
 _PART: Final = re.compile(r"<!-- begin ([\w.]+) -->\n.*?<!-- end \1 -->", re.DOTALL)
 _WITH_DEFAULTS: Final = ("Case",)
 """Classes whose objects users make; they only read those of the others."""
+_OF_CASE: Final = "The field of [`Case`](api.md#case)."
 _INTERNAL: Final = ("identity", "loaders", "sides", "watched")
 """Public members that users have no use for."""
 _SHORT_TYPES: Final = {"Whole": "int", "StepSeconds": "tuple[float, ...]", " | UnsetType": ""}
@@ -192,6 +193,20 @@ def _aliases(module: ModuleType) -> Iterator[tuple[str, str]]:
             yield ast.unparse(node.targets[0]), _text(after)
 
 
+def history() -> str:
+    """Return the table of the keys of the history: name, type in JSON, meaning."""
+    node = _definitions("pytest_gputrain.records.history")["HistoryLine"]
+    assert isinstance(node, ast.ClassDef)
+    rows = [row for row in _members(node) if isinstance(row, Row)]
+    return table(("key", "type", "meaning"), ((row.name, _json_type(row.type), row.meaning or _OF_CASE) for row in rows))
+
+
+def _json_type(kind: str) -> str:
+    name, _, null = kind.strip("`").partition(" | ")
+    words = {"int": "whole number", "float": "number", "bool": "truth value"}
+    return f"{words.get(name, 'text')}{' or null' if null else ''}"
+
+
 def platforms() -> str:
     """Return the table of the platforms' markers."""
     told = dict(line.split(": gputrain: declared for ") for line in marker_lines() if ": gputrain: declared for " in line)
@@ -212,7 +227,7 @@ def commands() -> str:
 def _command(parser: argparse.ArgumentParser, summary: str) -> str:
     actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
     description, _, example = (parser.description or f"{summary[:1].upper()}{summary[1:]}.").partition(" Example: ")
-    parts = [f"## `{parser.prog}`", _cell(description), *([f"```console\n$ {example}\n```"] if example else [])]
+    parts = [f"## `{parser.prog}`", _cell(description), *([f"Example: `{example}`"] if example else [])]
     usage = " ".join(word.replace(" ", "\0") for word in (parser.prog, *_usages(parser, actions)))
     parts.append(
         "```text\n"
@@ -287,6 +302,7 @@ def _options(options: Iterable[Option]) -> str:
 
 
 PARTS: Final[dict[str, Callable[[], str]]] = {
+    "history": history,
     "platforms": platforms,
     "words": words,
     "commands": commands,

@@ -105,7 +105,7 @@ def _further(case: Case, content: Options) -> Iterator[tuple[tuple[str, ...], An
             continue
         if key not in decided:
             if value == "auto":
-                raise _Wrong(f"has {key}='auto', which transformers fills in and nobody does here; write its value")
+                raise _Wrong(f"has {key}='auto', which only transformers fills in; write its value")
             if isinstance(value, str) and _is_number(value):
                 raise _Wrong(f"has {key}={_shown(value)}, which is text; write the number without quotes")
             yield path, value

@@ -53,7 +53,7 @@ def parse_axes(text: str, markers: Sequence[str]) -> Axes:
             raise ValueError(f"{line!r} is not a knob with its values; write it as batch_size=1,2,4")
         if knob not in (*_TYPES, PLATFORMS):
             known = (*_TYPES, PLATFORMS)
-            raise ValueError(f"{knob!r} is no knob of a case{did_you_mean(knob, known)}; known: {', '.join(known)}")
+            raise ValueError(f"{knob!r} is not a knob of a case{did_you_mean(knob, known)}; known: {', '.join(known)}")
         if knob in axes:
             raise ValueError(f"{knob} is given twice; give all of its values at once, as {knob}=A,B")
         texts = [value.strip() for value in values.split(",")]

@@ -285,7 +285,7 @@ def _bad_adapters(case: Case, architecture: Architecture) -> str | None:
     if not all(re.fullmatch(r"[\w.-]+", target) for target in targets):
         return f"has lora_targets={case.lora_targets!r}; write names with + between them, as q_proj+v_proj, or all-linear"
     if ALL_LINEAR in targets and len(targets) > 1:
-        return f"has lora_targets={case.lora_targets!r}; all-linear stands for all layers, so write no other name beside it"
+        return f"has lora_targets={case.lora_targets!r}; all-linear stands for all layers, so write no other name with it"
     if case.loss_chunks > 1 and any(target.endswith("lm_head") for target in targets):
         return (
             "asks for loss_chunks, which computes the loss in the place of lm_head, which lora_targets adapts; leave out one"

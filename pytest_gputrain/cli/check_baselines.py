@@ -70,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
     """Print what is found; 0, 1 where something is wrong, 2 where there is no such folder."""
     folder: Path = options.folder
     if not folder.is_dir():
-        console.say(f"{folder} is no folder; give the one that --gpu-baseline-dir names")
+        console.say(f"{folder} is not a folder; give the one that --gpu-baseline-dir names")
         return 2
     problems = [*check(folder), *_without_tests(folder)]
     for problem in problems:
@@ -182,11 +182,11 @@ def _damage(path: Path) -> list[Problem]:
     try:
         json.loads(text, object_pairs_hook=note)
     except json.JSONDecodeError as error:
-        return [Problem(path, error.lineno, f"no JSON: {error.msg} in column {error.colno}; {_RECORD_AGAIN}")]
+        return [Problem(path, error.lineno, f"not JSON: {error.msg} in column {error.colno}; {_RECORD_AGAIN}")]
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
-        return [Problem(path, 1, f"no JSON that can be read: {error}; {_RECORD_AGAIN}")]
+        return [Problem(path, 1, f"JSON that cannot be read: {error}; {_RECORD_AGAIN}")]
     return [
-        Problem(path, _line_of_name(text, name, last=True), f"{name} stands here a second time; delete one of them")
+        Problem(path, _line_of_name(text, name, last=True), f"{name} occurs here a second time; delete one of them")
         for name in twice
     ]
 
@@ -201,7 +201,7 @@ def _entries(path: Path, store: SuiteStore[Any, Any], device: str) -> Iterator[P
     text = path.read_text()
     for key, record in store.suite(device, path.stem).items():
         if not _is_name(key.removesuffix("@tiny") if record.scale == "tiny" else key, record.case):
-            sentence = f"{key} is no name of the case in it, {record.case}, so no run finds it; {_RECORD_AGAIN}"
+            sentence = f"{key} is not the name of the case in it, {record.case}, so no run finds it; {_RECORD_AGAIN}"
             yield Problem(path, _line_of_name(text, key), sentence)
     yield from _form(path, store.rewritten(device, path.stem))
 

@@ -67,7 +67,7 @@ def add_to(commands: Any) -> None:
 
 def _number_of_gpus(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= boards.MOST_DEVICES:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs from 1 to {boards.MOST_DEVICES}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs from 1 to {boards.MOST_DEVICES}")
     return int(text)
 
 

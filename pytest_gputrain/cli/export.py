@@ -153,8 +153,8 @@ def _chosen(tables: Sequence[PublishedTable], names: Sequence[str]) -> Sequence[
 def _write_folder(options: argparse.Namespace, texts: Mapping[str, str]) -> None:
     folder: Path | None = options.output
     if folder is None:
-        raise ValueError(f"{options.format} is several files; give a folder for them with -o")
+        raise ValueError(f"{options.format} writes several files; give a folder for them with -o")
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{options.format} is several files, and {folder} is no folder; give one with -o")
+        raise ValueError(f"{options.format} writes several files, and {folder} is not a folder; give one with -o")
     for name, text in texts.items():
         write_atomically(folder / name, text.encode())

@@ -30,7 +30,8 @@ def _verdicts(text: str) -> tuple[str, ...]:
     for name in named:
         if name not in VERDICTS:
             raise argparse.ArgumentTypeError(
-                f"{name!r} is no verdict{did_you_mean(name, VERDICTS)}; give some of {', '.join(VERDICTS)}, or {NEVER} alone"
+                f"{name!r} is not a verdict{did_you_mean(name, VERDICTS)}; give some of {', '.join(VERDICTS)}, or "
+                f"{NEVER} alone"
             )
     return named
 

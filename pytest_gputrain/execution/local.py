@@ -147,7 +147,7 @@ class LocalExecutor(Executor[Reply]):
         if before.holders is None and self._conditions.foreign == "error":
             raise BadCase(
                 f"{case} was not measured: the driver does not tell who is on its GPUs; "
-                "-o gpu_foreign=warn measures it all the same"
+                "-o gpu_foreign=warn measures it nevertheless"
             )
         if before.holders and self._conditions.foreign == "error":
             raise BadCase(

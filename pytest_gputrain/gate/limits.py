@@ -55,7 +55,7 @@ def judge_limits(
             exact = cap.metric == "peak_allocated_bytes" and all(run.counts_exactly for run in measured)
             over = exceeds(values, cap.most, 1 if exact else most - lost)
             if over and cap.metric == "step_seconds" and (others := describe_others(measured)):
-                reason = f"it is over, but was measured {others}"
+                reason = f"it exceeds the limit, but was measured {others}"
         limits.append(
             LimitVerdict(
                 metric=cap.metric,

@@ -39,7 +39,7 @@ def describe_failure(reply: Crashed | TimedOut | OutOfMemory | Lost, wanted: str
         wanted: what the case should have given.
     """
     if isinstance(reply, Lost):
-        return f"was lost by the fleet, which says nothing of the case: {reply.sentence}"
+        return f"was lost by the fleet, which says nothing about the case: {reply.sentence}"
     at = f" in step {reply.step + 1}" if reply.step is not None and reply.phase in ("warmup", "measure") else ""
     rank = "" if isinstance(reply, TimedOut) or reply.rank is None else f", rank {reply.rank}"
     place = f"({reply.phase}{at}{rank})"

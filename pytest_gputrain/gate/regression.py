@@ -209,7 +209,7 @@ def _out_of_memory(
         return GateResult(Verdict(status="failed", sentence=f"{failure}; {ran_out}"))
     peak = max(run.peak_allocated_bytes or 0 for run in baseline.runs)
     if others := next(filter(None, (describe_memory_shortage(reply, baseline.runs) for reply in out)), ""):
-        sentence = f"{failure}; {others}, so that says nothing of the case, which fitted with {format_bytes(peak)} allocated"
+        sentence = f"{failure}; {others}, so the case may still fit; it fitted with {format_bytes(peak)} allocated"
         return GateResult(Verdict(status="inconclusive", sentence=sentence))
     share = f" in {len(out)} of {runs} runs" if runs > 1 else ""
     decided = runs_out(len(out), runs, given.most)
@@ -385,7 +385,7 @@ def _conclude(
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
     if unclear := describe("inconclusive"):
         allowed = format_percent(tolerance.time, signed=False)
-        sentence = f"{unclear}; more than the tolerance of {allowed}, and not surely the case's own"
+        sentence = f"{unclear}; this exceeds the tolerance of {allowed}, but noise or the whole suite may explain it"
         return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
     # What was asked for and cannot be gated must not pass for gated.
     if phases := describe_missing_phases(metrics, "new"):

@@ -127,7 +127,7 @@ class Replay(types.ModuleType):
             sound = msgspec.convert(recording, _Recording)
         except msgspec.ValidationError as error:
             raise ValueError(
-                f"it is no recording of a vendor's library ({error}); make one with gputrain devices --record"
+                f"it is not a recording of a vendor's library ({error}); make one with gputrain devices --record"
             ) from None
         super().__init__(sound.library)
         self.asked: list[str] = []
@@ -183,7 +183,7 @@ def replayed(path: Path) -> Iterator[None]:
     try:
         recordings = json.loads(read_whole(path))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     try:
         libraries = [Replay(recording) for recording in (recordings if isinstance(recordings, list) else [recordings])]
     except ValueError as error:

@@ -137,7 +137,7 @@ def _why_not_pruned(files: WholeFiles, results: Sequence[Result]) -> str:
     suites = {result.suite for result in results}
     reasons = {path.name: why for path in files.paths if suite_of(path) in suites and (why := files.why_partial(path))}
     listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
-    return f"not pruned, because not every test was seen to its end: {listed}" if listed else ""
+    return f"not pruned, because not every test ran to its end: {listed}" if listed else ""
 
 
 def _described(found: Sequence[_Unclaimed]) -> str:

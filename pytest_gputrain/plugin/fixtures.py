@@ -116,7 +116,7 @@ class GpuTrain:
         """Fail a test that needs something that is no figure, and skip one that needs what cannot be predicted."""
         for name in (needs,) if isinstance(needs, str) else needs:
             if name not in _FIGURES:
-                raise _failed(f"needs={name!r} is no figure of a case{did_you_mean(name, _FIGURES)}")
+                raise _failed(f"needs={name!r} is not a figure of a case{did_you_mean(name, _FIGURES)}")
             settings = self._runner.settings
             if settings.predict and name in MEASURED_ONLY:
                 raise skipped(f"needs {name}, which cannot be predicted")
@@ -166,17 +166,18 @@ class GpuTrain:
         unknown = sorted(set(knobs) - set(_KNOBS_OF_SCRIPTS))
         if unknown:
             raise BadCase(
-                f"{unknown[0]} is no argument of check_script(), because a script takes what it trains with from its own "
+                f"{unknown[0]} is not an argument of check_script(), because a script takes what it trains with from "
+                f"its own "
                 f"arguments; known: {', '.join(_KNOBS_OF_SCRIPTS)}"
             )
         root = self._runner.settings.root.resolve()
         path = (root / script).resolve()
         if path.suffix != ".py" or not path.is_file() or not path.is_relative_to(root):
-            raise BadCase(f"{script} is no Python file below {root}; give its path from there, as scripts/train.py")
+            raise BadCase(f"{script} is not a Python file below {root}; give its path from there, as scripts/train.py")
         wrong = next((argument for argument in arguments if not isinstance(argument, str)), None)
         if wrong is not None:
             raise BadCase(
-                f"the argument {wrong!r} of {script} is no text, as arguments of a command line are; write {str(wrong)!r}"
+                f"the argument {wrong!r} of {script} is not text, as arguments of a command line are; write {str(wrong)!r}"
             )
         name = path.relative_to(root).as_posix()
         args = msgspec.json.encode(arguments).decode() if arguments else ""
@@ -233,7 +234,7 @@ class GpuTrain:
         unknown = sorted(set(knobs) - set(Case.__struct_fields__))
         if unknown:
             hint = did_you_mean(unknown[0], Case.__struct_fields__)
-            raise BadCase(f"{', '.join(unknown)} is no field of a case{hint}; known: {', '.join(Case.__struct_fields__)}")
+            raise BadCase(f"{', '.join(unknown)} is not a field of a case{hint}; known: {', '.join(Case.__struct_fields__)}")
         if isinstance(what, Case):
             if args:
                 raise BadCase(f"args are for the function of own code, and {what} is a Case; leave them out")
@@ -316,7 +317,7 @@ def _address(function: StepBuilder, root: Path) -> str:
 def lend_gpu(executor: Executor[Any]) -> Iterator[Gpu]:
     """Yield a GPU of this machine that nobody else has meanwhile; skip the test where there is none."""
     if executor.is_remote:
-        pytest.skip("the scheduler of --gpu-executor runs cases on other machines, and lends no GPU of this one")
+        pytest.skip("--gpu-executor runs cases on other machines, so there is no GPU to lend here")
     if not isinstance(executor, LocalExecutor):
         pytest.skip("--gpu-predict and --gpu-emulate lend no GPU")
     try:

@@ -92,7 +92,7 @@ def _path(text: str) -> Path:
     longest = max(len(os.fsencode(part)) for part in ("", *text.split("/")))
     if "\0" in text or longest > _LONGEST_NAME:
         raise ValueError(
-            f"{text[:40]!r}{'...' if len(text) > 40 else ''} is no path: a name in it is too long, or holds a zero"
+            f"{text[:40]!r}{'...' if len(text) > 40 else ''} is not a path: a name in it is too long, or has a zero byte"
         )
     return Path(text)
 

@@ -12,81 +12,92 @@ from pytest_gputrain.records.whole import Whole
 
 
 class HistoryLine(Struct, frozen=True, kw_only=True):
-    """One case in one pytest run, of ``--gpu-history``.
+    """A line of ``--gpu-history``: one case in one pytest run.
 
-    Flat, and every key in every line, so that whatever reads JSON lines makes one column of each: a key has one type, or
-    null where there is no such figure. Keys are added at times; none changes its meaning while ``format`` is the same.
+    It is flat, and every line has every key, so that whatever reads JSON lines makes one column of each. A key has one type,
+    or null if there is no such figure. New versions may add keys. They do not change the meaning of a key while ``format``
+    is the same.
     """
 
     format: Whole = FORMAT
-    """Version of these keys."""
+    """The version of these keys."""
     kind: Literal["measurement", "prediction", "emulation"]
-    """``prediction`` for a line of ``--gpu-predict``, ``emulation`` for one of ``--gpu-emulate``."""
+    """``prediction`` for a line of ``--gpu-predict``, ``emulation`` for one of ``--gpu-emulate``, otherwise
+    ``measurement``."""
     date: str
-    """When the pytest run began: UTC, ISO 8601."""
+    """When the pytest run began, in UTC (ISO 8601)."""
     session: str
-    """Id of the pytest run."""
+    """The id of the pytest run."""
     commit: str
-    """With ``+dirty`` where tracked files differed from it; empty outside of a repository."""
+    """The commit, with ``+dirty`` if tracked files differed from it. Empty outside of a repository."""
     branch: str
-    """Of git, or as CI names it where the head is detached; empty for none."""
+    """The branch, or its name in CI if the head is detached. Empty for none."""
     suite: str
-    """Test file without ``test_`` and ``.py``."""
+    """The test file without ``test_`` and ``.py``."""
     key: str
-    """Id of the case, ending in ``@tiny`` for the tiny scale."""
+    """The id of the case. It ends in ``@tiny`` at the tiny scale."""
     scale: Scale
     """``full`` or ``tiny``."""
     platform: str
-    """Catalog marker of the machine, or ``unknown``."""
+    """The marker of the machine, or ``unknown``."""
     device: str
-    """Slug of the device; ``predicted/h100`` for a prediction, ``emulated/h100`` for an emulated GPU."""
+    """The name of the folder of its baselines; ``predicted/h100`` for a prediction, ``emulated/h100`` for an emulated
+    GPU."""
     device_name: str | None
-    """As the driver gives it; this and what follows null where no process lived to tell."""
+    """The name that the driver reports. This and the following keys are null if no process lived long enough to report
+    them."""
     device_type: str | None
     """``cpu``, ``cuda`` or ``rocm``."""
     device_count: Whole | None
-    """Processes of the case, servers included."""
+    """The processes of the case, servers included."""
     device_memory_bytes: Whole | None
-    """Of one device."""
+    """The memory of one device."""
     topology: str | None
-    """How the case's GPUs are linked: ``NV18``."""
+    """How the case's GPUs are linked, as ``NV18``."""
     host: str | None
-    """Name of the machine, the first of several nodes."""
+    """The name of the machine, or of the first of several nodes."""
     cpu_model: str | None
-    """Of the host."""
+    """The model of the CPU of the host."""
     os: str | None
-    """Of the host."""
+    """The operating system of the host."""
     threads: Whole | None
     """CPU threads of a worker."""
     cores: Whole | None
-    """CPU cores that a worker could use; this and the next two null in lines from before they were asked for."""
+    """CPU cores that a worker could use. This and the next two are null in lines that are older than the keys."""
     host_memory_bytes: Whole | None
-    """Of the host, or the limit of its container."""
+    """The memory of the host, or the limit of its container."""
     nics: str | None
-    """Ports of the host's network cards by kind and rate: ``8 x mlx5_core 400 Gb/sec (4X NDR)``."""
+    """The ports of the host's network cards by kind and rate, as ``8 x mlx5_core 400 Gb/sec (4X NDR)``."""
     version_gputrain: str
-    """Of this package."""
+    """The version of this package."""
     version_python: str | None
-    """Of the worker."""
+    """The version of Python of the worker."""
     version_driver: str | None
-    """Of the GPU's driver."""
+    """The version of the GPU's driver."""
     version_runtime: str | None
-    """CUDA or ROCm that torch was built for."""
+    """The version of CUDA or ROCm that torch was built for."""
     version_cudnn: str | None
-    """cuDNN, under ROCm MIOpen; null on a CPU."""
+    """The version of cuDNN, or of MIOpen under ROCm. Null on a CPU."""
     version_nccl: str | None
-    """NCCL, under ROCm RCCL; null on a CPU."""
+    """The version of NCCL, or of RCCL under ROCm. Null on a CPU."""
     version_torch: str | None
-    """Null where it is not installed, as those below."""
+    """The version of torch. Null if it is not installed."""
     version_transformers: str | None
+    """The version of transformers. Null if it is not installed."""
     version_diffusers: str | None
+    """The version of diffusers. Null if it is not installed."""
     version_peft: str | None
+    """The version of peft. Null if it is not installed."""
     version_accelerate: str | None
+    """The version of accelerate. Null if it is not installed."""
     version_bitsandbytes: str | None
+    """The version of bitsandbytes. Null if it is not installed."""
     version_deepspeed: str | None
+    """The version of deepspeed. Null if it is not installed."""
     version_triton: str | None
+    """The version of triton. Null if it is not installed."""
     model: str
-    """From here to ``args`` the knobs of the case, as ``Case`` documents them."""
+    """The field of `Case`, like all keys from here to ``args``."""
     method: str
     precision: str
     parallel: str
@@ -94,7 +105,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     servers: Whole
     asynchronous: bool
     batch_size: Whole
-    """Of one process."""
+    """The batch of one process."""
     sequence_length: Whole
     lengths: str
     ids: str
@@ -103,7 +114,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     frames: Whole
     gradient_accumulation: Whole
     activation_checkpointing: float
-    """Share of the blocks that are recomputed: 1.0 for all."""
+    """The share of the blocks that are recomputed: 1.0 for all."""
     activation_checkpointing_policy: str
     reentrant_checkpointing: bool
     lora_rank: Whole
@@ -133,84 +144,89 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     reduce_bucket_size: Whole
     stage3_max_live_parameters: Whole
     deepspeed_config: str
-    """The file and the digest of what it sets."""
+    """The file, and the digest of what it sets."""
     steps: Whole
     warmup: Whole
     code: str
     args: str
     changed_variables: str | None
-    """Names of the environment variables that the test had changed, with commas between them; null for none."""
+    """Names of the environment variables that the test had changed, separated by commas. Null for none."""
     outcome: Literal["measured", "predicted", "emulated", "out_of_memory", "crashed", "timed_out", "lost"]
-    """Of the first process that gave no figures, if one did."""
+    """What happened: the outcome of the first process that gave no figures, if there is one."""
     verdict: Status | None
-    """Null where the test only measured."""
+    """The verdict. Null if the test only measured."""
     sentence: str | None
     """What the verdict says, or why there are no figures."""
     runs: Whole
     """Fresh processes that gave figures."""
     median_step_seconds: float | None
-    """Of one micro-batch: the median over the processes of each one's median."""
+    """Seconds of one micro-batch: the median over the processes of the median of each."""
     least_step_seconds: float | None
     """The median of the fastest process."""
     most_step_seconds: float | None
     """The median of the slowest process."""
     step_mad_seconds: float | None
-    """Median distance of a step from the median of its process."""
+    """The median distance of a step from the median of its process."""
     samples_per_second: float | None
-    """Of all processes together, by the median step."""
+    """Samples per second of all processes together, at the median step."""
     tokens_per_second: float | None
-    """Likewise; null where samples are not token sequences."""
+    """Tokens per second, likewise. Null if samples are not token sequences."""
     scaling_efficiency: float | None
-    """Share, where the test asks for it."""
+    """The scaling efficiency as a share, if the test asks for it."""
     model_flops_utilization: float | None
-    """Share of the platform's peak."""
+    """The share of the platform's peak FLOP/s."""
     joules_per_sample: float | None
-    """Energy of the case's GPUs; this and the next three null where no driver tells."""
+    """The energy of the case's GPUs per sample. This and the next three are null if no driver reports them."""
     power_watts: float | None
-    """Of the case's GPUs together."""
+    """The mean power of the case's GPUs together."""
     clock_mhz: Whole | None
-    """Of the GPU that has the lowest."""
+    """The median clock of the GPU that has the lowest."""
     gpu_utilization: float | None
-    """Share of the time in which a kernel ran."""
+    """The share of the time in which a kernel ran."""
     peak_allocated_bytes: Whole | None
-    """Of one process; this and the next nine the median over the processes, the higher of the middle two."""
+    """The peak of one process. This and the next nine are medians over the processes. Of an even number, the higher of the
+    middle two."""
     build_peak_bytes: Whole | None
-    """Of building, before the first step; this and the next four null for a measurement on a GPU."""
+    """The peak of building, before the first step. This and the next four are null for a measurement on a GPU."""
     forward_peak_bytes: Whole | None
-    """Of a step before its first backward pass."""
+    """The peak of a step before its first backward pass."""
     backward_peak_bytes: Whole | None
-    """Of backward passes."""
+    """The peak of backward passes."""
     between_peak_bytes: Whole | None
-    """After the first backward pass of a step, outside of backward passes and optimizers."""
+    """The peak after the first backward pass of a step, outside of backward passes and optimizers."""
     optimizer_peak_bytes: Whole | None
-    """Of steps of optimizers."""
+    """The peak of steps of optimizers."""
     peak_reserved_bytes: Whole | None
+    """The highest memory that the caching allocator held."""
     device_used_bytes: Whole | None
-    """Memory in use on the device, others' included."""
+    """The memory in use on the device, that of others included."""
     peak_host_bytes: Whole | None
+    """The highest resident set of the worker."""
     model_bytes: Whole | None
-    """Parameters, buffers and quantisation state."""
+    """The memory of parameters, buffers and quantisation state."""
     parameters: Whole | None
+    """The number of parameters."""
     trainable_parameters: Whole | None
+    """The number of parameters that train."""
     flops_per_step: Whole | None
-    """Without recomputation."""
+    """Floating-point operations of one step, without recomputation."""
     recomputed_flops_per_step: Whole | None
-    """What activation checkpointing repeats."""
+    """Further operations that activation checkpointing repeats."""
     final_loss: float | None
-    """Of the last timed step of the first process."""
+    """The loss of the last timed step of the first process."""
     bytes_per_step: Whole | None
-    """Of a prediction, as the next two: read and written by the operators."""
+    """For a prediction: the bytes that the operators read and write."""
     roofline_seconds: float | None
-    """Least time of a step."""
+    """For a prediction: the least time of a step."""
     fits: bool | None
-    """Whether the case fits the platform."""
+    """Whether the case fits the platform, for a prediction or an emulated run."""
     baseline_step_seconds: float | None
-    """What the verdict compared with."""
+    """The time that the verdict compared with."""
     limit_step_seconds: float | None
     """The time beyond which the case regresses, by tolerance and noise."""
     step_sensitivity: float | None
     """The slowdown, as a share, that would be caught 99 times in 100."""
     baseline_peak_allocated_bytes: Whole | None
-    """What the verdict compared with."""
+    """The peak that the verdict compared with."""
     limit_peak_allocated_bytes: Whole | None
     """The peak beyond which the case regresses."""

@@ -150,7 +150,7 @@ class Collector:
 
     def _note_left_out(self, other: _RecordedCase, chosen: _RecordedCase) -> None:
         """Note a test whose figures become no baseline, because those of another environment do."""
-        baseline_test = f"{chosen.nodeid}, which changes none"
+        baseline_test = f"{chosen.nodeid}, which changes no variable"
         if chosen.variables:
             self.failed = True
             baseline_test = (

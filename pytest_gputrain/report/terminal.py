@@ -176,8 +176,8 @@ def _environments(results: Sequence[Result]) -> Iterator[str]:
 _DOUBTS: Final = {
     "accepted": "recorded although worse than the baseline before",
     "inconclusive": "in doubt",
-    "prediction": "without a baseline held to its prediction",
-    "published": "without a baseline or prediction held to its published memory",
+    "prediction": "without a baseline, compared with its prediction",
+    "published": "without a baseline or prediction, compared with its published memory",
     "new": "without a baseline",
     "not-comparable": "not comparable with the baseline",
     "improved": "better than the baseline",

@@ -115,9 +115,9 @@ class Runner(CaseRunner):
             raise BadCase(f"{case} runs inline, but --gpu-find-batch and --gpu-loss need fresh processes; deselect its test")
         processes = self._tasks.processes(case.gpus) + self._tasks.processes(case.servers) + case.loader_workers
         if processes > 1:
-            raise BadCase(f"the case {case} has {processes} processes, so it cannot run inline; leave inline out")
+            raise BadCase(f"the case {case} has {processes} processes, so it cannot run inline; leave out inline")
         if case.parallel != "single":
-            raise BadCase(f"the case {case} needs a process group, which an inline run has not; leave inline out")
+            raise BadCase(f"the case {case} needs a process group, which an inline run does not have; leave out inline")
 
     def _measure(self, request: Request, task: Task, criteria: Criteria, runs: int) -> Measured:
         """Judge so many fresh processes of a case, and those that it takes further."""

@@ -124,7 +124,7 @@ def _refuse_script(case: Case, host: Host, settings: Settings) -> None:
     if settings.find_batch or settings.loss_steps is not None:
         raise BadCase(f"{case} is a script, which --gpu-find-batch and --gpu-loss cannot change; deselect its test")
     if settings.isolation == "inline":
-        raise BadCase(f"{case} is a script, which takes a process of its own; leave out --gpu-isolation=inline")
+        raise BadCase(f"{case} is a script, which needs a process of its own; leave out --gpu-isolation=inline")
     if not host.gpus:
         raise BadCase(
             f"{case} was not measured: a script's memory is known from torch's CUDA allocator, and this run has no GPU; add "
@@ -143,7 +143,7 @@ def what_lacks(case: Case, *, gpus: int, most_nodes: int, most_processes: int, a
     if gpus and case.gpus > gpus:
         lack = f"needs {case.gpus} GPUs, found {gpus}"
         if case.gpus % gpus:
-            return f"{lack}; several nodes are taken whole, so no number of them fits"
+            return f"{lack}; a case takes whole nodes, so no number of nodes fits"
         if case.servers:
             return f"{lack}; a case with parameter servers stays on one node"
         nodes = case.gpus // gpus

@@ -100,7 +100,7 @@ def read(path: Path, type_: type[_Line], warn: Callable[[str], None]) -> Iterato
                         warn(f"{path}:{number} was cut off by a crash and is left out; the next run that appends removes it")
                         return
                     remedy = "remove the line, or restore the file from a copy"
-                    raise HistoryError(f"{path}:{number} is no line of a history: {error}; {remedy}") from None
+                    raise HistoryError(f"{path}:{number} is not a line of a history: {error}; {remedy}") from None
                 begin += len(line)
     except OSError as error:
         raise HistoryError(f"{path} cannot be read: {error.strerror}") from error

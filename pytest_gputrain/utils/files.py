@@ -87,7 +87,7 @@ def prepare(path: Path) -> None:
     """
     status = _status(path)
     if status is not None and not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     if status is not None and _printed_to(status) is not None:
         raise OSError(errno.EINVAL, "it is what pytest prints to")
     if status is not None and not (status.st_mode & _WRITABLE and os.access(path, os.W_OK)):
@@ -149,7 +149,7 @@ def within(folder: Path, *names: str) -> Path:
     """
     for name in names:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise ValueError(f"{name!r} is no name of a file")
+            raise ValueError(f"{name!r} is not the name of a file")
     path = folder.joinpath(*names)
     try:
         target = path.resolve()

@@ -68,7 +68,7 @@ def archive(folder: Path, reference: str) -> bytes:
     """
     commit = _git(folder, "rev-parse", "--verify", "--end-of-options", f"{reference}^{{commit}}")
     if not commit:
-        raise ValueError(f"{reference!r} is no commit of the repository that {folder} lies in; fetch it, or give another")
+        raise ValueError(f"{reference!r} is not a commit of the repository of {folder}; fetch it, or give another")
     if not _git(folder, "ls-tree", "--name-only", commit):
         return b""
     files = _output(folder, "archive", "--format=tar", commit)

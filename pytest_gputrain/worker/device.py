@@ -93,7 +93,7 @@ def _check_found(*, asked: bool) -> None:
     found = stand_ins_loaded()
     if found and not asked:
         raise RuntimeError(
-            "this worker found stand-ins of CUDA's libraries, and figures of an emulated GPU are no measurements; "
+            "this worker found stand-ins of CUDA's libraries, and figures of an emulated GPU are not measurements; "
             "run pytest without gputrain emulate, or with --gpu-emulate"
         )
     if asked and not found:

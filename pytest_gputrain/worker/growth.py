@@ -192,7 +192,8 @@ class Growth:
         mean = (ends[-1] - ends[0]) / _ROUNDS
         after = "step" if self._steps == 1 else f"round of {self._steps} steps"
         raise CheckFailed(
-            f"{self._name} keeps {format_bytes(mean)} more of tensors after every {after}{makers.largest()}; let go of them "
+            f"{self._name} keeps {format_bytes(mean)} more of tensors after every {after}{makers.largest()}; do not "
+            f"keep them "
             "(a loss that is kept without detach() keeps its graph), or, if a buffer is meant to fill, allow it with "
             f"{_marker(mean)}"
         )

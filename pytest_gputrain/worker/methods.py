@@ -82,8 +82,10 @@ def _with_adapters(model: nn.Module, recipe: Lora, case: Case) -> nn.Module:
     return adapted
 
 
-_KERNELS_READ_WEIGHTS: Final = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
-"""Models of which peft refuses to adapt ``out_proj``, whose weight a kernel reads past the layer."""
+_STATE_SPACE: Final = frozenset({"falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "nemotron_h"})
+_READ_PAST_THE_LAYER: Final = frozenset({"out_proj", "dt_proj"})
+"""Layers of state-space models whose weights a kernel reads, so that an adapter would not be in the product: peft refuses
+the first for most of them, and the second would get no gradient."""
 
 
 def default_targets(model: nn.Module) -> tuple[str, ...] | str:
@@ -94,7 +96,7 @@ def default_targets(model: nn.Module) -> tuple[str, ...] | str:
     kind = getattr(config, "model_type", "")
     if targets := TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind):
         return tuple(targets)
-    if kind not in _KERNELS_READ_WEIGHTS:
+    if kind not in _STATE_SPACE:
         return ALL_LINEAR
     whole: Any = model
     head = whole.get_output_embeddings()
@@ -103,7 +105,7 @@ def default_targets(model: nn.Module) -> tuple[str, ...] | str:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
-    return tuple(sorted(linear - {"out_proj"}))
+    return tuple(sorted(linear - _READ_PAST_THE_LAYER))
 
 
 def _check_targets(model: nn.Module, targets: Sequence[str], case: Case) -> None:

@@ -148,7 +148,7 @@ def test_all_runs_of_a_baseline_are_of_one_environment(project: Project, nodeids
     result.stdout.fnmatch_lines(
         [
             "*build-fp32 is not recorded as test_mine.py::test_wide ran it, which changes environment variables (TOKEN, "
-            "WIDTH): its baseline is that of test_mine.py::test_narrow, which changes none"
+            "WIDTH): its baseline is that of test_mine.py::test_narrow, which changes no variable"
         ]
     )
     assert project.verdicts("report.json") == {

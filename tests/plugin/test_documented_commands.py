@@ -84,7 +84,7 @@ class CommandProject:
         self.add_suites(words)
         self.project.machine(H100 if any("h100" in word for word in words) else None)
         result = self.project.run(*words, "-n0")  # recorded replies are for this process
-        if "--gpu-emulate" in words and "is no CUDA build" in result.stderr.str():
+        if "--gpu-emulate" in words and "is not a CUDA build" in result.stderr.str():
             return  # The options were taken, and then this machine lacked what they need.
         assert result.ret in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), result.stderr.str()
         outcomes = result.parseoutcomes()
@@ -137,7 +137,7 @@ def check_gputrain(command: Command, command_project: CommandProject) -> None:
             main.main([words[0], "--help"])
         assert exit_info.value.code == 0
         return
-    options, rest = main._parser().parse_known_args(words)
+    options, rest = main.command_parser().parse_known_args(words)
     if options.command == "emulate":  # needs a CUDA build of torch
         assert options.program
     elif options.command == "ab":

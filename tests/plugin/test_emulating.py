@@ -84,7 +84,7 @@ def emulated_baselines(project: Project) -> dict[str, Any]:
     [
         ([], "--gpu-emulate emulates one platform, and none is named; add *"),
         (["-m", "h100 or a100"], "--gpu-emulate emulates one platform, and -m names *"),
-        (["-m", "mi300x"], "mi300x is no NVIDIA GPU that can be emulated; *"),
+        (["-m", "mi300x"], "mi300x is not an NVIDIA GPU that can be emulated; *"),
     ],
 )
 def test_it_takes_one_platform_of_nvidia(emulating: Project, arguments: list[str], sentence: str) -> None:

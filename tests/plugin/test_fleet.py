@@ -242,7 +242,7 @@ def test_a_case_asks_for_what_it_takes_of_nodes(project: Project, scheduler: Imm
     assert [(order.task.nodes, order.gpus) for order in scheduler.orders] == [(1, 2), (2, 8)]
     assert [launch["nodes"] for launch in project.launches] == [1, 2]
     assert skips(result) == {
-        "test_wide[12]": "needs 12 GPUs, found 8; several nodes are taken whole, so no number of them fits",
+        "test_wide[12]": "needs 12 GPUs, found 8; a case takes whole nodes, so no number of nodes fits",
         "test_wide[32]": "needs 32 GPUs, found 8; -o gpu_nodes=4 takes those of 4 nodes",
     }
 
@@ -261,7 +261,9 @@ def test_what_is_lost_fails_its_test_and_no_other(project: Project, scheduler: I
     result = project.run(*FLEET, "--gpu-json=report.json", "--gpu-history=history.jsonl")
     result.assert_outcomes(passed=2, failed=1)
     sentence = only_sentence(result, f"test_tuning[{GEMMA}]")
-    assert sentence == (f"{GEMMA} was lost by the fleet, which says nothing of the case: no such partition; ask otherwise")
+    assert sentence == (
+        f"{GEMMA} was lost by the fleet, which says nothing about the case: no such partition; ask otherwise"
+    )
     (lost,) = [result for result in project.report()["results"] if result["key"] == GEMMA]
     assert [(reply["outcome"], reply["cause"]) for reply in lost["replies"]] == [("lost", "not_scheduled")]
     assert lost["verdict"]["status"] == "failed"

@@ -92,7 +92,7 @@ def test_a_limit_of_time_is_not_judged_beside_others(h100: Project) -> None:
     h100.occupied(free_bytes=77 * GiB, processes=1)
     result = h100.run("-k", "gemma")
     result.assert_outcomes(passed=1, deselected=2)
-    result.stdout.fnmatch_lines([f"*the limit of *time not judged: it is over, but was measured beside {WHO}"])
+    result.stdout.fnmatch_lines([f"*the limit of *time not judged: it exceeds the limit, but was measured beside {WHO}"])
     h100.occupied(free_bytes=78 * GiB)
     h100.run("-k", "gemma").assert_outcomes(failed=1, deselected=2)
 

@@ -54,7 +54,7 @@ def test_a_damaged_history_costs_the_trends_alone(suite: Project) -> None:
     (suite.path / "history.jsonl").write_text("damaged\n")
     result = suite.run("--gpu-html=page.html", "--gpu-history=history.jsonl")
     result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines(["*/page.html shows no trends: *history.jsonl:1 is no line of a history*"])
+    result.stdout.fnmatch_lines(["*/page.html shows no trends: *history.jsonl:1 is not a line of a history*"])
     assert "3 new" in text_of(suite.path / "page.html")
 
 

@@ -49,7 +49,9 @@ def test_a_case_within_its_prediction_is_new_and_says_what_it_was_held_to(suite:
     assert "within what is predicted for h100" in new["verdict"]["sentence"]
     assert "its time is not judged" in new["verdict"]["sentence"]
     assert "peak_allocated_bytes" in [metric["metric"] for metric in new["verdict"]["metrics"]]
-    result.stdout.fnmatch_lines(["1 case without a baseline held to its prediction*", "2 cases without a baseline: *"])
+    result.stdout.fnmatch_lines(
+        ["1 case without a baseline, compared with its prediction*", "2 cases without a baseline: *"]
+    )
 
 
 def test_a_case_far_above_its_prediction_fails_on_its_first_run(suite: Project) -> None:
@@ -101,6 +103,8 @@ def test_a_case_without_a_prediction_is_held_to_the_memory_of_its_published_row(
     h100.answer({**REPLY, "device_used_bytes": 35 * GiB})
     result = h100.run()
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["1 case without a baseline or prediction held to its published memory: *llm-trainer*"])
+    result.stdout.fnmatch_lines(
+        ["1 case without a baseline or prediction, compared with its published memory: *llm-trainer*"]
+    )
     h100.answer({**REPLY, "device_used_bytes": 41 * GiB})
     assert "published for h100 in llm-trainer; it has no baseline here" in str(failures(h100.run()))

@@ -30,7 +30,7 @@ def test_what_is_no_file_is_refused_before_the_first_case_and_stays(suite: Proje
             pytest.skip("only root can make a device")
     before = path.stat()
     assert_refused(
-        suite, f"--gpu-{option}: * cannot be written (it is no regular file); give another file", f"--gpu-{option}=odd"
+        suite, f"--gpu-{option}: * cannot be written (it is not a regular file); give another file", f"--gpu-{option}=odd"
     )
     assert (path.stat().st_mode, path.stat().st_ino) == (before.st_mode, before.st_ino)
 

@@ -296,7 +296,7 @@ def test_inline_refuses_an_engine_that_needs_a_process_group(project: Project) -
         """
     )
     sentence = only_sentence(project.run(), "test_sharded")
-    assert sentence.endswith("needs a process group, which an inline run has not; leave inline out")
+    assert sentence.endswith("needs a process group, which an inline run does not have; leave out inline")
 
 
 # What goes wrong in the worker, and what it tells beside its figures
@@ -380,7 +380,7 @@ def test_own_code_that_does_what_it_may_not_fails_with_its_sentence_and_is_not_r
     assert "a worker of pytest-gputrain must not start workers" in told["test_starting"]
     assert told["test_leaks"] == (
         "build-fp32 gave no measurement (count): build keeps 16.0 KiB more of tensors after every step, most of it float32 "
-        "[16, 256] (16.0 KiB) made by aten.addmm in test_mine.py:24; let go of them (a loss that is kept without detach() "
+        "[16, 256] (16.0 KiB) made by aten.addmm in test_mine.py:24; do not keep them (a loss that is kept without detach() "
         'keeps its graph), or, if a buffer is meant to fill, allow it with @pytest.mark.gpu_tolerance(growth="20 KiB")'
     )
     assert "build keeps 16.0 KiB more" in told["test_too_few_bytes"]

@@ -259,10 +259,10 @@ def test_compiled(gputrain):
         )
     result = project.run(*PREDICT)
     result.assert_outcomes(passed=3, skipped=3, failed=1)
-    assert "needs='step_second' is no figure of a case (did you mean 'step_seconds'?)" in result.stdout.str()
+    assert "needs='step_second' is not a figure of a case (did you mean 'step_seconds'?)" in result.stdout.str()
     assert skips(result) == {
         "test_time": "needs median_step_seconds, which cannot be predicted",
-        "test_closure": "runs inline, but a prediction takes a process of its own",
+        "test_closure": "runs inline, but a prediction needs a process of its own",
         "test_compiled": "is compiled, and a prediction does not know what a compiler makes of it",
     }
 

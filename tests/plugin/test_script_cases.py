@@ -49,12 +49,12 @@ def test_without_a_gpu_a_script_fails_with_what_helps(project: Project) -> None:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        ('"none.py"', "none.py is no Python file below"),
-        ('"../train.py"', "../train.py is no Python file below"),
-        ('"train.py", 8', "the argument 8 of train.py is no text, as arguments of a command line are; write '8'"),
+        ('"none.py"', "none.py is not a Python file below"),
+        ('"../train.py"', "../train.py is not a Python file below"),
+        ('"train.py", 8', "the argument 8 of train.py is not text, as arguments of a command line are; write '8'"),
         (
             '"train.py", precision="fp32"',
-            "precision is no argument of check_script(), because a script takes what it trains",
+            "precision is not an argument of check_script(), because a script takes what it trains",
         ),
     ],
 )
@@ -68,7 +68,7 @@ def test_what_is_no_script_is_refused(h100: Project, call: str, sentence: str) -
     [
         ("--gpu-set=batch_size=4", "is a script, whose arguments --gpu-set does not reach; deselect its test"),
         ("--gpu-find-batch", "is a script, which --gpu-find-batch and --gpu-loss cannot change; deselect its test"),
-        ("--gpu-isolation=inline", "is a script, which takes a process of its own; leave out --gpu-isolation=inline"),
+        ("--gpu-isolation=inline", "is a script, which needs a process of its own; leave out --gpu-isolation=inline"),
     ],
 )
 def test_options_that_do_not_reach_a_script_are_refused(scripted: Project, option: str, sentence: str) -> None:

@@ -91,7 +91,7 @@ def _of(nodes: int, processes: int, gpus: int, servers: int = 0) -> dict[str, in
             4,
             FSDP_6,
             "-m h100 -o gpu_nodes=2",
-            "needs 6 GPUs, found 4; several nodes are taken whole, so no number of them fits",
+            "needs 6 GPUs, found 4; a case takes whole nodes, so no number of nodes fits",
         ),
         (H100, 8, SERVED, "", _of(1, 8, 8, servers=4)),
         # several processes on a CPU

@@ -124,7 +124,7 @@ def test_a_bad_case_is_told_as_without_the_option(h100: Project) -> None:
 @pytest.mark.parametrize(
     ("argument", "sentence"),
     [
-        ("--gpu-set=batchsize=1", "--gpu-set: 'batchsize' is no knob of a case (did you mean 'batch_size'[?]); known: *"),
+        ("--gpu-set=batchsize=1", "--gpu-set: 'batchsize' is not a knob of a case (did you mean 'batch_size'[?]); known: *"),
         ("--gpu-set=platforms=h10", "*the platform 'h10' is unknown (did you mean 'h100'[?])*"),
         ("--gpu-set=batch_size=x", "--gpu-set: batch_size='x' is not a whole number"),
         ("--gpu-set=", "--gpu-set: it was given without a value"),

@@ -16,6 +16,8 @@ import amd_scenes
 import amd_stand_in
 import pytest
 
+pytestmark = pytest.mark.slow  # installs four releases of the binding
+
 RELEASES = {"6.2": "6.2.4", "6.3": "6.3.3", "6.4": "6.4.3", "7.0": "7.0.2"}
 """By release of ROCm, the binding on the package index."""
 

@@ -98,7 +98,7 @@ def test_a_case_that_stands_twice_is_told_where_it_does_again(tmp_path: Path) ->
     lines = path.read_text().splitlines()
     begin, end = (line_of(path, f'"{case}": {{') - 1 for case in (OTHER, CASE))
     path.write_text("\n".join([*lines[:end], *lines[begin:end], *lines[end:]]))
-    assert problems(tmp_path) == [f"cpu/llm.json:{end + 1}: {OTHER} stands here a second time; delete one of them"]
+    assert problems(tmp_path) == [f"cpu/llm.json:{end + 1}: {OTHER} occurs here a second time; delete one of them"]
 
 
 def of_case(**fields: Any) -> Callable[[dict[str, Any]], object]:
@@ -205,7 +205,7 @@ def test_runs_of_one_session_on_a_gpu_are_warned_of_and_pass(tmp_path: Path, cap
 
 def test_a_folder_that_is_not_there_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-baselines", str(tmp_path / "gone")]) == 2
-    assert capsys.readouterr().err.endswith("gone is no folder; give the one that --gpu-baseline-dir names\n")
+    assert capsys.readouterr().err.endswith("gone is not a folder; give the one that --gpu-baseline-dir names\n")
 
 
 # What lets more pass than before
@@ -299,7 +299,7 @@ def test_the_same_baselines_and_more_of_them_let_no_more_pass(repository: Path, 
 @pytest.mark.parametrize("reference", ["nowhere", "--output=made", "HEAD:baselines"])
 def test_what_is_no_commit_is_told(repository: Path, capsys: pytest.CaptureFixture[str], reference: str) -> None:
     assert main(["check-baselines", str(repository), f"--since={reference}"]) == 2
-    assert f"{reference!r} is no commit of the repository that" in capsys.readouterr().err
+    assert f"{reference!r} is not a commit of the repository of" in capsys.readouterr().err
     assert not (repository / "made").exists()
 
 

@@ -323,7 +323,7 @@ def test_a_number_of_gpus_that_cannot_be_emulated_is_refused(capsys, number):
     with pytest.raises(SystemExit) as ended:
         main(["emulate", "--gpu", "h100", f"--gpus={number}", "--", "true"])
     assert ended.value.code == 2
-    assert f"{number!r} is no number of GPUs from 1 to 16" in capsys.readouterr().err
+    assert f"{number!r} is not a number of GPUs from 1 to 16" in capsys.readouterr().err
 
 
 def test_the_command_says_why_it_cannot_emulate_and_runs_nothing(capsys, monkeypatch, tmp_path):

@@ -27,13 +27,13 @@ judging = pytest.mark.parametrize("command", ARGUMENTS)
 
 
 def parsed(command: str, *arguments: str) -> argparse.Namespace:
-    return main._parser().parse_args([command, *ARGUMENTS[command], *arguments])
+    return main.command_parser().parse_args([command, *ARGUMENTS[command], *arguments])
 
 
 def test_every_subcommand_is_known_to_judge_or_not_to() -> None:
     assert {*ARGUMENTS, *OTHERS} == set(main.COMMANDS)
     for command, arguments in OTHERS.items():
-        _, rest = main._parser().parse_known_args([command, *arguments, "--fail-on=new"])
+        _, rest = main.command_parser().parse_known_args([command, *arguments, "--fail-on=new"])
         assert rest == ["--fail-on=new"]
 
 
@@ -63,12 +63,12 @@ def test_nothing_fails_where_never_is_given(command: str) -> None:
 @pytest.mark.parametrize(
     ("text", "start"),
     [
-        ("regresed", "'regresed' is no verdict (did you mean 'regressed'?); give some of regressed, over-limit, "),
-        ("regressed,not comparable", "'not comparable' is no verdict (did you mean 'not-comparable'?); give some of "),
-        ("slower", "'slower' is no verdict; give some of regressed, "),
-        ("pass", "'pass' is no verdict"),
-        ("new,never", "'never' is no verdict"),
-        ("", "'' is no verdict"),
+        ("regresed", "'regresed' is not a verdict (did you mean 'regressed'?); give some of regressed, over-limit, "),
+        ("regressed,not comparable", "'not comparable' is not a verdict (did you mean 'not-comparable'?); give some of "),
+        ("slower", "'slower' is not a verdict; give some of regressed, "),
+        ("pass", "'pass' is not a verdict"),
+        ("new,never", "'never' is not a verdict"),
+        ("", "'' is not a verdict"),
     ],
 )
 def test_another_word_is_refused_in_one_sentence_with_the_nearest(

@@ -21,6 +21,7 @@ def _rows(rule: str) -> dict[str, tuple[float, bool]]:
     return {row.setting: (row.measured, row.holds) for row in rows}
 
 
+@pytest.mark.slow
 def test_the_longest_first_keeps_its_claims() -> None:
     measured = _rows("longest")
     assert all(holds for _, holds in measured.values())
@@ -28,11 +29,13 @@ def test_the_longest_first_keeps_its_claims() -> None:
     assert measured["500 cases, 11 % in doubt, tests ask"][0] > 300
 
 
+@pytest.mark.slow
 def test_other_orders_do_not() -> None:
     broken = {setting for setting, (_, holds) in _rows("random").items() if not holds}
     assert broken >= {"500 cases", "500 cases of 10 minutes at most"}
 
 
+@pytest.mark.slow
 def test_the_exit_status_tells_of_a_missed_claim(capsys: pytest.CaptureFixture[str]) -> None:
     assert fleet_makespan.main(["--replicates=1", "--seed=1", "--rule=shortest"]) == 1
     assert "FAIL 500 cases " in capsys.readouterr().out

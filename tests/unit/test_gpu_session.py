@@ -32,6 +32,7 @@ def test_what_may_not_end_in_time_is_not_begun() -> None:
     assert _next(left=gpu_session.LEAST_SECONDS - 1) is None
 
 
+@pytest.mark.slow
 def test_cases_come_by_their_predicted_memory() -> None:
     asked = Asked(Path("out"), "h100", "llama-3.1-8b or phi-3", 1)
     nodes = gpu_session.ordered(gpu_session.collected(asked), "h100")
@@ -79,6 +80,7 @@ def test_a_session_on_the_cpu_records_case_after_case(tmp_path: Path, monkeypatc
     assert gpu_session.log_of(asked.folder) == log
 
 
+@pytest.mark.slow
 def test_levers_lead_from_the_published_case_to_the_tuned_one(tmp_path: Path) -> None:
     asked = Asked(tmp_path, "h100", "", 1)
     for count in (1, len(gpu_session.LEVERS)):

@@ -260,7 +260,7 @@ def test_a_corrupt_line_before_the_end_is_refused_with_its_place(tmp_path: Path,
     path.write_bytes(whole + corrupt + whole)
     lines = read(path, HistoryLine, _refuse)
     assert next(lines)[0] == 0
-    with pytest.raises(HistoryError, match=f"^{path}:2 is no line of a history: .*; remove the line, or restore"):
+    with pytest.raises(HistoryError, match=f"^{path}:2 is not a line of a history: .*; remove the line, or restore"):
         next(lines)
 
 
@@ -268,7 +268,7 @@ def test_a_file_without_line_ends_is_refused_early(tmp_path: Path, monkeypatch: 
     path = tmp_path / "model.bin"
     path.write_bytes(b"{" * 200)
     monkeypatch.setattr(history, "_LONGEST_LINE", 64)
-    with pytest.raises(HistoryError, match=r"model\.bin:1 is no line of a history"):
+    with pytest.raises(HistoryError, match=r"model\.bin:1 is not a line of a history"):
         list(read(path, HistoryLine, _refuse))
 
 

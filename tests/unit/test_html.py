@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit_examples import CASE, crashed, gpu_environment, live_tensor, measurement, prediction, report, result
 
-from pytest_gputrain.cli.main import _parser, main
+from pytest_gputrain.cli.main import command_parser, main
 from pytest_gputrain.records import Case, MetricVerdict, Report, Result, Summary, Verdict
 from pytest_gputrain.records.study import LossCurve
 from pytest_gputrain.report.history_lines import lines_of
@@ -418,5 +418,5 @@ def test_bad_input_of_the_command_is_one_sentence(
 def test_the_commands_of_its_page_in_the_docs_parse() -> None:
     text = (BASELINES.parent / "docs" / "html.md").read_text()
     commands = [shlex.split(line, comments=True) for line in re.findall(r"^gputrain (.+)$", text, re.MULTILINE)]
-    parsed = [_parser().parse_args(words) for words in commands]
+    parsed = [command_parser().parse_args(words) for words in commands]
     assert [options.command for options in parsed] == ["html", "html", "html", "trend"]

@@ -73,7 +73,7 @@ def test_time_beside_others_is_over_no_limit_and_memory_is() -> None:
     crowded = _run(seconds=0.6, gib=25, holders=(Holder(pid=7, gpu=0, name="python"),))
     (time,) = _against(STEP, *[crowded] * 3).limits
     assert time.status == "not-judged"
-    assert time.note == "it is over, but was measured beside python (pid 7) on GPU 0"
+    assert time.note == "it exceeds the limit, but was measured beside python (pid 7) on GPU 0"
     assert _against(STEP, *[_run(holders=crowded.holders)] * 3).limits[0].status == "pass"
     assert _against(MEMORY, *[crowded] * 3).limits[0].status == "over-limit"
 

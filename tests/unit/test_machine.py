@@ -169,6 +169,7 @@ def test_a_gpu_that_the_catalog_lacks_passes_for_what_is_asked(
             ((H200, TWIN), None, {"gpu_ids": [wanted]}, rf"--gpu-ids: .*{wanted!r}.*0 \({H200[0]}\), 1 \({TWIN[0]}\)")
             for wanted in ("2", "GPU-9", "", "h200", "01")
         ),
+        ((("ddd1d5ac-9f3c", "Orin (nvgpu)", GiB),), "ddd1", {}, "CUDA_VISIBLE_DEVICES=ddd1 shows none of the 1 GPU"),
         ((H200, TWIN), "0", {"gpu_ids": ["1"]}, "no visible GPU '1'"),
         ((), None, {"gpu_ids": ["0"]}, "visible: none"),
         ((H200, (TWIN[0], "NVIDIA H200", 70 * GiB)), None, {}, r"NVIDIA H200 \(h200\), NVIDIA H200 \(of no marker\)"),

@@ -254,7 +254,7 @@ _FP16 = _OTHER.replace('"key":""', '"key":"m-fp16","precision":"fp16"')
     ("text", "sentence"),
     [
         ("", "the history holds no runs; --gpu-history appends them"),
-        ("{}\n", "{path}:1 is no line of a history: Object missing required field `format`; remove the line, or *"),
+        ("{}\n", "{path}:1 is not a line of a history: Object missing required field `format`; remove the line, or *"),
         (
             f"{_OTHER}\n{_OTHER.replace('2', '3', 1)}\n",
             "{path} has lines of format 3, this version reads format 2; update *",

@@ -108,7 +108,7 @@ def test_an_encoder_is_no_language_model_that_trains_from_a_config(tmp_path, kin
     reply = worker_run.run(task, Progress(None))
     assert isinstance(reply, Crashed)
     assert f"has model_type={kind!r}, which in transformers" in reply.sentence
-    assert reply.sentence.endswith("is no decoder-only language model")
+    assert reply.sentence.endswith("is not a decoder-only language model")
 
 
 def test_a_state_space_layer_is_adapted_where_peft_allows_it(tmp_path):

@@ -120,6 +120,7 @@ def test_memory_is_that_of_one_batch_however_many_are_loaded(case, workers):
     assert prediction.flops_per_step == reply.flops_per_step
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_same_batch_without_a_loader():
     case = WORDS.replace(parallel="ddp", gpus=2, steps=4, warmup=1, model="ctr-dnn", optimizer="adam", batch_size=20)
     loaded = measured_in_processes(case)

@@ -134,7 +134,9 @@ def test_the_line_of_the_user_s_file_is_named(tmp_path):
     case = MINE.replace(code="test_leaking.py::build")
     reply = worker_run.run(Task(case=case, scale="tiny", device_type="cpu", root=str(tmp_path)), Progress(None))
     assert isinstance(reply, Crashed)
-    assert "made by aten.addmm in test_leaking.py:10; let go of them (a loss that is kept without detach()" in reply.sentence
+    assert (
+        "made by aten.addmm in test_leaking.py:10; do not keep them (a loss that is kept without detach()" in reply.sentence
+    )
 
 
 @pytest.mark.parametrize("forgets", [True, False], ids=["without gradients", "with gradients"])

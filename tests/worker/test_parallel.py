@@ -16,6 +16,7 @@ from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.gate.rank_spread import widest
 from pytest_gputrain.records import Crashed, Event, Measurement, Task
 from pytest_gputrain.worker.parallel.zero import configure
+from pytest_gputrain.worker.zoo.samples import spread_lengths
 
 LLAMA = Case(model="llama-3.1-8b", precision="fp32", batch_size=2, sequence_length=32, learning_rate=1e-2, steps=4, warmup=1)
 
@@ -226,8 +227,9 @@ def test_a_rank_of_deepspeed_killed_in_mid_step_leaves_nothing(leftovers):
     assert leftovers.all() == []
 
 
-def test_progress_is_that_of_the_first_rank():
+def test_progress_is_that_of_the_first_rank_and_tokens_are_those_of_both():
     events = []
-    measured(LLAMA.replace(parallel="ddp", gpus=2), watch=events.append)
+    reply = measured(LLAMA.replace(parallel="ddp", gpus=2, lengths="padded"), watch=events.append)
+    assert reply.tokens == 2 * sum(spread_lengths(32, 2))
     assert all(isinstance(event, Event) for event in events)
     assert [event.phase for event in events if event.step is None].count("measure") == 1

@@ -175,7 +175,7 @@ def test_markdown_and_a_page_have_the_same_cells(once: Path) -> None:
         (("small", "--gpu=rtx_409"), "the GPU 'rtx_409' is unknown (did you mean 'rtx_4090'?); known: "),
         (("small", "--gpu=,"), "--gpu names none; give some of "),
         (("small", "--gpu=h100", "--method=lroa"), "the method 'lroa' is unknown (did you mean 'lora'?); known: "),
-        (("small", "--gpu=h100", "--set=lora_rnak=8"), "'lora_rnak' is no knob of a case (did you mean 'lora_rank'?)"),
+        (("small", "--gpu=h100", "--set=lora_rnak=8"), "'lora_rnak' is not a knob of a case (did you mean 'lora_rank'?)"),
         (("small", "--gpu=h100", "--set=model=sdxl"), "--set model is not taken here"),
         (("small", "--gpu=h100", "--batch=1", "--set=batch_size=2"), "batch_size is given twice; give all of its values at"),
         (("small", "--gpu=h100", "--batch=0"), "a case has batch_size=0; it must be at least 1"),
@@ -212,7 +212,7 @@ def test_emulation_needs_the_cuda_build_of_torch_and_says_so_before_anything_run
     monkeypatch.setattr(emulated.libraries, "find_torch", no_cuda)
     assert main(["predict", "small", "--gpu=h100", "--emulate"]) == 2
     told = capsys.readouterr().err
-    assert "is no CUDA build; install one" in told
+    assert "is not a CUDA build; install one" in told
     assert told.count("\n") == 1
 
 

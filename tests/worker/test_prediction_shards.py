@@ -38,8 +38,7 @@ CLICKS = Case(model="ctr-dnn", precision="fp32", batch_size=1000, optimizer="ada
 @pytest.fixture(autouse=True, scope="module")
 def _small_heap():
     """A prediction collects garbage first, which takes longer than the rest of it where all libraries are on the heap."""
-    for case in (LLAMA, *(case for _, case in ONE_OF_EACH)):
-        load(case)
+    load(LLAMA)
     gc.collect()
     gc.freeze()
     yield
@@ -141,12 +140,8 @@ def test_memory_grows_with_the_buckets_as_published():
     assert growth == pytest.approx([2 * 300_000_000, 2 * 500_000_000, 2 * 4_000_000_000], rel=0.001), "fp16"
 
 
-@needs_deepspeed
-@pytest.mark.parametrize(
-    "knobs",
-    [{"parallel": "zero2"}, {"parallel": "zero3", "offload_param": True}],
-    ids=lambda knobs: "-".join(map(str, knobs.values())),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("knobs", [engine("zero2"), engine("zero3", offload_param=True)])
 def test_what_deepspeed_offloads_is_on_the_host(knobs):
     case = LLAMA.replace(gpus=2, precision="bf16", **knobs)
     here = predicted(case.replace(offload_param=False), H100)

@@ -123,10 +123,15 @@ def run(tmp_path, monkeypatch, preloaded):
     return measure
 
 
-def test_figures_are_those_of_a_fresh_interpreter(run):
-    fresh, first, second = run("build", fresh=True), run("build"), run("build")
-    for forked in (first, second):
+def test_a_case_finds_and_measures_what_it_would_in_a_fresh_interpreter_whatever_another_left(run, tmp_path):
+    fresh, found = run("tell", fresh=True), (tmp_path / "found.txt").read_text()
+    assert "'variable': None" in found
+    for before in ("build", "litter"):
+        run(before)
+        (tmp_path / "found.txt").unlink()
+        forked = run("tell")
         assert isinstance(forked, Measurement), forked
+        assert (tmp_path / "found.txt").read_text() == found
         for figure in ("phase_peak_bytes", "peak_allocated_bytes", "largest", "flops_per_step", "losses", "environment"):
             assert getattr(forked, figure) == getattr(fresh, figure), figure
 
@@ -146,18 +151,6 @@ def test_a_prediction_is_that_of_a_fresh_interpreter(run, preloaded, tmp_path):
     )
     assert isinstance(fresh, Prediction), fresh
     assert first == second == fresh
-
-
-def test_a_case_finds_nothing_that_another_left(run, tmp_path):
-    def found(**how):
-        assert isinstance(run("tell", **how), Measurement)
-        return (tmp_path / "found.txt").read_text()
-
-    fresh = found(fresh=True)
-    assert "'variable': None" in fresh
-    assert found() == fresh
-    run("litter")
-    assert found() == fresh
 
 
 def _gone(pid):

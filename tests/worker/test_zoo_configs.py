@@ -282,7 +282,10 @@ def test_keys_that_a_class_derives_of_others_are_left_to_it():
     ("config", "sentence"),
     [
         ({"model_type": "qwen9"}, r"has model_type='qwen9', which transformers [\d.]+ does not have \(did you mean 'qwen"),
-        ({"model_type": "bert"}, r"has model_type='bert', which in transformers [\d.]+ is no decoder-only language model"),
+        (
+            {"model_type": "bert"},
+            r"has model_type='bert', which in transformers [\d.]+ is not a decoder-only language model",
+        ),
         ({"model_type": "llama", "hidden_size": 64}, "lacks the key num_hidden_layers in its config.json"),
         ({"model_type": "llama", "num_hidden_layers": 2}, "lacks the key hidden_size in its config.json"),
         (

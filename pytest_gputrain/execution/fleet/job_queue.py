@@ -333,7 +333,7 @@ class Fleet:
             elif job.doing == "cancelled":
                 self._lose(ticket, "cancelled", f"{named} was cancelled{on}{why}; {_AGAIN}")
             elif job.doing == "forgotten" and now - ticket.ended >= GRACE_SECONDS:
-                unknown = "there is no delivery, and how it ended nobody knows"
+                unknown = "there is no delivery, and it is not known how it ended"
                 self._lose(
                     ticket,
                     "no_delivery",

@@ -112,7 +112,7 @@ def board(marker: str) -> Board:
     if marker not in PLATFORMS:
         raise CannotEmulate(f"the catalog has no GPU {marker!r}{did_you_mean(marker, PLATFORMS)}; it has {_listed()}")
     if marker not in _NAMES:
-        raise CannotEmulate(f"{marker} is no NVIDIA GPU that can be emulated; the catalog has {_listed()}")
+        raise CannotEmulate(f"{marker} is not an NVIDIA GPU that can be emulated; the catalog has {_listed()}")
     platform = PLATFORMS[marker]
     return Board(marker, _NAMES[marker], platform.usable_bytes, platform.capability, platform.multiprocessors)
 

@@ -90,7 +90,7 @@ def read_torch(folder: Path) -> Torch:
     if version is None or cuda is None or not (folder / "lib" / "libtorch_cuda.so").exists():
         name = f"torch {version[1]}" if version else "torch"
         raise CannotEmulate(
-            f"{name} in {folder} is no CUDA build; install one beside it in a new environment: "
+            f"{name} in {folder} is not a CUDA build; install one in a new environment: "
             "pip install --no-deps torch (from PyPI), with its dependencies but for the nvidia-* packages"
         )
     requires = _requirements(folder)

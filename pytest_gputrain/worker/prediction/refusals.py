@@ -26,6 +26,7 @@ _UNKNOWN: Final = "the case calls an operator that a prediction does not know ({
 _SENTENCES: Final = (
     ("Expected all tensors to be on the same device", _TWO_DEVICES),
     ("Unhandled FakeTensor Device Propagation", _TWO_DEVICES),
+    (".tolist() is not supported for tensor subclasses", _MEMORY),
     ("its data is not allocated yet", _MEMORY),
     ("Cannot access data pointer of Tensor", _MEMORY),
     ("There was no rule registered for HigherOrderOperator", _UNKNOWN),

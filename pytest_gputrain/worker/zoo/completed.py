@@ -78,7 +78,7 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         release = f"transformers {transformers.__version__}"
         if kind in CONFIG_MAPPING:
-            raise CheckFailed(f"{name} has model_type={kind!r}, which in {release} is no decoder-only language model")
+            raise CheckFailed(f"{name} has model_type={kind!r}, which in {release} is not a decoder-only language model")
         hint = did_you_mean(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         raise CheckFailed(
             f"{name} has model_type={kind!r}, which {release} does not have{hint}; install a release that has it: code that "
