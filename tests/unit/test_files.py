@@ -177,9 +177,9 @@ def test_who_may_not_write_is_told() -> None:
 def test_what_cannot_be_written_at_the_end_is_told_before(tmp_path: Path, fifo: Path) -> None:
     (tmp_path / "file").touch(mode=0o444)
     for path, reason in {
-        fifo: "no regular file",
-        tmp_path: "no regular file",
-        Path("/dev/null"): "no regular file",
+        fifo: "not a regular file",
+        tmp_path: "not a regular file",
+        Path("/dev/null"): "not a regular file",
         tmp_path / "file": "read-only",
         tmp_path / "file" / "report.json": "Not a directory",
     }.items():
