@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import psutil
@@ -73,6 +73,14 @@ def wait_for(*paths: Path, seconds: float = 200) -> None:
     deadline = time.monotonic() + seconds
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, f"not there after {seconds} s: {paths}"
+        time.sleep(0.05)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Until it holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {seconds} s"
         time.sleep(0.05)
 
 

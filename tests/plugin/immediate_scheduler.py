@@ -43,6 +43,11 @@ class ImmediateScheduler:
     def submitted(self) -> list[str]:
         return [str(order.task.case) for order in self.orders]
 
+    def forget(self) -> None:
+        """Forget what was submitted, not what is late."""
+        self.orders.clear()
+        self.during.clear()
+
     def submit(self, order: Order, folder: Path) -> str:
         if str(order.task.case) in self.refused:
             raise JobRefused("no such partition")

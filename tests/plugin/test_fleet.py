@@ -58,22 +58,13 @@ def test_a_fleet_judges_as_the_node_itself_would(
     assert project.report("there.json")["results"] == project.report("here.json")["results"]
 
 
-def test_baselines_are_those_of_the_device_that_the_node_has(project: Project, scheduler: ImmediateScheduler) -> None:
+@pytest.fixture
+def foreseeing(project: Project, scheduler: ImmediateScheduler) -> Project:
+    """Three cases with baselines of a fleet that foresees all before tests ask."""
     project.run(*FLEET, "--gpu-baseline-update")
-    baselines = project.baselines("tuning", H100_FOLDER)
-    assert sorted(baselines) == sorted([LLAMA, GEMMA, LLAMA_2])
-    assert {len(baseline["runs"]) for baseline in baselines.values()} == {5}
-    assert len(scheduler.orders) == 15
-
-
-def test_first_runs_are_submitted_ahead_and_the_longest_first(project: Project, scheduler: ImmediateScheduler) -> None:
-    for case, slower in ((LLAMA, 2.0), (GEMMA, 1.0), (LLAMA_2, 3.0)):
-        project.answer(recorded(device_name=H100, slower=slower), to=case)
-    project.run(*FLEET, "--gpu-history=history.jsonl")
-    assert sorted(scheduler.submitted) == sorted([LLAMA, GEMMA, LLAMA_2])
-    scheduler.orders.clear()
-    project.run(*FLEET, "--gpu-history=history.jsonl", "-k", "llama-3.1 or gemma or llama-2")
-    assert scheduler.submitted == [LLAMA_2, LLAMA, GEMMA]
+    scheduler.forget()
+    scheduler.ask_seconds = 0.0
+    return project
 
 
 @pytest.mark.parametrize("option", ["--gpu-baseline-update", "--gpu-runs=5"])
@@ -85,17 +76,21 @@ def test_runs_that_are_known_from_the_start_are_submitted_in_turn(
     assert scheduler.submitted == [LLAMA, GEMMA, LLAMA_2] * 5
     # As many as may wait, and those that fit when these are seen to be done.
     assert scheduler.during == [f"test_tuning[{LLAMA}]"] * 15
+    if option == "--gpu-baseline-update":
+        runs = {case: len(baseline["runs"]) for case, baseline in project.baselines("tuning", H100_FOLDER).items()}
+        assert runs == {LLAMA: 5, GEMMA: 5, LLAMA_2: 5}
 
 
-def test_several_runs_count_as_long_as_those_that_are_left(project: Project, scheduler: ImmediateScheduler) -> None:
+def test_what_takes_longest_by_the_history_is_submitted_first(project: Project, scheduler: ImmediateScheduler) -> None:
     scheduler.ask_seconds = 0.0
     for case, slower in ((LLAMA, 1.0), (GEMMA, 2.5), (LLAMA_2, 1.4)):
         project.answer(recorded(device_name=H100, slower=slower), to=case)
-    project.run(*FLEET, "--gpu-history=history.jsonl")
-    scheduler.orders.clear()
-    project.run(*FLEET, "--gpu-history=history.jsonl", "--gpu-runs=3")
-    # 7.5, 5, 4.2, 3, 2.8, 2.5, 2, 1.4, 1
-    assert scheduler.submitted == [GEMMA, GEMMA, LLAMA_2, LLAMA, LLAMA_2, GEMMA, LLAMA, LLAMA_2, LLAMA]
+    # Of several runs, those that are left count together: 7.5, 5, 4.2, 3, 2.8, 2.5, 2, 1.4, 1.
+    three = [GEMMA, GEMMA, LLAMA_2, LLAMA, LLAMA_2, GEMMA, LLAMA, LLAMA_2, LLAMA]
+    for runs, submitted in ((1, [LLAMA, GEMMA, LLAMA_2]), (1, [GEMMA, LLAMA_2, LLAMA]), (3, three)):
+        project.run(*FLEET, "--gpu-history=history.jsonl", f"--gpu-runs={runs}", "-k", "llama-3.1 or gemma or llama-2")
+        assert scheduler.submitted == submitted
+        scheduler.forget()
 
 
 def test_baselines_that_there_are_not_yet_are_known_with_the_first_delivery(
@@ -103,53 +98,48 @@ def test_baselines_that_there_are_not_yet_are_known_with_the_first_delivery(
 ) -> None:
     scheduler.ask_seconds = 0.0
     project.run(*FLEET, "--gpu-baseline-update", "-k", "gemma")
-    scheduler.orders.clear()
-    scheduler.during.clear()
+    scheduler.forget()
     project.run(*FLEET, "--gpu-baseline-update-new-only")
     assert sorted(scheduler.submitted) == sorted([LLAMA] * 5 + [GEMMA] + [LLAMA_2] * 5)
     of_last = [test for case, test in zip(scheduler.submitted, scheduler.during, strict=True) if case == LLAMA_2]
     assert of_last == [f"test_tuning[{LLAMA}]"] * 5
 
 
-def test_a_case_in_doubt_is_run_again_before_its_test_asks(project: Project, scheduler: ImmediateScheduler) -> None:
-    project.run(*FLEET, "--gpu-baseline-update")
-    scheduler.orders.clear()
-    scheduler.during.clear()
-    scheduler.ask_seconds = 0.0
-    project.answer(recorded(device_name=H100, slower=1.2), to=LLAMA_2)
-    assert list(failures(project.run(*FLEET))) == [f"test_tuning[{LLAMA_2}]"]
-    assert scheduler.submitted == [LLAMA, GEMMA, LLAMA_2, LLAMA_2, LLAMA_2]
-    assert set(scheduler.during) == {f"test_tuning[{LLAMA}]"}
+SIZES = SUITE.replace('method=["lora"]', "batch_size=range(1, 11)")
+TEN = SIZES.replace('"llama-3.1-8b", "gemma-7b", "llama-2-13b"', '"gemma-7b"')
+"""Just as many as tell a slow day."""
+FIRST, LAST = (f"gemma-7b-full-bf16-batch_size={size}" for size in (1, 10))
 
 
-def test_doubt_is_foreseen_where_a_later_run_is_there_before_the_first(
-    project: Project, scheduler: ImmediateScheduler
+@pytest.mark.parametrize(
+    ("suite", "late", "runs", "first", "doubtful", "submitted"),
+    [
+        (SUITE, {}, 1, LLAMA, LLAMA_2, [LLAMA, GEMMA, LLAMA_2, LLAMA_2, LLAMA_2]),
+        # Of the first case, whose test waits, and of the last.
+        (SUITE, {1: 8, 3: 4}, 2, LLAMA, LLAMA_2, [LLAMA, GEMMA, LLAMA_2] * 2 + [LLAMA_2]),
+        # Its test waits while all others come in.
+        (TEN, {1: 8}, 1, FIRST, LAST, None),
+    ],
+    ids=["before its test asks", "a later run before the first", "ten cases"],
+)
+def test_a_case_in_doubt_is_run_again_before_its_test_asks(
+    project: Project,
+    scheduler: ImmediateScheduler,
+    suite: str,
+    late: dict[int, int],
+    runs: int,
+    first: str,
+    doubtful: str,
+    submitted: list[str] | None,
 ) -> None:
+    project.write(test_tuning=suite)
     project.run(*FLEET, "--gpu-baseline-update")
-    scheduler.orders.clear()
-    scheduler.during.clear()
-    scheduler.ask_seconds = 0.0
-    scheduler.late = {1: 8, 3: 4}  # of the first case, whose test waits, and of the last
-    project.answer(recorded(device_name=H100, slower=1.2), to=LLAMA_2)
-    assert list(failures(project.run(*FLEET, "--gpu-runs=2"))) == [f"test_tuning[{LLAMA_2}]"]
-    assert scheduler.submitted == [LLAMA, GEMMA, LLAMA_2] * 2 + [LLAMA_2]
-    assert set(scheduler.during) == {f"test_tuning[{LLAMA}]"}
-
-
-def test_doubt_is_foreseen_in_a_suite_of_just_as_many_cases_as_tell_a_slow_day(
-    project: Project, scheduler: ImmediateScheduler
-) -> None:
-    sizes = SUITE.replace('method=["lora"]', "batch_size=range(1, 11)")
-    project.write(test_tuning=sizes.replace('"llama-3.1-8b", "gemma-7b", "llama-2-13b"', '"gemma-7b"'))
-    project.run(*FLEET, "--gpu-baseline-update")
-    scheduler.orders.clear()
-    scheduler.during.clear()
-    scheduler.ask_seconds = 0.0
-    scheduler.late = {1: 8}  # its test waits while all others come in
-    first, last = (f"gemma-7b-full-bf16-batch_size={size}" for size in (1, 10))
-    project.answer(recorded(device_name=H100, slower=1.2), to=last)
-    assert list(failures(project.run(*FLEET))) == [f"test_tuning[{last}]"]
-    assert scheduler.submitted.count(last) == 3
+    scheduler.forget()
+    scheduler.ask_seconds, scheduler.late = 0.0, dict(late)
+    project.answer(recorded(device_name=H100, slower=1.2), to=doubtful)
+    assert list(failures(project.run(*FLEET, f"--gpu-runs={runs}"))) == [f"test_tuning[{doubtful}]"]
+    assert scheduler.submitted.count(doubtful) == 3
+    assert submitted in (None, scheduler.submitted)
     assert set(scheduler.during) == {f"test_tuning[{first}]"}
 
 
@@ -172,17 +162,15 @@ def test_what_a_limit_asks_for_is_foreseen_too(project: Project, scheduler: Imme
     ("case", "ask_seconds"), [(LLAMA_2, 0.0), (LLAMA, 4.0)], ids=["by its delivery", "by its test, for both at once"]
 )
 def test_a_run_that_was_foreseen_and_is_not_asked_for_says_nothing(
-    project: Project, scheduler: ImmediateScheduler, case: str, ask_seconds: float
+    foreseeing: Project, scheduler: ImmediateScheduler, case: str, ask_seconds: float
 ) -> None:
     scheduler.ask_seconds = ask_seconds
-    project.run(*FLEET, "--gpu-baseline-update")
-    scheduler.orders.clear()
     # The second is within the limit, which settles it; the third is not.
     bigger = recorded(device_name=H100, bigger=2**34)
-    project.answer(bigger, recorded(device_name=H100), bigger, to=case)
-    project.run(*FLEET, "--gpu-json=report.json").assert_outcomes(passed=3)
+    foreseeing.answer(bigger, recorded(device_name=H100), bigger, to=case)
+    foreseeing.run(*FLEET, "--gpu-json=report.json").assert_outcomes(passed=3)
     assert scheduler.submitted.count(case) == 3
-    (result,) = [candidate for candidate in project.report()["results"] if candidate["key"] == case]
+    (result,) = [candidate for candidate in foreseeing.report()["results"] if candidate["key"] == case]
     peaks = [reply["peak_allocated_bytes"] for reply in result["replies"]]
     assert peaks == [bigger["peak_allocated_bytes"], bigger["peak_allocated_bytes"] - 2**34]
 
@@ -280,6 +268,8 @@ def test_what_is_lost_fails_its_test_and_no_other(project: Project, scheduler: I
     lines = [json.loads(line) for line in (project.path / "history.jsonl").read_text().splitlines()]
     assert {line["key"]: line["outcome"] for line in lines} == {LLAMA: "measured", GEMMA: "lost", LLAMA_2: "measured"}
     result.stdout.re_match_lines([r"Gemma 7B .* lost .*failed"])
+    project.run(*FLEET, "--gpu-baseline-update", "--gpu-runs=1")
+    assert sorted(project.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, LLAMA_2])
 
 
 def test_what_is_lost_is_told_as_lost_where_earlier_runs_were_resumed(
@@ -293,12 +283,6 @@ def test_what_is_lost_is_told_as_lost_where_earlier_runs_were_resumed(
     assert "was lost by the fleet" in only_sentence(result, f"test_tuning[{GEMMA}]")
     (lost,) = project.report("second.json")["results"]
     assert [reply["outcome"] for reply in lost["replies"]] == ["measured", "lost"]
-
-
-def test_what_is_lost_becomes_no_baseline(project: Project, scheduler: ImmediateScheduler) -> None:
-    scheduler.refused = {GEMMA}
-    project.run(*FLEET, "--gpu-baseline-update", "--gpu-runs=1")
-    assert sorted(project.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, LLAMA_2])
 
 
 def test_runs_of_different_devices_are_not_judged_together(project: Project, scheduler: ImmediateScheduler) -> None:
@@ -354,32 +338,34 @@ def test_what_runs_in_the_pytest_process_is_refused(project: Project, scheduler:
 
 
 @pytest.mark.parametrize(
-    "other",
-    ["--gpu-predict", "--gpu-isolation=inline", "--gpu-ids=0", "-ogpu_rendezvous=node1"],
-    ids=lambda flag: flag[6:],
+    ("ini", "arguments", "sentence"),
+    [
+        *(
+            ("", [*FLEET, other], f"--gpu-executor=slurm and {flag}* contradict each other: *")
+            for other, flag in {
+                "--gpu-predict": "--gpu-predict",
+                "--gpu-isolation=inline": "--gpu-isolation",
+                "--gpu-ids=0": "--gpu-ids",
+                "-ogpu_rendezvous=node1": "gpu_rendezvous",
+            }.items()
+        ),
+        (
+            "",
+            ["-m", "h100 or a100", *FLEET[2:]],
+            "--gpu-executor=slurm asks for machines of one platform, and -m names h100, a100; name one of them",
+        ),
+        (
+            "gpu_fleet_args = h1000: --partition=gpu",
+            FLEET,
+            "gpu_fleet_args: 'h1000' is unknown (did you mean 'h100'?); known: *",
+        ),
+    ],
 )
-def test_what_contradicts_a_fleet_is_refused(project: Project, scheduler: ImmediateScheduler, other: str) -> None:
-    assert_refused(
-        project,
-        f"--gpu-executor=slurm and {other.removeprefix('-o').partition('=')[0]}* contradict each other: *",
-        *FLEET,
-        other,
-    )
-
-
-def test_a_fleet_is_of_one_platform(project: Project, scheduler: ImmediateScheduler) -> None:
-    assert_refused(
-        project,
-        "--gpu-executor=slurm asks for machines of one platform, and -m names h100, a100; name one of them",
-        "-m",
-        "h100 or a100",
-        *FLEET[2:],
-    )
-
-
-def test_arguments_for_an_unknown_platform_are_refused(project: Project, scheduler: ImmediateScheduler) -> None:
-    project.ini("gpu_fleet_args = h1000: --partition=gpu")
-    assert_refused(project, "gpu_fleet_args: 'h1000' is unknown (did you mean 'h100'?); known: *", *FLEET)
+def test_what_a_fleet_cannot_do_is_refused(
+    project: Project, scheduler: ImmediateScheduler, ini: str, arguments: tuple[str, ...], sentence: str
+) -> None:
+    project.ini(ini)
+    assert_refused(project, sentence, *arguments)
 
 
 def test_a_scheduler_that_is_not_here_is_told_at_once(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

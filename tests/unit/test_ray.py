@@ -1,4 +1,4 @@
-"""What Ray is asked for, by a stand-in for its module; ``tests/plugin/test_fleet_ray.py`` has a real one."""
+"""What Ray is asked for, by a stand-in for its module; ``tests/plugin/test_fleet_on_nodes.py`` has a real one."""
 
 from __future__ import annotations
 
