@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from plugin_project import H100, SUITE, Project
+from plugin_project import H100, H100_FOLDER, SUITE, Project
 
 
 @pytest.fixture
@@ -14,8 +14,9 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Proje
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("COLUMNS", "200")
-    # Installed for other tests; hypothesis alone costs each run in this process a second.
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")
+    # Installed for other tests; hypothesis alone costs each run in this process a second, and syrupy warns where workers
+    # of xdist only collect.
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio -p no:syrupy")
     project = Project(pytester)
     project.ini()
     return project
@@ -34,3 +35,26 @@ def suite(h100: Project) -> Project:
     """Three cases on an H100, without any baseline."""
     h100.write(test_tuning=SUITE)
     return h100
+
+
+_BASELINES: list[bytes] = []
+
+
+@pytest.fixture
+def gated(suite: Project) -> Project:
+    """Three cases with the baselines of an H100, which the first test that wants them records."""
+    file = suite.baseline_file("tuning", H100_FOLDER)
+    if not _BASELINES:
+        suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
+        (suite.path / "launches.jsonl").unlink()
+        _BASELINES.append(file.read_bytes())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(_BASELINES[0])
+    return suite
+
+
+@pytest.fixture
+def cpu(project: Project) -> Project:
+    """A machine without a GPU, whose replies are recorded."""
+    project.machine(None)
+    return project

@@ -54,30 +54,35 @@ def test_long(gputrain):
     assert results[2]["key"].startswith("build-fp32-batch_size=4-args=")
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        (
-            "{'width': object()}",
-            "args['width'] of build is an object, which does not reach the process that trains; give plain values (text, "
-            "numbers, lists, dicts) from which build makes it, or measure with inline=True a function that has it",
-        ),
-        ("{'width': 8, 'names': [lambda: 0]}", "args['names'][0] of build is a lambda, which does not reach"),
-        ("{'width': tmp_path}", "args['width'] of build is a PosixPath, which does not reach"),
-        ("{'width': dict}", "args['width'] of build is the class dict, which does not reach"),
-        ("{'width': {8: 1}}", "a name in args['width'] of build is 8, which does not reach"),
-        ("{'width': float('nan')}", "args['width'] of build is nan, which does not reach"),
-        ("{'widht': 8}", "build does not take these args after its setup: missing a required argument: 'width'"),
-        (
-            "{'width': 8, 'deep': 8}",
-            "build does not take these args after its setup: got an unexpected keyword argument 'deep'",
-        ),
-        ("[8]", "args of build is a list; give its keyword arguments as a dict, as args={'width': 64}"),
-    ],
-)
-def test_what_cannot_reach_the_worker_is_refused(project: Project, given: str, sentence: str) -> None:
-    project.write(test_mine=f"{SIZED}\ndef test_it(gputrain, tmp_path):\n    gputrain.check(build, args={given})\n")
-    assert sentence in only_sentence(project.run(), "test_it")
+REFUSED = {
+    "{'width': object()}": (
+        "args['width'] of build is an object, which does not reach the "
+        "process that trains; give plain values (text, numbers, lists, dicts) from which "
+        "build makes it, or measure with inline=True a function that has it"
+    ),
+    "{'width': 8, 'names': [lambda: 0]}": "args['names'][0] of build is a lambda, which does not reach",
+    "{'width': tmp_path}": "args['width'] of build is a PosixPath, which does not reach",
+    "{'width': dict}": "args['width'] of build is the class dict, which does not reach",
+    "{'width': {8: 1}}": "a name in args['width'] of build is 8, which does not reach",
+    "{'width': float('nan')}": "args['width'] of build is nan, which does not reach",
+    "{'widht': 8}": "build does not take these args after its setup: missing a required argument: 'width'",
+    "{'width': 8, 'deep': 8}": "build does not take these args after its setup: got an unexpected keyword argument 'deep'",
+    "[8]": "args of build is a list; give its keyword arguments as a dict, as args={'width': 64}",
+}
+"""Arguments, and what is said of them."""
+
+
+def test_what_cannot_reach_the_worker_is_refused(project: Project) -> None:
+    tests = "".join(
+        f"\n\ndef test_{at}(gputrain, tmp_path):\n    gputrain.check(build, args={given})\n"
+        for at, given in enumerate(REFUSED)
+    )
+    project.write(test_mine=SIZED + tests)
+    told = failures(project.run())
+    assert len(told) == len(REFUSED)
+    for at, sentence in enumerate(REFUSED.values()):
+        assert sentence in told[f"test_{at}"]
+        assert "\n" not in told[f"test_{at}"].strip()
 
 
 def test_a_case_of_the_zoo_has_no_arguments(project: Project) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -10,6 +11,25 @@ from plugin_project import BUILD, GEMMA, LLAMA, LLAMA_2, SUITE, Project, failure
 from pytest_gputrain import GiB
 
 TEST = f"test_tuning[{GEMMA}]"
+
+
+CLASSES = """
+import pytest
+from pytest_gputrain import Case
+
+CASE = Case(model="gemma-7b", method="lora", batch_size=2, sequence_length=8192)
+
+
+@pytest.mark.gpu_limit(time="1s")
+class TestBase:
+    def test_it(self, gputrain):
+        gputrain.check(CASE)
+
+
+@pytest.mark.gpu_limit(time="9s")
+class TestDerived(TestBase):
+    pass
+"""
 
 
 def _marked(project: Project, *marks: str, file: str = "", case: str = "") -> None:
@@ -52,18 +72,26 @@ def test_a_step_over_its_limit_fails_though_it_is_as_slow_as_ever(suite: Project
     )
 
 
-@pytest.mark.parametrize(
-    ("mark", "sentence"),
-    [
-        ("gpu_limit(memory=24 * 2**30)", f"{GEMMA} needs 35.0 GiB peak allocated, over its limit of 24.0 GiB in"),
-        ("gpu_limit(memory=24.5 * 2**30)", f"{GEMMA} needs 35.0 GiB peak allocated, over its limit of 24.5 GiB in"),
-        ("gpu_limit(time=0.5)", f"{GEMMA} takes 4.70 s a step, over its limit of 500 ms in"),
-        ("gpu_limit(time=4)", f"{GEMMA} takes 4.70 s a step, over its limit of 4.00 s in"),
-    ],
-)
-def test_a_limit_is_bytes_and_seconds_where_it_is_a_number(suite: Project, mark: str, sentence: str) -> None:
-    _marked(suite, mark)
-    assert only_sentence(suite.run("-k", "gemma", "-o", "gpu_reruns=0"), TEST).startswith(sentence)
+def test_a_limit_is_bytes_and_seconds_where_it_is_a_number_and_that_of_its_class_before_its_base(h100: Project) -> None:
+    limits = {
+        "memory=24 * 2**30": "needs 35.0 GiB peak allocated, over its limit of 24.0 GiB in 1 fresh run (gpu_limit on *)",
+        "memory=24.5 * 2**30": "needs 35.0 GiB peak allocated, over its limit of 24.5 GiB in *",
+        "time=0.5": "takes 4.70 s a step, over its limit of 500 ms in *",
+        "time=4": "takes 4.70 s a step, over its limit of 4.00 s in *",
+    }
+    tests = "".join(
+        f"\n\n@pytest.mark.gpu_limit({limit})\ndef test_{at}(gputrain):\n    gputrain.check(CASE)\n"
+        for at, limit in enumerate(limits)
+    )
+    h100.write(test_limited=f"{CLASSES}{tests}")
+    told = failures(h100.run("-o", "gpu_reruns=0"))
+    expected = {f"test_{at}": sentence for at, sentence in enumerate(limits.values())}
+    expected["TestBase::test_it"] = (
+        "takes 4.70 s a step, over its limit of 1.00 s in 1 fresh run (gpu_limit on the class TestBase)"
+    )
+    assert told.keys() == expected.keys(), "the class of its own limit passes"
+    for name, sentence in expected.items():
+        pytest.LineMatcher([told[name].strip()]).fnmatch_lines([f"{GEMMA} {sentence}"])
 
 
 def test_one_bad_process_is_not_over_the_limit(suite: Project) -> None:
@@ -122,29 +150,6 @@ def test_the_nearest_marker_counts_for_each_keyword(suite: Project) -> None:
     assert "30.0 GiB in 1 fresh run (gpu_limit on test_tuning) and takes 4.70 s" in sentences[f"test_tuning[{LLAMA}]"]
 
 
-def test_a_class_may_state_a_limit(suite: Project) -> None:
-    suite.write(
-        test_tuning=SUITE.replace("@pytest", "@pytest.mark.gpu_limit(time='1s')\nclass TestTuning:\n    @pytest")
-        .replace("def test_tuning(gputrain", "    def test_tuning(self, gputrain")
-        .replace("    gputrain.check", "        gputrain.check")
-    )
-    (sentence,) = failures(suite.run("-k", "gemma")).values()
-    assert sentence.endswith("(gpu_limit on the class TestTuning)")
-
-
-def test_a_class_overrides_the_limit_of_its_base(suite: Project) -> None:
-    suite.write(
-        test_tuning=SUITE.replace(
-            "@pytest",
-            "@pytest.mark.gpu_limit(time='1s')\nclass Base:\n    pass\n\n\n"
-            "@pytest.mark.gpu_limit(time='9s')\nclass TestTuning(Base):\n    @pytest",
-        )
-        .replace("def test_tuning(gputrain", "    def test_tuning(self, gputrain")
-        .replace("    gputrain.check", "        gputrain.check")
-    )
-    suite.run("-k", "gemma").assert_outcomes(passed=1, deselected=2)
-
-
 @pytest.mark.parametrize("then", ["crashed", "h100_out_of_memory", "timed_out"])
 def test_a_process_without_figures_ends_the_question_of_a_limit(suite: Project, then: str) -> None:
     _marked(suite, case="gpu_limit(memory='1 GiB')")
@@ -153,50 +158,49 @@ def test_a_process_without_figures_ends_the_question_of_a_limit(suite: Project, 
     assert len(suite.launches) <= 5
 
 
-@pytest.mark.parametrize(
-    ("marks", "sentence"),
-    [
-        (["gpu_limit(memory='24')"], "gpu_limit on test_tuning: memory: '24' is not an amount of memory; *"),
-        (["gpu_limit(memory='5 s')"], "gpu_limit on test_tuning: memory: '5 s' is not an amount of memory; *"),
-        (["gpu_limit(time='5 GiB')"], "gpu_limit on test_tuning: time: '5 GiB' is not a time; *"),
-        (
-            ["gpu_limit(step='1 s')"],
-            "gpu_limit on test_tuning: step= is called time=; write that, as @pytest.mark.gpu_limit(*",
-        ),
-        (["gpu_limit(memory=True)"], "gpu_limit on test_tuning: memory: True is not an amount of memory; *"),
-        (["gpu_limit(memory=0)"], "gpu_limit on test_tuning: memory=0 lets nothing pass; state more *"),
-        (["gpu_limit(time=float('inf'))"], "gpu_limit on test_tuning: time: inf is not a time; *"),
-        (["gpu_tolerance(time=3)"], "gpu_tolerance on test_tuning: time: 3 is not a tolerance; write it as 0.05, *"),
-        (["gpu_tolerance(memory=1.5)"], "gpu_tolerance on test_tuning: memory: 1.5 is not a tolerance; write it as 0.03 (*"),
-        (["gpu_tolerance(growth=-1)"], "gpu_tolerance on test_tuning: growth: -1 is not an amount of memory; *"),
-        (
-            ["gpu_tolerance(step='5 %')"],
-            "gpu_tolerance on test_tuning knows no 'step'*; it takes time, memory and growth, *",
-        ),
-        (["gpu_limit(memroy='1GiB')"], "gpu_limit on test_tuning knows no 'memroy' (did you mean 'memory'?); it takes *"),
-        (
-            ["gpu_limit(memory='0 GiB')"],
-            "gpu_limit on test_tuning: memory='0 GiB' lets nothing pass; state more *",
-        ),
-        (["gpu_limit('24 GiB')"], "gpu_limit on test_tuning takes memory= and time=, as @pytest.mark.gpu_limit(memory=*"),
-        (["gpu_tolerance()"], "gpu_tolerance on test_tuning takes time=, memory= and growth=, as @pytest.mark.gpu_tol*"),
-        (["gpu_tolerance(growth='1')"], "gpu_tolerance on test_tuning: growth: *"),
-        (["gpu_limit()"], "gpu_limit on test_tuning takes memory= and time=, as @pytest.mark.gpu_limit(memory=*"),
-        (["gpu_limit(time='1s')", "gpu_limit(time='2s')"], "2 markers gpu_limit are on test_tuning; give one with all *"),
-        (["gpu_tolerance(time='3')"], "gpu_tolerance on test_tuning: time: '3' is not a tolerance; *"),
-        (["gpu_tolerance(memory='3%+3%')"], "gpu_tolerance on test_tuning: memory: '3%+3%' is not a tolerance; *"),
-        (["gpu_limits(memory='24 GiB')"], "there is no marker 'gpu_limits' (did you mean 'gpu_limit'?)"),
-    ],
-    ids=lambda marks: marks[0] if isinstance(marks, list) else "",
-)
+SENSELESS = {
+    "gpu_limit(memory='24')": "gpu_limit on test_it: memory: '24' is not an amount of memory; *",
+    "gpu_limit(memory='5 s')": "gpu_limit on test_it: memory: '5 s' is not an amount of memory; *",
+    "gpu_limit(time='5 GiB')": "gpu_limit on test_it: time: '5 GiB' is not a time; *",
+    "gpu_limit(step='1 s')": "gpu_limit on test_it: step= is called time=; write that, as @pytest.mark.gpu_limit(*",
+    "gpu_limit(memory=True)": "gpu_limit on test_it: memory: True is not an amount of memory; *",
+    "gpu_limit(memory=0)": "gpu_limit on test_it: memory=0 lets nothing pass; state more *",
+    "gpu_limit(time=float('inf'))": "gpu_limit on test_it: time: inf is not a time; *",
+    "gpu_tolerance(time=3)": "gpu_tolerance on test_it: time: 3 is not a tolerance; write it as 0.05, *",
+    "gpu_tolerance(memory=1.5)": "gpu_tolerance on test_it: memory: 1.5 is not a tolerance; write it as 0.03 (*",
+    "gpu_tolerance(growth=-1)": "gpu_tolerance on test_it: growth: -1 is not an amount of memory; *",
+    "gpu_tolerance(step='5 %')": "gpu_tolerance on test_it knows no 'step'*; it takes time, memory and growth, *",
+    "gpu_limit(memroy='1GiB')": "gpu_limit on test_it knows no 'memroy' (did you mean 'memory'?); it takes *",
+    "gpu_limit(memory='0 GiB')": "gpu_limit on test_it: memory='0 GiB' lets nothing pass; state more *",
+    "gpu_limit('24 GiB')": "gpu_limit on test_it takes memory= and time=, as @pytest.mark.gpu_limit(memory=*",
+    "gpu_tolerance()": "gpu_tolerance on test_it takes time=, memory= and growth=, as @pytest.mark.gpu_tol*",
+    "gpu_tolerance(growth='1')": "gpu_tolerance on test_it: growth: *",
+    "gpu_limit()": "gpu_limit on test_it takes memory= and time=, as @pytest.mark.gpu_limit(memory=*",
+    "gpu_limit(time='1s') gpu_limit(time='2s')": "2 markers gpu_limit are on test_it; give one with all *",
+    "gpu_tolerance(time='3')": "gpu_tolerance on test_it: time: '3' is not a tolerance; *",
+    "gpu_tolerance(memory='3%+3%')": "gpu_tolerance on test_it: memory: '3%+3%' is not a tolerance; *",
+    "gpu_limits(memory='24 GiB')": "there is no marker 'gpu_limits' (did you mean 'gpu_limit'?)",
+}
+"""Markers, and the sentence of their test."""
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnknownMarkWarning")
-def test_a_marker_that_makes_no_sense_fails_its_test_with_one_sentence(
-    suite: Project, marks: list[str], sentence: str
-) -> None:
-    _marked(suite, *marks)
-    text = only_sentence(suite.run("-k", "gemma"), TEST)
-    pytest.LineMatcher([text]).fnmatch_lines([sentence.replace("[", "[[]")])
-    assert suite.launches == []
+def test_a_marker_that_makes_no_sense_fails_its_test_with_one_sentence(h100: Project) -> None:
+    tests = "".join(
+        "\n\n"
+        + "".join(f"@pytest.mark.{mark}\n" for mark in re.split(" (?=gpu_)", marks))
+        + f"def test_{at}(gputrain):\n    gputrain.check(CASE)\n"
+        for at, marks in enumerate(SENSELESS)
+    )
+    case = 'CASE = Case(model="gemma-7b", method="lora", sequence_length=64)\n'
+    h100.write(test_odd=f"import pytest\nfrom pytest_gputrain import Case\n\n{case}{tests}")
+    told = failures(h100.run())
+    assert len(told) == len(SENSELESS)
+    for at, sentence in enumerate(SENSELESS.values()):
+        text = told[f"test_{at}"].strip()
+        assert "\n" not in text
+        pytest.LineMatcher([text]).fnmatch_lines([sentence.replace("test_it", f"test_{at}").replace("[", "[[]")])
+    assert h100.launches == []
 
 
 @pytest.fixture

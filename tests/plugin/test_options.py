@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -46,8 +47,11 @@ def test_the_help_of_the_ini_file_says_what_each_setting_is(project: Project) ->
         assert re.search(rf"^  {option.ini} \(string\):\s+{re.escape(begin)}", settings, re.MULTILINE)
 
 
-@pytest.mark.parametrize("words", [["{}=2"], ["{}", "2"], ["{}", "test_tuning.py"]], ids=["one word", "two", "a path"])
-@pytest.mark.parametrize("name", WENT)
+# Each form of a value in turn.
+FORMS = ["{}=2"], ["{}", "2"], ["{}", "test_tuning.py"]
+
+
+@pytest.mark.parametrize(("name", "words"), list(zip(WENT, itertools.cycle(FORMS), strict=False)))
 def test_a_flag_that_went_is_refused_with_its_heir(suite: Project, name: str, words: list[str]) -> None:
     heir = next(option for option in OPTIONS if option.name == GONE.get(name, name))
     value = "true" if heir.switch else words[-1].removeprefix("{}=")
@@ -76,30 +80,6 @@ def test_an_abbreviation_is_no_option(suite: Project, abbreviated: str) -> None:
     result.stderr.fnmatch_lines([f"*unrecognized arguments: {abbreviated}"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "failed"),
-    [
-        (["--gpu-strict", "--no-gpu-strict"], 0),
-        (["--no-gpu-strict", "--gpu-strict"], 1),
-        (["--no-gpu-strict"], 0),
-        (["--no-gpu-strict", "--gpu-strict", "--no-gpu-strict"], 0),
-    ],
-)
-@pytest.mark.parametrize("written", ["true", "false"])
-def test_of_a_switch_and_its_opposite_the_last_counts(
-    suite: Project, written: str, arguments: list[str], failed: int
-) -> None:
-    suite.ini(f"gpu_strict = {written}")
-    suite.run(*ONE_CASE, *arguments).assert_outcomes(passed=1 - failed, failed=failed, deselected=2)
-
-
-def test_an_opposite_counts_before_the_strictness_of_ci(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    suite.run("--gpu-baseline-update", "-k", "llama").assert_outcomes(passed=2, deselected=1)
-    monkeypatch.setenv("CI", "true")
-    suite.run("--no-gpu-strict").assert_outcomes(passed=3)
-    suite.run().assert_outcomes(passed=2, failed=1)
-
-
 def test_an_update_of_the_ini_file_is_turned_off_for_one_run(suite: Project) -> None:
     suite.ini("gpu_baseline_update = true")
     suite.run(*ONE_CASE, "--no-gpu-baseline-update").assert_outcomes(passed=1, deselected=2)
@@ -119,12 +99,6 @@ def test_a_setting_of_the_ini_file_counts_and_the_command_line_overrides_it(suit
     suite.ini("gpu_nodes = 0")
     assert_refused(suite, "gpu_nodes: '0' is not a whole number from 1 on")
     suite.run(*ONE_CASE, "-o", "gpu_nodes=1").assert_outcomes(passed=1, deselected=2)
-
-
-def test_settings_are_refused_by_their_names(suite: Project) -> None:
-    for option in INI_ONLY:
-        if option.name != "shared":  # every text is a path
-            assert_refused(suite, f"{option.ini}: *", "-o", f"{option.ini}='no such value")
 
 
 def test_the_arguments_of_a_scheduler_may_be_overridden_by_several_lines(suite: Project) -> None:
@@ -156,20 +130,13 @@ def test_a_setting_of_another_plugin_is_left_alone(suite: Project) -> None:
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])
-def test_workers_have_the_settings_of_the_controller(suite: Project, workers: str) -> None:
+def test_workers_have_the_settings_of_the_controller(gated: Project, workers: str) -> None:
     pytest.importorskip("xdist")
-    suite.ini("gpu_steps = 3", "gpu_warmup = 2", "gpu_strict = true", "gpu_timeout = 5min")
-    suite.spawn(workers, "-o", "gpu_steps=7", "--gpu-timeout=6min", "--no-gpu-strict").assert_outcomes(passed=3)
-    launched = {(launch["steps"], launch["warmup"], launch["timeout_seconds"]) for launch in suite.launches}
+    gated.ini("gpu_steps = 3", "gpu_warmup = 2", "gpu_strict = true", "gpu_timeout = 5min", "gpu_reruns = 0")
+    gated.answer(recorded(slower=1.2), to=GEMMA)
+    options = ("-o", "gpu_steps=7", "--gpu-timeout=6min", "--no-gpu-strict", "-o", "gpu_reruns=1")
+    result = gated.spawn(workers, *options) if workers == "-n2" else gated.run(*options)
+    result.assert_outcomes(passed=2, failed=1)
+    launched = {(launch["steps"], launch["warmup"], launch["timeout_seconds"]) for launch in gated.launches}
     assert launched == {(7, 2, 360.0)}
-
-
-@pytest.mark.parametrize("workers", ["-n0", "-n2"])
-def test_workers_have_ini_only_settings_of_the_command_line(suite: Project, workers: str) -> None:
-    pytest.importorskip("xdist")
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    (suite.path / "launches.jsonl").unlink()
-    suite.ini("gpu_reruns = 0")
-    suite.answer(recorded(slower=1.2), to=GEMMA)
-    suite.spawn(workers, "-o", "gpu_reruns=1").assert_outcomes(passed=2, failed=1)
-    assert [launch["id"] for launch in suite.launches].count(GEMMA) == 2
+    assert [launch["id"] for launch in gated.launches].count(GEMMA) == 2

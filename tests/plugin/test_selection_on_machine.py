@@ -1,12 +1,15 @@
-"""Tests ``-m`` and ``--gpu-platform``: which tests run on which machine."""
+"""Tests ``-m`` and ``--gpu-platform``: which tests run on which machine, at which scale, and in how many processes."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from plugin_project import ANY, GEMMA, H100, H100_FOLDER, LLAMA, SUITE, Project, only_sentence, recorded, skips
 
 DECLARED = SUITE.replace('method=["lora"]', 'method=["lora"], platforms=["h100", "h200"]')
-FSDP = """
+FOR_A100 = SUITE.replace('method=["lora"]', 'method=["lora"], platforms=["a100"]')
+_FSDP = """
 import pytest
 from pytest_gputrain import Case
 
@@ -17,6 +20,8 @@ CASE = Case(model="gemma-7b", method="full", sequence_length=64, parallel="fsdp"
 def test_sharded(gputrain, case):
     gputrain.check(case)
 """
+FSDP, FSDP_6, FSDP_8 = (_FSDP.replace("gpus=2", f"gpus={gpus}") for gpus in (2, 6, 8))
+FP16 = FSDP.replace('parallel="fsdp"', 'parallel="zero2", precision="fp16-amp"')
 SERVED = """
 from pytest_gputrain import Case
 
@@ -24,6 +29,7 @@ from pytest_gputrain import Case
 def test_served(gputrain):
     gputrain.check(Case(model="word2vec", precision="fp32", optimizer="sgd", parallel="ps", gpus=8, servers=4))
 """
+SERVED_ONE = SERVED.replace("gpus=8, servers=4", "gpus=1, servers=1")
 OWN = """
 import pytest
 
@@ -36,211 +42,130 @@ def build(setup):
 def test_own(gputrain):
     gputrain.check(build)
 """
+LENT = "def test_lent(gpu):\n    assert gpu.name == 'NVIDIA H100 80GB HBM3'\n"
+CPU, UNKNOWN = None, "NVIDIA Z999 1TB"
+ON_CPU, ON_GPU = {"scale": "tiny", "gpus": 0}, {"scale": "full", "gpus": 1}
 
 
-@pytest.fixture
-def cpu(project: Project) -> Project:
-    """A machine without a GPU, whose replies are recorded."""
-    project.machine(None)
-    return project
+def _of(nodes: int, processes: int, gpus: int, servers: int = 0) -> dict[str, int]:
+    return {"nodes": nodes, "processes": processes, "gpus": gpus, "servers": servers}
 
 
-def test_h100_selected_on_a_cpu_skips_with_the_reason(cpu: Project) -> None:
-    cpu.write(test_tuning=DECLARED)
-    result = cpu.run("-m", "h100", "-rs")
-    result.assert_outcomes(skipped=3)
-    assert set(skips(result).values()) == {"needs h100 x1, found cpu"}
-    result.stdout.fnmatch_lines(["SKIPPED*needs h100 x1, found cpu"])
-    assert cpu.launches == []
+@pytest.mark.parametrize(
+    ("device", "gpus", "suite", "arguments", "expected"),
+    [
+        # -m on a machine without a GPU
+        (CPU, 0, DECLARED, "", ON_CPU),
+        (CPU, 0, DECLARED, "-m cpu", ON_CPU),
+        (CPU, 0, DECLARED, "-m not_a100", ON_CPU),
+        (CPU, 0, DECLARED, "-m h100_or_cpu", ON_CPU),
+        (CPU, 0, DECLARED, "-m cpu_and_not_slow", ON_CPU),
+        (CPU, 0, DECLARED, "-m h100", "needs h100 x1, found cpu"),
+        (CPU, 0, SUITE, "-m h100", "needs h100 x1, found cpu"),
+        (CPU, 0, DECLARED, "-m h100_or_h200", "needs h200 x1 or h100 x1, found cpu"),
+        (CPU, 0, DECLARED, "-m h100_and_h200", "needs h200 x1 or h100 x1, found cpu"),
+        (CPU, 0, DECLARED, "-m (h100_or_h200)_and_not_slow", "needs h200 x1 or h100 x1, found cpu"),
+        (CPU, 0, DECLARED, "-m a100", "deselected"),
+        (CPU, 0, SUITE, "--gpu-scale=full", {"scale": "full", "gpus": 0}),
+        (CPU, 0, OWN, "", "needs h100 x1, found cpu"),
+        (CPU, 0, OWN, "--strict-markers --strict-config", "needs h100 x1, found cpu"),
+        (CPU, 0, LENT, "", "needs a GPU, found cpu"),
+        # on a GPU
+        (H100, 1, DECLARED, "-m h100", ON_GPU),
+        (H100, 1, OWN, "-m h100", ON_GPU),
+        (H100, 1, LENT, "", {}),
+        (H100, 1, DECLARED, "-m cpu", "needs cpu, found h100"),
+        (H100, 1, DECLARED, "-m cpu --gpu-platform=cpu", ON_CPU),
+        (H100, 1, FOR_A100, "", "needs a100 x1, found h100"),
+        (H100, 1, FOR_A100, "-m a100", "needs a100 x1, found h100"),
+        (UNKNOWN, 1, SUITE, "", ON_GPU),
+        (UNKNOWN, 1, DECLARED, "", "needs h200 x1 or h100 x1, found unknown"),
+        (UNKNOWN, 1, DECLARED, "-m h100 --gpu-platform=h100", ON_GPU),
+        # several GPUs and nodes
+        (H100, 2, FSDP, "-m h100", _of(1, 2, 2)),
+        (H100, 1, FSDP, "-m h100", "needs 2 GPUs, found 1; -o gpu_nodes=2 takes those of 2 nodes"),
+        (H100, 4, FSDP, "-m h100 -o gpu_nodes=2", _of(1, 2, 2)),
+        (H100, 4, FSDP_8, "-m h100 -o gpu_nodes=2", _of(2, 8, 4)),
+        (
+            H100,
+            4,
+            FSDP_6,
+            "-m h100 -o gpu_nodes=2",
+            "needs 6 GPUs, found 4; several nodes are taken whole, so no number of them fits",
+        ),
+        (H100, 8, SERVED, "", _of(1, 8, 8, servers=4)),
+        # several processes on a CPU
+        (CPU, 0, FSDP, "-m h100", "needs h100 x2, found cpu"),
+        (CPU, 0, FSDP_8, "", _of(1, 2, 0)),
+        (CPU, 0, FSDP_8, "-o gpu_processes=4", _of(1, 4, 0)),
+        (CPU, 0, FSDP_8, "-o gpu_processes=16", _of(1, 8, 0)),
+        (CPU, 0, FSDP_8, "-o gpu_nodes=3 -o gpu_processes=2", _of(2, 2, 0)),
+        (CPU, 0, FSDP, "-o gpu_processes=1", "needs 2 processes; -o gpu_processes=2 runs two of them on a CPU"),
+        (CPU, 0, FP16, "-o gpu_processes=2", "needs a GPU: DeepSpeed's fp16 refuses a CPU"),
+        (CPU, 0, SERVED, "-o gpu_processes=3", _of(1, 3, 0, servers=3)),
+        (
+            CPU,
+            0,
+            SERVED,
+            "-o gpu_processes=1",
+            "needs 12 processes; -o gpu_processes=2 runs two workers and two servers at most on a CPU",
+        ),
+        (
+            CPU,
+            0,
+            SERVED_ONE,
+            "-o gpu_processes=1",
+            "needs 2 processes; -o gpu_processes=2 runs two workers and two servers at most on a CPU",
+        ),
+    ],
+)
+def test_a_machine_runs_what_it_has_and_skips_the_rest_with_the_reason(
+    project: Project,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str | None,
+    gpus: int,
+    suite: str,
+    arguments: str,
+    expected: str | dict[str, Any],
+) -> None:
+    if device:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    project.machine(device, gpus=gpus)
+    project.ini("markers = slow: not here")
+    project.write(test_chosen=suite)
+    result = project.run(
+        *(word.replace("_and_", " and ").replace("_or_", " or ").replace("not_", "not ") for word in arguments.split())
+    )
+    if isinstance(expected, dict):
+        assert {"passed"} == result.parseoutcomes().keys()
+        seen = [{**launched, "gpus": len(launched["gpus"])} for launched in project.launches]
+        assert [{name: launched[name] for name in expected} for launched in seen] == [expected] * len(seen)
+        assert (seen == []) == (suite == LENT)
+    else:
+        assert project.launches == []
+        assert set(skips(result).values()) == ({expected} if expected != "deselected" else set())
+        assert result.parseoutcomes().keys() == {"deselected" if expected == "deselected" else "skipped"}
+        assert result.ret == (pytest.ExitCode.NO_TESTS_COLLECTED if expected == "deselected" else pytest.ExitCode.OK)
 
 
-def test_h100_selected_on_a_cpu_skips_cases_declared_for_any_platform(cpu: Project) -> None:
-    cpu.write(test_tuning=SUITE)
-    result = cpu.run("-m", "h100")
-    result.assert_outcomes(skipped=3)
-    assert set(skips(result).values()) == {"needs h100 x1, found cpu"}
+def test_the_device_is_that_of_the_results_and_the_scale_is_in_the_keys(h100: Project) -> None:
+    for device, platform, folder in (
+        (H100, "h100", H100_FOLDER),
+        (UNKNOWN, "unknown", "nvidia-z999-1tb"),
+        (CPU, "cpu", "cpu"),
+    ):
+        h100.machine(device)
+        h100.write(test_tuning=SUITE)
+        h100.run("--gpu-json=report.json").assert_outcomes(passed=3)
+        assert {(result["platform"], result["device"]) for result in h100.report()["results"]} == {(platform, folder)}
+        assert {key.endswith("@tiny") for key in h100.verdicts()} == {device is CPU}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("expression", ["h100 or cpu", "cpu", "not a100", "cpu and not slow"])
-def test_expressions_that_hold_for_a_cpu_run_there(cpu: Project, expression: str) -> None:
-    cpu.write(test_tuning=DECLARED)
-    cpu.ini("markers = slow: not here")
-    cpu.run("-m", expression).assert_outcomes(passed=3)
-    assert {launched["scale"] for launched in cpu.launches} == {"tiny"}
-
-
-@pytest.mark.parametrize("expression", ["h100 and h200", "h100 or h200", "(h100 or h200) and not slow"])
-def test_expressions_that_do_not_hold_for_a_cpu_never_run_there(cpu: Project, expression: str) -> None:
-    cpu.write(test_tuning=DECLARED)
-    cpu.ini("markers = slow: not here")
-    cpu.run("-m", expression).assert_outcomes(skipped=3)
-
-
-def test_either_gpu_named_is_told_as_needed(cpu: Project) -> None:
-    cpu.write(test_tuning=DECLARED)
-    assert set(skips(cpu.run("-m", "h100 or h200")).values()) == {"needs h200 x1 or h100 x1, found cpu"}
-
-
-def test_a_platform_that_no_case_is_declared_for_deselects(cpu: Project) -> None:
-    cpu.write(test_tuning=DECLARED)
-    result = cpu.run("-m", "a100")
-    result.assert_outcomes(deselected=3)
-    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
-
-
-def test_without_an_expression_declared_cases_run_tiny_on_a_cpu(cpu: Project) -> None:
-    cpu.write(test_tuning=DECLARED)
-    cpu.run("--gpu-json=report.json").assert_outcomes(passed=3)
-    assert set(cpu.verdicts()) == {f"{launched['id']}@tiny" for launched in cpu.launches}
-
-
-def test_h100_selected_on_an_h100_runs_at_full_scale_with_the_gpu(h100: Project) -> None:
-    h100.write(test_tuning=DECLARED)
-    h100.run("-m", "h100", "--gpu-json=report.json").assert_outcomes(passed=3)
-    assert {(launched["scale"], len(launched["gpus"])) for launched in h100.launches} == {("full", 1)}
-    assert set(h100.verdicts()) == {launched["id"] for launched in h100.launches}
-    assert {(result["platform"], result["device"]) for result in h100.report()["results"]} == {("h100", H100_FOLDER)}
-
-
-def test_cpu_selected_on_an_h100_skips(h100: Project) -> None:
-    h100.write(test_tuning=DECLARED)
-    result = h100.run("-m", "cpu")
-    result.assert_outcomes(skipped=3)
-    assert set(skips(result).values()) == {"needs cpu, found h100"}
-
-
-def test_platform_cpu_leaves_the_gpu_alone(h100: Project) -> None:
-    h100.write(test_tuning=DECLARED)
-    h100.run("-m", "cpu", "--gpu-platform=cpu").assert_outcomes(passed=3)
-    assert {(launched["scale"], len(launched["gpus"])) for launched in h100.launches} == {("tiny", 0)}
-
-
-@pytest.mark.parametrize("arguments", [(), ("-m", "a100")])
-def test_a_case_for_another_gpu_only_skips_on_an_h100(h100: Project, arguments: tuple[str, ...]) -> None:
-    h100.write(test_tuning=SUITE.replace('method=["lora"]', 'method=["lora"], platforms=["a100"]'))
-    result = h100.run(*arguments)
-    result.assert_outcomes(skipped=3)
-    assert set(skips(result).values()) == {"needs a100 x1, found h100"}
-    assert h100.launches == []
-
-
-def test_a_case_of_two_gpus_skips_with_its_reason_on_one(h100: Project) -> None:
-    h100.write(test_sharded=FSDP)
-    result = h100.run("-m", "h100")
-    result.assert_outcomes(skipped=1)
-    assert list(skips(result).values()) == ["needs 2 GPUs, found 1; -o gpu_nodes=2 takes those of 2 nodes"]
-
-
-def test_a_case_of_several_nodes_takes_all_gpus_of_each(h100: Project) -> None:
-    h100.machine(H100, gpus=4)
-    h100.write(test_sharded=FSDP.replace("gpus=2", "gpus=8"))
-    h100.run("-m", "h100", "-o", "gpu_nodes=2").assert_outcomes(passed=1)
-    (launched,) = h100.launches
-    assert (launched["nodes"], launched["processes"], len(launched["gpus"])) == (2, 8, 4)
-
-
-def test_a_case_that_would_take_part_of_a_node_skips(h100: Project) -> None:
-    h100.machine(H100, gpus=4)
-    h100.write(test_sharded=FSDP.replace("gpus=2", "gpus=6"))
-    (reason,) = skips(h100.run("-m", "h100", "-o", "gpu_nodes=2")).values()
-    assert reason.startswith("needs 6 GPUs, found 4; several nodes are taken whole")
-
-
-def test_a_case_that_fits_stays_on_this_node(h100: Project) -> None:
-    h100.machine(H100, gpus=4)
-    h100.write(test_sharded=FSDP)
-    h100.run("-m", "h100", "-o", "gpu_nodes=2").assert_outcomes(passed=1)
-    (launched,) = h100.launches
-    assert (launched["nodes"], len(launched["gpus"])) == (1, 2)
-
-
-def test_on_a_cpu_the_processes_are_spread(cpu: Project) -> None:
-    cpu.write(test_sharded=FSDP.replace("gpus=2", "gpus=8"))
-    cpu.run("-o", "gpu_nodes=3", "-o", "gpu_processes=2").assert_outcomes(passed=1)
-    (launched,) = cpu.launches
-    assert (launched["nodes"], launched["processes"]) == (2, 2)
-
-
-def test_a_sharded_case_gets_its_gpus_and_a_process_on_each(h100: Project) -> None:
-    h100.machine(H100, gpus=2)
-    h100.write(test_sharded=FSDP)
-    h100.run("-m", "h100").assert_outcomes(passed=1)
-    (launched,) = h100.launches
-    assert (launched["processes"], len(launched["gpus"])) == (2, 2)
-
-
-def test_servers_run_beside_the_workers_on_a_cpu(cpu: Project) -> None:
-    cpu.write(test_served=SERVED)
-    assert list(skips(cpu.run("-o", "gpu_processes=1")).values()) == [
-        "needs 12 processes; -o gpu_processes=2 runs two workers and two servers at most on a CPU"
-    ]
-    cpu.run("-o", "gpu_processes=3").assert_outcomes(passed=1)
-    (launched,) = cpu.launches
-    assert (launched["processes"], launched["servers"]) == (3, 3)
-
-
-def test_one_worker_and_one_server_are_two_processes(cpu: Project) -> None:
-    cpu.write(test_served=SERVED.replace("gpus=8, servers=4", "gpus=1, servers=1"))
-    assert list(skips(cpu.run("-o", "gpu_processes=1")).values()) == [
-        "needs 2 processes; -o gpu_processes=2 runs two workers and two servers at most on a CPU"
-    ]
-
-
-def test_servers_take_no_gpus(h100: Project) -> None:
-    h100.machine(H100, gpus=8)
-    h100.write(test_served=SERVED)
-    h100.run().assert_outcomes(passed=1)
-    (launched,) = h100.launches
-    assert (launched["processes"], launched["servers"], len(launched["gpus"])) == (8, 4, 8)
-
-
-def test_a_case_of_eight_gpus_runs_as_two_processes_on_a_cpu_or_as_the_option_says(cpu: Project) -> None:
-    cpu.write(test_sharded=FSDP.replace("gpus=2", "gpus=8"))
-    cpu.run().assert_outcomes(passed=1)
-    cpu.run("-o", "gpu_processes=4").assert_outcomes(passed=1)
-    cpu.run("-o", "gpu_processes=16").assert_outcomes(passed=1)
-    assert [launched["processes"] for launched in cpu.launches] == [2, 4, 8]
-
-
-def test_a_case_of_several_gpus_skips_on_a_cpu_that_is_to_run_one_process(cpu: Project) -> None:
-    cpu.write(test_sharded=FSDP)
-    result = cpu.run("-o", "gpu_processes=1")
-    assert list(skips(result).values()) == ["needs 2 processes; -o gpu_processes=2 runs two of them on a CPU"]
-    assert cpu.launches == []
-
-
-def test_deepspeed_s_fp16_skips_on_a_cpu(cpu: Project) -> None:
-    cpu.write(test_sharded=FSDP.replace('parallel="fsdp"', 'parallel="zero2", precision="fp16-amp"'))
-    assert list(skips(cpu.run("-o", "gpu_processes=2")).values()) == ["needs a GPU: DeepSpeed's fp16 refuses a CPU"]
-
-
-def test_a_case_of_two_gpus_tells_how_many_it_needs_elsewhere(cpu: Project) -> None:
-    cpu.write(test_sharded=FSDP)
-    assert list(skips(cpu.run("-m", "h100")).values()) == ["needs h100 x2, found cpu"]
-
-
-def test_an_unknown_gpu_runs_cases_declared_for_any(h100: Project) -> None:
-    h100.machine("NVIDIA Z999 1TB")
-    h100.write(test_tuning=SUITE)
-    h100.run("--gpu-json=report.json").assert_outcomes(passed=3)
-    assert {(result["platform"], result["device"]) for result in h100.report()["results"]} == {
-        ("unknown", "nvidia-z999-1tb")
-    }
-
-
-def test_an_unknown_gpu_skips_declared_cases(h100: Project) -> None:
-    h100.machine("NVIDIA Z999 1TB")
-    h100.write(test_tuning=DECLARED)
-    result = h100.run()
-    result.assert_outcomes(skipped=3)
-    assert set(skips(result).values()) == {"needs h200 x1 or h100 x1, found unknown"}
-
-
-def test_a_platform_given_lets_an_unknown_gpu_pass_for_it(h100: Project) -> None:
-    h100.machine("NVIDIA Z999 1TB")
-    h100.write(test_tuning=DECLARED)
-    h100.run("-m", "h100", "--gpu-platform=h100").assert_outcomes(passed=3)
+def test_scale_tiny_on_a_gpu_is_a_baseline_of_its_own(gated: Project) -> None:
+    gated.run("--gpu-baseline-update", "--gpu-scale=tiny", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    keys = set(gated.baselines("tuning", H100_FOLDER))
+    assert {GEMMA, f"{GEMMA}@tiny", LLAMA} <= keys
+    assert len(keys) == 4
 
 
 def test_a_platform_without_a_gpu_fails_in_one_sentence(cpu: Project) -> None:
@@ -259,54 +184,9 @@ def test_ids_choose_the_gpu(h100: Project) -> None:
     h100.machine(H100, gpus=3)
     h100.write(test_tuning=DECLARED)
     h100.run("--gpu-ids=2").assert_outcomes(passed=3)
-    used = {uuid for launched in h100.launches for uuid in launched["gpus"]}
-    assert len(used) == 1
-    h100.run(f"--gpu-ids={used.pop()}").assert_outcomes(passed=3)
-
-
-def test_own_code_marked_for_a_gpu_skips_elsewhere_even_without_an_expression(cpu: Project) -> None:
-    cpu.write(test_own=OWN)
-    result = cpu.run()
-    result.assert_outcomes(skipped=1)
-    assert list(skips(result).values()) == ["needs h100 x1, found cpu"]
-
-
-def test_own_code_marked_for_a_gpu_runs_there(h100: Project) -> None:
-    h100.write(test_own=OWN)
-    h100.run("-m", "h100").assert_outcomes(passed=1)
-
-
-def test_scale_tiny_on_a_gpu_is_a_baseline_of_its_own(h100: Project) -> None:
-    h100.write(test_tuning=SUITE)
-    h100.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    h100.run("--gpu-baseline-update", "--gpu-scale=tiny", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    keys = set(h100.baselines("tuning", H100_FOLDER))
-    assert {GEMMA, f"{GEMMA}@tiny", LLAMA} <= keys
-    assert len(keys) == 4
-
-
-def test_scale_full_on_a_cpu_asks_for_the_full_model(cpu: Project) -> None:
-    cpu.write(test_tuning=SUITE)
-    cpu.run("--gpu-scale=full", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    assert [launched["scale"] for launched in cpu.launches] == ["full"]
-
-
-def test_strict_markers_accept_every_platform(cpu: Project) -> None:
-    cpu.ini("addopts = --strict-markers --strict-config")
-    cpu.write(test_own=OWN)
-    cpu.run().assert_outcomes(skipped=1)
-
-
-def test_the_gpu_fixture_lends_a_device(h100: Project) -> None:
-    h100.write(test_lent="def test_lent(gpu):\n    assert gpu.name == 'NVIDIA H100 80GB HBM3'\n")
-    h100.run().assert_outcomes(passed=1)
-
-
-def test_the_gpu_fixture_skips_without_a_device(cpu: Project) -> None:
-    cpu.write(test_lent="def test_lent(gpu):\n    assert False\n")
-    result = cpu.run()
-    result.assert_outcomes(skipped=1)
-    assert list(skips(result).values()) == ["needs a GPU, found cpu"]
+    (used,) = {uuid for launched in h100.launches for uuid in launched["gpus"]}
+    h100.run(f"--gpu-ids={used}").assert_outcomes(passed=3)
+    assert {uuid for launched in h100.launches for uuid in launched["gpus"]} == {used}
 
 
 def test_gpus_of_two_kinds_are_refused_until_chosen(h100: Project) -> None:
@@ -322,13 +202,13 @@ def test_gpus_of_two_kinds_are_refused_until_chosen(h100: Project) -> None:
     h100.run("--gpu-ids=1").assert_outcomes(passed=3)
 
 
-def test_a_case_asked_for_in_a_test_keeps_to_its_platforms(h100: Project) -> None:
+def test_a_case_asked_for_in_a_test_keeps_to_its_platforms_and_shares_the_gpu_with_the_fixture(h100: Project) -> None:
     h100.write(
         test_mine="""
         def build(setup):
             return lambda: None
 
-        def test_here(gputrain):
+        def test_here(gputrain, gpu):
             gputrain.measure(build, platforms=("h100",))
 
         def test_elsewhere(gputrain):
@@ -338,16 +218,3 @@ def test_a_case_asked_for_in_a_test_keeps_to_its_platforms(h100: Project) -> Non
     result = h100.run("-rs")
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["*needs a100 x1, found h100*"])
-
-
-def test_the_gpu_fixture_and_a_case_share_the_gpu(h100: Project) -> None:
-    h100.write(
-        test_mine="""
-        def build(setup):
-            return lambda: None
-
-        def test_both(gputrain, gpu):
-            gputrain.measure(build)
-        """
-    )
-    h100.run().assert_outcomes(passed=1)
