@@ -91,52 +91,39 @@ def test_each_test_has_the_figures_of_its_own_environment(project: Project, node
     assert names.pop("test_wide") == ["TOKEN", "WIDTH"]
     assert all(none == [] for none in names.values())
     assert SECRET not in (project.path / "report.json").read_text()
-    is_mentioned = (
-        "build-fp32 was run in 2 environments: test_mine.py::test_wide changes TOKEN, WIDTH" in result.stdout.str()
-    )
-    assert is_mentioned is (len(nodeids) > 1)
+    told = "build-fp32 was run in 2 environments: test_mine.py::test_wide changes TOKEN, WIDTH"
+    assert (told in result.stdout.str()) is (len(nodeids) > 1)
 
 
-@pytest.mark.slow
-def test_a_deleted_variable_is_a_difference(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_test_can_compare_environments_of_set_and_deleted_variables(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WIDTH", "16")
+    compare = """
+
+def test_all(gputrain, monkeypatch):
+    def peak():
+        return gputrain.measure(build, precision="fp32", steps=1, warmup=0).peak_allocated_bytes
+
+    narrow = peak()
     monkeypatch.setenv("WIDTH", "256")
-    project.write(test_mine=WIDE.replace('monkeypatch.setenv("WIDTH", "256")', 'monkeypatch.delenv("WIDTH")'))
-    project.run("--gpu-json=report.json").assert_outcomes(passed=2)
-    peaks_by_test = peaks(project)
-    assert peaks_by_test["test_wide"][0] < 0.3 * peaks_by_test["test_narrow"][0], (
-        "names as before: the wide one has none now"
-    )
-
-
-def test_one_test_can_compare_two_environments(project: Project) -> None:
-    both = """
-
-def test_both(gputrain, monkeypatch):
-    narrow = gputrain.measure(build, precision="fp32", steps=1, warmup=0)
-    monkeypatch.setenv("WIDTH", "256")
-    wide = gputrain.measure(build, precision="fp32", steps=1, warmup=0)
+    wide = peak()
+    monkeypatch.delenv("WIDTH")
+    none = peak()
     monkeypatch.undo()
-    again = gputrain.measure(build, precision="fp32", steps=1, warmup=0)
-    assert wide.peak_allocated_bytes > 3 * narrow.peak_allocated_bytes
-    assert again == narrow
+    assert narrow == peak()
+    assert wide > 3 * none > 9 * narrow
 """
-    project.write(test_mine=WIDE.partition("def test_narrow")[0] + both)
+    project.write(test_mine=WIDE.partition("def test_narrow")[0] + compare)
     project.run().assert_outcomes(passed=1)
 
 
 @pytest.mark.slow
-def test_an_inline_run_has_its_own_environment(project: Project) -> None:
-    project.write(test_mine=WIDE)
-    project.spawn("--gpu-isolation=inline", "--gpu-json=report.json").assert_outcomes(passed=2)
-    peaks_by_test = peaks(project)
-    assert peaks_by_test["test_wide"][0] > 3 * peaks_by_test["test_narrow"][0]
-
-
-@pytest.mark.slow
-def test_workers_of_xdist_do_as_one_process(project: Project) -> None:
+@pytest.mark.parametrize("option", ["--gpu-isolation=inline", "-n2"])
+def test_inline_runs_and_workers_of_xdist_have_the_environment_of_each_test(project: Project, option: str) -> None:
     pytest.importorskip("xdist")
     project.write(test_mine=WIDE)
-    project.spawn("-n2", "--gpu-json=report.json", "--gpu-baseline-update").assert_outcomes(passed=2)
+    project.spawn(option, "--gpu-json=report.json", "--gpu-baseline-update").assert_outcomes(passed=2)
     peaks_by_test = peaks(project)
     assert peaks_by_test["test_wide"][0] > 3 * peaks_by_test["test_narrow"][0]
     (entry,) = project.baselines("mine").values()
@@ -170,7 +157,7 @@ def test_all_runs_of_a_baseline_are_of_one_environment(project: Project, nodeids
 
 
 @pytest.mark.slow
-def test_the_baseline_of_the_only_test_names_what_it_changes(project: Project) -> None:
+def test_a_baseline_and_a_regression_name_what_the_test_changes(project: Project) -> None:
     project.write(test_mine=WIDE)
     result = project.run("--gpu-baseline-update", "-k", "wide")
     result.stdout.fnmatch_lines(["recorded with environment variables that a test changes: build-fp32 (TOKEN, WIDTH)"])
@@ -178,44 +165,32 @@ def test_the_baseline_of_the_only_test_names_what_it_changes(project: Project) -
     assert [run["variables"] for run in entry["runs"]] == [["TOKEN", "WIDTH"]]
     assert SECRET not in project.baseline_file("mine").read_text()
     project.run().assert_outcomes(passed=2)  # it needs less
+    project.run("--gpu-baseline-update", "-k", "narrow")
+    sentence = only_sentence(project.run(), "test_wide")
+    assert "since then: TOKEN changed by this test, WIDTH changed by this test" in sentence
     project.write(test_mine=WIDE.replace("test_wide", "test_small").replace('"256"', '"16"'))
     project.run("--gpu-baseline-update", "-k", "small")
     sentence = only_sentence(project.run(), "test_narrow")
     assert "TOKEN not changed by this test, WIDTH not changed by this test" in sentence
 
 
-@pytest.mark.slow
-def test_a_regression_names_what_the_test_changes(project: Project) -> None:
-    project.write(test_mine=WIDE)
-    project.run("--gpu-baseline-update", "-k", "narrow")
-    sentence = only_sentence(project.run(), "test_wide")
-    assert "since then: TOKEN changed by this test, WIDTH changed by this test" in sentence
-
-
-def test_a_regression_names_what_changed_beside_the_libraries_that_train(suite: Project) -> None:
+def test_a_regression_names_what_changed_beside_the_libraries_but_not_what_was_never_noted(suite: Project) -> None:
     before = {"cudnn": "9.8.0", "nccl": "2.26.2", "cores": 16, "nics": ["2 x mlx5_core 400 Gb/sec (4X NDR)"]}
     after = {"cudnn": "9.10.2", "nccl": "2.26.2", "cores": 8, "nics": ["1 x mlx5_core 400 Gb/sec (4X NDR)"]}
     suite.answer(recorded(device_name=H100, **before))
     suite.run("--gpu-baseline-update")
     suite.answer(recorded(device_name=H100, slower=1.5, **after))
-    sentence = failures(suite.run("-k", GEMMA))[f"test_tuning[{GEMMA}]"]
     assert (
         "since then: cuDNN 9.8.0 -> 9.10.2, CPU cores 16 -> 8, network cards 2 x mlx5_core 400 Gb/sec (4X NDR) -> "
         "1 x mlx5_core 400 Gb/sec (4X NDR)"
-    ) in sentence
-
-
-def test_a_baseline_of_an_earlier_version_is_of_the_same_environment(suite: Project) -> None:
-    suite.answer(recorded(device_name=H100))
-    suite.run("--gpu-baseline-update")
+    ) in only_sentence(suite.run("-k", GEMMA), f"test_tuning[{GEMMA}]")
     path = suite.baseline_file("tuning", H100_FOLDER)
     document = json.loads(path.read_text())
-    for environment in document["environments"].values():
+    for environment in document["environments"].values():  # as of an earlier version
         for name in ("cudnn", "nccl", "cores", "host_memory_bytes", "nics"):
             environment.pop(name, None)
     path.write_text(json.dumps(document))
-    suite.answer(recorded(device_name=H100, slower=1.5, cudnn="9.10.2", cores=8, nics=[], host_memory_bytes=2**38))
-    assert "; same environment" in failures(suite.run("-k", GEMMA))[f"test_tuning[{GEMMA}]"]
+    assert "; same environment" in only_sentence(suite.run("-k", GEMMA), f"test_tuning[{GEMMA}]")
 
 
 def test_two_other_environments_are_not_both_recorded(suite: Project) -> None:
@@ -245,28 +220,17 @@ def test_two_other_environments_are_not_both_recorded(suite: Project) -> None:
     assert len(suite.baselines("tuning", H100_FOLDER)[GEMMA]["runs"]) == 1
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        'monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")',
-        'monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")',
-        'monkeypatch.setenv("MASTER_PORT", "1")',
-        'monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "7")',
-        'monkeypatch.setenv("HF_HUB_OFFLINE", "0")',
-    ],
-)
-def test_what_no_worker_gets_to_see_is_no_difference(h100: Project, change: str) -> None:
-    h100.write(test_two=two(change))
+def test_what_no_worker_sees_and_what_is_set_before_tests_is_no_difference(
+    h100: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AT_IMPORT", "0")  # undone with this test
+    unseen = {"TOKENIZERS_PARALLELISM": "true", "CUDA_VISIBLE_DEVICES": "0", "MASTER_PORT": "1", "HF_HUB_OFFLINE": "0"}
+    unseen["PYTEST_XDIST_WORKER_COUNT"] = "7"
+    changes = "\n    ".join(f"monkeypatch.setenv({name!r}, {value!r})" for name, value in unseen.items())
+    h100.write(test_two=f"import os\n\nos.environ['AT_IMPORT'] = '1'\n{two(changes)}")
     h100.run("--gpu-json=report.json").assert_outcomes(passed=2)
     assert variables(h100) == [{}]
     assert [result["variables"] for result in h100.report()["results"]] == [[], []]
-
-
-def test_what_is_set_before_tests_run_is_no_difference_between_them(h100: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AT_IMPORT", "0")  # undone with this test
-    h100.write(test_two=f"import os\n\nos.environ['AT_IMPORT'] = '1'\n{two('pass')}")
-    h100.run().assert_outcomes(passed=2)
-    assert variables(h100) == [{}]
 
 
 def test_one_worker_alone_has_the_environment_of_the_case(h100: Project) -> None:

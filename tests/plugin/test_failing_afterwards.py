@@ -50,20 +50,21 @@ def reply_of(project: Project) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "sentence"), FAULTS.values(), ids=FAULTS)
-def test_figures_are_kept_and_the_case_fails(project: Project, fault: str, sentence: str) -> None:
-    project.write(test_mine=SUITE.format(fault=fault, more=""))
+def test_figures_are_kept_and_the_cases_fail(project: Project) -> None:
+    suites = (SUITE.format(fault=fault, more=f", model='{name}'") for name, (fault, _) in FAULTS.items())
+    project.write(**{f"test_{name}_afterwards": suite for name, suite in zip(FAULTS, suites, strict=True)})
     result = project.run("--gpu-json=report.json", "--gpu-timeout=20s")
-    result.assert_outcomes(failed=1)
-    (failure,) = failures(result).values()
-    assert failure.startswith("build-fp32 was measured (")
-    assert sentence in failure
-    reply = reply_of(project)
-    assert reply["outcome"] in ("crashed", "timed_out")
-    assert len(reply["measured"]["step_seconds"]) == 3
-    assert reply["measured"]["peak_allocated_bytes"] >= 64 * 64 * 4
-    assert reply["measured"]["flops_per_step"] is None
-    assert project.report()["results"][0]["verdict"]["status"] == "failed"
+    result.assert_outcomes(failed=len(FAULTS))
+    for entry in project.report()["results"]:
+        (reply,) = entry["replies"]
+        sentence = entry["verdict"]["sentence"]
+        assert sentence.startswith(f"{entry['case']['model']}-fp32 was measured (")
+        assert FAULTS[entry["case"]["model"]][1] in sentence
+        assert entry["verdict"]["status"] == "failed"
+        assert reply["outcome"] in ("crashed", "timed_out")
+        assert len(reply["measured"]["step_seconds"]) == 3
+        assert reply["measured"]["peak_allocated_bytes"] >= 64 * 64 * 4
+        assert reply["measured"]["flops_per_step"] is None
 
 
 @pytest.mark.slow

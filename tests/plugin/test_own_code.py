@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from plugin_project import BUILD, Project, failures, only_sentence, recorded
+from plugin_project import BUILD, H100_FOLDER, Project, failures, only_sentence, recorded
 
 CHECKED = """
 
-def test_it(gputrain):
+def test_{name}(gputrain):
     gputrain.check(build, precision="fp32", steps=2)
 """
 
-COUNTED = f"""{BUILD.replace("import torch", "import torch; open('launches', 'a').write('x')", 1)}
+FIGURES = f"""{BUILD}
 
-def test_first(gputrain):
-    gputrain.check(build, precision="fp32", steps=2)
+def larger(setup):
+    import torch
 
+    weight = torch.zeros(128, 64, requires_grad=True)
+    return lambda: (weight**2).sum().backward()
 
-def test_second(gputrain):
-    assert gputrain.measure(build, precision="fp32", steps=2).peak_allocated_bytes > 0
-"""
-
-
-def test_measure_returns_the_figures_of_the_code(project: Project) -> None:
-    project.write(
-        test_mine=f"""{BUILD}
 
 def watched(setup):
     import torch
@@ -62,22 +56,103 @@ def test_watched(gputrain):
     assert figures.model_bytes == 4 * 256 * 257
     assert figures.flops_per_step == 2 * (2 * 4 * 256 * 256)
     assert figures.losses[-1] < figures.losses[0]
+
+
+def test_compared(gputrain):
+    small, large = (gputrain.measure(code, precision="fp32", steps=2) for code in (build, larger))
+    assert 1.9 <= large.peak_allocated_bytes / small.peak_allocated_bytes <= 2.1
 """
+HELPED = """
+from my_helper import SIZE
+
+
+def build(setup):
+    import torch
+
+    import my_helper
+
+    return lambda: torch.zeros(my_helper.SIZE, SIZE).sum()
+"""
+DECORATORS = """
+import functools
+
+
+def logged(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+
+    return wrapper
+"""
+IN_A_PACKAGE = """
+from .helpers import VALUE
+
+
+def build(setup):
+    return lambda: VALUE
+
+
+def test_in_a_package(gputrain):
+    assert gputrain.measure(build, steps=2).losses == (3.0, 3.0)
+"""
+TWO = """
+def build(setup):
+    import torch
+    import torch.distributed as dist
+
+    def step():
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return float(total)
+
+    return step
+
+
+def test_two(gputrain):
+    figures = gputrain.check(build, parallel="ddp", gpus=2, precision="fp32", steps=2, scaling=True).figures
+    assert figures.losses == (2.0, 2.0)
+"""
+
+
+def test_own_code_is_found_with_its_helpers_and_measured(project: Project) -> None:
+    (project.path / "pkg").mkdir()
+    for name, text in (("__init__", ""), ("helpers", "VALUE = 3.0\n"), ("test_in_a_package", IN_A_PACKAGE)):
+        (project.path / "pkg" / f"{name}.py").write_text(text)
+    project.write(
+        my_helper="SIZE = 16\n",
+        my_recipes=BUILD,
+        my_decorators=DECORATORS,
+        test_figures=FIGURES,
+        test_helped=HELPED + CHECKED.format(name="helped"),
+        test_from_recipes=f"from my_recipes import build\n{CHECKED.format(name='recipes')}",
+        test_decorated="from my_decorators import logged\n"
+        + BUILD.replace("def build", "@logged\ndef build")
+        + CHECKED.format(name="decorated"),
+        test_two=TWO,
     )
-    project.run().assert_outcomes(passed=2)
+    # Packages of the project that this process would find imported already.
+    result = project.spawn("--gpu-json=report.json")
+    result.assert_outcomes(passed=8)
+    results = {entry["nodeid"].partition("::")[2]: entry for entry in project.report()["results"]}
+    assert results["test_recipes"]["case"]["code"] == "my_recipes.py::build"
+    assert results["test_two"]["key"] == "build-fp32-ddp-gpus=2@tiny"
+    assert results["test_two"]["summary"]["scaling_efficiency"] > 0
 
 
-def test_two_tests_that_ask_for_the_same_launch_it_once(project: Project) -> None:
-    project.write(test_mine=COUNTED)
-    project.run().assert_outcomes(passed=2)
-    assert (project.path / "launches").read_text() == "x"
+def test_files_named_like_the_standard_library_do_not_break_the_worker(project: Project) -> None:
+    for name in ("timeit", "random", "queue", "token", "types", "torch"):
+        (project.path / f"{name}.py").write_text("raise RuntimeError('a stray file was imported')\n")
+    project.write(test_mine=BUILD + CHECKED.format(name="it"))
+    project.run().assert_outcomes(passed=1)
 
 
-def test_runs_launches_as_many_processes(project: Project) -> None:
-    project.write(test_mine=COUNTED)
-    project.run("--gpu-runs=2", "--gpu-json=report.json", "-k", "first").assert_outcomes(passed=1, deselected=1)
+def test_what_is_asked_for_again_is_launched_once_and_several_runs_as_often(project: Project) -> None:
+    code = BUILD.replace("import torch", "import torch; open('launches', 'a').write('x')", 1)
+    again = "\n\ndef test_second(gputrain):\n    assert gputrain.measure(build, precision='fp32', steps=2).losses\n"
+    project.write(test_mine=code + CHECKED.format(name="first") + again)
+    project.run("--gpu-runs=2", "--gpu-json=report.json").assert_outcomes(passed=2)
     assert (project.path / "launches").read_text() == "xx"
-    assert len(project.report()["results"][0]["replies"]) == 2
+    assert {len(entry["replies"]) for entry in project.report()["results"]} == {2}
 
 
 def test_other_steps_are_measured_again(h100: Project) -> None:
@@ -98,106 +173,117 @@ def test_other_steps_are_measured_again(h100: Project) -> None:
     assert [launched["steps"] for launched in h100.launches] == [5, 6]
 
 
-@pytest.mark.parametrize("option", ["steps", "warmup"])
-def test_options_override_the_numbers_of_steps(h100: Project, option: str) -> None:
-    h100.write(
-        test_mine="""
-        from pytest_gputrain import Case
-
-
-        def test_it(gputrain):
-            gputrain.check(Case(model="gemma-7b", method="lora", sequence_length=64, steps=5, warmup=2))
-        """
-    )
-    h100.run(f"--gpu-{option}=9").assert_outcomes(passed=1)
-    (launched,) = h100.launches
-    assert (launched["steps"], launched["warmup"]) == ((9, 2) if option == "steps" else (5, 9))
-
-
-def test_warmup_zero_is_taken_at_its_word(h100: Project) -> None:
-    h100.write(test_mine=f"{BUILD}\n\ndef test_it(gputrain):\n    gputrain.check(build)\n")
-    h100.run("--gpu-warmup=0").assert_outcomes(passed=1)
-    assert [launched["warmup"] for launched in h100.launches] == [0]
-
-
-def test_a_test_can_compare_two_cases(project: Project) -> None:
-    larger = BUILD.replace("def build", "def larger").replace("zeros(64, 64", "zeros(128, 64")
-    project.write(
-        test_mine=f"""{BUILD}{larger}
-
-def test_halved(gputrain):
-    small = gputrain.measure(build, precision="fp32", steps=2)
-    large = gputrain.measure(larger, precision="fp32", steps=2)
-    assert large.peak_allocated_bytes >= 1.9 * small.peak_allocated_bytes
-    assert large.peak_allocated_bytes <= 1.1 * small.peak_allocated_bytes, "figures differ"
-"""
-    )
-    result = project.run()
-    assert "figures differ" in failures(result)["test_halved"]
-
-
 @pytest.mark.parametrize(
-    ("what", "sentence"),
-    [
-        ("lambda setup: None", "test_it.<locals>.<lambda> is not a function at the top level of a file"),
-        ("local", "test_it.<locals>.local is not a function at the top level of a file"),
-        ("Group.method", "Group.method is not a function at the top level of a file"),
-        ("functools.partial(Group.method)", "functools.partial("),
-        ("len", "len does not lie in a file below "),
-        ("textwrap.dedent", "dedent does not lie in a file below "),
-    ],
+    ("options", "steps", "warmup"),
+    [([], 5, 2), (["--gpu-steps=9"], 9, 2), (["--gpu-warmup=9"], 5, 9), (["--gpu-warmup=0"], 5, 0)],
 )
-def test_a_function_that_a_worker_could_not_find_is_refused(h100: Project, what: str, sentence: str) -> None:
-    h100.write(
-        test_mine=f"""
-        import functools
-        import textwrap
+def test_options_override_the_numbers_of_steps(h100: Project, options: list[str], steps: int, warmup: int) -> None:
+    h100.write(test_mine=f"{BUILD}\n\ndef test_it(gputrain):\n    gputrain.check(build, steps=5, warmup=2)\n")
+    h100.run(*options).assert_outcomes(passed=1)
+    assert [(launched["steps"], launched["warmup"]) for launched in h100.launches] == [(steps, warmup)]
 
 
-        class Group:
-            @staticmethod
-            def method(setup):
-                return lambda: None
+def test_knobs_and_a_name_of_own_code_tell_its_cases_apart(h100: Project) -> None:
+    checks = "".join(f"    gputrain.check(build, {knob})\n" for knob in ("batch_size=2", "batch_size=4", "model='my-mlp'"))
+    h100.write(test_mine=f"{BUILD}\n\ndef test_it(gputrain):\n{checks}")
+    h100.run("--gpu-baseline-update").assert_outcomes(passed=1)
+    keys = ["build-bf16-batch_size=2", "build-bf16-batch_size=4", "my-mlp-bf16"]
+    assert sorted(h100.baselines("mine", H100_FOLDER)) == keys
 
 
-        def test_it(gputrain):
-            def local(setup):
-                return lambda: None
-
-            gputrain.check({what})
-        """
+def test_functions_that_a_worker_could_not_find_are_refused(h100: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "far_recipes.py").write_text(BUILD)
+    h100.ini(f"pythonpath = {elsewhere}")
+    top, below = "is not a function at the top level of a file", f"does not lie in a file below {h100.path}"
+    remedies = "define it there, where args={...} gives it what it uses of the test, or measure it with inline=True"
+    refused = {
+        "lambda setup: None": f"test_it.<locals>.<lambda> {top}*; {remedies}",
+        "local": f"test_it.<locals>.local {top}*",
+        "Group.method": f"Group.method {top}*",
+        "functools.partial(Group.method)": "functools.partial(*",
+        "len": f"len {below}, *",
+        "textwrap.dedent": f"dedent {below}, *",
+        "build": f"build {below}, so the worker may not run it",
+        "here, gpus=2": "*choose parallel='ddp', under which torch.distributed is ready*",
+    }
+    local = "    def local(setup):\n        return lambda: None\n\n"
+    tests = "".join(
+        f"\n\ndef test_{number}(gputrain):\n{local}    gputrain.check({what})\n" for number, what in enumerate(refused)
     )
-    assert only_sentence(h100.run(), "test_it").startswith(sentence)
+    here = "def here(setup):\n    return lambda: None\n\n\n"
+    group = "class Group:\n    @staticmethod\n    def method(setup):\n        return lambda: None\n"
+    h100.write(test_mine=f"import functools\nimport textwrap\n\nfrom far_recipes import build\n\n\n{here}{group}{tests}")
+    told = failures(h100.run())
+    assert len(told) == len(refused)
+    for number, sentence in enumerate(refused.values()):
+        text = told[f"test_{number}"].strip().replace(f"test_{number}.", "test_it.")
+        pytest.LineMatcher(text.splitlines()).fnmatch_lines([sentence.replace("[", "[[]")])
+        assert "\n" not in text
     assert h100.launches == []
 
 
-def test_refusing_a_closure_names_both_remedies(h100: Project) -> None:
-    h100.write(test_mine="def test_it(gputrain):\n    gputrain.check(lambda setup: None)\n")
-    assert only_sentence(h100.run(), "test_it").endswith(
-        "define it there, where args={...} gives it what it uses of the test, or measure it with inline=True"
-    )
+# In pytest's own process
+
+INLINE = """
+import os
+
+import pytest
+import torch
+
+SEEN = []
 
 
-def test_inline_measures_a_closure(project: Project) -> None:
-    project.write(
-        test_mine="""
-        import torch
+def build(setup):
+    from pathlib import Path
 
-        SEEN = []
+    Path("pid.txt").write_text(str(os.getpid()))
+    return lambda: torch.zeros(8).sum()
 
 
-        def test_it(gputrain):
-            weight = torch.zeros(64, 64)
+def test_closure(gputrain):
+    weight = torch.zeros(64, 64)
 
-            def local(setup):
-                return lambda: SEEN.append(weight.sum())
+    def local(setup):
+        return lambda: SEEN.append(weight.sum())
 
-            figures = gputrain.check(local, inline=True, precision="fp32", steps=4).figures
-            assert len(figures.step_seconds) == 4
-            assert len(SEEN) >= 4
-        """
-    )
-    project.spawn().assert_outcomes(passed=1)
+    figures = gputrain.check(local, inline=True, precision="fp32", steps=4).figures
+    assert len(figures.step_seconds) == 4
+    assert len(SEEN) >= 4
+
+
+def test_random_state_and_threads_are_left(gputrain):
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    torch.set_num_threads(2)
+    gputrain.measure(lambda setup: lambda: torch.rand(1), inline=True, precision="fp32", steps=2)
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("size", [64, 1024])
+def test_two_of_one_name(gputrain, size):
+    def build(setup):
+        return lambda: torch.zeros(size, size).sum()
+
+    gputrain.check(build, inline=True, precision="fp32", steps=2)
+
+
+def test_here(gputrain):
+    from pathlib import Path
+
+    gputrain.check(build, precision="fp32", steps=2)
+    assert Path("pid.txt").read_text() == str(os.getpid())
+"""
+
+
+def test_inline_measures_closures_whose_baselines_are_apart_and_leaves_the_process_as_it_was(project: Project) -> None:
+    project.write(test_mine=INLINE)
+    project.spawn("--gpu-isolation=inline", "--gpu-baseline-update").assert_outcomes(passed=5)
+    project.spawn("--gpu-isolation=inline", "--gpu-json=report.json").assert_outcomes(passed=5)
+    of_two = [entry["verdict"]["status"] for entry in project.report()["results"] if "two_of_one_name" in entry["nodeid"]]
+    assert of_two == ["pass", "pass"]
 
 
 def test_inline_refuses_an_engine_that_needs_a_process_group(project: Project) -> None:
@@ -213,209 +299,7 @@ def test_inline_refuses_an_engine_that_needs_a_process_group(project: Project) -
     assert sentence.endswith("needs a process group, which an inline run has not; leave inline out")
 
 
-def test_own_code_on_two_processes_exchanges_scales_and_is_named_once(project: Project) -> None:
-    project.write(
-        test_two="""
-        def build(setup):
-            import torch
-            import torch.distributed as dist
-
-            def step():
-                total = torch.ones(1)
-                dist.all_reduce(total)
-                return float(total)
-
-            return step
-
-        def test_two(gputrain):
-            figures = gputrain.check(build, parallel="ddp", gpus=2, precision="fp32", steps=2, scaling=True).figures
-            assert figures.losses == (2.0, 2.0)
-        """
-    )
-    result = project.run("--gpu-json=report.json")
-    result.assert_outcomes(passed=1)
-    (row,) = project.report("report.json")["results"]
-    assert row["key"] == "build-fp32-ddp-gpus=2@tiny"
-    assert row["summary"]["scaling_efficiency"] > 0
-
-
-def test_several_gpus_without_a_parallelism_name_the_one_for_own_code(project: Project) -> None:
-    project.write(test_two=BUILD + "\ndef test_two(gputrain):\n    gputrain.check(build, gpus=2, precision='fp32')\n")
-    assert "choose parallel='ddp', under which torch.distributed is ready" in only_sentence(project.run(), "test_two")
-
-
-def test_inline_leaves_the_random_state_and_threads_of_the_process(project: Project) -> None:
-    project.write(
-        test_mine="""
-        import torch
-
-
-        def test_it(gputrain):
-            torch.manual_seed(7)
-            expected = torch.rand(3)
-            torch.manual_seed(7)
-            torch.set_num_threads(2)
-            gputrain.measure(lambda setup: lambda: torch.rand(1), inline=True, precision="fp32", steps=2)
-            assert torch.equal(torch.rand(3), expected)
-            assert torch.get_num_threads() == 2
-        """
-    )
-    project.spawn().assert_outcomes(passed=1)
-
-
-def test_two_inline_closures_of_one_name_do_not_share_a_baseline(project: Project) -> None:
-    project.write(
-        test_mine="""
-        import pytest
-        import torch
-
-
-        @pytest.mark.parametrize("size", [64, 1024])
-        def test_it(gputrain, size):
-            def build(setup):
-                return lambda: torch.zeros(size, size).sum()
-
-            gputrain.check(build, inline=True, precision="fp32", steps=2)
-        """
-    )
-    project.spawn("--gpu-baseline-update")
-    project.spawn("--gpu-json=report.json")
-    assert [result["verdict"]["status"] for result in project.report()["results"]] == ["pass", "pass"]
-
-
-def test_inline_isolation_runs_zoo_and_own_code_in_this_process(project: Project) -> None:
-    project.write(
-        test_mine="""
-        import os
-
-        PIDS = []
-
-
-        def build(setup):
-            import torch
-            from pathlib import Path
-
-            Path("pid.txt").write_text(str(os.getpid()))
-            return lambda: torch.zeros(8).sum()
-
-
-        def test_it(gputrain):
-            from pathlib import Path
-
-            gputrain.check(build, precision="fp32", steps=2)
-            assert Path("pid.txt").read_text() == str(os.getpid())
-        """
-    )
-    project.spawn("--gpu-isolation=inline").assert_outcomes(passed=1)
-
-
-def test_helpers_beside_the_test_file_are_imported(project: Project) -> None:
-    project.write(
-        my_helper="SIZE = 16\n",
-        test_mine="""
-        from my_helper import SIZE
-
-
-        def build(setup):
-            import torch
-
-            import my_helper
-
-            return lambda: torch.zeros(my_helper.SIZE, SIZE).sum()
-
-
-        def test_it(gputrain):
-            gputrain.check(build, precision="fp32", steps=2)
-        """,
-    )
-    project.run().assert_outcomes(passed=1)
-
-
-def test_a_function_of_a_helper_module_is_found(project: Project) -> None:
-    project.write(my_recipes=BUILD)
-    project.write(test_mine=f"from my_recipes import build\n{CHECKED}")
-    project.run("--gpu-json=report.json").assert_outcomes(passed=1)
-    assert project.report()["results"][0]["case"]["code"] == "my_recipes.py::build"
-
-
-def test_a_function_decorated_by_a_helper_is_found_in_its_own_file(project: Project) -> None:
-    project.write(
-        my_decorators="""
-        import functools
-
-
-        def logged(function):
-            @functools.wraps(function)
-            def wrapper(*args):
-                return function(*args)
-
-            return wrapper
-        """
-    )
-    body = BUILD.replace("def build", "@logged\ndef build")
-    project.write(test_mine=f"from my_decorators import logged\n{body}{CHECKED}")
-    result = project.run()
-    assert failures(result) == {}
-
-
-def test_a_function_outside_of_the_root_is_refused(h100: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    (elsewhere / "far_recipes.py").write_text(BUILD)
-    h100.ini(f"pythonpath = {elsewhere}")
-    h100.write(test_mine="from far_recipes import build\n\n\ndef test_it(gputrain):\n    gputrain.check(build)\n")
-    assert only_sentence(h100.run(), "test_it") == (
-        f"build does not lie in a file below {h100.path}, so the worker may not run it"
-    )
-
-
-def test_files_named_like_the_standard_library_do_not_break_the_worker(project: Project) -> None:
-    for name in ("timeit", "random", "queue", "token", "types", "torch"):
-        (project.path / f"{name}.py").write_text("raise RuntimeError('a stray file was imported')\n")
-    project.write(test_mine=BUILD + CHECKED)
-    result = project.run()
-    assert failures(result) == {}
-    result.assert_outcomes(passed=1)
-
-
-def test_knobs_of_own_code_tell_its_cases_apart(h100: Project) -> None:
-    h100.write(
-        test_mine=f"""{BUILD}
-
-def test_it(gputrain):
-    gputrain.check(build, batch_size=2)
-    gputrain.check(build, batch_size=4)
-"""
-    )
-    h100.run("--gpu-baseline-update").assert_outcomes(passed=1)
-    assert sorted(h100.baselines("mine", "nvidia-h100-80gb-hbm3")) == ["build-bf16-batch_size=2", "build-bf16-batch_size=4"]
-
-
-def test_a_name_given_to_own_code_is_its_id(h100: Project) -> None:
-    h100.write(test_mine=f"{BUILD}\n\ndef test_it(gputrain):\n    gputrain.check(build, model='my-mlp')\n")
-    h100.run("--gpu-json=report.json").assert_outcomes(passed=1)
-    assert list(h100.verdicts()) == ["my-mlp-bf16"]
-
-
-def test_measuring_at_the_top_level_of_a_module_cannot_multiply(project: Project) -> None:
-    project.write(
-        test_mine="""
-        import subprocess
-        import sys
-
-
-        def build(setup):
-            import os
-
-            from pytest_gputrain.execution.launch.launcher import in_process
-
-            in_process(None, gpus=(), timeout_seconds=1)
-
-
-        def test_it(gputrain):
-            gputrain.check(build, precision="fp32")
-        """
-    )
-    assert "a worker of pytest-gputrain must not start workers" in only_sentence(project.run(), "test_it")
+# What goes wrong in the worker, and what it tells beside its figures
 
 
 def test_a_measurement_without_figures_fails_the_test_with_the_reason(h100: Project) -> None:
@@ -426,90 +310,22 @@ def test_a_measurement_without_figures_fails_the_test_with_the_reason(h100: Proj
     )
 
 
-def test_a_step_in_a_package_imports_its_siblings(project: Project) -> None:
-    package = project.path / "pkg"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "helpers.py").write_text("VALUE = 3.0\n")
-    (package / "test_in_a_package.py").write_text(
-        "from .helpers import VALUE\n\n\n"
-        "def build(setup):\n    return lambda: VALUE\n\n\n"
-        "def test_it(gputrain):\n    assert gputrain.measure(build, steps=2).losses == (3.0, 3.0)\n"
-    )
-    project.spawn().assert_outcomes(passed=1)
+BROKEN = """
+import sys
 
-
-def test_what_a_crashed_worker_printed_is_in_the_report(project: Project) -> None:
-    project.write(
-        test_mine="""
-        import sys
-
-        def build(setup):
-            print("said on stdout")
-            print("said on stderr", file=sys.stderr)
-            raise LookupError("lost")
-
-        def test_it(gputrain):
-            gputrain.measure(build)
-        """
-    )
-    result = project.spawn()
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["said on stdout", "said on stderr", "LookupError: lost"])
-
-
-def test_that_nothing_of_a_step_is_compiled_on_a_cpu_is_told_once(project: Project) -> None:
-    helper = """
-import torch
-
-
-@torch.compile(backend="eager")
-def square(weight):
-    return weight**2
-"""
-    compiled = """
-def decorated(setup):
-    import torch
-    from squares import square
-
-    weight = torch.zeros(64, 64, requires_grad=True)
-
-    def step():
-        square(weight).sum().backward()
-
-    return step
-
-
-def in_place(setup):
-    import torch
-
-    model = torch.nn.Linear(8, 8)
-    model.compile(backend="eager")
-
-    def step():
-        model(torch.ones(8)).sum().backward()
-
-    return step
-
-
-def test_compiled(gputrain):
-    gputrain.check(decorated, precision="fp32", steps=1)
-    gputrain.check(in_place, precision="fp32", steps=1)
-"""
-    project.write(squares=helper, test_compiled=compiled, test_plain=BUILD + CHECKED.replace("steps=2", "steps=1"))
-    result = project.run("--gpu-json=report.json")
-    result.assert_outcomes(passed=2)
-    notes = [line for line in result.outlines if "torch.compile" in line]
-    assert notes == [
-        "2 cases not compiled: decorated-fp32 (and 1 more) uses torch.compile, which has no effect on a CPU, where tensors "
-        "are counted; what it changes, a GPU shows"
-    ]
-    uncompiled_by_case = {entry["key"]: entry["replies"][0]["uncompiled"] for entry in project.report()["results"]}
-    assert uncompiled_by_case == {"decorated-fp32@tiny": True, "in_place-fp32@tiny": True, "build-fp32@tiny": False}
-
-
-BUFFERED = """
 import pytest
+
+
+def starting(setup):
+    from pytest_gputrain.execution.launch.launcher import in_process
+
+    in_process(None, gpus=(), timeout_seconds=1)
+
+
+def printing(setup):
+    print("said on stdout")
+    print("said on stderr", file=sys.stderr)
+    raise LookupError("lost")
 
 
 def build(setup):
@@ -523,6 +339,14 @@ def build(setup):
     return step
 
 
+def test_starting(gputrain):
+    gputrain.check(starting, precision="fp32")
+
+
+def test_printing(gputrain):
+    gputrain.measure(printing)
+
+
 def test_leaks(gputrain):
     gputrain.check(build, precision="fp32", steps=2)
 
@@ -530,51 +354,83 @@ def test_leaks(gputrain):
 @pytest.mark.gpu_tolerance(growth="64 KiB")
 def test_allowed(gputrain):
     gputrain.check(build, precision="fp32", steps=2)
+
+
+@pytest.mark.gpu_tolerance(growth=20 * 1024)
+def test_bytes(gputrain):
+    gputrain.check(build, precision="fp32", steps=2)
+
+
+@pytest.mark.gpu_tolerance(growth=8 * 1024)
+def test_too_few_bytes(gputrain):
+    gputrain.check(build, precision="fp32", steps=2)
+
+
+@pytest.mark.gpu_tolerance(growth="64 KiB")
+def test_other_precision(gputrain):
+    gputrain.check(build, precision="bf16", steps=2, model="other")
 """
 
 
-def test_tensors_that_every_step_keeps_fail_a_test_unless_it_allows_them(project: Project) -> None:
-    project.write(test_mine=BUFFERED)
-    result = project.run()
-    result.assert_outcomes(passed=1, failed=1)
-    assert only_sentence(result, "test_leaks") == (
+def test_own_code_that_does_what_it_may_not_fails_with_its_sentence_and_is_not_recorded(project: Project) -> None:
+    project.write(test_mine=BROKEN)
+    result = project.run("--gpu-baseline-update")
+    result.assert_outcomes(passed=2, failed=5)
+    told = {name: text.strip() for name, text in failures(result).items()}
+    assert "a worker of pytest-gputrain must not start workers" in told["test_starting"]
+    assert told["test_leaks"] == (
         "build-fp32 gave no measurement (count): build keeps 16.0 KiB more of tensors after every step, most of it float32 "
-        "[16, 256] (16.0 KiB) made by aten.addmm in test_mine.py:10; let go of them (a loss that is kept without detach() "
+        "[16, 256] (16.0 KiB) made by aten.addmm in test_mine.py:24; let go of them (a loss that is kept without detach() "
         'keeps its graph), or, if a buffer is meant to fill, allow it with @pytest.mark.gpu_tolerance(growth="20 KiB")'
     )
+    assert "build keeps 16.0 KiB more" in told["test_too_few_bytes"]
+    assert 'does not train in precision "bf16"' in told["test_other_precision"]
+    result.stdout.fnmatch_lines(["said on stdout", "said on stderr", "LookupError: lost"])
+    assert list(project.baselines("mine")) == ["build-fp32@tiny"]
 
 
-@pytest.mark.parametrize(("growth", "outcome"), [("20 * 1024", "passed"), ("8 * 1024", "failed")])
-def test_growth_that_a_test_allows_is_bytes_where_it_is_a_number(project: Project, growth: str, outcome: str) -> None:
-    project.write(test_mine=BUFFERED.replace('growth="64 KiB"', f"growth={growth}"))
-    project.run("-k", "allowed").assert_outcomes(**{outcome: 1}, deselected=1)
+NOTED = """
+def decorated(setup):
+    import torch
+    from squares import square
+
+    weight = torch.zeros(64, 64, requires_grad=True)
+    return lambda: square(weight).sum().backward()
 
 
-def test_own_code_in_another_precision_than_it_says_is_not_recorded(project: Project) -> None:
-    project.write(test_mine=BUFFERED.replace('precision="fp32"', 'precision="bf16"'))
-    result = project.run("-k", "allowed", "--gpu-baseline-update")
-    assert 'does not train in precision "bf16"' in only_sentence(result, "test_allowed")
-    assert list((project.path / "baselines").rglob("*.json")) == []
+def in_place(setup):
+    import torch
+
+    model = torch.nn.Linear(8, 8)
+    model.compile(backend="eager")
+    return lambda: model(torch.ones(8)).sum().backward()
 
 
-def test_processes_of_a_loader_are_told_once_in_a_run(project: Project) -> None:
-    project.write(
-        test_mine="""
-        def build(setup):
-            import torch
-            from torch.utils.data import DataLoader
+def loader(setup):
+    import torch
+    from torch.utils.data import DataLoader
 
-            loader = DataLoader(torch.ones(2, 4), num_workers=1)
-            return lambda: sum(float(batch.sum()) for batch in loader)
+    data = DataLoader(torch.ones(2, 4), num_workers=1)
+    return lambda: sum(float(batch.sum()) for batch in data)
 
 
-        def test_it(gputrain):
-            gputrain.check(build, precision="fp32", steps=1, warmup=0)
-        """
-    )
-    result = project.run()
-    result.assert_outcomes(passed=1)
-    notes = [line for line in result.outlines if "such as a DataLoader's" in line]
-    assert notes == [
-        "1 case: what processes hold and compute that it starts itself, such as a DataLoader's, is not counted: build-fp32"
+def test_noted(gputrain):
+    gputrain.check(decorated, precision="fp32", steps=1)
+    gputrain.check(in_place, precision="fp32", steps=1)
+    gputrain.check(loader, precision="fp32", steps=1, warmup=0)
+"""
+SQUARES = "import torch\n\n\n@torch.compile(backend='eager')\ndef square(weight):\n    return weight**2\n"
+
+
+def test_what_is_not_compiled_on_a_cpu_and_what_is_not_counted_is_told_once(project: Project) -> None:
+    project.write(squares=SQUARES, test_noted=NOTED, test_plain=BUILD + CHECKED.format(name="plain"))
+    result = project.run("--gpu-json=report.json")
+    result.assert_outcomes(passed=2)
+    notes = [line for line in result.outlines if "torch.compile" in line or "such as a DataLoader's" in line]
+    assert sorted(notes) == [
+        "1 case: what processes hold and compute that it starts itself, such as a DataLoader's, is not counted: loader-fp32",
+        "2 cases not compiled: decorated-fp32 (and 1 more) uses torch.compile, which has no effect on a CPU, where tensors "
+        "are counted; what it changes, a GPU shows",
     ]
+    uncompiled = {entry["key"] for entry in project.report()["results"] if entry["replies"][0]["uncompiled"]}
+    assert uncompiled == {"decorated-fp32@tiny", "in_place-fp32@tiny"}

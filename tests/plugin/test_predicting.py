@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from plugin_project import SUITE, Project, assert_refused, only_sentence, recorded, skips
+from plugin_project import GEMMA, LLAMA, LLAMA_2, RECORDED, Project, assert_refused, only_sentence, recorded, skips
 
-from pytest_gputrain.records import Case, LiveTensor, OperatorWork, Prediction, Target
+from pytest_gputrain.records import Case, Prediction
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.storage.recorded import PredictionStore
 from pytest_gputrain.utils.units import GiB
@@ -81,9 +82,16 @@ def test_what_it_cannot_do_is_refused(project: Project, other: str) -> None:
     assert_refused(project, sentence, *PREDICT, other)
 
 
-def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(project: Project) -> None:
+def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own(project, 1024)
-    assert "has no recorded prediction for H100" in only_sentence(project.run(*PREDICT, "--gpu-strict"), TEST)
+    with monkeypatch.context() as job:
+        job.setenv("CI", "true")
+        sentence = only_sentence(project.run(*PREDICT), TEST)
+        assert "has no recorded prediction for H100" in sentence
+        assert sentence.endswith("record it with --gpu-predict --gpu-baseline-update-new-only (strict)")
+        project.run(*PREDICT, "--no-gpu-strict").assert_outcomes(passed=1)
     project.run(*PREDICT, "--gpu-baseline-update").stdout.fnmatch_lines(
         ["*1 baseline recorded in *predicted/h100/mine.json*"]
     )
@@ -162,12 +170,6 @@ def pytest_unconfigure():
     assert (project.path / "predicted").read_text() == "xxx"
 
 
-def test_a_platform_that_a_case_is_not_declared_for_is_skipped(project: Project) -> None:
-    project.write(test_tables=ZOO)
-    result = project.run("--gpu-predict", "--gpu-platform=a100")
-    assert set(skips(result).values()) == {"not declared for a100, which this run predicts for"}
-
-
 @pytest.mark.parametrize(("strict", "code"), [((), 0), (("--gpu-strict",), 1)])
 def test_that_nothing_was_predicted_is_told_and_fails_where_strict(
     project: Project, strict: tuple[str, ...], code: int
@@ -175,25 +177,16 @@ def test_that_nothing_was_predicted_is_told_and_fails_where_strict(
     project.write(test_tables=ZOO)
     result = project.run("--gpu-predict", "--gpu-platform=a100", "--gpu-json=report.json", *strict)
     result.stdout.fnmatch_lines(["nothing was predicted: every case was skipped (not declared for a100, *)"])
+    assert set(skips(result).values()) == {"not declared for a100, which this run predicts for"}
     assert result.ret == project.report()["exit_status"] == code
 
 
-def test_ci_fails_a_case_that_has_no_recorded_prediction(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    own(project, 1024)
-    monkeypatch.setenv("CI", "true")
-    sentence = only_sentence(project.run(*PREDICT), TEST)
-    assert sentence.endswith("record it with --gpu-predict --gpu-baseline-update-new-only (strict)")
-    project.run(*PREDICT, "--no-gpu-strict").assert_outcomes(passed=1)
-    project.run(*PREDICT, "--gpu-baseline-update").assert_outcomes(passed=1)
-    project.run(*PREDICT).assert_outcomes(passed=1)
-
-
-@pytest.mark.parametrize("mark", ["skip", "xfail(run=False)"])
-def test_what_somebody_marked_is_not_missed(project: Project, mark: str) -> None:
-    project.write(test_tables=ZOO.replace("@pytest", f"@pytest.mark.{mark}\n@pytest", 1))
-    result = project.run("--gpu-predict", "--gpu-platform=h100", "--gpu-strict")
-    assert result.ret == pytest.ExitCode.OK
-    assert "nothing was predicted" not in result.stdout.str()
+def test_what_somebody_marked_is_not_missed(project: Project) -> None:
+    for mark in ("skip", "xfail(run=False)"):
+        project.write(test_tables=ZOO.replace("@pytest", f"@pytest.mark.{mark}\n@pytest", 1))
+        result = project.run("--gpu-predict", "--gpu-platform=h100", "--gpu-strict")
+        assert result.ret == pytest.ExitCode.OK
+        assert "nothing was predicted" not in result.stdout.str()
 
 
 def test_files_of_one_name_do_not_share_a_baseline(project: Project) -> None:
@@ -276,27 +269,9 @@ def test_compiled(gputrain):
 
 def prediction_of_case(**fields: object) -> Prediction:
     """More memory and FLOPs than the recorded replies have."""
-    peaks = {"build": GiB, "forward": GiB, "backward": GiB, "optimizer": GiB}
-    row = LiveTensor(bytes=GiB, count=1, operator="aten.mm", phase="forward", shape=(2, 2), dtype="bfloat16")
-    example = {
-        "target": Target(marker="h100", kind="cuda"),
-        "fidelity": "cuda-rules",
-        "parameters": 1,
-        "trainable_parameters": 1,
-        "model_bytes": GiB,
-        "peak_allocated_bytes": 64 * GiB,
-        "peak_phase": "forward",
-        "phase_peak_bytes": peaks,
-        "largest": {"forward": (row,)},
-        "peak_reserved_bytes": GiB,
-        "fits": True,
-        "flops_per_step": 10**15,
-        "recomputed_flops_per_step": 0,
-        "bytes_per_step": 1,
-        "operators": {"aten.mm": OperatorWork(calls=1, flops=1, bytes=1)},
-        "packages": {"torch": "2.13.0"},
-    }
-    return msgspec.convert({**example, **fields}, Prediction, from_attributes=True)
+    example = msgspec.json.decode((RECORDED / "h100_predicted.json").read_bytes(), type=Prediction)
+    more: dict[str, Any] = {"peak_allocated_bytes": 64 * GiB, "flops_per_step": 10**15, **fields}
+    return msgspec.structs.replace(example, **more)
 
 
 def predict_tuning(suite: Project) -> None:
@@ -318,6 +293,9 @@ def predict_tuning(suite: Project) -> None:
 
 
 def test_a_real_run_starts_with_what_is_short_and_warns_of_what_will_not_fit(suite: Project) -> None:
+    suite.run("-m", "h100")
+    assert [launched["id"] for launched in suite.launches] == [LLAMA, GEMMA, LLAMA_2], "nothing is predicted"
+    (suite.path / "launches.jsonl").unlink()
     predict_tuning(suite)
     result = suite.run("-m", "h100")
     assert [launched["id"].split("-lora")[0] for launched in suite.launches] == ["llama-2-13b", "gemma-7b", "llama-3.1-8b"]
@@ -332,12 +310,6 @@ def test_stepwise_goes_on_where_it_stopped_in_that_order(suite: Project) -> None
     suite.run("-m", "h100", "--stepwise").assert_outcomes(passed=2, deselected=1)
     names = [launched["id"].split("-lora")[0] for launched in suite.launches]
     assert names == ["llama-2-13b", "gemma-7b", "gemma-7b", "llama-3.1-8b"]
-
-
-def test_without_predictions_a_real_run_keeps_its_order(suite: Project) -> None:
-    suite.write(test_tuning=SUITE)
-    suite.run("-m", "h100")
-    assert [launched["id"].split("-lora")[0] for launched in suite.launches] == ["llama-3.1-8b", "gemma-7b", "llama-2-13b"]
 
 
 def test_on_a_cpu_the_tiny_scale_is_predicted(project: Project) -> None:
