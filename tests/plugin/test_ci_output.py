@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plugin_project import FOLDER_VANISHES, GEMMA, LLAMA, LLAMA_2, SUITE, Project, assert_refused, recorded
+from plugin_project import FOLDER_VANISHES, GEMMA, LLAMA, LLAMA_2, SUITE, Project, recorded
 
 from pytest_gputrain import GiB
 from pytest_gputrain.report import github
@@ -105,15 +105,12 @@ def test_of_more_than_ten_failures_the_tenth_line_tells_how_many(job: Project) -
     )
 
 
-def test_nothing_is_annotated_elsewhere(suite: Project) -> None:
+def test_nothing_is_annotated_elsewhere_or_twice(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     suite.answer(recorded("crashed"))
     assert commands(suite.run().stdout.lines) == []
-
-
-def test_nothing_is_annotated_twice(job: Project) -> None:
-    job.write(pytest_github_actions_annotate_failures="")
-    job.answer(recorded("crashed"))
-    assert commands(job.run("-p", "pytest_github_actions_annotate_failures").stdout.lines) == []
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    suite.write(pytest_github_actions_annotate_failures="")
+    assert commands(suite.run("-p", "pytest_github_actions_annotate_failures").stdout.lines) == []
 
 
 def test_the_step_summary_has_failures_first_and_every_case(job: Project) -> None:
@@ -172,16 +169,6 @@ def test_a_summary_that_cannot_be_written_fails_the_run(suite: Project) -> None:
     result.assert_outcomes(passed=4)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["the summary cannot be written: *"])
-    assert_refused_folder(suite)
-
-
-def assert_refused_folder(project: Project) -> None:
-    (project.path / "launches.jsonl").unlink()
-    assert_refused(
-        project,
-        "--gpu-summary: * cannot be written (it is no regular file); give another file",
-        f"--gpu-summary={project.path}",
-    )
 
 
 def properties_of(path: Path) -> dict[str, dict[str, Any]]:

@@ -51,14 +51,10 @@ def test_warnings_as_errors_do_not_hit_the_plugin(suite: Project) -> None:
     suite.spawn("-W", "error", "--gpu-baseline-update").assert_outcomes(passed=3)
 
 
-def test_collecting_runs_nothing(suite: Project) -> None:
-    result = suite.run("--collect-only", "-q")
+@pytest.mark.parametrize("update", [(), ("--gpu-baseline-update",)], ids=["", "update"])
+def test_collecting_runs_nothing_and_makes_no_folder(suite: Project, update: tuple[str, ...]) -> None:
+    result = suite.run("--collect-only", "-q", *update)
     result.stdout.fnmatch_lines([f"test_tuning.py::test_tuning[[]{GEMMA}[]]"])
-    assert suite.launches == []
-
-
-def test_collecting_for_an_update_creates_no_folder(suite: Project) -> None:
-    suite.run("--collect-only", "--gpu-baseline-update")
     assert suite.launches == []
     assert not (suite.path / "baselines").exists()
 
@@ -71,46 +67,33 @@ def test_collecting_asks_no_driver(suite: Project) -> None:
     suite.run("-k", "gemma").assert_outcomes(failed=1, deselected=2)
 
 
-def test_keywords_select_cases_by_id(suite: Project) -> None:
+def test_keywords_and_node_ids_select_cases(suite: Project) -> None:
     suite.run("-k", "llama and 8b").assert_outcomes(passed=1, deselected=2)
-    assert [launched["id"] for launched in suite.launches] == [LLAMA]
-
-
-def test_a_node_id_selects_one_case(suite: Project) -> None:
     suite.run(f"test_tuning.py::test_tuning[{GEMMA}]").assert_outcomes(passed=1)
-    assert {launched["id"] for launched in suite.launches} == {GEMMA}
+    assert [launched["id"] for launched in suite.launches] == [LLAMA, GEMMA]
 
 
-def test_last_failed_runs_the_failing_case_only(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    suite.answer(recorded(slower=1.05), to=GEMMA)
-    assert list(failures(suite.run())) == [f"test_tuning[{GEMMA}]"]
-    (suite.path / "launches.jsonl").unlink()
-    suite.run("--lf").assert_outcomes(failed=1)
-    assert {launched["id"] for launched in suite.launches} == {GEMMA}
+def test_last_failed_runs_the_failing_case_only(gated: Project) -> None:
+    gated.answer(recorded(slower=1.05), to=GEMMA)
+    assert list(failures(gated.run())) == [f"test_tuning[{GEMMA}]"]
+    (gated.path / "launches.jsonl").unlink()
+    gated.run("--lf").assert_outcomes(failed=1)
+    assert {launched["id"] for launched in gated.launches} == {GEMMA}
 
 
-def test_the_ini_file_sets_what_the_command_line_does(suite: Project) -> None:
+def test_the_ini_file_sets_what_the_command_line_does_and_overrides(suite: Project) -> None:
     suite.ini("gpu_steps = 4", "gpu_runs = 2", "gpu_timeout = 15min", "gpu_json = report.json", "gpu_scale = tiny")
-    suite.run("-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    assert [(launch["steps"], launch["timeout_seconds"], launch["scale"]) for launch in suite.launches] == [
-        (4, 900.0, "tiny")
-    ] * 2
+    for steps in ((), ("--gpu-steps=7",)):
+        suite.run("-k", "gemma", *steps).assert_outcomes(passed=1, deselected=2)
+    launched = [(launch["steps"], launch["timeout_seconds"], launch["scale"]) for launch in suite.launches]
+    assert launched == [(4, 900.0, "tiny")] * 2 + [(7, 900.0, "tiny")] * 2
     assert len(suite.report()["results"]) == 1
 
 
-def test_the_command_line_wins_over_the_ini_file(suite: Project) -> None:
-    suite.ini("gpu_steps = 4")
-    suite.run("--gpu-steps=7", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    assert [launched["steps"] for launched in suite.launches] == [7]
-
-
-def test_several_runs_ask_for_several_processes_and_for_more_where_they_disagree(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    (suite.path / "launches.jsonl").unlink()
-    suite.answer(recorded(), recorded(slower=1.5), recorded(slower=1.01), to=GEMMA)
-    suite.run("--gpu-runs=3", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    assert len(suite.launches) == 4
+def test_several_runs_ask_for_several_processes_and_for_more_where_they_disagree(gated: Project) -> None:
+    gated.answer(recorded(), recorded(slower=1.5), recorded(slower=1.01), to=GEMMA)
+    gated.run("--gpu-runs=3", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    assert len(gated.launches) == 4
 
 
 def test_a_process_that_failed_is_not_repeated(suite: Project) -> None:
@@ -119,35 +102,27 @@ def test_a_process_that_failed_is_not_repeated(suite: Project) -> None:
     assert len(suite.launches) == 1
 
 
-def test_options_are_listed_in_the_help(project: Project) -> None:
-    project.run("--help").stdout.fnmatch_lines(
-        ["gputrain: GPU training benchmarks:", "*--gpu-baseline-update*", "*--gpu-json*"]
-    )
-
-
 def test_markers_are_listed(project: Project) -> None:
     project.run("--markers").stdout.fnmatch_lines(["@pytest.mark.h100: gputrain: declared for H100"])
 
 
-def test_the_parent_never_imports_torch(project: Project) -> None:
-    (project.path / "conftest.py").write_text(
-        "import sys\nfrom pathlib import Path\n\n\n"
-        "def pytest_unconfigure(config):\n"
-        "    heavy = {'torch', 'numpy', 'transformers', 'peft'} & set(sys.modules)\n"
-        "    Path('imported.txt').write_text(repr(sorted(heavy)))\n"
+def _imports(names: set[str]) -> str:
+    """A conftest that tells which of these libraries pytest's process has imported."""
+    return (
+        "import sys\nfrom pathlib import Path\n\n\ndef pytest_unconfigure(config):\n"
+        f"    Path('imported.txt').write_text(repr(sorted({names} & set(sys.modules))))\n"
     )
+
+
+def test_the_parent_never_imports_torch(project: Project) -> None:
+    (project.path / "conftest.py").write_text(_imports({"torch", "numpy", "transformers", "peft"}))
     project.write(test_mine=f"{BUILD}\n\ndef test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n")
     project.spawn("--gpu-baseline-update", "--gpu-json=report.json").assert_outcomes(passed=1)
     assert (project.path / "imported.txt").read_text() == "[]"
 
 
 def test_a_plain_run_imports_nothing_that_only_cases_need(project: Project) -> None:
-    (project.path / "conftest.py").write_text(
-        "import sys\nfrom pathlib import Path\n\n\n"
-        "def pytest_unconfigure(config):\n"
-        "    heavy = {'torch', 'rich', 'pynvml', 'psutil'} & set(sys.modules)\n"
-        "    Path('imported.txt').write_text(repr(sorted(heavy)))\n"
-    )
+    (project.path / "conftest.py").write_text(_imports({"torch", "rich", "pynvml", "psutil"}))
     project.write(test_plain="def test_plain():\n    pass\n")
     project.spawn("-p", "no:xdist", "-p", "no:benchmark").assert_outcomes(passed=1)
     assert (project.path / "imported.txt").read_text() == "[]"

@@ -79,13 +79,16 @@ def emulated_baselines(project: Project) -> dict[str, Any]:
     return project.baselines("tuning", "emulated/h100")
 
 
-def test_it_needs_one_platform(emulating: Project) -> None:
-    assert_refused(emulating, "--gpu-emulate emulates one platform, and none is named; add *", "--gpu-emulate")
-    assert_refused(emulating, "--gpu-emulate emulates one platform, and -m names *", "-m", "h100 or a100", "--gpu-emulate")
-
-
-def test_it_refuses_what_is_no_nvidia_gpu(emulating: Project) -> None:
-    assert_refused(emulating, "mi300x is no NVIDIA GPU that can be emulated; *", "-m", "mi300x", "--gpu-emulate")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "--gpu-emulate emulates one platform, and none is named; add *"),
+        (["-m", "h100 or a100"], "--gpu-emulate emulates one platform, and -m names *"),
+        (["-m", "mi300x"], "mi300x is no NVIDIA GPU that can be emulated; *"),
+    ],
+)
+def test_it_takes_one_platform_of_nvidia(emulating: Project, arguments: list[str], sentence: str) -> None:
+    assert_refused(emulating, sentence, *arguments, "--gpu-emulate")
 
 
 def test_a_case_without_a_figure_to_compare_with_is_new_and_fails_where_that_is_strict(emulating: Project) -> None:
@@ -180,24 +183,15 @@ def test_a_report_of_emulated_runs_is_none_to_measure_against_or_to_resume(h100:
         assert {(result["kind"], result["verdict"]["status"]) for result in results} == {("measured", "new")}
 
 
-def test_a_case_with_parameter_servers_is_skipped(emulating: Project) -> None:
-    emulating.write(
-        test_tuning="""
-        from pytest_gputrain import Case
-
-        def test_one(gputrain):
-            gputrain.check(Case(model="word2vec", parallel="ps", gpus=2, servers=2, precision="fp32", batch_size=8))
-        """
-    )
-    assert "parameter servers" in skips(emulating.run("--gpu-platform=h100", "--gpu-emulate"))["test_one"]
-
-
-def test_what_has_no_time_is_skipped_by_a_test_that_needs_one(emulating: Project) -> None:
+def test_what_has_no_time_or_no_emulation_is_skipped(emulating: Project) -> None:
     emulating.write(
         test_tuning="""
         from pytest_gputrain import Case
 
         CASE = Case(model="llama-3.1-8b", method="lora", batch_size=2, sequence_length=8192)
+
+        def test_served(gputrain):
+            gputrain.check(Case(model="word2vec", parallel="ps", gpus=2, servers=2, precision="fp32", batch_size=8))
 
         def test_speed(gputrain):
             gputrain.measure(CASE, needs=("step_seconds",))
@@ -209,8 +203,9 @@ def test_what_has_no_time_is_skipped_by_a_test_that_needs_one(emulating: Project
         """
     )
     result = emulating.run("--gpu-platform=h100", "--gpu-emulate")
-    result.assert_outcomes(passed=1, skipped=1)
+    result.assert_outcomes(passed=1, skipped=2)
     assert skips(result)["test_speed"] == "needs step_seconds, which an emulated GPU does not have"
+    assert "parameter servers" in skips(result)["test_served"]
 
 
 def test_a_case_of_several_gpus_is_one_launch_of_all_its_processes(emulating: Project) -> None:

@@ -54,8 +54,8 @@ def _ended(
     by: tuple[int, ...],
     group: bool = False,
     then: Callable[[subprocess.Popen[str]], None] = lambda run: None,
-) -> tuple[int, str, float]:
-    """How a pytest ends that is sent signals when its case hangs, what it says, and how long that takes.
+) -> tuple[int, str]:
+    """How a pytest ends that is sent signals when its case hangs, for longer than it may take, and what it says.
 
     Args:
         group: all processes of the terminal get them.
@@ -72,13 +72,12 @@ def _ended(
     )
     try:
         wait_for(project.path / "hangs", seconds=60)
-        began = time.monotonic()
         for number in by:
             (os.killpg if group else os.kill)(run.pid, number)
             time.sleep(0.02)
         then(run)
         output, _ = run.communicate(timeout=60)
-        return run.returncode, output, time.monotonic() - began
+        return run.returncode, output
     finally:
         run.kill()
         run.wait()
@@ -103,21 +102,21 @@ def hanging(h100: Project) -> Project:
     "signals", [(signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGINT,) * 3, (signal.SIGTERM,) * 3], ids=str
 )
 def test_what_ends_a_run_ends_it_at_once_with_all_that_was_measured(hanging: Project, signals: tuple[int, ...]) -> None:
-    status, output, seconds = _ended(hanging, by=signals)
+    status, output = _ended(hanging, by=signals)
     assert _kept(hanging) == {LLAMA, GEMMA}, output
     assert status == pytest.ExitCode.INTERRUPTED, output
     assert "Traceback" not in output
     if len(signals) == 1:
         assert f"ended by {signal.Signals(signals[0]).name}" in output
         assert "2 lines appended to" in output
-    assert seconds < 10
 
 
 ENDING = """
 
 def pytest_terminal_summary():
     Path("ending").touch()
-    __import__("time").sleep(2)
+    while not Path("sent").exists():
+        __import__("time").sleep(0.01)
 
 
 def pytest_unconfigure():
@@ -134,9 +133,10 @@ def test_a_second_signal_during_the_end_of_a_run_changes_nothing(hanging: Projec
         wait_for(hanging.path / "ending", seconds=30)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             run.send_signal(number)
-            time.sleep(0.1)
+            time.sleep(0.02)
+        (hanging.path / "sent").touch()
 
-    status, output, _ = _ended(hanging, by=(first,), then=again)
+    status, output = _ended(hanging, by=(first,), then=again)
     assert _kept(hanging) == {LLAMA, GEMMA}, output
     assert status == pytest.ExitCode.INTERRUPTED, output
     assert "Traceback" not in output
@@ -155,10 +155,9 @@ def test_a_run_without_cases_ends_as_ever(project: Project) -> None:
 @pytest.mark.parametrize(("number", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False)], ids=["Ctrl-C", "SIGTERM"])
 def test_under_two_workers_the_tests_that_were_over_are_kept(hanging: Project, number: int, group: bool) -> None:
     pytest.importorskip("xdist")
-    status, output, seconds = _ended(hanging, "-n2", "--dist=loadfile", by=(number,), group=group)
+    status, output = _ended(hanging, "-n2", "--dist=loadfile", by=(number,), group=group)
     assert _kept(hanging) == {LLAMA}, output
     assert status == pytest.ExitCode.INTERRUPTED, output
-    assert seconds < 20
 
 
 # A full disk

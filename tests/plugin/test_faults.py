@@ -292,7 +292,7 @@ def test_hangs_are_ended_in_time_and_told_with_phase_step_and_stacks(project: Pr
         end = re.escape(f"was ended after 10.0 s ({place}); --gpu-timeout allows more") + "(, and a function .*)?"
         assert re.fullmatch(f"{name}-fp32 {beginning}{end}", sentences[f"test_{name}"])
     result.stdout.fnmatch_lines(["*worker of in_a_step-fp32*", '*test_broken_code.py", line * in step'])
-    assert max(report.duration for report in result.reprec.getreports("pytest_runtest_logreport")) < 20
+    assert max(report.duration for report in result.reprec.getreports("pytest_runtest_logreport")) < 90, "of 600 seconds"
     assert leftovers.all() == []
     assert [case_result["replies"][0]["outcome"] for case_result in project.report()["results"]] == [
         *["timed_out"] * 3,

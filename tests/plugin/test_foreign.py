@@ -7,6 +7,7 @@ from plugin_project import GEMMA, H100, H100_FOLDER, SUITE, Project, failures, o
 
 from pytest_gputrain import GiB
 
+TEST = f"test_tuning[{GEMMA}]"
 WHO = "python (pid 4711, 1.00 GiB) on GPU 0"
 
 
@@ -18,8 +19,8 @@ def recorded_suite(suite: Project) -> Project:
     return suite
 
 
-def _slower(suite: Project, **answer: float) -> None:
-    suite.answer(recorded(slower=1.2, **answer), to=GEMMA)  # type: ignore[arg-type]
+def _slower(suite: Project) -> None:
+    suite.answer(recorded(slower=1.2), to=GEMMA)
 
 
 def test_a_slower_case_beside_others_is_in_doubt_and_names_them(recorded_suite: Project) -> None:
@@ -33,13 +34,6 @@ def test_a_slower_case_beside_others_is_in_doubt_and_names_them(recorded_suite: 
     assert (reply["other_processes"], reply["holders"][0]["pid"]) == (1, 4711)
 
 
-def test_the_same_case_alone_regresses(recorded_suite: Project) -> None:
-    _slower(recorded_suite)
-    sentence = only_sentence(recorded_suite.run(), f"test_tuning[{GEMMA}]")
-    assert "20.0 % slower" in sentence
-    assert "beside" not in sentence
-
-
 def test_what_is_slower_without_them_too_regresses(recorded_suite: Project) -> None:
     """Three processes alone are enough, whoever was there in others."""
     held = [{"pid": 4711, "gpu": 0, "name": "python", "bytes": 2**30}]
@@ -50,15 +44,11 @@ def test_what_is_slower_without_them_too_regresses(recorded_suite: Project) -> N
     recorded_suite.run("--gpu-runs=3", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
 
 
-def test_what_passes_beside_others_passes(recorded_suite: Project) -> None:
-    recorded_suite.occupied(free_bytes=77 * GiB, processes=2)
+def test_beside_others_what_passes_passes_and_more_memory_is_the_case_s_own(recorded_suite: Project) -> None:
+    recorded_suite.occupied(free_bytes=70 * GiB, processes=2)
     recorded_suite.run("--gpu-strict").assert_outcomes(passed=3)
-
-
-def test_more_memory_is_the_cases_own_whoever_is_there(recorded_suite: Project) -> None:
     recorded_suite.answer(recorded(bigger=4 * GiB), to=GEMMA)
-    recorded_suite.occupied(free_bytes=70 * GiB, processes=1)
-    assert "4.00 GiB" in only_sentence(recorded_suite.run(), f"test_tuning[{GEMMA}]")
+    assert "4.00 GiB" in only_sentence(recorded_suite.run(), TEST)
 
 
 def test_figures_beside_others_are_no_baseline(recorded_suite: Project) -> None:
@@ -85,9 +75,7 @@ def test_error_measures_nothing_beside_others(recorded_suite: Project) -> None:
 def test_ignore_takes_no_notice(recorded_suite: Project) -> None:
     _slower(recorded_suite)
     recorded_suite.occupied(free_bytes=77 * GiB, processes=1)
-    sentence = only_sentence(
-        recorded_suite.run("-o", "gpu_foreign=ignore", "--gpu-json=report.json"), f"test_tuning[{GEMMA}]"
-    )
+    sentence = only_sentence(recorded_suite.run("-o", "gpu_foreign=ignore", "--gpu-json=report.json"), TEST)
     assert "20.0 % slower" in sentence
     assert all(
         "holders" not in reply or not reply["holders"]
@@ -120,7 +108,7 @@ def test_lowered_clocks_are_told_of_a_case_that_passes_and_of_one_that_does_not(
     result = recorded_suite.run()
     result.stdout.fnmatch_lines([f"{GEMMA}: its GPUs lowered their clocks (HW Thermal Slowdown for 40.0 % of the time)"])
     recorded_suite.answer({**recorded(slower=1.2), "telemetry": hot}, to=GEMMA)
-    assert "HW Thermal Slowdown for 40.0 % of the time" in only_sentence(recorded_suite.run(), f"test_tuning[{GEMMA}]")
+    assert "HW Thermal Slowdown for 40.0 % of the time" in only_sentence(recorded_suite.run(), TEST)
 
 
 def test_energy_is_in_the_summary(recorded_suite: Project) -> None:
@@ -139,4 +127,4 @@ def test_a_lower_power_limit_is_named_with_a_slower_step(recorded_suite: Project
     recorded_suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     recorded_suite.machine(H100, power_limit_watts=500.0)
     _slower(recorded_suite)
-    assert "power limit 700 W -> 500 W" in only_sentence(recorded_suite.run(), f"test_tuning[{GEMMA}]")
+    assert "power limit 700 W -> 500 W" in only_sentence(recorded_suite.run(), TEST)

@@ -26,43 +26,29 @@ CAUGHT = SUITE.replace(
 STRICT = pytest.mark.parametrize(("strict", "status"), [((), 0), (("--gpu-strict",), 1)], ids=["", "strict"])
 
 
-@pytest.fixture
-def cpu(project: Project) -> Project:
-    project.machine(None)
-    return project
-
-
-@pytest.fixture
-def gated(suite: Project) -> Project:
-    """Three cases with baselines."""
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    return suite
-
-
 def last_line(result: pytest.RunResult) -> str:
-    """Of the section of this plugin."""
+    """Return that of the section of this plugin."""
     section = result.stdout.str().partition("= gputrain =")[2].splitlines()
     return [line for line in section if line and not line.startswith("=")][-1]
 
 
-@STRICT
-def test_a_platform_that_is_not_there_is_told(cpu: Project, strict: tuple[str, ...], status: int) -> None:
+def test_a_platform_that_is_not_there_is_told_and_fails_where_strict(cpu: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu.write(test_tuning=DECLARED)
-    result = cpu.run("-m", "h100", "--gpu-json=report.json", *strict)
-    result.assert_outcomes(skipped=3)
-    result.stdout.fnmatch_lines(["nothing was measured: every case was skipped (needs h100 x1, found cpu)"])
-    assert result.ret == cpu.report()["exit_status"] == status
+    told = "nothing was measured: every case was skipped (needs h100 x1, found cpu)"
 
+    def status(*arguments: str) -> int:
+        result = cpu.run("-m", "h100", "--gpu-json=report.json", *arguments)
+        result.assert_outcomes(skipped=3)
+        assert ("--gpu-baseline-update" in arguments) or told in result.outlines
+        assert result.ret == cpu.report()["exit_status"]
+        return int(result.ret)
 
-def test_a_platform_that_is_not_there_fails_a_job_of_ci(cpu: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu.write(test_tuning=DECLARED)
+    assert (status(), status("--gpu-strict")) == (0, 1)
     monkeypatch.setenv("CI", "1")
-    assert cpu.run("-m", "h100").ret == pytest.ExitCode.TESTS_FAILED
-    assert cpu.run("-m", "h100", "--no-gpu-strict").ret == pytest.ExitCode.OK
-    assert cpu.run("-m", "h100", "--gpu-baseline-update").ret == pytest.ExitCode.OK
+    assert (status(), status("--no-gpu-strict"), status("--gpu-baseline-update")) == (1, 0, 0)
     pytest.importorskip("xdist")
     result = cpu.spawn("-n2", "-m", "h100")
-    result.stdout.fnmatch_lines(["nothing was measured: every case was skipped (needs h100 x1, found cpu)"])
+    assert told in result.outlines
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
@@ -105,22 +91,21 @@ def test_a_mark_that_a_conftest_adds_for_an_option_is_nobody_s_decision(suite: P
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
-@STRICT
-def test_a_failure_that_the_test_catches_is_told(gated: Project, strict: tuple[str, ...], status: int) -> None:
-    gated.write(test_tuning=CAUGHT)
+@pytest.mark.parametrize(
+    ("text", "told", "strict_status"),
+    [
+        (CAUGHT, "1 failure caught by the test, which passed", 1),
+        (SUITE.replace("@pytest", "@pytest.mark.xfail\n@pytest", 1), "1 failure expected by a mark (xfail)", 0),
+    ],
+    ids=["caught", "expected"],
+)
+def test_a_failure_that_does_not_fail_its_test_is_told(gated: Project, text: str, told: str, strict_status: int) -> None:
+    gated.write(test_tuning=text)
     gated.answer(recorded(slower=1.1), to=GEMMA)
-    result = gated.run(*strict)
-    result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines([f"1 failure caught by the test, which passed: {GEMMA} is 10.0 % slower at *"])
-    assert result.ret == status
-
-
-def test_a_failure_that_a_mark_expects_is_told(gated: Project) -> None:
-    gated.write(test_tuning=SUITE.replace("@pytest", "@pytest.mark.xfail\n@pytest", 1))
-    gated.answer(recorded(slower=1.1), to=GEMMA)
-    result = gated.run("--gpu-strict")
-    result.stdout.fnmatch_lines([f"1 failure expected by a mark (xfail): {GEMMA} is 10.0 % slower at *"])
-    assert result.ret == pytest.ExitCode.OK
+    for strict, status in (((), 0), (("--gpu-strict",), strict_status)):
+        result = gated.run(*strict)
+        result.stdout.fnmatch_lines([f"{told}: {GEMMA} is 10.0 % slower at *"])
+        assert result.ret == status
 
 
 def test_an_update_in_ci_never_fails_for_being_there(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +125,7 @@ def test_an_update_in_ci_never_fails_for_being_there(suite: Project, monkeypatch
 
 
 def test_what_a_baseline_lacks_is_told_as_not_compared(gated: Project) -> None:
+    assert "not compared" not in gated.run().stdout.str()
     file = gated.baseline_file("tuning", H100_FOLDER)
     document = json.loads(file.read_text())
     for run in document["cases"][GEMMA]["runs"]:
@@ -150,32 +136,24 @@ def test_what_a_baseline_lacks_is_told_as_not_compared(gated: Project) -> None:
     assert last_line(result) == "not compared: FLOPs of 1 case"
 
 
-def test_where_all_is_compared_nothing_is_said(gated: Project) -> None:
-    assert "not compared" not in gated.run().stdout.str()
-
-
 # Baselines that no test asks for
 
 ONE_LESS = SUITE.replace('"llama-3.1-8b", ', "")
 
 
-@STRICT
-def test_a_baseline_whose_test_is_gone_is_told(gated: Project, strict: tuple[str, ...], status: int) -> None:
+def test_a_baseline_whose_test_is_gone_is_told_and_removed_on_request(gated: Project) -> None:
     gated.write(test_tuning=ONE_LESS)
-    result = gated.run(*strict)
-    result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(
-        [
-            f"no test asks any more for 1 baseline: tuning {LLAMA} on {H100_FOLDER}; --gpu-baseline-prune removes *",
-            "not compared: 1 baseline that no test asked for",
-        ]
-    )
-    assert result.ret == status
+    for strict, status in (((), 0), (("--gpu-strict",), 1)):
+        result = gated.run(*strict)
+        result.assert_outcomes(passed=2)
+        result.stdout.fnmatch_lines(
+            [
+                f"no test asks any more for 1 baseline: tuning {LLAMA} on {H100_FOLDER}; --gpu-baseline-prune removes *",
+                "not compared: 1 baseline that no test asked for",
+            ]
+        )
+        assert result.ret == status
     assert len(gated.baselines("tuning", H100_FOLDER)) == 3
-
-
-def test_a_baseline_whose_test_is_gone_is_removed(gated: Project) -> None:
-    gated.write(test_tuning=ONE_LESS)
     result = gated.run("--gpu-baseline-prune", "--gpu-strict")
     result.stdout.fnmatch_lines(["1 baseline removed from *tuning.json; review the difference in git"])
     assert result.ret == pytest.ExitCode.OK
@@ -183,39 +161,37 @@ def test_a_baseline_whose_test_is_gone_is_removed(gated: Project) -> None:
     assert gated.run("--gpu-strict").ret == pytest.ExitCode.OK
 
 
+LEFT_OUT = "\n\ndef pytest_collection_modifyitems(items):\n    del items[0]\n"
+
+
+def _skipping(how: str) -> str:
+    return SUITE.replace("    gputrain", f"    if 'gemma' in str(case):\n        pytest.{how}\n    gputrain")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("text", "conftest", "arguments", "why"),
     [
-        (["-k", "gemma"], "tests of it were deselected"),
-        ([f"test_tuning.py::test_tuning[{GEMMA}]"], "only some of its tests were chosen"),
-        (["--maxfail=1"], "1 of its tests failed, 1 of its tests not run"),
+        (SUITE, "", ["-k", "gemma"], "tests of it were deselected"),
+        (SUITE, "", [f"test_tuning.py::test_tuning[{GEMMA}]"], "only some of its tests were chosen"),
+        (SUITE, "", ["--maxfail=1"], "1 of its tests failed, 1 of its tests not run"),
+        (_skipping("skip('not today')"), "", [], "1 of its tests skipped"),
+        (_skipping("importorskip('no_such_module')"), "", [], "1 of its tests skipped"),
+        (SUITE, LEFT_OUT, [], "tests of it were left out"),
     ],
+    ids=["deselected", "chosen", "failed", "skipped", "import", "left out"],
 )
-def test_nothing_is_removed_of_a_file_that_was_not_seen_to_its_end(gated: Project, arguments: list[str], why: str) -> None:
+def test_nothing_is_removed_of_a_file_that_was_not_seen_to_its_end(
+    gated: Project, text: str, conftest: str, arguments: list[str], why: str
+) -> None:
+    gated.write(test_tuning=text)
+    with (gated.path / "conftest.py").open("a") as file:
+        file.write(conftest)
     gated.answer(recorded("crashed"), to=GEMMA)
     before = gated.baseline_file("tuning", H100_FOLDER).read_bytes()
     result = gated.run("--gpu-baseline-prune", *arguments)
     result.stdout.fnmatch_lines([f"not pruned, because not every test was seen to its end: test_tuning.py: {why}"])
     assert gated.baseline_file("tuning", H100_FOLDER).read_bytes() == before
     assert "no test asks any more" not in gated.run("--gpu-strict", *arguments).stdout.str()
-
-
-@pytest.mark.parametrize("body", ["pytest.skip('not today')", "pytest.importorskip('no_such_module')"])
-def test_nothing_is_removed_of_a_test_that_was_skipped(gated: Project, body: str) -> None:
-    gated.write(test_tuning=SUITE.replace("    gputrain", f"    if 'gemma' in str(case):\n        {body}\n    gputrain"))
-    result = gated.run("--gpu-baseline-prune")
-    result.assert_outcomes(passed=2, skipped=1)
-    result.stdout.fnmatch_lines(["not pruned, *: test_tuning.py: 1 of its tests skipped"])
-    assert len(gated.baselines("tuning", H100_FOLDER)) == 3
-
-
-def test_nothing_is_removed_of_a_file_of_which_a_conftest_left_out_tests(gated: Project) -> None:
-    conftest = gated.path / "conftest.py"
-    conftest.write_text(f"{conftest.read_text()}\n\ndef pytest_collection_modifyitems(items):\n    del items[0]\n")
-    result = gated.run("--gpu-baseline-prune")
-    result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["not pruned, *: test_tuning.py: tests of it were left out"])
-    assert len(gated.baselines("tuning", H100_FOLDER)) == 3
 
 
 def test_a_case_of_another_platform_keeps_nobody_from_pruning(gated: Project) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from typing import Any
 
 import pytest
-from plugin_project import BUILD, FOLDER_VANISHES, GEMMA, H100_FOLDER, LLAMA, LLAMA_2, Project, assert_refused, recorded
+from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, LLAMA_2, Project, recorded
 
 from pytest_gputrain import GiB
 from pytest_gputrain.cli.main import main
@@ -86,24 +85,6 @@ def test_a_prediction_appends_predictions(project: Project) -> None:
     assert (line["key"], line["verdict"], line["fits"]) == ("build-fp32", "new", True)
     assert line["peak_allocated_bytes"] > 0
     assert line["median_step_seconds"] is None
-
-
-def test_a_history_that_cannot_be_written_fails_the_run_and_keeps_the_figures(
-    suite: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    aside = suite.path / "aside"
-    aside.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(aside))
-    suite.write(test_vanish=FOLDER_VANISHES)
-    result = suite.run("--gpu-history=deep/history.jsonl", "--gpu-json=report.json")
-    result.assert_outcomes(passed=4)
-    assert result.ret == suite.report()["exit_status"] == pytest.ExitCode.TESTS_FAILED
-    (saved_file,) = aside.glob("gputrain-*.json")
-    result.stdout.fnmatch_lines([f"the history *deep/history.jsonl cannot be written: *; all figures are in {saved_file}"])
-
-
-def test_a_folder_is_refused_before_anything_runs(suite: Project) -> None:
-    assert_refused(suite, "--gpu-history: * cannot be written (it is no regular file); give another file", "--gpu-history=.")
 
 
 def test_a_line_that_a_crash_cut_off_is_told_and_removed(suite: Project) -> None:

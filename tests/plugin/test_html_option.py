@@ -5,11 +5,10 @@ from __future__ import annotations
 import html
 import importlib.util
 import re
-import tempfile
 from pathlib import Path
 
 import pytest
-from plugin_project import FOLDER_VANISHES, GEMMA, LLAMA, LLAMA_2, Project, assert_refused, recorded
+from plugin_project import GEMMA, LLAMA, LLAMA_2, Project, assert_refused, recorded
 
 pytest.importorskip("jinja2", reason="the extra `report` is not installed")
 pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
@@ -51,19 +50,6 @@ def test_two_workers_leave_the_page_of_one(suite: Project) -> None:
     assert all(key in text for key in (LLAMA, GEMMA, LLAMA_2))
 
 
-def test_a_page_that_cannot_be_written_costs_no_figures(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = suite.path / "kept"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    suite.write(test_vanish=FOLDER_VANISHES)
-    result = suite.run("--gpu-html=deep/page.html")
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(
-        ["the report *deep/page.html cannot be written: *; all figures are in */kept/gputrain-*.json"]
-    )
-    assert len(list(folder.glob("gputrain-*.json"))) == 1
-
-
 def test_a_damaged_history_costs_the_trends_alone(suite: Project) -> None:
     (suite.path / "history.jsonl").write_text("damaged\n")
     result = suite.run("--gpu-html=page.html", "--gpu-history=history.jsonl")
@@ -77,9 +63,3 @@ def test_without_the_libraries_it_is_refused_before_anything_runs(suite: Project
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "jinja2" else find(name, *rest))
     sentence = "--gpu-html: the HTML report needs jinja2; install it with: pip install 'pytest-gputrain?report?'"
     assert_refused(suite, sentence, "--gpu-html=page.html")
-
-
-def test_a_folder_is_refused(suite: Project) -> None:
-    assert_refused(
-        suite, "--gpu-html: * cannot be written (it is no regular file); give another file", f"--gpu-html={suite.path}"
-    )

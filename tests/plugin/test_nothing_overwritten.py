@@ -16,11 +16,13 @@ KEPT = "no case was run, so nothing was written to *report.json, *page.html, *ow
 
 
 @pytest.mark.parametrize("option", ["json", "html", "summary", "history"])
-@pytest.mark.parametrize("kind", ["fifo", "device"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
 def test_what_is_no_file_is_refused_before_the_first_case_and_stays(suite: Project, option: str, kind: str) -> None:
     path = suite.path / "odd"
     if kind == "fifo":
         os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
     else:
         try:
             os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))

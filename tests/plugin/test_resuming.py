@@ -26,20 +26,11 @@ def suite(suite: Project) -> Project:
 
 
 def interrupt(project: Project, name: str) -> None:
-    """From now on, the third launch sends pytest this signal."""
+    """From now on, the third launch sends pytest this signal; `machine` undoes it."""
     conftest = project.path / "conftest.py"
     anchor = "        name = str(task.case)\n"
-    ending = (
-        f"{anchor}        if sum(asked.values()) == 2:\n            import os, signal; os.kill(os.getpid(), signal.{name})\n"
-    )
-    conftest.write_text(conftest.read_text().replace(anchor, ending))
-
-
-def uninterrupted(project: Project) -> None:
-    conftest = project.path / "conftest.py"
-    lines = conftest.read_text().splitlines()
-    at = next(at for at, line in enumerate(lines) if "sum(asked.values()) == 2" in line)
-    conftest.write_text("\n".join([*lines[:at], *lines[at + 2 :], ""]))
+    ending = "        if sum(asked.values()) == 2:\n            import os, signal; os.kill(os.getpid(), signal."
+    conftest.write_text(conftest.read_text().replace(anchor, f"{anchor}{ending}{name})\n"))
 
 
 def launched(project: Project, since: int = 0) -> list[str]:
@@ -51,7 +42,8 @@ def test_a_run_that_was_ended_goes_on_where_it_was(suite: Project) -> None:
     assert suite.spawn("--gpu-json=first.json").ret == pytest.ExitCode.INTERRUPTED
     first = suite.report("first.json")
     assert (len(first["results"]), first["exit_status"]) == (2, pytest.ExitCode.INTERRUPTED)
-    uninterrupted(suite)
+    suite.machine(H100)
+    suite.answer(ours())
     before = len(suite.launches)
     result = suite.run("--gpu-resume=first.json", "--gpu-json=report.json")
     result.assert_outcomes(passed=3)

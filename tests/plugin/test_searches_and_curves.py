@@ -86,27 +86,32 @@ def test_the_maximum_bounds_the_search(suite: Project) -> None:
     result.stdout.fnmatch_lines(["*the largest batch tried, 3, fits; a higher gpu_find_batch_max allows more"])
 
 
-def test_where_not_one_sample_fits_the_test_fails(suite: Project) -> None:
-    suite.answer(recorded("h100_out_of_memory"), to=f"{GEMMA}-batch_size=1")
-    result = suite.run("--gpu-find-batch", "-k", "gemma")
-    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(
-        f"{GEMMA}-batch_size=1 ran out of device memory (warmup in step 1): "
-    )
-    assert len(suite.launches) == 1
-
-
-def test_a_crash_fails_the_test_and_names_the_batch(suite: Project) -> None:
-    suite.answer(recorded("crashed"), to=f"{GEMMA}-batch_size=4")
+@pytest.mark.parametrize(
+    ("batch", "name", "outcomes", "largest", "sentence"),
+    [
+        (
+            1,
+            "h100_out_of_memory",
+            ["out_of_memory"],
+            None,
+            f"{GEMMA}-batch_size=1 ran out of device memory (warmup in step 1): *",
+        ),
+        (4, "crashed", ["fits", "fits", "crashed"], None, f"{GEMMA}-batch_size=4 gave no measurement (*"),
+        (4, "timed_out", ["fits", "fits", "timed_out", "fits"], 3, ""),
+    ],
+)
+def test_a_try_that_does_not_fit_bounds_the_search_and_one_that_crashes_fails_it(
+    suite: Project, batch: int, name: str, outcomes: list[str], largest: int | None, sentence: str
+) -> None:
+    suite.answer(recorded(name), to=f"{GEMMA}-batch_size={batch}")
     result = suite.run("--gpu-find-batch", "--gpu-json=report.json", "-k", "gemma")
-    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(f"{GEMMA}-batch_size=4 gave no measurement (")
-    assert [attempt["outcome"] for attempt in _search(suite)["tries"]] == ["fits", "fits", "crashed"]
-
-
-def test_a_try_that_takes_too_long_does_not_fit(suite: Project) -> None:
-    suite.answer(recorded("timed_out"), to=f"{GEMMA}-batch_size=4")
-    suite.run("--gpu-find-batch", "--gpu-json=report.json", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    assert _search(suite)["largest"] == 3
-    assert "--gpu-timeout allows more" in _search(suite)["tries"][2]["reason"]
+    assert [attempt["outcome"] for attempt in _search(suite)["tries"]] == outcomes
+    assert _search(suite)["largest"] == largest
+    if sentence:
+        pytest.LineMatcher([only_sentence(result, f"test_tuning[{GEMMA}]")]).fnmatch_lines([sentence])
+    else:
+        assert failures(result) == {}
+        assert "--gpu-timeout allows more" in _search(suite)["tries"][2]["reason"]
 
 
 def test_two_tests_that_ask_for_one_search_make_it_once(suite: Project) -> None:

@@ -38,14 +38,16 @@ def test_each_combination_is_a_test_a_launch_and_a_result(h100: Project) -> None
     assert [(case.get("batch_size", 1), case.get("lora_rank", 0)) for case in cases] == [(2, 0), (2, 8), (4, 0), (4, 8)]
 
 
-def test_parametrized_ids_end_in_the_knobs(suite: Project) -> None:
+def test_parametrized_ids_end_in_the_knobs_which_are_the_setting_of_the_row(suite: Project) -> None:
     result = suite.run("--gpu-set=batch_size=2,4", "-k", "gemma", "-v")
     result.assert_outcomes(passed=2, deselected=4)
-    result.stdout.fnmatch_lines([f"*test_tuning[[]{GEMMA}-batch_size=2]*", f"*test_tuning[[]{GEMMA}-batch_size=4]*"])
-
-
-def test_the_knob_is_the_setting_of_its_row(suite: Project) -> None:
-    suite.run("--gpu-set=batch_size=4", "-k", "gemma").stdout.fnmatch_lines(["Gemma 7B *bf16-batch_size=4*new*"])
+    result.stdout.fnmatch_lines(
+        [
+            f"*test_tuning[[]{GEMMA}-batch_size=2]*",
+            f"*test_tuning[[]{GEMMA}-batch_size=4]*",
+            "Gemma 7B *bf16-batch_size=4*new*",
+        ]
+    )
 
 
 def test_platforms_of_the_command_line_replace_those_of_the_file(h100: Project) -> None:
@@ -54,10 +56,6 @@ def test_platforms_of_the_command_line_replace_those_of_the_file(h100: Project) 
     h100.run("-m", "h100").assert_outcomes(deselected=1)
     h100.run("-m", "h100", "--gpu-set=platforms=h100,h200", "--gpu-baseline-update").assert_outcomes(passed=1)
     assert list(h100.baselines("two", H100_FOLDER)) == [GEMMA]
-
-
-def test_an_unknown_platform_is_refused(suite: Project) -> None:
-    assert_refused(suite, "*the platform 'h10' is unknown (did you mean 'h100'[?])*", "--gpu-set=platforms=h10")
 
 
 def test_baselines_are_apart(suite: Project) -> None:
@@ -96,15 +94,10 @@ def test_the_ini_file_takes_a_knob_a_line(h100: Project) -> None:
     assert [launched["id"] for launched in h100.launches] == [f"{GEMMA}-lora_rank=8", f"{GEMMA}-batch_size=4-lora_rank=8"]
 
 
-def test_tests_without_cases_are_left_alone(h100: Project) -> None:
-    h100.write(test_other="def test_it():\n    pass\n")
-    h100.run("--gpu-set=batch_size=1,2,4").assert_outcomes(passed=1)
-
-
-def test_a_combination_that_makes_no_sense_fails_its_own_test(h100: Project) -> None:
-    h100.write(test_one=ONE)
+def test_tests_without_cases_are_left_alone_and_senseless_combinations_fail_their_own(h100: Project) -> None:
+    h100.write(test_one=ONE, test_other="def test_other():\n    pass\n")
     result = h100.run("--gpu-set=gpus=1,2")
-    result.assert_outcomes(passed=1, failed=1)
+    result.assert_outcomes(passed=2, failed=1)
     assert only_sentence(result, "test_it[gpus=2]") == (
         f"the case {GEMMA}-gpus=2 asks for 2 GPUs, but parallel='single' uses one; choose a parallelism"
     )
@@ -132,6 +125,7 @@ def test_a_bad_case_is_told_as_without_the_option(h100: Project) -> None:
     ("argument", "sentence"),
     [
         ("--gpu-set=batchsize=1", "--gpu-set: 'batchsize' is no knob of a case (did you mean 'batch_size'[?]); known: *"),
+        ("--gpu-set=platforms=h10", "*the platform 'h10' is unknown (did you mean 'h100'[?])*"),
         ("--gpu-set=batch_size=x", "--gpu-set: batch_size='x' is not a whole number"),
         ("--gpu-set=", "--gpu-set: it was given without a value"),
         ("-ogpu_find_batch_max=0", "gpu_find_batch_max: '0' is not a whole number from 1 on"),

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -13,128 +14,182 @@ from plugin_project import BUILD, GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, SUIT
 
 from pytest_gputrain import GiB
 
-
-@pytest.fixture
-def suite(h100: Project) -> Project:
-    h100.write(test_tuning=SUITE)
-    return h100
+ALL, TEST = sorted([LLAMA, GEMMA, LLAMA_2]), f"test_tuning[{GEMMA}]"
+UPDATE = "--gpu-baseline-update"
+MINE = f"{BUILD}\n\ndef test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n"
 
 
-def test_update_records_every_case_that_ran(suite: Project) -> None:
-    result = suite.run("--gpu-baseline-update")
+def entries(project: Project) -> dict[str, Any]:
+    """Those of the H100, or none."""
+    return project.baselines("tuning", H100_FOLDER) if project.baseline_file("tuning", H100_FOLDER).exists() else {}
+
+
+def changed(project: Project, before: dict[str, Any]) -> set[str]:
+    after = entries(project)
+    return {key for key in before | after if before.get(key) != after.get(key)}
+
+
+def test_an_update_records_every_case_that_ran_and_replaces_the_figures_of_before(suite: Project) -> None:
+    result = suite.run(UPDATE)
     result.assert_outcomes(passed=3)
-    entries = suite.baselines("tuning", H100_FOLDER)
-    assert sorted(entries) == sorted([LLAMA, GEMMA, LLAMA_2])
-    runs = entries[GEMMA]["runs"]
+    assert sorted(entries(suite)) == ALL
+    runs = entries(suite)[GEMMA]["runs"]
     assert [run["peak_allocated_bytes"] for run in runs] == [35 * GiB] * 5
     assert [run["step_seconds"] for run in runs] == [recorded()["step_seconds"]] * 5
     path = suite.baseline_file("tuning", H100_FOLDER)
-    result.stdout.fnmatch_lines(
-        [
-            f"3 baselines recorded in {path}; review the difference in git",
-            "all runs of these baselines are of this session, so they do not tell how much days differ",
-        ]
-    )
+    told = "all runs of these baselines are of this session, so they do not tell how much days differ"
+    result.stdout.fnmatch_lines([f"3 baselines recorded in {path}; review the difference in git", told])
+    assert [file for file in (suite.path / "baselines").rglob("*") if file.is_file()] == [path], "nothing stray"
+    suite.answer(recorded(slower=2, bigger=5 * GiB))
+    suite.run(UPDATE, "--gpu-runs=2").assert_outcomes(passed=3)
+    assert [[run["peak_allocated_bytes"] for run in entry["runs"]] for entry in entries(suite).values()] == [
+        [40 * GiB] * 2
+    ] * 3
+    suite.run("--gpu-strict").assert_outcomes(passed=3)
 
 
-def test_update_then_gate_passes_for_what_is_measured_here(project: Project) -> None:
-    project.write(test_mine=f"{BUILD}\n\ndef test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n")
-    project.run("--gpu-baseline-update").assert_outcomes(passed=1)
+def test_what_is_measured_here_is_recorded_once_without_a_warning_and_then_passes(project: Project) -> None:
+    project.write(test_mine=MINE)
+    assert "of this session" not in project.run(UPDATE).stdout.str()
+    (entry,) = project.baselines("mine").values()
+    assert len(entry["runs"]) == 1
     project.run("--gpu-strict", "--gpu-json=report.json").assert_outcomes(passed=1)
     assert project.verdicts() == {"build-fp32@tiny": "pass"}
 
 
-def test_update_replaces_the_figures_of_before(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    suite.answer(recorded(slower=2, bigger=5 * GiB))
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    for entry in suite.baselines("tuning", H100_FOLDER).values():
-        assert [run["peak_allocated_bytes"] for run in entry["runs"]] == [40 * GiB] * 5
-    suite.run("--gpu-strict").assert_outcomes(passed=3)
+@pytest.mark.parametrize(
+    ("bigger", "slower", "told"),
+    [
+        (0, 1.0, "3 baselines in * stay as they were: their judged figures are the same"),
+        (1, 1.0, "1 baseline recorded in *; review the difference in git; 2 more have the same figures*"),
+        (
+            8 * GiB,
+            1.0,
+            f"1 case recorded although worse than the baseline before: {GEMMA} has today's figures as its baseline *",
+        ),
+        (0, 1.05, f"*{GEMMA} has today's figures as its baseline now; before, {GEMMA} is 5.0 % slower at *"),
+    ],
+    ids=["same", "a byte", "bigger", "slower"],
+)
+def test_an_update_changes_the_entries_of_other_figures_alone_and_names_what_it_accepts(
+    gated: Project, bigger: int, slower: float, told: str
+) -> None:
+    before, file = entries(gated), gated.baseline_file("tuning", H100_FOLDER).read_bytes()
+    gated.answer(recorded(bigger=bigger, slower=slower), to=GEMMA)
+    result = gated.run(UPDATE, "--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines([told])
+    assert changed(gated, before) == ({GEMMA} if bigger or slower > 1 else set())
+    assert (gated.baseline_file("tuning", H100_FOLDER).read_bytes() == file) is (not bigger and slower == 1)
+    was = {entry["key"]: entry["verdict"]["before"] for entry in gated.report()["results"]}
+    assert was == {LLAMA: "pass", GEMMA: "regressed" if bigger > 1 or slower > 1 else "pass", LLAMA_2: "pass"}
+    gated.run("--gpu-strict").assert_outcomes(passed=3)
 
 
-def test_update_tells_what_the_verdict_would_have_been(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    suite.answer(recorded(slower=1.05), to=GEMMA)
-    suite.run("--gpu-baseline-update", "--gpu-json=report.json").assert_outcomes(passed=3)
-    sentences = {result["key"]: result["verdict"]["sentence"] for result in suite.report()["results"]}
-    assert sentences[GEMMA].startswith(
-        f"{GEMMA} has today's figures as its baseline now; before, {GEMMA} is 5.0 % slower at "
-    )
+def test_an_update_keeps_the_entries_of_deselected_cases_and_the_files_of_other_devices(gated: Project) -> None:
+    before = entries(gated)
+    gated.answer(recorded(bigger=GiB))
+    gated.run(UPDATE, "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    assert changed(gated, before) == {GEMMA}
+    before = entries(gated)
+    gated.machine("NVIDIA A100-SXM4-80GB")
+    gated.run(UPDATE).assert_outcomes(passed=3)
+    assert changed(gated, before) == set()
+    assert gated.baseline_file("tuning", "nvidia-a100-sxm4-80gb").exists()
 
 
-def test_an_update_records_as_many_runs_as_are_asked_for(suite: Project) -> None:
-    suite.run("--gpu-baseline-update", "--gpu-runs=2").assert_outcomes(passed=3)
-    assert [len(entry["runs"]) for entry in suite.baselines("tuning", H100_FOLDER).values()] == [2] * 3
+OUT_OF_MEMORY = recorded("h100_out_of_memory")
 
 
-@pytest.mark.slow
-def test_an_update_on_a_cpu_records_one_run_and_needs_no_warning(project: Project) -> None:
-    project.machine(None)
-    project.write(test_tuning=SUITE)
-    result = project.run("--gpu-baseline-update")
-    assert [len(entry["runs"]) for entry in project.baselines("tuning").values()] == [1] * 3
-    assert "of this session" not in result.stdout.str()
+@pytest.mark.parametrize(
+    ("replies", "beside", "sentence"),
+    [
+        ([recorded("crashed")], 0, "* gave no measurement *"),
+        ([recorded("timed_out")], 0, f"{GEMMA} was ended after 90.0 s (measure in step 3); --gpu-timeout allows more"),
+        ([recorded(), recorded("crashed")], 0, "* gave no measurement *"),
+        (
+            [recorded(), recorded(), OUT_OF_MEMORY, recorded()],
+            0,
+            "* in 1 of 3 runs, so it is not recorded: a baseline fits always or never*",
+        ),
+        (
+            [OUT_OF_MEMORY],
+            2,
+            "*; it ran beside python (pid 4711, 1.00 GiB) on GPU 0 and python (pid 4712, *, so it is not recorded*",
+        ),
+    ],
+    ids=["crash", "time-out", "later crash", "out of memory once", "out of memory beside others"],
+)
+@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
+def test_what_gave_no_figures_becomes_no_baseline_and_fails(
+    gated: Project, known: bool, replies: list[dict[str, Any]], beside: int, sentence: str
+) -> None:
+    if not known:
+        gated.baseline_file("tuning", H100_FOLDER).unlink()
+    before = entries(gated)
+    gated.answer(*replies, to=GEMMA)
+    gated.occupied(free_bytes=78 * GiB, processes=beside)
+    result = gated.run(UPDATE, *(["-k", "gemma"] if beside else []), "--junitxml=junit.xml", "--gpu-json=report.json")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    pytest.LineMatcher([only_sentence(result, TEST)]).fnmatch_lines([sentence])
+    assert entries(gated).get(GEMMA) == before.get(GEMMA)
+    assert sorted(entries(gated)) == (ALL if known else [] if beside else sorted([LLAMA, LLAMA_2]))
+    assert gated.verdicts()[GEMMA] == "failed"
+    xml = ElementTree.parse(gated.path / "junit.xml").getroot()[0]
+    of_case = [len(list(case.iter("failure"))) for case in xml if case.get("name") == TEST]
+    assert of_case == ([1] if len(replies) == 1 else [0, 1]), "a failure in a later run is an entry of its own"
 
 
-def test_new_only_measures_a_known_case_once(suite: Project) -> None:
-    suite.run("--gpu-baseline-update", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    before = len(suite.launches)
-    suite.run("--gpu-baseline-update-new-only").assert_outcomes(passed=3)
-    launched = [launch["id"] for launch in suite.launches[before:]]
-    assert (launched.count(GEMMA), launched.count(LLAMA)) == (1, 5)
+def test_a_first_baseline_that_does_not_fit_is_told_as_no_regression(suite: Project) -> None:
+    suite.answer(OUT_OF_MEMORY, to=GEMMA)
+    result = suite.run(UPDATE, "--gpu-runs=1")
+    result.assert_outcomes(passed=3)
+    assert "worse than the baseline before" not in result.stdout.str()
 
 
-def test_update_keeps_the_entries_of_deselected_cases(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    before = suite.baselines("tuning", H100_FOLDER)
-    suite.answer(recorded(bigger=GiB))
-    suite.run("--gpu-baseline-update", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    after = suite.baselines("tuning", H100_FOLDER)
-    changed = {key for key in before | after if before.get(key) != after.get(key)}
-    assert changed == {GEMMA}
+# New cases only
 
 
-def test_update_keeps_the_files_of_other_devices(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    h100_file = suite.baseline_file("tuning", H100_FOLDER)
-    before = h100_file.read_bytes()
-    suite.machine("NVIDIA A100-SXM4-80GB")
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    assert h100_file.read_bytes() == before
-    assert suite.baseline_file("tuning", "nvidia-a100-sxm4-80gb").exists()
+def test_new_only_adds_new_cases_and_leaves_the_text_of_the_others(suite: Project) -> None:
+    suite.run(UPDATE, "-k", "not gemma").assert_outcomes(passed=2, deselected=1)
+    file, before = suite.baseline_file("tuning", H100_FOLDER), entries(suite)
+    lines_before = file.read_text().splitlines()
+    suite.answer(recorded(slower=1.01, bigger=1000))
+    launched = len(suite.launches)
+    suite.run(f"{UPDATE}-new-only").assert_outcomes(passed=3)
+    counts = [launch["id"] for launch in suite.launches[launched:]]
+    assert (counts.count(GEMMA), counts.count(LLAMA)) == (5, 1), "a known case is measured once"
+    assert changed(suite, before) == {GEMMA}
+    remaining = iter(file.read_text().splitlines())
+    assert all(line in remaining for line in lines_before)
 
 
-def test_update_on_a_crash_keeps_the_old_baseline_and_fails(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    before = suite.baselines("tuning", H100_FOLDER)
-    suite.answer(recorded("crashed"), to=GEMMA)
-    result = suite.run("--gpu-baseline-update")
-    result.assert_outcomes(passed=2, failed=1)
-    assert list(failures(result)) == [f"test_tuning[{GEMMA}]"]
-    assert suite.baselines("tuning", H100_FOLDER)[GEMMA] == before[GEMMA]
+def test_new_only_with_nothing_new_leaves_the_file_untouched_and_fails_a_regression(gated: Project) -> None:
+    file = gated.baseline_file("tuning", H100_FOLDER)
+    before = file.read_bytes(), file.stat().st_mtime_ns
+    gated.answer(recorded(slower=1.01))
+    gated.run(f"{UPDATE}-new-only").assert_outcomes(passed=3)
+    gated.answer(recorded(slower=1.05), to=GEMMA)
+    assert list(failures(gated.run(f"{UPDATE}-new-only"))) == [TEST]
+    assert (file.read_bytes(), file.stat().st_mtime_ns) == before
 
 
-def test_update_on_a_time_out_records_nothing_for_that_case(suite: Project) -> None:
-    suite.answer(recorded("timed_out"), to=GEMMA)
-    result = suite.run("--gpu-baseline-update")
-    assert only_sentence(result, f"test_tuning[{GEMMA}]") == (
-        f"{GEMMA} was ended after 90.0 s (measure in step 3); --gpu-timeout allows more"
-    )
-    assert sorted(suite.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, LLAMA_2])
+# Several runs
 
 
-def test_the_runs_of_all_cases_are_recorded_in_turn(suite: Project) -> None:
-    result = suite.run("--gpu-baseline-update", "--gpu-runs=3", "--gpu-json=report.json")
-    assert [launched["id"] for launched in suite.launches] == [LLAMA, GEMMA, LLAMA_2] * 3
+def launched(project: Project) -> list[str]:
+    return [launch["id"] for launch in project.launches]
+
+
+def test_the_runs_of_all_cases_are_recorded_in_turn_and_others_are_made_at_once(suite: Project) -> None:
+    result = suite.run(UPDATE, "--gpu-runs=3", "--gpu-json=report.json")
+    assert launched(suite) == [LLAMA, GEMMA, LLAMA_2] * 3
     result.stdout.fnmatch_lines(["gputrain: further runs of 3 baselines, one of each in turn"])
     assert [(len(result["replies"]), result["to_come"]) for result in suite.report()["results"]] == [(3, 0)] * 3
     assert set(suite.verdicts().values()) == {"recorded"}
-
-
-def test_runs_that_are_not_recorded_are_made_at_once(suite: Project) -> None:
+    (suite.path / "launches.jsonl").unlink()
     suite.run("--gpu-runs=2").assert_outcomes(passed=3)
-    assert [launched["id"] for launched in suite.launches] == [LLAMA, LLAMA, GEMMA, GEMMA, LLAMA_2, LLAMA_2]
+    assert launched(suite) == [LLAMA, LLAMA, GEMMA, GEMMA, LLAMA_2, LLAMA_2]
 
 
 def test_the_runs_of_one_worker_are_recorded_in_turn_with_the_case(project: Project) -> None:
@@ -144,27 +199,15 @@ def test_the_runs_of_one_worker_are_recorded_in_turn_with_the_case(project: Proj
             "check(case)", "check(case, scaling=True)"
         )
     )
-    project.run("--gpu-baseline-update", "--gpu-runs=2", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    project.run(UPDATE, "--gpu-runs=2", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     assert [launched["id"] for launched in project.launches] == [f"{GEMMA}-ddp", GEMMA] * 2
 
 
 def test_a_case_whose_test_fails_is_measured_no_further(suite: Project) -> None:
     suite.write(test_tuning=f"{SUITE}    assert case.model != 'gemma-7b'\n")
-    suite.run("--gpu-baseline-update", "--gpu-runs=2").assert_outcomes(passed=2, failed=1)
-    assert [launched["id"] for launched in suite.launches] == [LLAMA, GEMMA, LLAMA_2, LLAMA, LLAMA_2]
-    assert sorted(suite.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, LLAMA_2])
-
-
-def test_a_crash_in_a_later_run_fails_the_run_and_is_an_entry_of_its_own_in_junit(suite: Project) -> None:
-    suite.answer(recorded(), recorded("crashed"), to=GEMMA)
-    result = suite.run("--gpu-baseline-update", "--junitxml=junit.xml", "--gpu-json=report.json")
-    assert "gave no measurement" in only_sentence(result, f"test_tuning[{GEMMA}]")
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    entries = ElementTree.parse(suite.path / "junit.xml").getroot()[0]
-    failures = [len(list(case.iter("failure"))) for case in entries if case.get("name") == f"test_tuning[{GEMMA}]"]
-    assert failures == [0, 1]
-    assert suite.verdicts()[GEMMA] == "failed"
-    assert sorted(suite.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, LLAMA_2])
+    suite.run(UPDATE, "--gpu-runs=2").assert_outcomes(passed=2, failed=1)
+    assert launched(suite) == [LLAMA, GEMMA, LLAMA_2, LLAMA, LLAMA_2]
+    assert sorted(entries(suite)) == sorted([LLAMA, LLAMA_2])
 
 
 def _end_in_the_launch(project: Project, number: int, how: str) -> None:
@@ -180,16 +223,16 @@ def _end_in_the_launch(project: Project, number: int, how: str) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["--gpu-json=report.json"]], ids=["alone", "with a report"])
 def test_an_update_that_is_ended_keeps_old_baselines_and_all_figures(suite: Project, arguments: list[str]) -> None:
-    suite.run("--gpu-baseline-update", "-k", "not gemma").assert_outcomes(passed=2, deselected=1)
-    before = suite.baselines("tuning", H100_FOLDER)
+    suite.run(UPDATE, "-k", "not gemma").assert_outcomes(passed=2, deselected=1)
+    before = entries(suite)
     suite.answer(recorded(slower=2))
     _end_in_the_launch(suite, 3 * 4 + 2, "raise KeyboardInterrupt")
-    result = suite.spawn("--gpu-baseline-update", *arguments)
+    result = suite.spawn(UPDATE, *arguments)
     assert result.ret == pytest.ExitCode.INTERRUPTED
     (line,) = (line for line in result.outlines if line.startswith("not recorded: "))
     trouble, _, place = line.partition("; all figures are in ")
     assert trouble == "not recorded: 2 cases, because the run was ended before all had 5 runs"
-    after = suite.baselines("tuning", H100_FOLDER)
+    after = entries(suite)
     assert after[LLAMA_2] == before[LLAMA_2]
     assert GEMMA not in after
     assert [run["step_seconds"][0] for run in after[LLAMA]["runs"]] == [recorded(slower=2)["step_seconds"][0]] * 5
@@ -202,7 +245,7 @@ def test_an_update_that_is_ended_keeps_old_baselines_and_all_figures(suite: Proj
 
 def test_an_update_that_stops_at_a_failure_records_nothing_half(suite: Project) -> None:
     suite.answer(recorded("crashed"), to=GEMMA)
-    result = suite.run("--gpu-baseline-update", "-x")
+    result = suite.run(UPDATE, "-x")
     result.assert_outcomes(passed=1, failed=1)
     assert len(suite.launches) == 2
     result.stdout.fnmatch_lines(["not recorded: 1 case, because the run was ended before all had 5 runs; all figures *"])
@@ -220,7 +263,7 @@ def test_several_runs_at_once_lose_no_baseline(suite: Project) -> None:
     suite.machine(H100, gpus=3)
     _end_in_the_launch(suite, 1, _MEET.strip())
     names = ("llama-3", "gemma", "llama-2")
-    command = [sys.executable, "-m", "pytest", "-q", "--gpu-baseline-update", "--gpu-history=history.jsonl", "--gpu-runs=1"]
+    command = [sys.executable, "-m", "pytest", "-q", UPDATE, "--gpu-history=history.jsonl", "--gpu-runs=1"]
     runs = [subprocess.Popen([*command, "-k", name], cwd=suite.path, stdout=subprocess.DEVNULL) for name in names]
     try:
         assert [run.wait(60) for run in runs] == [0, 0, 0]
@@ -228,7 +271,7 @@ def test_several_runs_at_once_lose_no_baseline(suite: Project) -> None:
         for run in runs:
             run.kill()
             run.wait()
-    assert sorted(suite.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, GEMMA, LLAMA_2])
+    assert sorted(entries(suite)) == ALL
     assert len((suite.path / "history.jsonl").read_text().splitlines()) == 3
 
 
@@ -236,107 +279,47 @@ def test_several_runs_at_once_lose_no_baseline(suite: Project) -> None:
 def test_an_inline_case_has_all_its_runs_in_its_test(project: Project) -> None:
     test = "def test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2, inline=True)\n"
     project.write(test_mine=f"{BUILD}\n\n{test}")
-    result = project.run("--gpu-baseline-update", "--gpu-runs=2")
+    result = project.run(UPDATE, "--gpu-runs=2")
     assert "further runs" not in result.stdout.str()
     assert [len(entry["runs"]) for entry in project.baselines("mine").values()] == [2]
 
 
-def test_one_crash_among_several_runs_is_not_recorded(suite: Project) -> None:
-    suite.answer(recorded(), recorded("crashed"), to=GEMMA)
-    suite.run("--gpu-baseline-update", "--gpu-runs=2").assert_outcomes(passed=3, failed=1)
-    assert GEMMA not in suite.baselines("tuning", H100_FOLDER)
+FROM_A_TEST = """
+def build(setup):
+    return lambda: None
+
+def test_fails(gputrain):
+    gputrain.check(build)
+    assert False
+
+def test_passes(gputrain):
+    gputrain.check(build, model="other")
+"""
+FROM_A_FIXTURE = """
+import pytest
+
+def build(setup):
+    return lambda: None
+
+@pytest.fixture
+def checked(gputrain):
+    gputrain.check(build)
+
+def test_fails(checked):
+    assert False
+
+def test_passes(gputrain):
+    gputrain.check(build, model="other")
+"""
 
 
-def test_running_out_of_memory_in_one_of_several_runs_is_not_recorded(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    before = suite.baseline_file("tuning", H100_FOLDER).read_text()
-    suite.answer(recorded(), recorded(), recorded("h100_out_of_memory"), recorded(), to=GEMMA)
-    result = suite.run("--gpu-baseline-update", "-k", "gemma")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["*in 1 of 3 runs, so it is not recorded: a baseline fits always or never*"])
-    assert suite.baseline_file("tuning", H100_FOLDER).read_text() == before
-
-
-def test_running_out_of_what_others_took_is_not_recorded(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    before = suite.baseline_file("tuning", H100_FOLDER).read_text()
-    suite.answer(recorded("h100_out_of_memory"), to=GEMMA)
-    suite.occupied(free_bytes=78 * GiB, processes=2)
-    result = suite.run("--gpu-baseline-update", "-k", "gemma")
-    result.assert_outcomes(failed=1, deselected=2)
-    result.stdout.fnmatch_lines(
-        ["*; it ran beside python (pid 4711, 1.00 GiB) on GPU 0 and python (pid 4712, *, so it is not recorded*"]
-    )
-    assert suite.baseline_file("tuning", H100_FOLDER).read_text() == before
-
-
-def test_new_only_adds_new_cases_and_leaves_the_text_of_the_others(suite: Project) -> None:
-    suite.run("--gpu-baseline-update", "-k", "not gemma").assert_outcomes(passed=2, deselected=1)
-    file = suite.baseline_file("tuning", H100_FOLDER)
-    before = json.loads(file.read_text())["cases"]
-    lines_before = file.read_text().splitlines()
-    suite.answer(recorded(slower=1.01, bigger=1000))
-    suite.run("--gpu-baseline-update-new-only").assert_outcomes(passed=3)
-    after = suite.baselines("tuning", H100_FOLDER)
-    assert sorted(after) == sorted([LLAMA, GEMMA, LLAMA_2])
-    assert {key: after[key] for key in before} == before
-    remaining = iter(file.read_text().splitlines())
-    assert all(line in remaining for line in lines_before)
-
-
-def test_new_only_with_nothing_new_leaves_the_file_untouched(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    file = suite.baseline_file("tuning", H100_FOLDER)
-    before = file.read_bytes(), file.stat().st_mtime_ns
-    suite.answer(recorded(slower=1.01))
-    suite.run("--gpu-baseline-update-new-only").assert_outcomes(passed=3)
-    assert (file.read_bytes(), file.stat().st_mtime_ns) == before
-
-
-def test_new_only_still_fails_a_regression(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    suite.answer(recorded(slower=1.05), to=GEMMA)
-    assert list(failures(suite.run("--gpu-baseline-update-new-only"))) == [f"test_tuning[{GEMMA}]"]
-
-
-def test_figures_of_a_test_that_fails_otherwise_become_no_baseline(h100: Project) -> None:
-    h100.write(
-        test_mine="""
-        def build(setup):
-            return lambda: None
-
-        def test_fails(gputrain):
-            gputrain.check(build)
-            assert False
-
-        def test_passes(gputrain):
-            gputrain.check(build, model="other")
-    """
-    )
-    result = h100.run("--gpu-baseline-update")
+@pytest.mark.parametrize("tests", [FROM_A_TEST, FROM_A_FIXTURE], ids=["test", "fixture"])
+def test_figures_of_a_test_that_fails_otherwise_become_no_baseline(h100: Project, tests: str) -> None:
+    h100.write(test_mine=tests)
+    result = h100.run(UPDATE)
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["not recorded: build-bf16, because its test failed"])
     assert list(h100.baselines("mine", H100_FOLDER)) == ["other-bf16"]
-
-
-def test_the_same_figures_recorded_again_change_nothing(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    file = suite.baseline_file("tuning", H100_FOLDER)
-    before = file.read_bytes()
-    result = suite.run("--gpu-baseline-update")
-    result.assert_outcomes(passed=3)
-    assert file.read_bytes() == before
-    result.stdout.fnmatch_lines(["3 baselines in * stay as they were: their judged figures are the same"])
-
-
-def test_a_changed_figure_changes_its_own_entry_alone(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    before = suite.baselines("tuning", H100_FOLDER)
-    suite.answer(recorded(bigger=1), to=GEMMA)
-    result = suite.run("--gpu-baseline-update")
-    after = suite.baselines("tuning", H100_FOLDER)
-    assert [key for key in before if after[key] != before[key]] == [GEMMA]
-    result.stdout.fnmatch_lines(["1 baseline recorded in *; review the difference in git; 2 more have the same figures*"])
 
 
 @pytest.mark.slow
@@ -344,25 +327,19 @@ def test_an_update_on_a_cpu_changes_what_is_judged_there_alone(project: Project)
     """Step times, host memory, dates and sessions differ between the processes, allocated bytes do not."""
     test = "\n\ndef test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n"
     project.write(test_mine=BUILD + test, test_other=BUILD + test)
-    project.run("--gpu-baseline-update").assert_outcomes(passed=2)
+    project.run(UPDATE).assert_outcomes(passed=2)
     mine, other = (project.baseline_file(name, "cpu") for name in ("mine", "other"))
     before = mine.read_bytes(), other.read_bytes()
     project.write(test_other=BUILD.replace("(64, 64", "(64, 65") + test)
-    project.run("--gpu-baseline-update").assert_outcomes(passed=2)
+    project.run(UPDATE).assert_outcomes(passed=2)
     assert mine.read_bytes() == before[0]
     assert other.read_bytes() != before[1]
 
 
 def test_measure_alone_records_nothing(h100: Project) -> None:
     h100.write(test_tuning=SUITE.replace("gputrain.check(case)", "gputrain.measure(case)"))
-    h100.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    assert not h100.baseline_file("tuning", H100_FOLDER).exists()
-
-
-def test_no_stray_file_stays_beside_the_baselines(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    written = {path.relative_to(suite.path).as_posix() for path in (suite.path / "baselines").rglob("*") if path.is_file()}
-    assert written == {f"baselines/{H100_FOLDER}/tuning.json"}
+    h100.run(UPDATE).assert_outcomes(passed=3)
+    assert entries(h100) == {}
 
 
 def test_baseline_dir_of_the_ini_file_is_relative_to_it(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,9 +347,7 @@ def test_baseline_dir_of_the_ini_file_is_relative_to_it(suite: Project, monkeypa
     elsewhere = suite.path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    suite.run("--gpu-baseline-update", f"--rootdir={suite.path}", "-c", "../tox.ini", str(suite.path)).assert_outcomes(
-        passed=3
-    )
+    suite.run(UPDATE, f"--rootdir={suite.path}", "-c", "../tox.ini", str(suite.path)).assert_outcomes(passed=3)
     assert (suite.path / "figures" / H100_FOLDER / "tuning.json").exists()
 
 
@@ -386,53 +361,8 @@ def test_the_commit_is_stored_with_uncommitted_changes_marked(suite: Project) ->
     git("add", "tox.ini")
     git("commit", "-q", "-m", "first")
     head = git("rev-parse", "--short=12", "HEAD")
-    suite.run("--gpu-baseline-update", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    suite.run(UPDATE, "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     (suite.path / "tox.ini").write_text("[pytest]\n# changed\n")
-    suite.run("--gpu-baseline-update", "-k", "llama-3").assert_outcomes(passed=1, deselected=2)
-    entries = suite.baselines("tuning", H100_FOLDER)
-    assert entries[GEMMA]["runs"][0]["commit"] == head
-    assert entries[LLAMA]["runs"][0]["commit"] == f"{head}+dirty"
-
-
-def test_figures_of_a_fixture_become_no_baseline_where_its_test_fails(h100: Project) -> None:
-    h100.write(
-        test_mine="""
-        import pytest
-
-        def build(setup):
-            return lambda: None
-
-        @pytest.fixture
-        def checked(gputrain):
-            gputrain.check(build)
-
-        def test_fails(checked):
-            assert False
-        """
-    )
-    result = h100.run("--gpu-baseline-update")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["not recorded: build-bf16, because its test failed"])
-    assert not (h100.path / "baselines" / H100_FOLDER).exists()
-
-
-def test_a_first_baseline_that_does_not_fit_is_told_as_no_regression(h100: Project) -> None:
-    h100.write(test_tuning=SUITE)
-    h100.answer(recorded("h100_out_of_memory"), to=GEMMA)
-    result = h100.run("--gpu-baseline-update", "--gpu-runs=1")
-    result.assert_outcomes(passed=3)
-    assert "worse than the baseline before" not in result.stdout.str()
-
-
-def test_an_update_names_the_regressions_that_it_accepts(h100: Project) -> None:
-    h100.write(test_tuning=SUITE)
-    h100.run("--gpu-baseline-update", "--gpu-runs=3").assert_outcomes(passed=3)
-    h100.answer(recorded("h100_measured", bigger=8 * 2**30), to=GEMMA)
-    result = h100.run("--gpu-baseline-update", "--gpu-runs=3", "--gpu-json=report.json")
-    result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines(
-        [f"1 case recorded although worse than the baseline before: {GEMMA} has today's figures as*"]
-    )
-    before = {entry["key"]: entry["verdict"]["before"] for entry in h100.report("report.json")["results"]}
-    assert before[GEMMA] == "regressed"
-    assert set(before.values()) == {"regressed", "pass"}
+    suite.run(UPDATE, "-k", "llama-3").assert_outcomes(passed=1, deselected=2)
+    commits = {key: entry["runs"][0]["commit"] for key, entry in entries(suite).items()}
+    assert commits == {GEMMA: head, LLAMA: f"{head}+dirty"}
