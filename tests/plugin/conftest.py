@@ -14,8 +14,9 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Proje
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("COLUMNS", "200")
-    # Installed for other tests; hypothesis alone costs each run in this process a second.
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")
+    # Installed for other tests; hypothesis alone costs each run in this process a second, and syrupy warns where workers
+    # of xdist only collect.
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio -p no:syrupy")
     project = Project(pytester)
     project.ini()
     return project
