@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
-import inspect
-import itertools
 import json
 import os
 import re
@@ -328,33 +325,6 @@ def test_outside_of_a_repository_ci_names_no_branch(tmp_path: Path, monkeypatch:
 
 
 # What is documented
-
-
-def documented_keys() -> str:
-    """The table of keys, from the record and the sentences below its fields."""
-    words = {
-        msgspec.inspect.StrType: "text",
-        msgspec.inspect.IntType: "whole number",
-        msgspec.inspect.FloatType: "number",
-        msgspec.inspect.BoolType: "truth value",
-        msgspec.inspect.LiteralType: "text",
-    }
-    record = ast.parse(inspect.getsource(HistoryLine)).body[0]
-    about: dict[str, str] = {}
-    for field_node, after in itertools.pairwise([*record.body, ast.Pass()]):
-        if isinstance(field_node, ast.AnnAssign) and isinstance(field_node.target, ast.Name):
-            text = " ".join(str(after.value.value).split()) if isinstance(after, ast.Expr) else ""
-            about[field_node.target.id] = text.replace("``", "`")
-    rows = ["| key | | |", "|---|---|---|"]
-    for field in msgspec.inspect.type_info(HistoryLine).fields:
-        optional = isinstance(field.type, msgspec.inspect.UnionType)
-        (kind,) = {words[type(node)] for node in (field.type.types if optional else [field.type]) if type(node) in words}
-        rows.append(f"| `{field.name}` | {kind}{' or null' if optional else ''} | {about[field.name]} |")
-    return "\n".join(rows)
-
-
-def test_the_documented_keys_are_those_of_the_record() -> None:
-    assert documented_keys() in (DOCS / "history.md").read_text(), f"docs/history.md wants this table:\n{documented_keys()}"
 
 
 ONE_LINERS = re.findall(r"^((pandas|polars|duckdb)\..*)$", (DOCS / "trends.md").read_text(), re.MULTILINE)
