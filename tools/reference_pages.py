@@ -144,11 +144,11 @@ def _type(annotation: ast.expr | None) -> str:
 def _function(node: ast.FunctionDef) -> str:
     node.args.args = [argument for argument in node.args.args if argument.arg != "self"]
     marked = re.sub(r"(: [^,=()]+)=", r"\1 = ", ast.unparse(node.args)).replace("_NO_ARGUMENTS", "{}")
-    text = f"{node.name}({marked}) -> {ast.unparse(node.returns) if node.returns else 'None'}"
+    text = f"def {node.name}({marked}) -> {ast.unparse(node.returns) if node.returns else 'None'}"
     if len(text) > 100:
         arguments = re.split(r", (?=[*\w]+(?::|,|$|=))", marked)
         text = text.replace(marked, "\n" + "".join(f"    {argument},\n" for argument in arguments))
-    return f"```python\n{text}\n```\n\n{docstring(ast.get_docstring(node) or '')}"
+    return f"```py\n{text}: ...\n```\n\n{docstring(ast.get_docstring(node) or '')}"
 
 
 def docstring(text: str) -> str:
@@ -161,7 +161,7 @@ def docstring(text: str) -> str:
             items = [rest] if head == "Returns:" else re.split(r"\n(?=\S)", rest)
             blocks += [head.replace("Args", "Arguments"), "\n".join(f"- {_item(prose(item))}" for item in items)]
         elif block.startswith("    "):
-            blocks.append(f"```python\n{textwrap.dedent(block)}\n```")
+            blocks.append(f"```py\n{textwrap.dedent(block)}\n```")
         else:
             blocks.append(prose(re.sub(r"::$", ":", block)))
     return "\n\n".join(blocks)

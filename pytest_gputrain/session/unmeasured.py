@@ -65,7 +65,7 @@ class UnmeasuredRunner(CaseRunner, abc.ABC, Generic[FiguresT]):
         refuse_unfit(request.case, request.markers, request.expression, host, self.settings)
         self._refuse(request.case)
         if request.inline:
-            raise CannotRun(f"runs inline, but {self.source} takes a process of its own")
+            raise CannotRun(f"runs inline, but {self.source} needs a process of its own")
         self._declared.refuse_same_id(request.suite, request.case)
         task = self._task(request)
         case = task.case

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 from plugin_project import H100, H100_FOLDER, SUITE, Project
 
 
 @pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Project:
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Project:
     """An empty project on a machine without a GPU."""
+    # Locks lend the recorded GPU and the real cores to one case at a time; those of other xdist workers do not count here.
+    temporary = tmp_path_factory.getbasetemp() / "temporary"
+    temporary.mkdir(exist_ok=True)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     github = ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE")
     for variable in ("CI", "GPUTRAIN_PARENT", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", *github):
         monkeypatch.delenv(variable, raising=False)

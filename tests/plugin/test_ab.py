@@ -64,6 +64,7 @@ def _only_worktree(project: Project) -> bool:
     return len(_git(project, "worktree", "list").splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_slower_head_fails_by_its_sentence_and_leaves_no_worktree(
     repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,6 +95,7 @@ def test_each_test_has_the_figures_of_its_own_environment(project: Project, node
     assert (told in result.stdout.str()) is (len(nodeids) > 1)
 
 
+@pytest.mark.slow
 def test_one_test_can_compare_environments_of_set_and_deleted_variables(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -248,6 +248,7 @@ def test_pruning_needs_one_process(suite: Project) -> None:
     assert "--gpu-baseline-prune and -n contradict each other" in result.stderr.str()
 
 
+@pytest.mark.slow
 def test_own_code_is_pruned_too(project: Project) -> None:
     other = "\n\ndef test_other(gputrain):\n    gputrain.check(build, precision='fp32', steps=2, model='other')\n"
     text = f"{BUILD}\n\ndef test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n"

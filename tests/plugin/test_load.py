@@ -19,6 +19,7 @@ def folder(project: Project, monkeypatch: pytest.MonkeyPatch) -> Path:
     return project.path
 
 
+@pytest.mark.slow
 def test_memory_and_time_do_not_grow_faster_than_the_cases(folder: Path) -> None:
     """A step takes some 200 bytes: its time and its loss in the results, and its time in the baselines, new and stored."""
     runs = {}

@@ -128,6 +128,7 @@ def test_at_tiny_scale_a_limit_is_told_as_not_judged(project: Project) -> None:
     )
 
 
+@pytest.mark.slow
 def test_own_code_is_limited_on_a_cpu_too(project: Project) -> None:
     mark = "@pytest.mark.gpu_limit(memory='10 KiB')\n"
     test = "def test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n"

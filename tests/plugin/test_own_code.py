@@ -139,6 +139,7 @@ def test_own_code_is_found_with_its_helpers_and_measured(project: Project) -> No
     assert results["test_two"]["summary"]["scaling_efficiency"] > 0
 
 
+@pytest.mark.slow
 def test_files_named_like_the_standard_library_do_not_break_the_worker(project: Project) -> None:
     for name in ("timeit", "random", "queue", "token", "types", "torch"):
         (project.path / f"{name}.py").write_text("raise RuntimeError('a stray file was imported')\n")
@@ -146,6 +147,7 @@ def test_files_named_like_the_standard_library_do_not_break_the_worker(project: 
     project.run().assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_again_is_launched_once_and_several_runs_as_often(project: Project) -> None:
     code = BUILD.replace("import torch", "import torch; open('launches', 'a').write('x')", 1)
     again = "\n\ndef test_second(gputrain):\n    assert gputrain.measure(build, precision='fp32', steps=2).losses\n"
@@ -278,6 +280,7 @@ def test_here(gputrain):
 """
 
 
+@pytest.mark.slow
 def test_inline_measures_closures_whose_baselines_are_apart_and_leaves_the_process_as_it_was(project: Project) -> None:
     project.write(test_mine=INLINE)
     project.spawn("--gpu-isolation=inline", "--gpu-baseline-update").assert_outcomes(passed=5)
@@ -422,6 +425,7 @@ def test_noted(gputrain):
 SQUARES = "import torch\n\n\n@torch.compile(backend='eager')\ndef square(weight):\n    return weight**2\n"
 
 
+@pytest.mark.slow
 def test_what_is_not_compiled_on_a_cpu_and_what_is_not_counted_is_told_once(project: Project) -> None:
     project.write(squares=SQUARES, test_noted=NOTED, test_plain=BUILD + CHECKED.format(name="plain"))
     result = project.run("--gpu-json=report.json")
@@ -436,6 +440,7 @@ def test_what_is_not_compiled_on_a_cpu_and_what_is_not_counted_is_told_once(proj
     assert uncompiled == {"decorated-fp32@tiny", "in_place-fp32@tiny"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("folder", "imported"), [(".", "small_program"), ("src", "mypackage.small_program")])
 def test_a_program_is_found_where_pythonpath_says(project: Project, folder: str, imported: str) -> None:
     program = project.path / folder / f"{imported.replace('.', '/')}.py"

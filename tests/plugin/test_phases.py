@@ -146,6 +146,7 @@ def test_the_tolerance_of_a_test_applies_to_phases(gan: Project) -> None:
     result.stdout.fnmatch_lines(["*forward-fp32: peak of forward changed by +458,7* bytes, within the limit*"])
 
 
+@pytest.mark.slow
 def test_a_baseline_without_phases_is_told_and_strict_fails(gan: Project) -> None:
     file = gan.baseline_file("gan")
     document = json.loads(file.read_text())
@@ -161,6 +162,7 @@ def test_a_baseline_without_phases_is_told_and_strict_fails(gan: Project) -> Non
     assert only_sentence(gan.run("--gpu-strict", "-k", "build"), "test_gan[build]").startswith(missing)
 
 
+@pytest.mark.slow
 def test_a_phase_that_only_one_side_has_is_told(project: Project) -> None:
     project.write(test_step=STEP.format(**PLAIN))
     project.run("--gpu-baseline-update").assert_outcomes(passed=1)

@@ -107,6 +107,7 @@ def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(
     )
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_fails_until_that_is_recorded(project: Project) -> None:
     own(project, 40_000_000)
     sentence = only_sentence(project.run(*PREDICT), TEST)
@@ -124,6 +125,7 @@ def test_code_that_cannot_run_fails_with_its_reason(project: Project) -> None:
     assert "ZeroDivisionError" in only_sentence(project.run(*PREDICT), TEST)
 
 
+@pytest.mark.slow
 def test_the_suite_is_predicted_recorded_and_gated_under_xdist(project: Project) -> None:
     pytest.importorskip("xdist")
     project.write(test_tables=ZOO)
@@ -138,6 +140,7 @@ def test_the_suite_is_predicted_recorded_and_gated_under_xdist(project: Project)
     result.stdout.fnmatch_lines(["tables on H100 x1 (predicted), full scale*", "*predicted for h100*nothing was trained"])
 
 
+@pytest.mark.slow
 def test_a_known_prediction_is_not_made_again(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     project.write(test_tables=ZOO)
     (project.path / "conftest.py").write_text(
@@ -189,6 +192,7 @@ def test_what_somebody_marked_is_not_missed(project: Project) -> None:
         assert "nothing was predicted" not in result.stdout.str()
 
 
+@pytest.mark.slow
 def test_files_of_one_name_do_not_share_a_baseline(project: Project) -> None:
     for folder, width in (("first", 1024), ("second", 2048)):
         (project.path / folder).mkdir()
@@ -206,6 +210,7 @@ def test_files_of_one_name_do_not_share_a_baseline(project: Project) -> None:
     project.run("second", *PREDICT, "--gpu-baseline-update").assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 def test_code_that_a_test_imports_may_move(project: Project) -> None:
     build, test = OWN.format(width=1024).split("\n\n\n")
     for module in ("first", "second"):
@@ -312,6 +317,7 @@ def test_stepwise_goes_on_where_it_stopped_in_that_order(suite: Project) -> None
     assert names == ["llama-2-13b", "gemma-7b", "gemma-7b", "llama-3.1-8b"]
 
 
+@pytest.mark.slow
 def test_on_a_cpu_the_tiny_scale_is_predicted(project: Project) -> None:
     project.write(test_tables=ZOO)
     project.run("-m", "cpu", "--gpu-predict", "-k", "ctr", "--gpu-json=report.json").assert_outcomes(passed=1, deselected=1)

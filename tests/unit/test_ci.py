@@ -90,6 +90,7 @@ def test_a_package_of_debian_that_cannot_be_installed_is_told(
     assert ci.missing_programs(part, runs(*outcomes), 1) == (f"what needs x: cannot be installed: {why}",)
 
 
+@pytest.mark.slow
 def test_a_command_ends_with_its_processes_when_its_time_is_over(capfd: pytest.CaptureFixture[str]) -> None:
     outcome = ci.run(["sh", "-c", "sleep 600 & echo $!; wait"], minutes=2 / 60)
     assert outcome.status is None

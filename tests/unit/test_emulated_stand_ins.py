@@ -49,6 +49,7 @@ def built(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_they_compile_without_a_warning_for_either_cuda(built, tmp_path):
     build.compile_all(build.find_compiler(), CUDA_12, NEEDED, tmp_path, flags=WARNINGS)
     for folder in (tmp_path, built):

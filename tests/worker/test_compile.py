@@ -126,6 +126,7 @@ def test_a_loss_by_chunks_is_the_loss_in_any_precision(precision):
     assert parts.losses == pytest.approx(whole.losses, rel=0.01)
 
 
+@pytest.mark.slow
 def test_logits_of_one_chunk_exist_at_a_time():
     """Where the tiny vocabulary's are the peak; half of them is less than a block takes."""
     for precision in ("fp32", "bf16"):
@@ -172,6 +173,7 @@ class _Full(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_a_case_that_fits_only_compiled_has_its_figures(monkeypatch):
     monkeypatch.setattr(measuring, "count_flops", _Full)
     case = LLAMA.replace(method="full", compile="default", activation_checkpointing=False, learning_rate=1e-2)

@@ -38,6 +38,7 @@ def slowly(draw, seconds):
     return slow
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_loader_that_is_too_slow_shows_in_the_median_step(workers, monkeypatch):
@@ -54,6 +55,7 @@ def test_a_loader_that_is_too_slow_shows_in_the_median_step(workers, monkeypatch
     assert len(slow.step_seconds) % workers == 0
 
 
+@pytest.mark.slow
 def test_a_loader_that_is_just_too_slow_is_not_hidden_by_what_it_loaded_ahead():
     """A step takes 0.2 s, a batch 0.5 s for two processes: the four batches loaded ahead would do for the timed steps."""
     training = recipe.Training
@@ -71,6 +73,7 @@ def test_a_loader_that_is_just_too_slow_is_not_hidden_by_what_it_loaded_ahead():
     assert reply.median_step_seconds > 0.235
 
 
+@pytest.mark.slow
 def test_a_loader_that_is_fast_enough_adds_nothing_but_the_copy():
     slow_step = recipe.Training.step
 

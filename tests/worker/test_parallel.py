@@ -227,6 +227,7 @@ def test_a_rank_of_deepspeed_killed_in_mid_step_leaves_nothing(leftovers):
     assert leftovers.all() == []
 
 
+@pytest.mark.slow
 def test_progress_is_that_of_the_first_rank_and_tokens_are_those_of_both():
     events = []
     reply = measured(LLAMA.replace(parallel="ddp", gpus=2, lengths="padded"), watch=events.append)

@@ -136,6 +136,7 @@ def test_the_second_time_nothing_is_predicted_again(once: Path, monkeypatch: pyt
     assert answer(*WORDS) == json.loads((once / "answer.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_model_in_the_cache_of_the_hub_is_taken_from_there(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = project / "hub" / "models--me--tiny-qwen" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -145,6 +146,7 @@ def test_a_model_in_the_cache_of_the_hub_is_taken_from_there(project: Path, monk
     assert answered["model"] == "tiny-qwen"
 
 
+@pytest.mark.slow
 def test_a_batch_of_many_tokens_is_predicted() -> None:
     """transformers looks at all positions for packed samples."""
     (cell,) = answer("small", "--method=full", "--batch=256", "--sequence=4096", "--gpu=b300", "--only-cells")["cells"]
@@ -216,12 +218,14 @@ def test_emulation_needs_the_cuda_build_of_torch_and_says_so_before_anything_run
     assert told.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_transformers_unless_another_is_named(once: Path) -> None:
     as_transformers, in_own_type = cells_of(once)[0], answer(*WORDS, "--set=loss=logits")["cells"][0]
     assert as_transformers["case"]["loss"] == "fp32"
     assert as_transformers["needed_bytes"] > in_own_type["needed_bytes"]
 
 
+@pytest.mark.slow
 def test_qlora_is_judged_by_its_training_and_not_by_a_build_in_full_width() -> None:
     (cell,) = answer("llama-3.1-8b", "--gpu=rtx_4090", "--method=qlora", "--checkpointing=true", "--only-cells")["cells"]
     assert cell["fit"] == "fits"
@@ -235,6 +239,7 @@ def test_a_sequence_longer_than_the_table_of_positions_is_refused(capsys: pytest
     )
 
 
+@pytest.mark.slow
 def test_a_combination_that_cannot_be_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     answered = answer(
         *("small", "--method=full", "--gpu=h100", "--sequence=512", "--only-cells"),

@@ -89,6 +89,7 @@ def ran(passes, layers):
 
 
 # The same programs in every run: of random ones whose tensors are all alike, one in 20,000 has two frees exchanged.
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None, derandomize=True)
 @given(PASSES, st.integers(1, 4), st.integers(0, 12))
 def test_a_deep_trace_that_is_told_is_the_true_one(passes, first, more):

@@ -71,6 +71,7 @@ def test_libraries_are_imported_once(preloaded):
     assert source.cpu_times().user - imported_seconds < imported_seconds / 4
 
 
+@pytest.mark.slow
 def test_each_environment_of_tasks_gets_a_source_and_closing_leaves_none(monkeypatch, preloaded):
     preloaded.close()
     assert _gone()
@@ -125,6 +126,7 @@ def test_a_worker_s_death_is_told_and_the_next_case_runs(preloaded, number, said
     assert not psutil.pid_exists(killing.killed[0])
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_end_is_ended_with_its_stacks(preloaded):
     run(CLICKS, preloaded)  # the imports are not what is waited for
     reply = run(CLICKS.replace(steps=1_000_000), preloaded, timeout_seconds=6)

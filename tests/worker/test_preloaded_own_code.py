@@ -123,6 +123,7 @@ def run(tmp_path, monkeypatch, preloaded):
     return measure
 
 
+@pytest.mark.slow
 def test_a_case_finds_and_measures_what_it_would_in_a_fresh_interpreter_whatever_another_left(run, tmp_path):
     fresh, found = run("tell", fresh=True), (tmp_path / "found.txt").read_text()
     assert "'variable': None" in found
