@@ -143,7 +143,7 @@ def _type(annotation: ast.expr | None) -> str:
 
 def _function(node: ast.FunctionDef) -> str:
     node.args.args = [argument for argument in node.args.args if argument.arg != "self"]
-    marked = re.sub(r"(: [^,=()]+)=", r"\1 = ", ast.unparse(node.args)).replace("_NO_ARGUMENTS", "{}")
+    marked = re.sub(r"(: [^=()]+)=", r"\1 = ", ast.unparse(node.args)).replace("_NO_ARGUMENTS", "{}")
     text = f"def {node.name}({marked}) -> {ast.unparse(node.returns) if node.returns else 'None'}"
     if len(text) > 100:
         arguments = re.split(r", (?=[*\w]+(?::|,|$|=))", marked)
