@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.gate.contention import describe_throttling
-from pytest_gputrain.gate.memory import is_memory_metric
+from pytest_gputrain.gate.memory import PHASES, is_memory_metric
 from pytest_gputrain.hardware.catalog import CPU, title_of
 from pytest_gputrain.records import (
     BatchSearch,
@@ -280,13 +280,17 @@ def _scaling(result: Result) -> str:
 
 
 def change(name: MetricName, result: Result) -> str:
-    """Return ``+0.4 %`` where the metric was compared."""
-    metric = result.verdict.metric(name) if result.verdict else None
+    """Return ``+0.4 %`` where the metric was compared, or ``+18.3 % backward`` where the peak of a phase alone has grown."""
+    metric, where = result.verdict.metric(name) if result.verdict else None, ""
     if name == "peak_allocated_bytes" and result.verdict and (metric is None or metric.status != "regressed"):
         # Where only a phase has grown, that is what the verdict is about.
         worse = [other for other in result.verdict.metrics if is_memory_metric(other) and other.status == "regressed"]
-        metric = max(worse, key=lambda other: other.change or 0.0, default=metric)
-    return "" if metric is None or metric.change is None else format_percent(round(metric.change, _SHOWN_DIGITS) + 0.0)
+        if worse:
+            metric = max(worse, key=lambda other: other.change or 0.0)
+            where = f" {PHASES[metric.metric]}" if metric.metric in PHASES else ""
+    if metric is None or metric.change is None:
+        return ""
+    return f"{format_percent(round(metric.change, _SHOWN_DIGITS) + 0.0)}{where}"
 
 
 def _slowed_down(result: Result) -> str:

@@ -90,8 +90,8 @@ def read_torch(folder: Path) -> Torch:
     if version is None or cuda is None or not (folder / "lib" / "libtorch_cuda.so").exists():
         name = f"torch {version[1]}" if version else "torch"
         raise CannotEmulate(
-            f"{name} in {folder} is not a CUDA build; install one in a new environment: "
-            "pip install --no-deps torch (from PyPI), with its dependencies but for the nvidia-* packages"
+            f"{name} in {folder} is not a CUDA build; install PyPI's torch for Linux, which is one, in a new environment "
+            "(its nvidia-* packages are not needed, so they may be left out)"
         )
     requires = _requirements(folder)
     return Torch(
