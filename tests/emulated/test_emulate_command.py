@@ -214,7 +214,7 @@ def test_no_figure_of_an_emulated_gpu_is_taken_for_a_measurement(emulate, tmp_pa
     arguments = ["-q", "-p", "no:cacheprovider", "-m", "h100", "--gpu-baseline-update", "test_mine.py"]
     done, _ = emulate(f"import pytest; raise SystemExit(pytest.main({arguments}))")
     assert done.returncode == 1, done.stderr
-    assert "figures of an emulated GPU are no measurements" in done.stdout
+    assert "figures of an emulated GPU are not measurements" in done.stdout
     assert list(tmp_path.glob("baselines/**/*.json")) == []
 
 
