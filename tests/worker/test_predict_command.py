@@ -214,7 +214,7 @@ def test_emulation_needs_the_cuda_build_of_torch_and_says_so_before_anything_run
     monkeypatch.setattr(emulated.libraries, "find_torch", no_cuda)
     assert main(["predict", "small", "--gpu=h100", "--emulate"]) == 2
     told = capsys.readouterr().err
-    assert "is not a CUDA build; install one" in told
+    assert "is not a CUDA build; install PyPI's" in told
     assert told.count("\n") == 1
 
 
