@@ -48,6 +48,15 @@ RECIPES: Final = [
 ]
 
 
+APART: Final = {"litgpt", "timm"}
+"""Libraries that `tox -e recipes` installs, as they do not go together with those of the other environments."""
+
+
+def libraries(recipe: Recipe) -> set[str]:
+    """The modules that a recipe's program imports."""
+    return set(re.findall(r"^(?:from|import) (\w+)", recipe.program, re.MULTILINE))
+
+
 def test_every_page_has_a_recipe() -> None:
     assert {recipe.name.rpartition("-")[0] for recipe in RECIPES} == {
         page[len("docs/own-loops-") : -3] for page in OWN_LOOPS if page != SCRIPTS
@@ -65,14 +74,16 @@ def test_the_glue_is_as_short_as_the_page_says(recipe: Recipe) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, marks=pytest.mark.recipes if libraries(recipe) & APART else (), id=recipe.name)
+        for recipe in RECIPES
+    ],
+)
 def test_a_recipe_has_its_figure_and_fails_for_its_regression(
     project: Project, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    libraries = set(re.findall(r"^(?:from|import) (\w+)", recipe.program, re.MULTILINE))
-    for library in libraries:
-        if importlib.util.find_spec(library) is None:
-            pytest.skip(f"{library} is not installed")
     if importlib.util.find_spec("torchvision"):
         monkeypatch.setenv("PYTHONPATH", str(TESTS / "standins" / "torchvision_operators"))
     program = project.path / "train.py"
@@ -81,7 +92,7 @@ def test_a_recipe_has_its_figure_and_fails_for_its_regression(
     options = ("train.py", "--gpu-platform=cpu", "--gpu-steps=3", "--gpu-warmup=1")
     result = project.spawn(*options, "--gpu-baseline-update")
     result.assert_outcomes(passed=1)
-    has_figures_of_page = all(version(name).partition("+")[0] == PINNED[name] for name in libraries & PINNED.keys())
+    has_figures_of_page = all(version(name).partition("+")[0] == PINNED[name] for name in libraries(recipe) & PINNED.keys())
     if has_figures_of_page:
         assert f" {recipe.peak} " in result.stdout.str()
     program.write_text(patched(text, recipe.regression))

@@ -37,12 +37,14 @@ def both(model, method, **knobs):
 def test_it_trains_the_same(model, method):
     newer, older = both(model, method)
     plain, newer, older = (measured(case) for case in (newer.replace(activation_checkpointing=False), newer, older))
+    # The forward peak of a tiny SD3 is of its encoders, which nothing recomputes.
+    phase = "backward" if model == "sd3" else "forward"
     for recomputing in (newer, older):
         assert recomputing.losses == pytest.approx(plain.losses, rel=1e-6)
         assert recomputing.trainable_parameters == plain.trainable_parameters
         # In front of frozen blocks transformers' own switch and the older one want a gradient that nobody needs.
         assert recomputing.flops_per_step == pytest.approx(plain.flops_per_step, rel=0.05 if "lora" in method else 0)
-        assert recomputing.phase_peak_bytes["forward"] < plain.phase_peak_bytes["forward"]
+        assert recomputing.phase_peak_bytes[phase] < plain.phase_peak_bytes[phase]
     assert plain.recomputed_flops_per_step == 0
     # The newer one stops where all that backward wants is there: before the last product of a block, unless dropout follows.
     assert older.recomputed_flops_per_step >= newer.recomputed_flops_per_step > 0
@@ -58,6 +60,7 @@ def test_every_model_with_blocks_is_among_the_quick_ones_by_its_family():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning:torch")  # FLUX's, under autocast
 @pytest.mark.parametrize(("model", "method"), [*SOME, ("sd-1.5", "lora")])
 def test_a_prediction_is_what_a_worker_counts(model, method):
     compare(both(model, method, precision="bf16-amp" if method == "lora" else "bf16")[1])
