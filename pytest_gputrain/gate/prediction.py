@@ -167,7 +167,7 @@ def _operators_behind(metric: MetricName, before: Prediction, now: Prediction) -
     if not name or changes[name][0] * total <= 0:
         return ""
     work, calls = changes[name]
-    much = "most of it" if 2 * abs(work) > abs(total) else "among it"
+    much = "most of it" if 2 * abs(work) > abs(total) else "including"
     called = f" in {calls:+} calls" if calls else ""
     sign = "+" if work > 0 else "-"
     return f", {much} {name.removeprefix('aten.')} ({sign}{form(abs(work))}{called})"
