@@ -170,8 +170,8 @@ def _report_lines(report: Emulation) -> Iterator[str]:
     """Render the report as lines."""
     if not report.use:
         yield (
-            f"{shlex.join(report.command)} never used the GPU, so there are no figures; it may choose its device by an "
-            "option, or have ended before"
+            f"{shlex.join(report.command)} never used the GPU, so there are no figures; perhaps an option chooses its "
+            "device, or it ended before"
         )
         return
     many = f"{report.gpus} x " if report.gpus > 1 else ""
@@ -202,8 +202,8 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
     device = next((device for device in process.devices if device.gpu == use.gpu), None) if process is not None else None
     if process is None or device is None:
         yield (
-            f"  peak device use {format_bytes(use.peak_bytes)}; what torch allocated is not known, since the process "
-            "ended without Python's own end, or ran without PYTHONPATH"
+            f"  peak device use {format_bytes(use.peak_bytes)}; the memory that torch allocated is not known, because the "
+            "process ended without Python's own end, or ran without PYTHONPATH"
             if process is None
             else f"  peak device use {format_bytes(use.peak_bytes)}, and torch allocated nothing"
         )
@@ -221,7 +221,7 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
             yield f"  not known, and not counted: {', '.join(process.unknown)}"
         yield from _lines_of_peak(device)
         if process.dealt:
-            yield f"  balanced routing is assumed: unknown scores were dealt in turn, by {_lines(process.dealt)}"
+            yield f"  balanced routing is assumed: unknown scores were distributed evenly, by {_lines(process.dealt)}"
         if process.unknown_reads:
             yield f"  zeros were read where a GPU would have computed a value, by {_lines(process.unknown_reads)}"
 

@@ -163,9 +163,9 @@ def _reasons_to_refuse(report: Report, settings: Settings) -> Iterator[str]:
     now = RunInfo.begin(settings.root, settings.written)
     there, here = report.commit.removesuffix("+dirty"), now.commit.removesuffix("+dirty")
     if there and here and there != here:
-        yield f"is of commit {there}, and this is {here}; check that out"
+        yield f"is of commit {there}, and this is {here}; check that commit out"
     if there and here and report.changes != now.changes:
-        yield f"is of {there} with other uncommitted changes than there are now; restore those"
+        yield f"is of {there} with other uncommitted changes; restore them"
     foreign = report.settings.get("foreign", settings.foreign)
     if foreign != settings.foreign:
         yield f"was measured with gpu_foreign={foreign}; give the same"

@@ -68,5 +68,8 @@ def whole_suite(results: Iterable[Result], tolerance: float) -> tuple[bool, str]
         return False, ""
     shift = format_percent(math.expm1(noise.shift))
     if noise.shift > math.log1p(tolerance):
-        return True, f"all cases together regressed: the median case is {shift} off its baseline; what do all share?"
-    return False, f"the median case is {shift} off its baseline: the machine rather than a case"
+        return (
+            True,
+            f"all cases together regressed: the median case is {shift} off its baseline; look for a change that all share",
+        )
+    return False, f"the median case is {shift} off its baseline, which points to the machine and not to a case"

@@ -68,7 +68,7 @@ def nvidia_binding_fault() -> str:
     try:
         import pynvml  # noqa: F401
     except ImportError as error:
-        return f"{files[0]} is there, but pynvml cannot be imported ({error}): pip install nvidia-ml-py" if files else ""
+        return f"{files[0]} exists, but pynvml cannot be imported ({error}): pip install nvidia-ml-py" if files else ""
     return ""
 
 

@@ -146,7 +146,7 @@ def _described(found: Sequence[_Unclaimed]) -> str:
     more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
     return (
         f"no test asks any more for {count(len(names), 'baseline')}: {', '.join(names[:_MOST_SHOWN])}{more}; "
-        "--gpu-baseline-prune removes what no test asks for"
+        "--gpu-baseline-prune removes such baselines"
     )
 
 

@@ -193,7 +193,7 @@ class Collector:
         measured_on_gpus = {result.device for result in self.results if isinstance(result, Measured)} - {CPU}
         on_gpus = any(path.parent.name in measured_on_gpus for path in new)
         if on_gpus and not self._records_resumed:
-            self.notes.append("all runs of these baselines are of this session, so they do not tell how much days differ")
+            self.notes.append("all runs of these baselines come from this session, so they do not show how much days differ")
         kept = () if ran else self._note_kept(is_listing)
         self.notes += filter(None, [uncompared.line(self.results, skipped=skipped, unclaimed=unclaimed)])
         for file, write in ((self.settings.json, json_report.write), (self.settings.html, self._write_page)):
@@ -269,7 +269,7 @@ class Collector:
         unknown = (
             ""
             if self._resumed_report.report.commit and self.session.commit
-            else "; nothing tells whether the code is the same"
+            else "; it is not known whether the code is the same"
         )
         self.notes.append(sentence + unknown)
 

@@ -132,8 +132,8 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
     if uncompiled:
         first = f"{next(iter(uncompiled))}{_and_more(list(uncompiled))}"
         lines.append(
-            f"{_cases(len(uncompiled))} not compiled: {first} uses torch.compile, which has no effect on a CPU, where "
-            "tensors are counted; what it changes, a GPU shows"
+            f"{_cases(len(uncompiled))} not compiled: {first} uses torch.compile, which has no effect on a CPU, because "
+            "tensors are counted one by one; its effect shows on a GPU"
         )
     lines += predictions.explain(results)
     lines += emulations.explain(results)

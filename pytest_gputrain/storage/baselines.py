@@ -34,7 +34,7 @@ from pytest_gputrain.utils.sanitize import OneLineError
 _RESTORE: Final = "restore it from git, or delete it and record again"
 _RESTORE_ENTRY: Final = "restore it from git, or delete the entry and record it again"
 _RECORD_ENTRY: Final = "delete the entry and record it again"
-_NEWER: Final = "update pytest-gputrain, should a newer version have written it"
+_NEWER: Final = "update pytest-gputrain if a newer version wrote it"
 _MOST_LINES_SHOWN: Final = 6
 
 _Type = TypeVar("_Type")
@@ -397,7 +397,7 @@ def _sound(fields: Any, type_: type[_Type], what: str, refusal: Callable[..., Ba
     try:
         record = msgspec.convert(fields, type_)
     except msgspec.ValidationError as error:
-        raise refusal(f"holds no sound {what}: {error}", _remedy(error, _RESTORE)) from None
+        raise refusal(f"is not valid in the {what}: {error}", _remedy(error, _RESTORE)) from None
     if name := _lost(fields, msgspec.to_builtins(record)):
         raise refusal(f"holds an unknown {name!r} in the {what}", f"{_NEWER}, or {_RESTORE}")
     return record

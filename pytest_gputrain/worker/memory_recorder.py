@@ -57,8 +57,8 @@ class Recorder:
         backend = self._torch.cuda.get_allocator_backend()
         if backend != "native":
             raise RuntimeError(
-                f"an emulated GPU tells what torch's own allocator takes, and this program chose {backend}; "
-                "take backend:... out of PYTORCH_ALLOC_CONF, or leave the allocator as it is"
+                f"an emulated GPU reports the memory of torch's own allocator, but this program chose {backend}; "
+                "take backend:... out of PYTORCH_ALLOC_CONF, or do not change the allocator"
             )
         self._torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, context="alloc", stacks="python")
         self._values = tracked_values()

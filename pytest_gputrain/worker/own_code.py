@@ -17,10 +17,10 @@ from pytest_gputrain.worker.training import Trainable
 from pytest_gputrain.worker.witness import Witness, started_processes
 
 _BLIND: Final = (
-    "other threads were not looked at for operators that are not counted, because this version of torch cannot tell or the "
-    "step uses torch's profiler itself"
+    "other threads were not searched for operators that are not counted, because this version of torch cannot do so, or "
+    "the step uses torch's profiler itself"
 )
-_PROCESSES: Final = "what processes hold and compute that it starts itself, such as a DataLoader's, is not counted"
+_PROCESSES: Final = "memory and FLOPs of processes that it starts, such as those of a DataLoader, are not counted"
 
 
 class Checked(NamedTuple):

@@ -77,8 +77,8 @@ def run(
     except SystemExit as error:
         line = own_lines(task, builder).of_traceback(error.__traceback__)
         return Crashed(
-            sentence=f"sys.exit() was called{f' (at {line})' if line else ''}, which ends the process that trains; keep "
-            'what a script does by itself below `if __name__ == "__main__":`',
+            sentence=f"sys.exit() was called{f' (at {line})' if line else ''}, which ends the process that trains; move "
+            'the code that only the script should run below `if __name__ == "__main__":`',
             phase=progress.phase,
             step=progress.step,
         )

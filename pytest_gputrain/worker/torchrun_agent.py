@@ -120,7 +120,7 @@ class Agent:
         deadline = time.monotonic() + seconds
         while (endpoint := read_record(path, Endpoint)) is None:
             if time.monotonic() >= deadline:
-                raise TimeoutError("the first node has not told where to meet")
+                raise TimeoutError("the first node has not written its address")
             time.sleep(_POLL_SECONDS)
         return f"{endpoint.host}:{endpoint.port}"
 

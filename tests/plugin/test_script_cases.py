@@ -54,7 +54,7 @@ def test_without_a_gpu_a_script_fails_with_what_helps(project: Project) -> None:
         ('"train.py", 8', "the argument 8 of train.py is not text, as arguments of a command line are; write '8'"),
         (
             '"train.py", precision="fp32"',
-            "precision is not an argument of check_script(), because a script takes what it trains",
+            "precision is not an argument of check_script(), because a script reads its settings",
         ),
     ],
 )

@@ -38,7 +38,7 @@ def test_three_of_three_processes_over_a_limit_decide(cap: Cap, over: dict[str, 
 OVER = _run(0.6, 25)
 OVER_ON_CPU = _run(0.6, 25, environment=cpu_environment())
 IN_THREADS = _run(gib=25, environment=cpu_environment(), counted_threads=2)
-TINY = "it is for the model, and this is the tiny scale"
+TINY = "it is meant for the full model, and this is the tiny scale"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_prediction_over_a_limit_is_told_as_one() -> None:
 
 def test_a_tiny_prediction_is_not_what_was_limited() -> None:
     (limit,) = judge_exact([MEMORY], CASE, round(25 * GiB), scale="tiny", what="a prediction")
-    assert (limit.status, limit.note) == ("not-judged", "it is for the model, and this is the tiny scale")
+    assert (limit.status, limit.note) == ("not-judged", "it is meant for the full model, and this is the tiny scale")
 
 
 def test_the_sentence_names_figure_limit_and_where_it_is_stated() -> None:

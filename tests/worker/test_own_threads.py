@@ -175,7 +175,7 @@ def test_operators_of_a_step_that_profiles_itself_are_still_counted():
 
     reply = measured(MINE, lambda setup: profiled)
     (note,) = reply.notes
-    assert note.startswith("other threads were not looked at")
+    assert note.startswith("other threads were not searched")
 
 
 def test_processes_that_a_step_starts_are_told_once():

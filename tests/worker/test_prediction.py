@@ -178,7 +178,7 @@ def test_what_a_compiler_makes_of_a_case_is_not_predicted():
     task = Task(case=LLAMA.replace(compile="default"), scale="tiny", device_type="cpu", root=".", target=H100)
     reply = predict(task, Progress(None))
     assert isinstance(reply, Crashed)
-    assert "a prediction does not know what a compiler makes of it; set compile to off" in reply.sentence
+    assert "a prediction does not know the compiled code; set compile to off" in reply.sentence
 
 
 def test_too_little_memory_is_told_with_what_it_was_for():

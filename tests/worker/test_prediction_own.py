@@ -684,7 +684,7 @@ def test_compiled_code_is_refused(compiled):
         places = torch.tensor([1, 2, 3, 4], device=setup.device)
         return doing(lambda: layer(places))
 
-    assert "a prediction does not know what torch.compile makes of the code; measure it instead" in refused(build)
+    assert "a prediction does not know the code that torch.compile makes; measure it instead" in refused(build)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")

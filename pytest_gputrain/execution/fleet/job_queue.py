@@ -270,7 +270,7 @@ class Fleet:
             return
         cause: Cause = "queue_full" if isinstance(refusal, QueueFull) else "unreachable"
         what = "takes no further job" if isinstance(refusal, QueueFull) else "does not answer"
-        remedy = "a lower gpu_fleet_jobs asks for fewer at once" if isinstance(refusal, QueueFull) else self._unreachable
+        remedy = "a lower gpu_fleet_jobs submits fewer at once" if isinstance(refusal, QueueFull) else self._unreachable
         while self._to_submit:
             ticket = self._to_submit.popleft()
             self._lose(ticket, cause, f"{self._scheduler.name} {what} for {self._waited} ({refusal}); {remedy}")
@@ -350,7 +350,9 @@ class Fleet:
         except OSError:  # not there yet, or a network file system is not
             return
         except UNREADABLE as error:
-            self._lose(ticket, "no_delivery", f"its delivery cannot be read: {error}; is the same version on all machines?")
+            self._lose(
+                ticket, "no_delivery", f"its delivery cannot be read: {error}; do all machines have the same version?"
+            )
             return
         self._progress = self._now()
         if delivery.unfit:

@@ -66,10 +66,10 @@ class Ray:
     name = "Ray"
     ask_seconds = 0.25
     remedies: Mapping[Literal["held", "refused", "unreachable", "undelivered"], str] = {
-        "held": "see `ray status`, and gpu_fleet_args for what is asked",
-        "refused": "see gpu_fleet_args for what is asked of a node",
+        "held": "see `ray status`, and check the request in gpu_fleet_args",
+        "refused": "check the request in gpu_fleet_args",
         "unreachable": "see `ray status`",
-        "undelivered": "the log of its node tells more",
+        "undelivered": "see the log of its node",
     }
 
     def __init__(self, arguments: Sequence[str]) -> None:
@@ -218,7 +218,7 @@ class Ray:
             while run.over is None and self._ray.wait([run.answers], timeout=0)[0]:
                 self._take(run, self._ray.get(next(run.answers)))
         except StopIteration:
-            run.over = ("ended", "Ray tells nothing of it")
+            run.over = ("ended", "Ray reports nothing about it")
         except errors.TaskCancelledError:
             run.over = ("cancelled", "")
         except errors.NodeDiedError as error:
@@ -229,7 +229,7 @@ class Ray:
             self._cancel(run, force=True)  # what hangs on its node heeds nothing else
             run.over = (
                 "cancelled",
-                f"it ran for more than {format_seconds(run.most_seconds)}, which --gpu-timeout is part of",
+                f"it ran for more than {format_seconds(run.most_seconds)}, which is --gpu-timeout and ten minutes",
             )
         if run.over is not None:
             run.ended_at = time.monotonic()

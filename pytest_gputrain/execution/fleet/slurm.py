@@ -61,8 +61,8 @@ class Slurm:
     name = "Slurm"
     ask_seconds = 4.0
     remedies: Mapping[Literal["held", "refused", "unreachable", "undelivered"], str] = {
-        "held": "see `scontrol show partition`, and gpu_fleet_args for what is asked",
-        "refused": "see gpu_fleet_args for what is asked of the site",
+        "held": "see `scontrol show partition`, and check the request in gpu_fleet_args",
+        "refused": "check the request in gpu_fleet_args",
         "unreachable": "see `scontrol ping`",
         "undelivered": "all machines need the folder of gpu_shared, and the same Python environment, under the same path",
     }

@@ -137,7 +137,7 @@ def find_kernels(chosen: Board, architectures: Iterable[str], torch_version: str
     major, minor = chosen.capability
     names = list(architectures)
     if not names:
-        raise CannotEmulate(f"torch {torch_version} does not tell which GPUs it has kernels for; install PyPI's build of it")
+        raise CannotEmulate(f"torch {torch_version} does not say for which GPUs it has kernels; install PyPI's build of it")
     compiled = [int(name.removeprefix("sm_")) for name in names if name.startswith("sm_") and name[-1].isdigit()]
     fitting = [number for number in compiled if number // 10 == major and number % 10 <= minor]
     if not fitting:

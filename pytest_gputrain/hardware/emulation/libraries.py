@@ -84,7 +84,7 @@ def read_torch(folder: Path) -> Torch:
     try:
         text = (folder / "version.py").read_text()
     except OSError as error:
-        raise CannotEmulate(f"torch in {folder} does not tell its version: {error.strerror}") from None
+        raise CannotEmulate(f"torch in {folder} does not say its version: {error.strerror}") from None
     version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
     cuda = re.search(r"^cuda\b[^=\n]*= '(\d+)\.(\d+)'", text, re.MULTILINE)
     if version is None or cuda is None or not (folder / "lib" / "libtorch_cuda.so").exists():

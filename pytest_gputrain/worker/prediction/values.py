@@ -157,7 +157,7 @@ def _count(mask: Tensor) -> int:
     value = value_of(mask)
     if value is None:
         raise RuntimeError(
-            "a mask decides on the shape of a result, and a prediction does not know what it holds: measure the case instead"
+            "a mask decides the shape of a result, and a prediction does not know its content: measure the case instead"
         )
     with _disable_current_modes():
         return int(value.sum())

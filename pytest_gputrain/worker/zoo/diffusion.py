@@ -61,7 +61,7 @@ class ImageDiffusion(Workload):
         taken, given = self.facts["in_channels"], self.facts.get("out_channels")
         if given not in (None, taken):
             raise CheckFailed(
-                f"{case.model} has in_channels={taken} and out_channels={given} in its config.json: what it takes beside "
+                f"{case.model} has in_channels={taken} and out_channels={given} in its config.json: its inputs beside "
                 "noisy latents is not known"
             )
         super().__init__(architecture, case, scale)
