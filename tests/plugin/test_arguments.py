@@ -57,8 +57,8 @@ def test_long(gputrain):
 REFUSED = {
     "{'width': object()}": (
         "args['width'] of build is an object, which cannot be passed to the "
-        "process that trains; give plain values (text, numbers, lists, dicts) from which "
-        "build makes it, or measure with inline=True a function that has it"
+        "process that trains; pass plain values (text, numbers, lists, dicts) from which "
+        "build makes it, or measure a closure over it with inline=True"
     ),
     "{'width': 8, 'names': [lambda: 0]}": "args['names'][0] of build is a lambda, which cannot be passed",
     "{'width': tmp_path}": "args['width'] of build is a PosixPath, which cannot be passed",
