@@ -44,7 +44,7 @@ CHART_COLOURS: Final = {
 """Background, text, quiet text, rules, and series, as in the HTML page."""
 BORDER: Final = "#8b949e"
 COMMITS: Final = 12
-"""Of the history whose trend is drawn."""
+"""The number of commits of the history whose trend is drawn."""
 BIGGER_COMMIT: Final = 7
 
 

@@ -50,7 +50,7 @@ ADAPTING: Final = ("lora", "qlora")
 
 _OF_ADAPTERS: Final = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "dora")
 ALL_LINEAR: Final = "all-linear"
-"""What peft takes for all linear layers but the head."""
+"""peft's name for all linear layers but the head."""
 
 EIGHT_BIT: Final = ("adamw_8bit", "paged_adamw_8bit")
 """Optimizers of bitsandbytes."""

@@ -35,7 +35,7 @@ _NO_ROCM: Final = (20,)
 
 
 class Check(NamedTuple):
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     status: Status

@@ -27,10 +27,11 @@ from pytest_gputrain.utils.files import UNREADABLE, write_atomically
 from pytest_gputrain.utils.units import format_bytes
 
 _STARTUP: Final = Path(__file__).parents[1] / "worker" / "startup"
-"""On the program's PYTHONPATH, with a ``sitecustomize`` that has torch record its memory."""
+"""The folder on the program's PYTHONPATH with a ``sitecustomize`` that has torch record its memory."""
 
 _STATE: Final = struct.Struct(f"={2 * boards.MOST_DEVICES + 2}Q")
-"""What the stand-ins share of a process: use and peak of each device, then refusals and the bytes of the last one."""
+"""The state that the stand-ins share of a process: use and peak of each device, then refusals and the bytes of the last
+one."""
 
 _NAMED: Final = 3
 """Lines of the program that are named of one kind."""

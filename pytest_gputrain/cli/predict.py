@@ -57,7 +57,7 @@ _LANGUAGE: Final = ("language", "vision_language")
 _MOST_CELLS: Final = 2000
 _TIMEOUT_SECONDS: Final = 600.0
 _EMULATED_SECONDS: Final = 30.0
-"""Of a combination on an emulated GPU: half of that for one billion parameters, several times that for seventy."""
+"""The time of a combination on an emulated GPU: half of that for one billion parameters, several times that for seventy."""
 
 
 def add_to(commands: Any) -> None:

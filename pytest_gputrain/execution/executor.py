@@ -21,7 +21,7 @@ class WantedRuns(NamedTuple):
     suite: str
     task: Task
     runs: int
-    """In all, those that were asked for already included."""
+    """The number of runs in all, including those already requested."""
     soon: bool = False
     """Whether they go before the runs of other tasks."""
 

@@ -27,7 +27,7 @@ from pytest_gputrain.utils.errors import BadCase
 
 _SETTLING_SECONDS: Final = 0.5
 _SETTLING_LOOKS: Final = 4
-"""How often to look who is on the GPUs before whoever is there counts."""
+"""The number of looks at the processes on the GPUs before they count."""
 
 
 class LocalExecutor(Executor[Reply]):

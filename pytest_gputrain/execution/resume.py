@@ -37,15 +37,15 @@ from pytest_gputrain.utils.git import RunInfo
 
 
 class ResumedReplies(NamedTuple):
-    """What there is of one case."""
+    """The replies that a report has of one case."""
 
     replies: tuple[Reply, ...] = ()
-    """As fresh processes gave them: without what one worker alone took."""
+    """The replies of fresh processes, without the times of one worker alone."""
     one_worker_seconds: tuple[float, ...] = ()
-    """Of the first of them."""
+    """The step times of one worker alone in the first of them."""
     origins: tuple[Origin, ...] = ()
     host: Host | None = None
-    """That the first is of."""
+    """The host of the first reply."""
 
     @property
     def environments(self) -> list[Environment]:

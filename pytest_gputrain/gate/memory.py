@@ -62,7 +62,7 @@ class JudgedPeak(NamedTuple):
 
 
 class _MemoryLimit(NamedTuple):
-    """How much more memory than a baseline's passes, in how many runs."""
+    """The memory above a baseline that passes, and in how many runs."""
 
     ratio: float
     slack: int

@@ -17,7 +17,7 @@ class SuiteNoise:
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], float] = {}
         self._shift: float | None = None
-        """Of the first runs that are known; None until it is asked for."""
+        """The shift of the first runs that are known; None until it is requested."""
 
     @property
     def lacking(self) -> int:

@@ -31,7 +31,7 @@ _STORES: Final[dict[type[CaseResult], type[SuiteStore[Any, Any]]]] = {
     Predicted: PredictionStore,
     Emulated: EmulationStore,
 }
-"""Where the results of cases as they are declared have their baselines."""
+"""The stores of the baselines, for results of cases as declared."""
 
 
 def note_missing(collector: Collector, tests: CaseTests, expression: str, *, ended: bool) -> None:

@@ -52,7 +52,7 @@ _NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 _KNOBS_OF_SCRIPTS: Final = ("model", "platforms", "warmup", "batch_size", "sequence_length")
 _FIGURES: Final = tuple(dict.fromkeys((*Measurement.__struct_fields__, *MEASURED_ONLY)))
-"""What a test may need of the figures of a case."""
+"""The figures of a case that a test may need."""
 
 
 class GpuTrain:

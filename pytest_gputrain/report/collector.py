@@ -70,12 +70,12 @@ class Collector:
         self._pending: dict[type[SuiteStore[Any, Any]], defaultdict[tuple[str, str], dict[str, Any]]] = {
             store_type: defaultdict(dict) for store_type in (BaselineStore, PredictionStore, EmulationStore)
         }
-        """What waits to be saved, by store, and there by device and suite."""
+        """The results that wait to be saved, by store, and there by device and suite."""
         self._recorded: dict[Path, int] = {}
         self._unchanged: Counter[Path] = Counter()
-        """How many of these were there with the same figures."""
+        """The number of these that existed with the same figures."""
         self._stored: dict[tuple[str, str, str], _RecordedCase] = {}
-        """What becomes a baseline, by device, suite and key."""
+        """The results that become a baseline, by device, suite and key."""
         self._records_resumed = False
         """Whether a baseline has runs of an earlier session."""
         self._save_at = time.monotonic() + _SAVE_EVERY_SECONDS

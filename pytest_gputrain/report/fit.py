@@ -157,7 +157,7 @@ _ORIGINS: Final[dict[TrainingPhase, str]] = {
     "between": "clipping",
     "optimizer": "optimizer",
 }
-"""What is made in each phase, for the most part."""
+"""The kind of tensors that each phase makes, for the most part."""
 _SHOWN_SHARE: Final = 0.01
 
 

@@ -197,7 +197,7 @@ _CHANGES: Final[dict[MetricName, str]] = {
 _WIDTH_OF_ALL_COLUMNS: Final = 92
 _SHOWN_NOTES: Final = 6
 _SHOWN_DIGITS: Final = 4
-"""Of a change as a share: a table shows what a reader compares, and sentences the rest."""
+"""The digits of a change as a share: a table shows what a reader compares, and sentences the rest."""
 _LARGE_SPREAD: Final = 0.10
 """Processes of a case are reported if they differ by more than this share of the least, in own work or in memory."""
 _LARGE_SPREAD_ON_CPU: Final = 1.0

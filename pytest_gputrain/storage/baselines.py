@@ -74,11 +74,12 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
     entry: ClassVar[str]
     """An entry in a sentence, such as "run"."""
     shared: ClassVar[str]
-    """What entries share, in a sentence."""
+    """The name of the part that entries share, in a sentence."""
     file_type: ClassVar[type[Struct]]
-    """With five fields: format, device, suite, what entries share by reference, and each case in the least memory."""
+    """The record of a file, with five fields: format, device, suite, what entries share by reference, and each case in the
+    least memory."""
     case_type: ClassVar[type[Struct]]
-    """With three fields: case, scale and entries."""
+    """The record of a case, with three fields: case, scale and entries."""
     entry_type: type[_Entry]
     shared_type: ClassVar[type[Struct]]
 
@@ -91,7 +92,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         self.folder = folder.joinpath(*self.parent)
         self._files: dict[tuple[str, str], dict[str, _Record]] = {}
         self.unchanged: Counter[Path] = Counter()
-        """How many records an update found in each file with the same judged figures, and left as they were."""
+        """The number of records in each file whose judged figures were the same, so that an update did not change them."""
 
     def path(self, device: str, suite: str) -> Path:
         """Return the path of a suite's file in the folder.

@@ -24,7 +24,7 @@ _PROCESSES: Final = "memory and FLOPs of processes that it starts, such as those
 
 
 class Checked(NamedTuple):
-    """What passed."""
+    """The results of the checks that passed."""
 
     notes: tuple[str, ...]
     """Sentences on what was not counted."""

@@ -32,7 +32,8 @@ from pytest_gputrain.worker.training import StepBuilder
 SEED: Final = 20_240_101
 
 _LIBRARY_OUT_OF_MEMORY: Final = re.compile("(CUBLAS|CUDNN|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED", re.I)
-"""How libraries tell that their workspace did not fit, which happens a few MiB before torch's allocator finds no memory."""
+"""The messages of libraries whose workspace did not fit, which happens a few MiB before torch's allocator finds no
+memory."""
 
 
 def run(

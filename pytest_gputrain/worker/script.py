@@ -23,11 +23,11 @@ from pytest_gputrain.worker.group import ALONE
 from pytest_gputrain.worker.progress import Progress
 
 _STARTUP: Final = Path(__file__).parent / "startup"
-"""On the script's PYTHONPATH, with a ``sitecustomize`` that has it recorded."""
+"""The folder on the script's PYTHONPATH with the ``sitecustomize`` that records it."""
 _LAST_BYTES: Final = 4096
-"""Of what the script wrote to its standard error, of which a sentence has the last line."""
+"""The most bytes of the script's standard error that are read; a sentence has the last line."""
 _LEAST_STEPS: Final = 2
-"""From the second step on the optimizer has its states."""
+"""The least number of steps: from the second step on the optimizer has its states."""
 _NOT_LOOKED_AT: Final = "the losses, precision, FLOPs and memory growth of a script are not checked"
 
 
@@ -38,7 +38,7 @@ class _DeviceUse(Struct):
 
 
 class _Recorded(Struct):
-    """What a process of the script wrote."""
+    """The record that a process of the script wrote."""
 
     process: int
     cuda: str | None
@@ -52,7 +52,7 @@ class _Recorded(Struct):
     unknown: list[str]
     dealt: list[dict[str, str | int]] = []
     unknown_reads: list[dict[str, str | int]] = []
-    """Of values that nobody knows, as an emulated GPU computes none."""
+    """The reads of unknown values, because an emulated GPU computes none."""
 
 
 def run_script(task: Task, progress: Progress, folder: Path) -> Reply | EmulatedRun:

@@ -40,7 +40,7 @@ from pytest_gputrain.utils.linux import PARENT, die_with_parent, oom_kills
 
 _POLL_SECONDS: Final = 0.1
 _KILLED_SECONDS: Final = 5.0
-"""What killed processes may take to be gone."""
+"""The time in which killed processes have to be gone."""
 
 
 class Agent:

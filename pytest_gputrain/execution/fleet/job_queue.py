@@ -38,7 +38,7 @@ ASK_SECONDS: Final = 4.0
 """Between questions to the scheduler, at most, and between attempts to submit to a full queue."""
 
 GRACE_SECONDS: Final = 75.0
-"""From the end of a job until its delivery must be seen: network file systems look again after up to a minute."""
+"""The time from the end of a job until its delivery must be seen: network file systems look again after up to a minute."""
 
 LEAST_WAITING: Final = 8
 """Jobs that may wait in the scheduler's queue however few run."""
@@ -59,9 +59,9 @@ class _Ticket:
     job: str = ""
     """Empty before it is submitted."""
     since: float = 0.0
-    """When it was submitted, or began to wait again."""
+    """The time when it was submitted, or began to wait again."""
     seen: Job | None = None
-    """What the scheduler said last."""
+    """The scheduler's last answer."""
     ended: float | None = None
     outcome: Delivery | Lost | None = None
 
@@ -103,7 +103,7 @@ class Fleet:
         self._dropped: list[str] = []
         """Jobs that were to be cancelled."""
         self._progress = now()
-        """When a job last began, ended, or was taken by the scheduler."""
+        """The time when a job last began, ended, or was taken by the scheduler."""
         self._refused: QueueFull | Unreachable | None = None
         self._silent_since: float | None = None
         self._ask_at = self._submit_at = -math.inf

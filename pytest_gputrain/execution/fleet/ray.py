@@ -24,10 +24,10 @@ from pytest_gputrain.utils.units import format_seconds
 
 _ADDRESS: Final = "--address="
 _NODE_SECONDS: Final = 30.0
-"""From a task's end for no reason of its own until its node counts as alive: Ray takes some time to miss one."""
+"""The time from a task's end for no reason of its own until its node counts as alive: Ray takes some time to miss one."""
 _CONNECT_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 25.0
-"""For cancelled tasks to leave nothing on their nodes."""
+"""The time in which cancelled tasks have to end their processes."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,7 +41,7 @@ class _Run:
     """Resources of each node."""
     nodes: int
     most_seconds: float
-    """That it may run."""
+    """The most seconds that it may run."""
     began_at: float = 0.0
     group: Any = None
     seats: Sequence[Any] = ()

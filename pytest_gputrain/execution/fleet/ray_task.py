@@ -19,7 +19,7 @@ from pytest_gputrain.execution.fleet.scheduler import DELIVERY, ORDER, OUTPUT
 
 _LOOK_SECONDS: Final = 0.1
 _END_SECONDS: Final = 20.0
-"""For a process to close what is open when it is told to end."""
+"""The time in which a process has to end after its signal."""
 _OUTPUT_BYTES: Final = 8_000
 
 

@@ -42,13 +42,13 @@ from pytest_gputrain.records.node_protocol import (
 from pytest_gputrain.utils.linux import PARENT
 
 JOIN_SECONDS: Final = 300.0
-"""From a case's start until all its nodes must be there; at most half of the case's time-out."""
+"""The time from a case's start until all its nodes must be there; at most half of the case's time-out."""
 
 _GRACE_SECONDS: Final = 2.0
 """A rank that lost its partner tells so at once; that the partner was killed comes from an agent, a moment later."""
 
 _CLOSING_SECONDS: Final = 15.0
-"""What agents may take to end when they are told to."""
+"""The time in which agents have to end."""
 
 _POLL_SECONDS: Final = 0.1
 
@@ -60,7 +60,7 @@ class Cluster:
     """Describes where cases of several nodes run."""
 
     nodes: int
-    """That the case takes."""
+    """The number of nodes of the case."""
     shared: Path
     """Folder that all nodes see."""
     rendezvous: str = ""

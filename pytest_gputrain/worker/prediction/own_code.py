@@ -77,7 +77,7 @@ def dynamo_patches() -> Iterator[Any]:
 
 
 class PythonCalls(TorchFunctionMode):
-    """What is decided before an operator is called.
+    """The calls that are decided before an operator is called.
 
     Args:
         gpu: label of the GPU that is predicted for; None for a CPU.
@@ -158,7 +158,7 @@ _CHECKS: Final = {
     torch.isinf: False,
     Tensor.isinf: False,
 }
-"""What a training asks of its losses and gradients, by what it wants to hear."""
+"""The checks of losses and gradients in a training, with the answers that it expects."""
 
 
 def _is_cuda(device: Any) -> bool:

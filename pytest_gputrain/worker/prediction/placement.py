@@ -31,7 +31,7 @@ _Storages = dict[int, tuple[torch.device, int]]
 
 
 class Placement:
-    """What optimizers step while it is entered, where that is, and which other threads compute.
+    """The parameters that optimizers step while it is entered, their devices, and the other threads that compute.
 
     Args:
         gpu: label of the GPU that is predicted for; None for a CPU.
@@ -40,7 +40,7 @@ class Placement:
     def __init__(self, gpu: torch.device | None) -> None:
         self._gpu = gpu
         self._stepped: dict[int, _Storages] = {}
-        """By parameter: whoever moves the model between steps gives it another storage."""
+        """The stepped storages by parameter: whoever moves the model between steps gives it another storage."""
         self._threads: set[str] = set()
 
     def __enter__(self) -> Placement:

@@ -33,7 +33,7 @@ _SENTENCES: Final = (
     ("There was no rule registered for HigherOrderOperator", _UNKNOWN),
     ("no fake impl or Meta kernel registered", _UNKNOWN),
 )
-"""What torch says of fakes, and what that means."""
+"""torch's errors about fake tensors, and the sentences for them."""
 
 _INTERNAL: Final = (Path(torch.__file__).parent, Path(__file__).parents[2])
 
