@@ -182,7 +182,7 @@ def test_processes_that_a_step_starts_are_told_once():
     loader = DataLoader(torch.ones(4, 4), num_workers=1)
     reply = measured(MINE.replace(warmup=0), lambda setup: lambda: sum(float(batch.sum()) for batch in loader))
     (note,) = reply.notes
-    assert "such as a DataLoader's, is not counted" in note
+    assert "such as those of a DataLoader, are not counted" in note
 
 
 def test_threads_and_processes_are_as_before_afterwards():
