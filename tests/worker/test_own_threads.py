@@ -151,7 +151,7 @@ def test_a_thread_beside_python_s_threading_fails_the_case():
 def test_where_an_allocator_counts_memory_only_products_of_other_threads_matter():
     def checked(step):
         own = OwnCode(Task(case=MINE, scale="tiny", device_type="gpu", root="."), ALONE, counts_memory=False)
-        with own.running(), own.witnessed(), count_flops() as flops:
+        with own.running(), own.recording_threads(), count_flops() as flops:
             step()
         checking = own.check(flops, SimpleNamespace(model=None, losses=[]), lambda: None)
         with pytest.raises(StopIteration) as end:  # without further steps

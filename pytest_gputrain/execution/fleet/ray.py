@@ -44,7 +44,7 @@ class _Run:
     """The most seconds that it may run."""
     began_at: float = 0.0
     group: Any = None
-    seats: Sequence[Any] = ()
+    other_nodes: Sequence[Any] = ()
     node: str = ""
     host: str = ""
     got: list[str | bytes] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Ray:
 
     def submit(self, order: Order, folder: Path) -> str:
         asked = self._requested(order)
-        group, seats = None, []
+        group, other_nodes = None, []
         shared = str(folder) if order.task.nodes > 1 else ""
         with self._answering():
             options = {**_options(asked), "max_retries": 0}
@@ -100,9 +100,10 @@ class Ray:
 
                 group = placement_group([dict(asked)] * order.task.nodes, strategy="STRICT_SPREAD")
                 places = [PlacementGroupSchedulingStrategy(group, at) for at in range(order.task.nodes)]
-                sit = self._ray.remote(ray_task.sit)
-                seats = [
-                    sit.options(**options, scheduling_strategy=place).remote(sys.executable, shared) for place in places[1:]
+                serve_node = self._ray.remote(ray_task.serve_node)
+                other_nodes = [
+                    serve_node.options(**options, scheduling_strategy=place).remote(sys.executable, shared)
+                    for place in places[1:]
                 ]
                 options["scheduling_strategy"] = places[0]
             do = self._ray.remote(ray_task.do).options(**options, num_returns="streaming")
@@ -115,7 +116,7 @@ class Ray:
             nodes=order.task.nodes,
             most_seconds=order.conditions.timeout_seconds + SPARE_SECONDS,
             group=group,
-            seats=seats,
+            other_nodes=other_nodes,
         )
         return number
 
@@ -187,7 +188,7 @@ class Ray:
         return {name: amount for name, amount in (asked | site).items() if amount}
 
     def _cancel(self, run: _Run, **how: bool) -> None:
-        for task in (run.answers, *run.seats):
+        for task in (run.answers, *run.other_nodes):
             with contextlib.suppress(Exception):  # over already, or nobody there
                 self._ray.cancel(task, **how)
 
