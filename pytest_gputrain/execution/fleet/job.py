@@ -60,7 +60,7 @@ def _run_order(order: Order, folder: Path, rendezvous: str) -> Delivery:
 def main(folder: Path, host: str = "", node: str = "") -> None:
     # A scheduler ends a job so. What is open is then closed, and no folder of the case stays on the node.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    if host:  # started by a process of the scheduler's that may be killed, which srun and its kin look after
+    if host:  # started by a process of the scheduler's that may be killed; srun and similar commands end it then
         die_with_parent()
     if node:
         serve(folder, host, print)
