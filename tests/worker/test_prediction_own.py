@@ -632,9 +632,7 @@ def test_a_list_of_numbers_may_hold_tensors():
 
         return step
 
-    assert "which a prediction does not know" in refused(build) or "a prediction does not know its content" in refused(
-        build
-    )
+    assert "which a prediction does not know" in refused(build) or "a prediction does not know its content" in refused(build)
 
 
 def test_what_is_on_the_host_can_become_an_array():
