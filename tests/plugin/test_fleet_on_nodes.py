@@ -294,7 +294,7 @@ def test_a_job_that_makes_room_for_another_is_preempted(nodes: Nodes, shared: Pa
         nodes.here.command("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
 
     outcome = outcome_of(nodes.engine("--partition=low"), order("sleeps", shared), shared, then=need_all)
-    lost(outcome, "preempted", "for the sake of another")
+    lost(outcome, "preempted", "was ended for another job")
 
 
 @only_slurm

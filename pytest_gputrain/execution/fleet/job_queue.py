@@ -327,9 +327,9 @@ class Fleet:
                 return
             ticket.ended = now if ticket.ended is None else ticket.ended
             if job.doing == "node_died":
-                self._lose(ticket, "node_died", f"the node died that {named} ran on{in_brackets}; {_AGAIN}")
+                self._lose(ticket, "node_died", f"the node of {named} died{in_brackets}; {_AGAIN}")
             elif job.doing == "preempted":
-                self._lose(ticket, "preempted", f"{named} was ended for the sake of another{on}{why}; {_AGAIN}")
+                self._lose(ticket, "preempted", f"{named} was ended for another job{on}{why}; {_AGAIN}")
             elif job.doing == "cancelled":
                 self._lose(ticket, "cancelled", f"{named} was cancelled{on}{why}; {_AGAIN}")
             elif job.doing == "forgotten" and now - ticket.ended >= GRACE_SECONDS:

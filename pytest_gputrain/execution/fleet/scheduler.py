@@ -19,7 +19,7 @@ held        something else than its turn keeps it from starting; it may never st
 running     on its nodes, or about to leave them
 ended       by itself, whether well or not
 node_died   it was running on a node that is gone
-preempted   ended for the sake of another job
+preempted   ended for another job
 cancelled   ended by the scheduler or by somebody, for another reason
 forgotten   the scheduler does not know it, or not any more
 """
