@@ -86,7 +86,9 @@ class Terminal:
         if done.returncode != status:
             raise SystemExit(f"{command} ended with status {done.returncode}:\n{done.stdout}")
         if not hidden:
-            self.lines += [Text(f"$ {command}", style="bold"), Text.from_ansi(done.stdout.strip("\n")), Text()]
+            # How long pytest took depends on what else the machine does meanwhile.
+            printed = re.sub(r" in \d+\.\d\ds(?: \(\d:\d\d:\d\d\))?", "", done.stdout)
+            self.lines += [Text(f"$ {command}", style="bold"), Text.from_ansi(printed.strip("\n")), Text()]
 
     def replace(self, file: str, old: str, new: str) -> None:
         """Replace ``old``, which is in ``file`` once."""
