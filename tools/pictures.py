@@ -195,11 +195,10 @@ def trend(folder: Path) -> None:
     photograph(folder / "trend.html", "#trends article", "trend-chart", width=700, height=700)
 
 
-def emulated_peak(folder: Path) -> None:
+def memory_over_steps(folder: Path) -> None:
     terminal = Terminal(folder)
     shutil.copy(INPUTS / "train.py", folder)
-    terminal.run("gputrain emulate --gpu h100 --html page.html -- python train.py")
-    terminal.draw("emulated-peak", "A training script on an emulated H100")
+    terminal.run("gputrain emulate --gpu h100 --html page.html -- python train.py", hidden=True)
     photograph(folder / "page.html", "#course figure", "memory-over-steps", width=560, height=600)
 
 
@@ -209,7 +208,7 @@ SCENES: Final[dict[str, Callable[[Path], None]]] = {
     "html-page": html_page,
     "suite-table": suite_table,
     "trend": trend,
-    "emulated-peak": emulated_peak,
+    "memory-over-steps": memory_over_steps,
 }
 
 
