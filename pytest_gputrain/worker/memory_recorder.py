@@ -258,16 +258,16 @@ _OWN: Final = os.path.dirname(os.path.abspath(__file__))
 """The operators that `emulated_values` replaced call torch's own."""
 
 
-def _load_program_lines() -> Any:
-    """Import the module from the package beside this one, which the program's environment may lack."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values", "program_lines.py")
-    spec: Any = importlib.util.spec_from_file_location("_gputrain_program_lines", path)
+def load(name: str) -> Any:
+    """Import a module of the package `emulated_values`, which the program's environment may lack."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values", f"{name}.py")
+    spec: Any = importlib.util.spec_from_file_location(f"_gputrain_{name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-_program_lines = _load_program_lines()
+_program_lines = load("program_lines")
 
 
 def _part(frames: list[dict[str, Any]]) -> str:

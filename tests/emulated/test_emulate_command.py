@@ -71,6 +71,19 @@ def test_a_loop_is_told_its_peak_its_lines_and_its_output(emulate):
     assert max(reserved for _, _, reserved in device["course"]) == device["peak_reserved"]
 
 
+def test_a_program_that_first_looks_whether_torch_is_there_is_recorded(emulate):
+    done, report = emulate("""
+        import importlib.util
+
+        assert importlib.util.find_spec("torch")
+        import torch
+
+        kept = torch.ones(1 << 20, dtype=torch.uint8, device="cuda")
+    """)
+    assert done.returncode == 0, done.stderr
+    assert only_device(report)["peak_allocated"] == 1 << 20
+
+
 def test_two_runs_allocate_and_reserve_the_same(emulate):
     code = """
         import random, torch

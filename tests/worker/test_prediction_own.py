@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib.util
 import io
 import sys
 import threading
@@ -17,7 +18,7 @@ from test_prediction import CPU, H100, OWN, compare, predicted
 from pytest_gputrain import Case
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed, Prediction, Task
-from pytest_gputrain.worker.prediction.patches import _PatchWhenImported
+from pytest_gputrain.worker.prediction.patches import patch_when_imported
 from pytest_gputrain.worker.prediction.predict import predict
 from pytest_gputrain.worker.progress import Progress
 
@@ -213,8 +214,8 @@ def test_what_a_library_needs_is_done_when_it_is_imported(tmp_path, monkeypatch)
         yield mock.patch("latecomer.answer", return_value="fake")
 
     with contextlib.ExitStack() as stack:
-        finder = _PatchWhenImported({"latecomer": patches}, stack)
-        monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+        patch_when_imported("latecomer", patches, stack)
+        assert importlib.util.find_spec("latecomer")  # as libraries ask before they import another
         import latecomer
 
         assert latecomer.answer() == "fake"
