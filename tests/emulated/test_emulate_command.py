@@ -141,7 +141,7 @@ def test_a_program_that_ends_without_pythons_end_leaves_the_drivers_figures(emul
     assert done.returncode == 3
     assert [use["peak_bytes"] for use in report["use"]] == [4 * GIB + boards.CONTEXT_BYTES]
     assert report["processes"] == []
-    assert "what torch allocated is not known" in done.stderr
+    assert "the memory that torch allocated is not known" in done.stderr
 
 
 def test_a_program_may_fork_before_it_uses_the_gpu(emulate):

@@ -430,7 +430,7 @@ def test_what_is_not_compiled_on_a_cpu_and_what_is_not_counted_is_told_once(proj
     project.write(squares=SQUARES, test_noted=NOTED, test_plain=BUILD + CHECKED.format(name="plain"))
     result = project.run("--gpu-json=report.json")
     result.assert_outcomes(passed=2)
-    notes = [line for line in result.outlines if "torch.compile" in line or "such as a DataLoader's" in line]
+    notes = [line for line in result.outlines if "torch.compile" in line or "such as those of a DataLoader" in line]
     assert sorted(notes) == [
         "1 case: memory and FLOPs of processes that it starts, such as those of a DataLoader, are not counted: loader-fp32",
         "2 cases not compiled: decorated-fp32 (and 1 more) uses torch.compile, which has no effect on a CPU, because "

@@ -50,7 +50,7 @@ def test_an_update_records_every_case_that_ran_and_replaces_the_figures_of_befor
 
 def test_what_is_measured_here_is_recorded_once_without_a_warning_and_then_passes(project: Project) -> None:
     project.write(test_mine=MINE)
-    assert "of this session" not in project.run(UPDATE).stdout.str()
+    assert "come from this session" not in project.run(UPDATE).stdout.str()
     (entry,) = project.baselines("mine").values()
     assert len(entry["runs"]) == 1
     project.run("--gpu-strict", "--gpu-json=report.json").assert_outcomes(passed=1)
