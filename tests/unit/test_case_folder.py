@@ -50,14 +50,6 @@ def folder_held_by(holder: subprocess.Popen[str]) -> Path:
     return Path(holder.stdout.readline().strip())
 
 
-def test_a_folder_is_gone_with_its_case(temporary: Path) -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    with folder_of(TASK) as folder:
-        assert folder.parent == temporary
-    assert list(temporary.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
 def test_the_folder_of_a_killed_process_is_removed_by_the_next(temporary: Path, holder: subprocess.Popen[str]) -> None:
     left = folder_held_by(holder)
     holder.kill()
