@@ -276,8 +276,11 @@ def test_what_is_no_published_row_has_no_bars(fields: dict[str, Any]) -> None:
     assert "published" not in read(report(msgspec.structs.replace(row, **changed))).sections
 
 
-def test_one_count_of_gpus_is_no_scaling() -> None:
-    assert "scaling" not in read(report(timed(1.0), timed(2.0, key="other"))).sections
+def test_one_count_of_gpus_is_no_scaling_and_two_runs_are_no_trend(tmp_path: Path) -> None:
+    pair = history_trends_of(tmp_path, [timed(1.0)], [timed(1.0)])
+    reader = read(report(timed(1.0), timed(2.0, key="other")), history_trends=pair)
+    assert not {"scaling", "trends"} & set(reader.sections)
+    assert "2 series of fewer than 3 runs left out of the trends" in reader.text
 
 
 def points_of(reader: Reader) -> list[list[Any]]:
@@ -310,12 +313,6 @@ def test_what_is_too_much_to_draw_is_left_out_and_told(tmp_path: Path, monkeypat
     assert "trends are drawn of 2 of 4 cases, those with the largest changes first" in reader.text
     days = [f"2026-{1 + day // 28:02}-{1 + day % 28:02}" for day in range(20, 30)]
     assert [point[2][:10] for point in points_of(reader)[0]] == days, "the end of a long series"
-
-
-def test_series_of_two_runs_have_no_chart(tmp_path: Path) -> None:
-    reader = read(history_trends=history_trends_of(tmp_path, [timed(1.0)], [timed(1.0)]))
-    assert "trends" not in reader.sections
-    assert "2 series of fewer than 3 runs left out of the trends" in reader.text
 
 
 def drawn() -> Iterator[Chart]:
