@@ -63,21 +63,14 @@ def test_a_precision_that_parameter_servers_lack_is_left_out() -> None:
 # The search
 
 
-def test_a_search_has_the_figures_of_the_fastest_and_all_tries() -> None:
+def test_a_search_has_the_figures_of_the_fastest_and_all_tries_or_of_what_did_not_fit() -> None:
     study, launched = _search(11)
     assert (study.search.largest, study.search.fastest) == (11, 11)
     assert (study.reply.batch_size, study.task.case.batch_size) == (11, 11)
-    assert [attempt.batch_size for attempt in study.search.tries] == [task.case.batch_size for task in launched]
-    assert study.search.tries[0].samples_per_second == pytest.approx(1 / 1.125)
-
-
-def test_a_try_differs_from_the_case_in_its_batch_only_and_is_named_by_it() -> None:
-    _, launched = _search(1)
-    assert [str(task.case) for task in launched] == [f"{CASE}-batch_size=1", f"{CASE}-batch_size=2"]
+    sizes = [attempt.batch_size for attempt in study.search.tries]
+    assert [str(task.case) for task in launched] == [f"{CASE}-batch_size={size}" for size in sizes]
     assert all(task.case.replace(batch_size=2, named=()) == CASE for task in launched)
-
-
-def test_where_nothing_fits_the_reply_says_why() -> None:
+    assert study.search.tries[0].samples_per_second == pytest.approx(1 / 1.125)
     study, _ = _search(0)
     assert (study.search.largest, study.search.fastest, study.task.case.batch_size) == (None, None, 1)
     assert study.reply == out_of_memory()
@@ -116,10 +109,13 @@ def test_precisions_are_compared_with_fp32_and_the_case_keeps_its_own_reply() ->
     assert study.reply.losses == FLAT
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-amp", "fp16-amp"])
-def test_a_precision_is_trained_once(precision: str) -> None:
-    study = _curves(dict.fromkeys(("fp32", "bf16-amp", "fp16-amp"), FALLING), precision=precision)
-    assert [curve.precision for curve in study.loss_curves] == ["fp32", "bf16-amp", "fp16-amp"]
+@pytest.mark.parametrize("platform", ["cpu", "unknown", "h100"])
+def test_each_precision_is_trained_once_and_none_is_left_out_where_nothing_is_known_to_lack(platform: str) -> None:
+    three = ["fp32", "bf16-amp", "fp16-amp"]
+    for own in (*three, "bf16"):
+        study = _curves(dict.fromkeys((*three, "bf16"), FALLING), precision=own, platform=platform)
+        assert [curve.precision for curve in study.loss_curves] == list(dict.fromkeys((*three, own)))
+        assert {curve.outcome for curve in study.loss_curves} == {"recorded"}
 
 
 def test_arithmetic_that_the_device_lacks_is_left_out() -> None:
@@ -127,12 +123,6 @@ def test_arithmetic_that_the_device_lacks_is_left_out() -> None:
     assert [curve.outcome for curve in study.loss_curves] == ["recorded", "left_out", "recorded"]
     assert shown.explain([result(loss_curves=study.loss_curves)]) == ["bf16-amp left out: V100 has no bf16 arithmetic"]
     assert describe_failed_curves(CASE, study.loss_curves) is None
-
-
-@pytest.mark.parametrize("platform", ["cpu", "unknown", "h100"])
-def test_nothing_is_left_out_where_nothing_is_known_to_lack(platform: str) -> None:
-    study = _curves(dict.fromkeys(("fp32", "bf16-amp", "fp16-amp", "bf16"), FALLING), platform=platform)
-    assert {curve.outcome for curve in study.loss_curves} == {"recorded"}
 
 
 def test_a_precision_without_a_curve_is_told_and_the_others_are_kept() -> None:
