@@ -102,8 +102,9 @@ def test_a_process_that_failed_is_not_repeated(suite: Project) -> None:
     assert len(suite.launches) == 1
 
 
-def test_markers_are_listed(project: Project) -> None:
-    project.run("--markers").stdout.fnmatch_lines(["@pytest.mark.h100: gputrain: declared for H100"])
+def test_markers_are_listed_with_their_help(project: Project) -> None:
+    markers = ["h100: gputrain: declared for H100", "gpu_limit(memory=*, time=*", "gpu_tolerance(time=*, memory=*"]
+    project.run("--markers").stdout.fnmatch_lines_random([f"@pytest.mark.{marker}" for marker in markers])
 
 
 def _imports(names: set[str]) -> str:
