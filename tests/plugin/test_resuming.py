@@ -238,38 +238,29 @@ def test_figures_of_another_code_are_refused(suite: Project) -> None:
     assert len(suite.launches) == before + 3
 
 
-def test_figures_of_other_libraries_are_refused(h100: Project) -> None:
-    h100.write(test_tuning=SUITE)
-    h100.run("--gpu-json=report.json")
-    before = len(h100.launches)
-    result = h100.run("--gpu-resume=report.json")
+def test_figures_of_other_libraries_or_beside_others_that_nobody_looked_for_are_refused(suite: Project) -> None:
+    suite.run("--gpu-json=report.json", "-o", "gpu_foreign=ignore")
+    suite.run("--gpu-resume=report.json").stderr.fnmatch_lines(["*was measured with gpu_foreign=ignore; give the same, or*"])
+    suite.answer(recorded())
+    suite.run("--gpu-json=report.json")
+    before = len(suite.launches)
+    result = suite.run("--gpu-resume=report.json")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         ["ERROR: --gpu-resume: *report.json was measured with *, and here is *; install that, or leave*"]
     )
-    assert len(h100.launches) == before
+    assert len(suite.launches) == before
 
 
-def test_figures_beside_others_that_nobody_looked_for_are_refused(suite: Project) -> None:
-    suite.run("--gpu-json=report.json", "-o", "gpu_foreign=ignore")
-    suite.run("--gpu-resume=report.json").stderr.fnmatch_lines(["*was measured with gpu_foreign=ignore; give the same, or*"])
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (None, "*nothing.json cannot be read: No such file or directory"),
-        ("{", "*nothing.json is not a report of --gpu-json: *; give the file that --gpu-json wrote"),
-        ('{"format": 99}', "*nothing.json has format 99, this version reads format 2; *"),
-    ],
-)
-def test_what_is_no_report_is_refused(suite: Project, text: str | None, sentence: str) -> None:
-    if text is not None:
-        (suite.path / "nothing.json").write_text(text)
-    assert_refused(suite, f"--gpu-resume: {sentence}", "--gpu-resume=nothing.json")
-
-
-@pytest.mark.parametrize("study", ["--gpu-find-batch", "--gpu-loss=20", "--gpu-predict"])
-def test_studies_are_not_resumed(suite: Project, study: str) -> None:
-    sentence = f"{study.partition('=')[0]} and --gpu-resume contradict each other: *"
-    assert_refused(suite, sentence, "--gpu-resume=report.json", study)
+def test_what_is_no_report_and_what_is_a_study_is_refused(suite: Project) -> None:
+    for text, sentence in {
+        None: "*nothing.json cannot be read: No such file or directory",
+        "{": "*nothing.json is not a report of --gpu-json: *; give the file that --gpu-json wrote",
+        '{"format": 99}': "*nothing.json has format 99, this version reads format 2; *",
+    }.items():
+        if text is not None:
+            (suite.path / "nothing.json").write_text(text)
+        assert_refused(suite, f"--gpu-resume: {sentence}", "--gpu-resume=nothing.json")
+    for study in ("--gpu-find-batch", "--gpu-loss=20", "--gpu-predict"):
+        sentence = f"{study.partition('=')[0]} and --gpu-resume contradict each other: *"
+        assert_refused(suite, sentence, "--gpu-resume=report.json", study)
