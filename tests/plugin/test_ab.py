@@ -119,31 +119,22 @@ def test_an_environment_runs_by_its_own_python(repository: Project, ab: Ab, caps
     assert capsys.readouterr().err.endswith("gputrain: --base: venv has no pytest-gputrain; install it there\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (
-            ["--base=gone"],
-            "--base: 'gone' is neither a folder, a virtual environment nor a revision of a git repository here",
-        ),
-        (["--base=fast", "--head=gone"], "--head: 'gone' is neither a folder, a virtual environment nor a revision of *"),
-        (["--base=fast", "--rounds=1", "-k", "nothing"], "fast (*) has no test that -k nothing selects"),
-        (["--base=fast", "--rounds=1", "-m", "a100"], "no test of fast (*) measured a case:*3 skipped*"),
-        (["--base=fast", "--rounds=1", "--nonsense"], "pytest of fast (*) ended with status 4 *unrecognized*--nonsense*"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_cannot_be_run_is_told(
-    repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
-) -> None:
-    assert ab(*arguments) == 2
-    error = capsys.readouterr().err.partition("gputrain: " + sentence[:2])
-    text = " ".join(f"{sentence[:2]}{error[2]}".split())
-    pytest.LineMatcher([text]).fnmatch_lines([sentence])
-    assert _only_worktree(repository)
+UNRUNNABLE = {
+    "--base=gone": "--base: 'gone' is neither a folder, a virtual environment nor a revision of a git repository here",
+    "--base=fast --head=gone": "--head: 'gone' is neither a folder, a virtual environment nor a revision of *",
+    "--base=fast --rounds=1 -k nothing": "fast (*) has no test that -k nothing selects",
+    "--base=fast --rounds=1 -m a100": "no test of fast (*) measured a case:*3 skipped*",
+    "--base=fast --rounds=1 --nonsense": "pytest of fast (*) ended with status 4 *unrecognized*--nonsense*",
+}
 
 
-def test_a_number_of_rounds_that_cannot_be_is_refused(ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run_is_told(repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, sentence in UNRUNNABLE.items():
+        assert ab(*arguments.split()) == 2
+        error = capsys.readouterr().err.partition("gputrain: " + sentence[:2])
+        text = " ".join(f"{sentence[:2]}{error[2]}".split())
+        pytest.LineMatcher([text]).fnmatch_lines([sentence])
+        assert _only_worktree(repository)
     with pytest.raises(SystemExit) as exit_info:
         ab("--base=fast", "--rounds=0")
     assert exit_info.value.code == 2
