@@ -1,7 +1,5 @@
 """Rounds of two sides: what they have in common goes, what sets the sides apart stays."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

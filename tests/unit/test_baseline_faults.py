@@ -1,7 +1,5 @@
 """What can become of a baseline file, on disk and by others' hands: it stays whole, and nothing is written elsewhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

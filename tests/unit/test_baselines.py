@@ -1,7 +1,5 @@
 """Baseline files of both kinds: what goes in comes out, nothing else changes, and what cannot be read is told."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The search for the largest batch that fits and the fastest one, over simulated memories."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests the folders of cases: gone with their case, and what a killed process left with the next one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

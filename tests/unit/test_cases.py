@@ -1,7 +1,5 @@
 """Cases: their ids, grids of them, what is wrong with one, and which of two mean the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Changes of level: found where they are, and nowhere else. ``tools/measure_trend.py`` counts how often."""
 
-from __future__ import annotations
-
 import math
 import random
 from array import array

@@ -1,7 +1,5 @@
 """Tests ``gputrain check-baselines``: what it finds, on which line, and what it lets pass."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Tests what CI runs, and what is told of a part that cannot be installed, fails or takes too long."""
 
-from __future__ import annotations
-
 import configparser
 import contextlib
 import os

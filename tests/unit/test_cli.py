@@ -1,7 +1,5 @@
 """Tests what ``gputrain export`` prints: published tables with or without a report's figures, reports, and bad input."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

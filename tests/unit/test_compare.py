@@ -1,7 +1,5 @@
 """Tests ``gputrain compare``: one report judged against another, with its exit status."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

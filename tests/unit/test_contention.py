@@ -1,7 +1,5 @@
 """What others on the GPUs do to figures and verdicts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """A file of further options of DeepSpeed: what it may set, what it must not, and what tells it from another."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests ``gputrain doctor``: what it finds on this host, on hosts that are recorded, and on those that lack something."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The GPUs of machines that are not here, by what their drivers' libraries reply."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import enum

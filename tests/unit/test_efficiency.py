@@ -1,7 +1,5 @@
 """Scaling efficiency: what it is derived from, and how it is judged."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

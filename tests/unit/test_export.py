@@ -1,7 +1,5 @@
 """Tests exports by reading them as their consumers do: with readers and schemas transcribed from these."""
 
-from __future__ import annotations
-
 import csv
 import datetime
 import io

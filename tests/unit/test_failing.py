@@ -1,7 +1,5 @@
 """Tests ``--fail-on``, which is one option in all subcommands that judge, and the exit status of each of them."""
 
-from __future__ import annotations
-
 import argparse
 from typing import get_args
 

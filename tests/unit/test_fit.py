@@ -1,7 +1,5 @@
 """Does a case fit: the judgement and its error, the search for the largest batch, and what the tables say. Pure."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path

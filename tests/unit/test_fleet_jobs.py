@@ -1,7 +1,5 @@
 """The jobs of a fleet, with a scheduler and a clock that do as they are told: what is submitted when, what is lost how."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

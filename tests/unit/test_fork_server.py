@@ -1,7 +1,5 @@
 """How workers are started: fresh, or forked from a process that stands in here for the one with the libraries."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

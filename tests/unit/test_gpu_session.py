@@ -1,7 +1,5 @@
 """What is done next on a borrowed GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

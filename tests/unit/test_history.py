@@ -1,7 +1,5 @@
 """The history: what a line says, and that no crash and no other writer spoils the file."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

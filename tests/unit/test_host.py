@@ -1,7 +1,5 @@
 """Tests what is read of the host, on made-up files of Linux."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

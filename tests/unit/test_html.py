@@ -1,7 +1,5 @@
 """Tests the HTML report as a document: what it shows, that no data become markup, and that it loads nothing."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """All that a case is held to, judged together: limits, a baseline or a published row, and whether figures are recorded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Launching: what workers are given, what their traces mean, and that they end with all that they started."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

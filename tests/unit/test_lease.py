@@ -1,7 +1,5 @@
 """Leases of GPUs and cores, between processes that know of each other by the lock files only."""
 
-from __future__ import annotations
-
 import select
 import subprocess
 import sys

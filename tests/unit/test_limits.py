@@ -1,7 +1,5 @@
 """Absolute limits: when a figure is over one, and when that cannot be said."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a loss curve is said to do."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a run may use: the driver's GPUs within CUDA_VISIBLE_DEVICES and the options."""
 
-from __future__ import annotations
-
 import keyword
 import os
 import re

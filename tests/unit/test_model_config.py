@@ -1,7 +1,5 @@
 """A config.json as the model of a case: how it is found and normalised, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -4,8 +4,6 @@ What bindings do with error codes, missing functions and the sizes of structures
 oldest binding that pyproject.toml admits, from the package index, and the one that is installed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

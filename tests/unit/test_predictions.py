@@ -1,7 +1,5 @@
 """Recorded predictions: how they are kept, compared, found again, and what they tell."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

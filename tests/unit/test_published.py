@@ -1,7 +1,5 @@
 """The published tables: nothing lost or mistyped, every row a declared case, and sentences for damaged files."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

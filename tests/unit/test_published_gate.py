@@ -1,7 +1,5 @@
 """The gate against published figures: ranges, tolerances, outcomes, and what cannot be compared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

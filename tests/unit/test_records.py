@@ -1,7 +1,5 @@
 """The records: one definition for wire, files and schema."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What runs mean against a baseline."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

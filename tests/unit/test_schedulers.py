@@ -1,7 +1,5 @@
 """What Slurm and Ray are asked for, and what is understood of their words: Slurm's were recorded from 22.05."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -10,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import pytest
@@ -24,13 +22,6 @@ from pytest_gputrain.records import Conditions, Order, Task
 
 FULL = "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying"
 SILENT = "Unable to contact slurm controller (connect failure)"
-
-
-def test_what_jobs_do_is_read_from_squeue_and_only_named_jobs_are_cancelled(commands: Commands) -> None:
-    commands.answer("squeue", "".join(f"{line}\n" for line in JOBS))
-    assert Slurm(()).jobs(["4", "5"]) == {line.partition("|")[0]: job for line, job in JOBS.items()}
-    Slurm(()).cancel(["1", "2"])
-    assert commands.calls("scancel") == [["--quiet", "1", "2"]]
 
 
 JOBS = {
@@ -113,6 +104,13 @@ def options(commands: Commands, folder: Path, *arguments: str, **takes: int) -> 
     (words,) = commands.calls("sbatch")
     own = words[: words.index(str(folder / "fleet-x" / "job.sh"))]
     return [word for word in own if not word.startswith(("--parsable", "--no-requeue", "--job-name", "--output", "--time"))]
+
+
+def test_what_jobs_do_is_read_from_squeue_and_only_named_jobs_are_cancelled(commands: Commands) -> None:
+    commands.answer("squeue", "".join(f"{line}\n" for line in JOBS))
+    assert Slurm(()).jobs(["4", "5"]) == {line.partition("|")[0]: job for line, job in JOBS.items()}
+    Slurm(()).cancel(["1", "2"])
+    assert commands.calls("scancel") == [["--quiet", "1", "2"]]
 
 
 def test_jobs_that_slurm_has_forgotten_are_left_out_and_a_silent_controller_is_no_news(commands: Commands) -> None:
@@ -247,7 +245,7 @@ class _Remote:
     def __init__(self, asked: list[dict[str, Any]]) -> None:
         self._asked = asked
 
-    def options(self, **options: Any) -> _Remote:
+    def options(self, **options: Any) -> Self:
         self._asked.append(options)
         return self
 

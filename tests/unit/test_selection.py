@@ -1,7 +1,5 @@
 """Which selected tests may run on which machine."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st

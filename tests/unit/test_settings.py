@@ -1,7 +1,5 @@
 """Tests the options: the command line precedes the ini file, which precedes the default; bad values give one sentence."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from pathlib import Path

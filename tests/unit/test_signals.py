@@ -1,7 +1,5 @@
 """Signals that ask a run to end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

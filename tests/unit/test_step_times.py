@@ -1,7 +1,5 @@
 """The rule that tells a slower step from a noisy one."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """From a task to a search or to loss curves: what is launched, what is kept, and what it says in tables and sentences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """``--gpu-set``: from text to values, and over cases."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

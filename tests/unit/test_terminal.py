@@ -1,7 +1,5 @@
 """Tests what people read on the terminal: the table, the sentences below it, the progress line."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext

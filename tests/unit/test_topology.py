@@ -1,7 +1,5 @@
 """Where GPUs and network cards are on a host, by its sysfs; test_nvidia_driver has the links that NVML tells of."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import shutil

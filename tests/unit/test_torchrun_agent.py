@@ -1,7 +1,5 @@
 """Agents of a case over several nodes, as pytest and ``gputrain node`` see them: who is there, and what ends the case."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import socket

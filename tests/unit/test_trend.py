@@ -1,7 +1,5 @@
 """Tests ``gputrain trend``: the changes in a history, the commits around them, and what changed with them."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

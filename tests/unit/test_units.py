@@ -1,7 +1,5 @@
 """Text for people from numbers, and numbers from what people type."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

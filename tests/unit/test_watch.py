@@ -1,7 +1,5 @@
 """The GPUs of a case while it is timed."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Which code a case file can name: functions of Python files below the root, and nothing else."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
