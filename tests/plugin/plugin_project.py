@@ -1,7 +1,5 @@
 """Provides a project in which the tested pytest runs, and recorded replies of devices that this machine lacks."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Tests ``gputrain ab``: it runs two versions of the code, each in its own folder, and leaves no file and no worktree."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

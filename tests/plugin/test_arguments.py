@@ -1,7 +1,5 @@
 """Tests arguments of own code: that they reach its process and its id, and that what cannot reach it is refused."""
 
-from __future__ import annotations
-
 import pytest
 from plugin_project import Project, failures, only_sentence
 

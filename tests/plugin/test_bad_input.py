@@ -1,7 +1,5 @@
 """Tests bad input: one clear sentence, from the right test only, before anything is launched."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Tests that pytest-benchmark reads what is exported for it, and writes the cases into its own file."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checks tests of one case that change environment variables: each gets figures of its own environment, and says so."""
 
-from __future__ import annotations
-
 import json
 import platform
 

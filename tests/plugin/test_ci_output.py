@@ -1,7 +1,5 @@
 """Tests what a run writes for CI: annotations and the step summary of GitHub, properties in JUnit's XML."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests that the plugin works together with pytest's own options and with other plugins."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs tests that compare cases with each other, as docs/invariants.md shows one."""
 
-from __future__ import annotations
-
 import pytest
 from documents import blocks
 from plugin_project import Project, failures, recorded

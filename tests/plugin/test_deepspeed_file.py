@@ -1,7 +1,5 @@
 """A case's file of options of DeepSpeed, from the command line to the task, the baseline and back."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

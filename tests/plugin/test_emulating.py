@@ -1,7 +1,5 @@
 """``--gpu-emulate``: what it refuses, what it judges and records, and that its figures never meet those of a real GPU."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

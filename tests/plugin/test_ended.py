@@ -1,7 +1,5 @@
 """Tests runs that are ended from outside or find a full disk: measured figures are saved, and no process is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

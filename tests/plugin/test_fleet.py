@@ -1,7 +1,5 @@
 """Tests ``--gpu-executor``: its verdicts are those of a run on the node itself, and bad options are refused."""
 
-from __future__ import annotations
-
 import json
 import platform
 

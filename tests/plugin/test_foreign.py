@@ -1,7 +1,5 @@
 """Tests cases whose GPUs are also used by processes of others."""
 
-from __future__ import annotations
-
 import pytest
 from plugin_project import GEMMA, H100, H100_FOLDER, SUITE, Project, failures, only_sentence, recorded
 

@@ -1,7 +1,5 @@
 """Tests what passes and what fails: every verdict, strict runs, further processes, and days on which all are slower."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

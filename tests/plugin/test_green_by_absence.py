@@ -1,7 +1,5 @@
 """Tests that a run says in its last lines what it is not green for, and fails for it where it is strict."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests ``--gpu-history``: the lines that pytest appends, in one process and under xdist, and its notes about them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

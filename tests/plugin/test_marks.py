@@ -1,7 +1,5 @@
 """Tests the markers by which a test states limits and tolerances for its own cases."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 

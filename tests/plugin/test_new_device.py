@@ -1,7 +1,5 @@
 """A GPU that has no baselines yet: its cases are held to the predictions for its platform, and the run says so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

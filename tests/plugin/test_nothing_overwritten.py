@@ -1,7 +1,5 @@
 """Tests that a run neither destroys files that it did not make, nor empties reports of earlier ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """Tests the options as pytest reads them: switches and their opposites, what is ini-only, and flags that went."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """Tests cases of a user's own function: where it may be defined, what it is given, what it may return."""
 
-from __future__ import annotations
-
 import pytest
 from plugin_project import BUILD, H100_FOLDER, Project, failures, only_sentence, recorded
 

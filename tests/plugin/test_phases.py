@@ -1,7 +1,5 @@
 """Tests the gate of memory in each phase of training on a CPU: growth below the peak fails, too, and is named."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

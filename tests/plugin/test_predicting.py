@@ -1,7 +1,5 @@
 """Tests ``--gpu-predict``: predictions of cases, without the device and without training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests what a run reports: the JSON report, the table, the exit status."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

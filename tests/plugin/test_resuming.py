@@ -1,7 +1,5 @@
 """Tests ``--gpu-resume``: a run measures what an earlier report lacks, and takes no figures of other code."""
 
-from __future__ import annotations
-
 import json
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """Tests ``check(case, scaling=True)``: the scaling efficiency of several workers is a gated figure."""
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests cases of scripts: what they are called, where they are refused, and that they are judged like others."""
 
-from __future__ import annotations
-
 import pytest
 from plugin_project import H100_FOLDER, Project, failures, only_sentence, recorded, skips, table_rows
 

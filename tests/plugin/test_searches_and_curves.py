@@ -1,7 +1,5 @@
 """Tests ``--gpu-find-batch`` and ``--gpu-loss`` from the command line to the report."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests ``-m`` and ``--gpu-platform``: which tests run on which machine, at which scale, and in how many processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

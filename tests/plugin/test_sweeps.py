@@ -1,7 +1,5 @@
 """Tests ``--gpu-set``: a test and a row for each combination, each with its own id."""
 
-from __future__ import annotations
-
 import pytest
 from plugin_project import BUILD, GEMMA, H100_FOLDER, Project, assert_refused, failures, only_sentence
 

@@ -1,7 +1,5 @@
 """Tests a machine whose GPUs cannot be used: it counts as a CPU, and the run says so."""
 
-from __future__ import annotations
-
 import pytest
 from plugin_project import SUITE, Project
 

@@ -1,7 +1,5 @@
 """Tests recording baselines: which files and entries are written, and which stay as they are."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

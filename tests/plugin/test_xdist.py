@@ -1,7 +1,5 @@
 """Tests that several workers of xdist give the same verdicts, table, report and baselines as one process."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
