@@ -125,20 +125,6 @@ def test_a_loop_that_never_yields_is_told_so_when_its_time_is_over(project: Proj
     )
 
 
-def test_an_error_in_own_code_has_its_line(project: Project) -> None:
-    project.write(
-        test_mine="""
-        def build(setup):
-            raise KeyError("width")
-
-
-        def test_it(gputrain):
-            gputrain.check(build, precision="fp32")
-        """
-    )
-    assert only_sentence(project.run(), "test_it").endswith("KeyError: 'width' (at test_mine.py:2)")
-
-
 @pytest.mark.slow
 def test_variables_that_an_import_sets_are_no_test_s_change(project: Project) -> None:
     project.write(

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, SUITE, Project, failures, recorded
+from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, SUITE, Project, recorded
 
 BOTH = f"""{BUILD}
 
@@ -61,23 +61,6 @@ def test_collecting_runs_nothing_asks_no_driver_and_makes_no_folder(suite: Proje
         assert (result.ret, suite.launches) == (0, [])
         assert not (suite.path / "baselines").exists()
     suite.run("-k", "gemma").assert_outcomes(failed=1, deselected=2)
-
-
-def test_last_failed_runs_the_failing_case_only(gated: Project) -> None:
-    gated.answer(recorded(slower=1.05), to=GEMMA)
-    assert list(failures(gated.run())) == [f"test_tuning[{GEMMA}]"]
-    (gated.path / "launches.jsonl").unlink()
-    gated.run("--lf").assert_outcomes(failed=1)
-    assert {launched["id"] for launched in gated.launches} == {GEMMA}
-
-
-def test_the_ini_file_sets_what_the_command_line_does_and_overrides(suite: Project) -> None:
-    suite.ini("gpu_steps = 4", "gpu_runs = 2", "gpu_timeout = 15min", "gpu_json = report.json", "gpu_scale = tiny")
-    for steps in ((), ("--gpu-steps=7",)):
-        suite.run("-k", "gemma", *steps).assert_outcomes(passed=1, deselected=2)
-    launched = [(launch["steps"], launch["timeout_seconds"], launch["scale"]) for launch in suite.launches]
-    assert launched == [(4, 900.0, "tiny")] * 2 + [(7, 900.0, "tiny")] * 2
-    assert len(suite.report()["results"]) == 1
 
 
 def test_several_runs_ask_for_several_processes_and_for_more_where_they_disagree_but_none_failed(gated: Project) -> None:

@@ -32,14 +32,6 @@ def test_every_run_appends_its_cases(suite: Project) -> None:
     assert history[3]["version_driver"] == "570.86.10"
 
 
-def test_the_ini_twin_is_relative_to_the_ini_file(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    suite.ini("gpu_history = deep/history.jsonl")
-    (suite.path / "elsewhere").mkdir()
-    monkeypatch.chdir(suite.path / "elsewhere")
-    suite.run("..", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    assert [line["key"] for line in lines(suite, "deep/history.jsonl")] == [GEMMA]
-
-
 def test_two_workers_leave_the_lines_of_one(suite: Project) -> None:
     pytest.importorskip("xdist")
     suite.run("--gpu-history=alone.jsonl").assert_outcomes(passed=3)

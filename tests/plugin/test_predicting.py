@@ -118,11 +118,6 @@ def test_what_does_not_fit_fails_until_that_is_recorded(project: Project) -> Non
     assert project.report()["results"][0]["reply"]["fits"] is False
 
 
-def test_code_that_cannot_run_fails_with_its_reason(project: Project) -> None:
-    project.write(test_mine=OWN.format(width=8).replace("import torch\n", "import torch; 1 / 0\n"))
-    assert "ZeroDivisionError" in only_sentence(project.run(*PREDICT), TEST)
-
-
 @pytest.mark.slow
 def test_the_suite_is_predicted_recorded_and_gated_under_xdist(project: Project) -> None:
     pytest.importorskip("xdist")

@@ -82,27 +82,6 @@ def test_a_test_that_cannot_be_varied_says_so_and_a_bad_case_is_told_as_without_
     assert "has named=None; it must be a tuple" in told["test_it[batch_size=4]"]
 
 
-def test_own_code_sees_the_knob(project: Project) -> None:
-    project.write(
-        test_mine="""
-        def build(setup):
-            return lambda: float(setup.case.batch_size)
-
-
-        def test_it(gputrain):
-            assert gputrain.measure(build, precision="fp32", steps=2).losses == (5.0, 5.0)
-        """
-    )
-    project.run("--gpu-set=batch_size=5").assert_outcomes(passed=1)
-
-
-def test_the_ini_file_takes_a_knob_a_line(h100: Project) -> None:
-    h100.ini("gpu_set =", "    batch_size = 2, 4", "    lora_rank = 8")
-    h100.write(test_one=ONE)
-    h100.run().assert_outcomes(passed=2)
-    assert [launched["id"] for launched in h100.launches] == [f"{GEMMA}-lora_rank=8", f"{GEMMA}-batch_size=4-lora_rank=8"]
-
-
 def test_tests_without_cases_are_left_alone_and_senseless_combinations_fail_their_own(h100: Project) -> None:
     h100.write(test_one=ONE, test_other="def test_other():\n    pass\n")
     result = h100.run("--gpu-set=gpus=1,2")
