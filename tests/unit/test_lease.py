@@ -102,20 +102,17 @@ def test_a_device_is_held_by_one_process_at_a_time(start: Start) -> None:
     assert [claimant.process.wait(30) for claimant in claimants] == [0, 0]
 
 
-def test_two_processes_hold_two_devices_at_once(start: Start) -> None:
+def test_two_processes_hold_two_devices_at_once_and_two_of_two_wait_for_the_one_that_is_held(start: Start) -> None:
     holders = [start(HOLD, gpus=2) for _ in range(2)]
     assert [holder.line() for holder in holders] == ["asking"] * 2
-    assert sorted(holder.line() for holder in holders) == ["held 0", "held 1"]
-
-
-def test_two_of_two_wait_for_the_one_that_is_held(start: Start) -> None:
-    holder = start(HOLD, gpus=2)
-    assert [holder.line(), holder.line()] == ["asking", "held 0"]
+    held = {holder.line(): holder for holder in holders}
+    assert sorted(held) == ["held 0", "held 1"]
     taker = start(HOLD, gpus=2, count=2)
     assert taker.line() == "asking"
-    assert taker.says_nothing(0.5)
-    holder.go_on()
-    assert holder.line() == "let go"
+    for device in sorted(held):
+        assert taker.says_nothing(0.25)
+        held[device].go_on()
+        assert held[device].line() == "let go"
     assert sorted(taker.line().split()) == ["0", "1", "held"]
 
 
