@@ -19,17 +19,10 @@ from pytest_gputrain.cli.main import main
 Ab = Callable[..., int]
 
 
-def _git(project: Project, *arguments: str) -> str:
-    named = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
-    return subprocess.run(
-        ["git", "-C", str(project.path), *named, *arguments], check=True, capture_output=True, text=True
-    ).stdout
-
-
 def _commit(project: Project, tag: str) -> None:
-    _git(project, "add", ".")
-    _git(project, "commit", "--allow-empty", "-qm", tag)
-    _git(project, "tag", tag)
+    project.git("add", ".")
+    project.git("commit", "--allow-empty", "-qm", tag)
+    project.git("tag", tag)
 
 
 @pytest.fixture
@@ -51,7 +44,7 @@ def ab(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 def repository(suite: Project) -> Project:
     """Two commits: under ``slow`` a case takes 6 % longer than under ``main``."""
     (suite.path / ".gitignore").write_text("launches.jsonl\n__pycache__\n.pytest_cache\n")
-    _git(suite, "init", "-q", "-b", "trunk")
+    suite.git("init", "-q", "-b", "trunk")
     _commit(suite, "fast")
     suite.answer(recorded(slower=1.06), to=GEMMA)
     _commit(suite, "slow")
@@ -59,7 +52,7 @@ def repository(suite: Project) -> Project:
 
 
 def _only_worktree(project: Project) -> bool:
-    return len(_git(project, "worktree", "list").splitlines()) == 1
+    return len(project.git("worktree", "list").splitlines()) == 1
 
 
 @pytest.mark.slow
@@ -141,10 +134,7 @@ def test_what_cannot_be_run_is_told(repository: Project, ab: Ab, capsys: pytest.
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_comparison_leaves_nothing(repository: Project, tmp_path: Path, number: int) -> None:
-    conftest = repository.path / "conftest.py"
-    waits = f"        Path({str(tmp_path / 'reached')!r}).touch()\n        __import__('time').sleep(60)\n"
-    anchor = "        name = str(task.case)\n"
-    conftest.write_text(conftest.read_text().replace(anchor, waits + anchor))
+    repository.when_launched(f"Path({str(tmp_path / 'reached')!r}).touch()\n__import__('time').sleep(60)")
     _commit(repository, "hanging")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -171,7 +161,7 @@ def test_an_interrupted_comparison_leaves_nothing(repository: Project, tmp_path:
 def test_more_memory_is_found_by_real_runs(project: Project, ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
     test = "def test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2, warmup=1)\n"
     project.write(test_mine=f"{BUILD}\n\n{test}")
-    _git(project, "init", "-q", "-b", "trunk")
+    project.git("init", "-q", "-b", "trunk")
     _commit(project, "small")
     project.write(test_mine=f"{BUILD.replace('64, 64', '512, 512')}\n\n{test}")
     assert ab("--base=small", "--rounds=1", "--json=ab.json") == 1

@@ -2,14 +2,11 @@
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plugin_project import FOLDER_VANISHES, GEMMA, LLAMA, LLAMA_2, SUITE, Project, recorded
+from plugin_project import FOLDER_VANISHES, GEMMA, LLAMA, LLAMA_2, SUITE, Project, junit_properties, recorded
 
 from pytest_gputrain import GiB
 from pytest_gputrain.report import github
@@ -165,20 +162,12 @@ def test_no_summary_is_written_elsewhere_or_of_runs_without_cases(project: Proje
     assert list(project.path.glob("*.md")) == []
 
 
-def properties_of(path: Path) -> dict[str, dict[str, Any]]:
-    """By test, in JUnit's XML."""
-    return {
-        str(case.get("name")): {str(entry.get("name")): entry.get("value") for entry in case.iter("property")}
-        for case in ElementTree.parse(path).getroot()[0]
-    }
-
-
 @pytest.mark.slow
 def test_junit_has_the_figures_of_every_case_under_xdist_too(suite: Project) -> None:
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     suite.answer(recorded(slower=1.1), to=GEMMA)
     suite.spawn("-n2", "--junitxml=junit.xml").assert_outcomes(passed=2, failed=1)
-    properties = properties_of(suite.path / "junit.xml")[f"test_tuning[{GEMMA}]"]
+    properties = junit_properties(suite.junit()[f"test_tuning[{GEMMA}]"])
     assert (properties["gputrain.case"], properties["gputrain.verdict"]) == (GEMMA, "regressed")
     assert properties["gputrain.device"] == "nvidia-h100-80gb-hbm3"
     assert float(properties["gputrain.median_step_seconds"]) == pytest.approx(5.17)

@@ -3,10 +3,20 @@
 import json
 from dataclasses import dataclass
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
-from plugin_project import GEMMA, H100_FOLDER, LLAMA, LLAMA_2, SUITE, Project, failures, only_sentence, recorded
+from plugin_project import (
+    GEMMA,
+    H100_FOLDER,
+    LLAMA,
+    LLAMA_2,
+    SUITE,
+    Project,
+    failures,
+    junit_properties,
+    only_sentence,
+    recorded,
+)
 
 from pytest_gputrain import GiB
 
@@ -143,12 +153,11 @@ def test_each_verdict_has_its_sentence_and_passes_or_fails(h100: Project, group:
         for name in fails
     }
     assert result.ret == h100.report()["exit_status"] == pytest.ExitCode.TESTS_FAILED
-    xml = ElementTree.parse(h100.path / "junit.xml").getroot()[0]
+    xml = h100.junit()[""]
     assert (xml.get("tests"), xml.get("failures"), xml.get("errors")) == ("9", str(len(fails)), "0")
     for case in xml:
         name = str(case.get("name"))[len("test_it[") : -1]
-        properties = {entry.get("name"): entry.get("value") for entry in case.iter("property")}
-        assert properties["gputrain.verdict"] == rows[name].verdict
+        assert junit_properties(case)["gputrain.verdict"] == rows[name].verdict
         messages = [entry.get("message") for entry in case.iter("failure")]
         assert messages == [f"Failed: {told[name]}" for name in {name} & fails]
     if not strict:
@@ -296,15 +305,14 @@ def test_memory_growth_measured_here_fails_exactly_its_test(project: Project) ->
     assert ", and more in build, forward and between backward passes (baseline of 20" in sentence
     assert sentence.endswith("); same environment")
 
-    suite = ElementTree.parse(project.path / "junit.xml").getroot()[0]
+    suite = project.junit()[""]
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "1", "0")
-    grown = next(case for case in suite if case.get("name") == "test_grown")
-    properties = {entry.get("name"): entry.get("value") for entry in grown.iter("property")}
+    properties = junit_properties(project.junit()["test_grown"])
     assert properties["gputrain.case"] == "build-fp32@tiny"
     assert properties["gputrain.verdict"] == "regressed"
     assert int(properties["gputrain.peak_allocated_bytes"]) >= 5 * 1280 * 1024 * 4
     assert float(properties["gputrain.median_step_seconds"]) > 0
-    (failure,) = grown.iter("failure")
+    (failure,) = suite.iter("failure")
     assert failure.text is not None
     assert sentence in failure.text
 
@@ -367,7 +375,7 @@ def test_a_day_on_which_all_cases_are_slower_fails_once_and_not_each_case(many: 
     result.stdout.fnmatch_lines([f"FAILED gputrain::all_cases_together - {sentence}"])
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert sentence in many.report()["notes"]
-    suite = ElementTree.parse(many.path / "junit.xml").getroot()[0]
+    suite = many.junit()[""]
     assert (suite.get("tests"), suite.get("failures")) == ("13", "1")
     (entry,) = (case for case in suite if list(case.iter("failure")))
     assert (entry.get("classname"), entry.get("name")) == ("gputrain", "all_cases_together")

@@ -1,10 +1,9 @@
 """Tests the markers by which a test states limits and tolerances for its own cases."""
 
 import re
-from xml.etree import ElementTree
 
 import pytest
-from plugin_project import BUILD, GEMMA, LLAMA, LLAMA_2, SUITE, Project, failures, only_sentence, recorded
+from plugin_project import BUILD, GEMMA, LLAMA, LLAMA_2, SUITE, Project, failures, junit_properties, only_sentence, recorded
 
 from pytest_gputrain import GiB
 
@@ -55,8 +54,7 @@ def test_a_limit_fails_without_a_baseline_and_says_where_it_stands(suite: Projec
     limits = {result["key"]: result["verdict"]["limits"][0] for result in suite.report()["results"]}
     assert [limits[key]["status"] for key in (GEMMA, LLAMA)] == ["over-limit", "pass"]
     assert (limits[GEMMA]["value"], limits[GEMMA]["limit"]) == (35 * GiB, 24 * GiB)
-    entries = next(case for case in ElementTree.parse(suite.path / "junit.xml").getroot()[0] if case.get("name") == TEST)
-    properties = {entry.get("name"): entry.get("value") for entry in entries.iter("property")}
+    properties = junit_properties(suite.junit()[TEST])
     assert properties["gputrain.verdict"] == "over-limit"
     assert properties["gputrain.limit.peak_allocated_bytes"] == str(24 * GiB)
 

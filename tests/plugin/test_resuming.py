@@ -2,7 +2,6 @@
 
 import json
 import platform
-import subprocess
 from typing import Any
 
 import pytest
@@ -25,10 +24,7 @@ def suite(suite: Project) -> Project:
 
 def interrupt(project: Project, name: str) -> None:
     """From now on, the third launch sends pytest this signal; `machine` undoes it."""
-    conftest = project.path / "conftest.py"
-    anchor = "        name = str(task.case)\n"
-    ending = "        if sum(asked.values()) == 2:\n            import os, signal; os.kill(os.getpid(), signal."
-    conftest.write_text(conftest.read_text().replace(anchor, f"{anchor}{ending}{name})\n"))
+    project.when_launched(f"import os, signal\nos.kill(os.getpid(), signal.{name})", of="before == 2")
 
 
 def launched(project: Project, since: int = 0) -> list[str]:
@@ -198,17 +194,11 @@ def test_last_failed_runs_what_failed_and_what_had_no_figures(suite: Project) ->
     assert launched(suite, before + 2) == [LLAMA]
 
 
-def git(project: Project, *arguments: str) -> str:
-    identity = ["-c", "user.name=n", "-c", "user.email=e@x"]
-    done = subprocess.run(["git", *identity, *arguments], cwd=project.path, check=True, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
 def committed(project: Project) -> None:
     (project.path / ".gitignore").write_text("*\n!test_*.py\n!baselines\n!baselines/**\n")
-    git(project, "init", "-q")
-    git(project, "add", ".")
-    git(project, "commit", "-q", "-m", "first")
+    project.git("init", "-q")
+    project.git("add", ".")
+    project.git("commit", "-q", "-m", "first")
 
 
 def test_figures_of_another_code_are_refused(suite: Project) -> None:
@@ -220,7 +210,7 @@ def test_figures_of_another_code_are_refused(suite: Project) -> None:
     test = suite.path / "test_tuning.py"
     test.write_text(SUITE + "# changed\n")
     before = len(suite.launches)
-    commit = git(suite, "rev-parse", "--short=12", "HEAD")
+    commit = suite.git("rev-parse", "--short=12", "HEAD")
     refused = f"*clean.json is of {commit} with other uncommitted changes than there are now; restore those, or leave * out*"
     result = suite.run("--gpu-resume=clean.json")
     result.stderr.fnmatch_lines([f"ERROR: --gpu-resume: {refused}"])
@@ -228,8 +218,8 @@ def test_figures_of_another_code_are_refused(suite: Project) -> None:
     suite.run("--gpu-resume=dirty.json").stdout.fnmatch_lines(["3 cases taken from *dirty.json"])
     test.write_text(SUITE + "# changed again\n")
     suite.run("--gpu-resume=dirty.json").stderr.fnmatch_lines(["*with other uncommitted changes*"])
-    git(suite, "commit", "-qam", "second")
-    after = git(suite, "rev-parse", "--short=12", "HEAD")
+    suite.git("commit", "-qam", "second")
+    after = suite.git("rev-parse", "--short=12", "HEAD")
     suite.run("--gpu-resume=clean.json").stderr.fnmatch_lines(
         [f"*is of commit {commit}, and this is {after}; check that out, or*"]
     )

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from plugin_project import BUILD, GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, SUITE, Project, failures, only_sentence, recorded
@@ -133,8 +132,7 @@ def test_what_gave_no_figures_becomes_no_baseline_and_fails(
         assert entries(gated).get(GEMMA) == before.get(GEMMA)
         assert sorted(entries(gated)) == (ALL if known else [] if beside else sorted([LLAMA, LLAMA_2]))
         assert gated.verdicts()[GEMMA] == "failed"
-        xml = ElementTree.parse(gated.path / "junit.xml").getroot()[0]
-        of_case = [len(list(case.iter("failure"))) for case in xml if case.get("name") == TEST]
+        of_case = [len(list(case.iter("failure"))) for case in gated.junit()[""] if case.get("name") == TEST]
         assert of_case == ([1] if len(replies) == 1 else [0, 1]), "a failure in a later run is an entry of its own"
 
 
@@ -204,23 +202,12 @@ def test_a_case_whose_test_fails_is_measured_no_further(suite: Project) -> None:
     assert sorted(entries(suite)) == sorted([LLAMA, LLAMA_2])
 
 
-def _end_in_the_launch(project: Project, number: int, how: str) -> None:
-    """From now on, the ``number``-th launch does ``how`` instead."""
-    conftest = project.path / "conftest.py"
-    text = conftest.read_text()
-    anchor = "        name = str(task.case)\n"
-    assert anchor in text
-    conftest.write_text(
-        text.replace(anchor, f"{anchor}        if sum(asked.values()) == {number - 1}:\n            {how}\n")
-    )
-
-
 @pytest.mark.parametrize("arguments", [[], ["--gpu-json=report.json"]], ids=["alone", "with a report"])
 def test_an_update_that_is_ended_keeps_old_baselines_and_all_figures(suite: Project, arguments: list[str]) -> None:
     suite.run(UPDATE, "-k", "not gemma").assert_outcomes(passed=2, deselected=1)
     before = entries(suite)
     suite.answer(recorded(slower=2))
-    _end_in_the_launch(suite, 3 * 4 + 2, "raise KeyboardInterrupt")
+    suite.when_launched("raise KeyboardInterrupt", of="before == 3 * 4 + 1")
     result = suite.spawn(UPDATE, *arguments)
     assert result.ret == pytest.ExitCode.INTERRUPTED
     (line,) = (line for line in result.outlines if line.startswith("not recorded: "))
@@ -246,16 +233,15 @@ def test_an_update_that_stops_at_a_failure_records_nothing_half(suite: Project) 
     assert not suite.baseline_file("tuning", H100_FOLDER).exists()
 
 
-_MEET = """
-            (HERE / f"here-{__import__('os').getpid()}").touch()
-            while len(list(HERE.glob("here-*"))) < 3:
-                __import__("time").sleep(0.01)
-"""
+MEET = """\
+(HERE / f"here-{__import__('os').getpid()}").touch()
+while len(list(HERE.glob("here-*"))) < 3:
+    __import__("time").sleep(0.01)"""
 
 
 def test_several_runs_at_once_lose_no_baseline(suite: Project) -> None:
     suite.machine(H100, gpus=3)
-    _end_in_the_launch(suite, 1, _MEET.strip())
+    suite.when_launched(MEET, of="before == 0")
     names = ("llama-3", "gemma", "llama-2")
     command = [sys.executable, "-m", "pytest", "-q", UPDATE, "--gpu-history=history.jsonl", "--gpu-runs=1"]
     runs = [subprocess.Popen([*command, "-k", name], cwd=suite.path, stdout=subprocess.DEVNULL) for name in names]
@@ -334,15 +320,9 @@ def test_baseline_dir_of_the_ini_file_is_relative_to_it(suite: Project, monkeypa
 
 
 def test_the_commit_is_stored_with_uncommitted_changes_marked(suite: Project) -> None:
-    def git(*arguments: str) -> str:
-        run = suite.pytester.run("git", "-c", "user.name=t", "-c", "user.email=t@example.org", *arguments)
-        assert run.ret == 0
-        return run.stdout.str().strip()
-
-    git("init", "-q")
-    git("add", "tox.ini")
-    git("commit", "-q", "-m", "first")
-    head = git("rev-parse", "--short=12", "HEAD")
+    for command in ("init -q", "add tox.ini", "commit -qm first"):
+        suite.git(*command.split())
+    head = suite.git("rev-parse", "--short=12", "HEAD")
     suite.run(UPDATE, "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     (suite.path / "tox.ini").write_text("[pytest]\n# changed\n")
     suite.run(UPDATE, "-k", "llama-3").assert_outcomes(passed=1, deselected=2)

@@ -74,21 +74,15 @@ def test_a_search_has_the_figures_of_the_fastest_and_all_tries_or_of_what_did_no
     assert study.reply == out_of_memory()
 
 
-def test_a_crash_is_the_reply() -> None:
-    study, _ = _search(5, beyond=crashed())
-    assert (study.reply, study.task.case.batch_size) == (crashed(), 8)
-
-
-def test_a_time_out_keeps_its_reason() -> None:
+def test_a_time_out_and_a_stand_in_with_fewer_samples_bound_the_search_and_a_crash_is_the_reply() -> None:
     study, _ = _search(5, beyond=timed_out())
     assert (study.search.largest, study.search.tries[3].outcome) == (5, "timed_out")
     assert study.search.tries[3].reason == "was ended after 1,800 s (build); --gpu-timeout allows more"
-
-
-def test_a_stand_in_that_trains_on_fewer_samples_bounds_the_search() -> None:
-    study = search_batch(TASK, 64, lambda task: measurement(batch_size=min(task.case.batch_size, 6)))
-    assert study.search.largest == 6
-    assert {attempt.outcome for attempt in study.search.tries if attempt.batch_size > 6} == {"capped"}
+    capped = search_batch(TASK, 64, lambda task: measurement(batch_size=min(task.case.batch_size, 6))).search
+    assert capped.largest == 6
+    assert {attempt.outcome for attempt in capped.tries if attempt.batch_size > 6} == {"capped"}
+    study, _ = _search(5, beyond=crashed())
+    assert (study.reply, study.task.case.batch_size) == (crashed(), 8)
 
 
 # Loss curves
@@ -129,6 +123,10 @@ def test_a_precision_without_a_curve_is_told_and_the_others_are_kept() -> None:
         f"{CASE} in fp16-amp gave no measurement (measure in step 1): ValueError: loss is NaN"
     )
     assert [curve.trend for curve in study.loss_curves] == [None, "converging", None, "converging"]
+    own = _curves({"fp32": FALLING, "bf16-amp": out_of_memory(), "fp16-amp": FALLING, "bf16": out_of_memory()})
+    assert describe_failed_curves(CASE, own.loss_curves) == (
+        f"{CASE} in bf16 ran out of device memory (measure in step 2): CUDA out of memory."
+    )
 
 
 RISING = tuple(10 * (1 + step / 2000) for step in range(40))
@@ -156,27 +154,17 @@ def test_a_rise_counts_by_what_its_precision_resolves(precision: str, expected: 
     assert {curve.precision: curve.trend for curve in study.loss_curves}[precision] == expected
 
 
-def test_divergence_counts_where_fp32_does_not_diverge() -> None:
+def test_divergence_counts_where_fp32_does_not_diverge_or_the_loss_of_the_case_is_not_finite() -> None:
     worse = _curve("fp16-amp", trend="diverging", losses=FALLING[:7], non_finite_step=8)
     assert describe_divergence(CASE, [_curve("fp32"), worse]) == (
         f"{CASE} diverges in fp16-amp (its loss is not finite in step 8), but not in fp32"
     )
     assert describe_divergence(CASE, [_curve("fp32", trend="diverging"), worse]) is None
     assert describe_divergence(CASE, [_curve("fp32"), _curve("bf16", trend="flat")]) is None
-
-
-def test_a_case_whose_own_loss_is_not_finite_diverges_whatever_fp32_does() -> None:
     own = _curve(CASE.precision, trend="diverging", losses=FALLING[:7], non_finite_step=8)
-    expected = f"{CASE} diverges: its loss is not finite in step 8"
-    assert describe_divergence(CASE, [_curve("fp32", trend="diverging"), own]) == expected
-    assert describe_divergence(CASE, [_curve("fp32"), own]) == expected
-
-
-def test_a_case_without_room_for_its_own_precision_has_no_curve() -> None:
-    study = _curves({"fp32": FALLING, "bf16-amp": out_of_memory(), "fp16-amp": FALLING, "bf16": out_of_memory()})
-    assert describe_failed_curves(CASE, study.loss_curves) == (
-        f"{CASE} in bf16 ran out of device memory (measure in step 2): CUDA out of memory."
-    )
+    for fp32 in ("diverging", "converging"):
+        expected = f"{CASE} diverges: its loss is not finite in step 8"
+        assert describe_divergence(CASE, [_curve("fp32", trend=fp32), own]) == expected
 
 
 # Tables and sentences
