@@ -111,12 +111,9 @@ def test_a_case_of_several_tests_has_one_line_of_the_last_that_judged_it_and_a_s
     assert lines_of([result(search=Search(tries=(), most=4))], SESSION) == []
 
 
-def test_every_knob_is_a_key() -> None:
-    assert set(Case.__struct_fields__) - {"named", "platforms"} <= set(HistoryLine.__struct_fields__)
-
-
-def test_every_key_is_one_column_of_one_type() -> None:
+def test_every_knob_is_a_key_and_every_key_one_column_of_one_type() -> None:
     """No lists or objects, and no whole number where another line has a fraction."""
+    assert set(Case.__struct_fields__) - {"named", "platforms"} <= set(HistoryLine.__struct_fields__)
     kinds = {
         name: {type(kind) for kind in (info.types if isinstance(info, msgspec.inspect.UnionType) else [info])}
         - {msgspec.inspect.NoneType}

@@ -132,23 +132,17 @@ def test_a_holder_that_let_go_or_was_killed_frees_its_device(start: Start, kille
 GPUS = [Gpu(index=i, uuid=f"GPU-{i}", name="NVIDIA H200", memory_bytes=1, driver="1") for i in range(3)]
 
 
-def test_an_error_inside_frees_the_device(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="inside"), lease(GPUS[:1], 1, tmp_path):
-        raise ValueError("inside")
-    with lease(GPUS[:1], 1, tmp_path) as held:
-        assert held == (GPUS[0],)
-
-
-def test_as_many_as_asked_for_and_each_once(tmp_path: Path) -> None:
+def test_as_many_as_asked_for_are_lent_each_once_until_an_error_inside_and_more_is_refused(tmp_path: Path) -> None:
     with lease([], 0, tmp_path / "locks") as none:
         assert none == ()
     assert not (tmp_path / "locks").exists()
     with lease(GPUS, 2, tmp_path) as held:
         assert len(set(held)) == 2
         assert set(held) <= set(GPUS)
-
-
-def test_more_than_there_are_or_than_is_held_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="inside"), lease(GPUS[:1], 1, tmp_path):
+        raise ValueError("inside")
+    with lease(GPUS[:1], 1, tmp_path) as held:
+        assert held == (GPUS[0],)
     with pytest.raises(HardwareError, match="2 GPUs cannot be lent: there are 1"), lease(GPUS[:1], 2, tmp_path):
         pass
     with lease(GPUS[:2], 1, tmp_path), pytest.raises(HardwareError, match="holds 1 already"), lease(GPUS[:2], 2, tmp_path):
