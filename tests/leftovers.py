@@ -1,7 +1,5 @@
 """Own code that fails in every way, and what a case leaves behind: processes, shared memory, temporary files, locks."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import tempfile

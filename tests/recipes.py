@@ -1,7 +1,5 @@
 """Applies the differences that the recipes of own loops show, for the tests that run them."""
 
-from __future__ import annotations
-
 
 def patched(program: str, diff: str) -> str:
     """Apply a diff, whose hunks are found by their lines."""

@@ -1,7 +1,5 @@
 """Tests the wheel and the sdist that a release would publish; `tox -e package` leaves them in dist/."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Gives every test here a project of its own in which pytest runs, without this machine's GPUs and its CI."""
 
-from __future__ import annotations
-
 import tempfile
 
 import pytest

@@ -1,7 +1,5 @@
 """Reads README.md, CONTRIBUTING.md and docs/*.md for tests: blocks by language, and every command that they show."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Provides a scheduler with one node that runs every job when it is submitted, in this process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

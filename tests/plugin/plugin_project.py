@@ -1,13 +1,14 @@
 """Provides a project in which the tested pytest runs, and recorded replies of devices that this machine lacks."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
+import subprocess
+import textwrap
 import uuid
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -176,6 +177,28 @@ class Project:
         replies_by_key = json.loads(file.read_text()) if file.exists() else {}
         file.write_text(json.dumps(replies_by_key | {to: replies}))
 
+    def when_launched(self, code: str, of: str = "True") -> None:
+        """From now on, a launch of which the expression ``of`` holds does this first; `machine` undoes it.
+
+        An expression may use ``name``, the id of the case, and ``before``, the number of launches of this run until then.
+        """
+        conftest, anchor = self.path / "conftest.py", "        name = str(task.case)\n"
+        text = conftest.read_text()
+        assert anchor in text
+        body = textwrap.indent(f"before = sum(asked.values())\nif {of}:\n{textwrap.indent(code, '    ')}\n", " " * 8)
+        conftest.write_text(text.replace(anchor, anchor + body))
+
+    def git(self, *arguments: str) -> str:
+        """What git says in the project, with the name of an author."""
+        named = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+        command = ["git", "-C", str(self.path), *named, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    def junit(self) -> dict[str, Any]:
+        """The cases of ``--junitxml=junit.xml`` by name, and the properties of the suite beside them as ``""``."""
+        (suite,) = ElementTree.parse(self.path / "junit.xml").getroot()
+        return {"": suite, **{str(case.get("name")): case for case in suite}}
+
     def occupied(self, *, free_bytes: int, processes: int = 0) -> None:
         """From now on, this is what is on the GPUs before a case starts."""
         (self.path / "occupancy.json").write_text(json.dumps([free_bytes, processes]))
@@ -236,6 +259,11 @@ def failures(result: pytest.RunResult) -> dict[str, str]:
     """Text of every failure of an in-process run, by name of the test."""
     reports = result.reprec.getreports("pytest_runtest_logreport")
     return {report.nodeid.partition("::")[2]: report.longreprtext for report in reports if report.failed}
+
+
+def junit_properties(case: ElementTree.Element) -> dict[str | None, str]:
+    """Of a case of `Project.junit`."""
+    return {entry.get("name"): str(entry.get("value")) for entry in case.iter("property")}
 
 
 def skips(result: pytest.RunResult) -> dict[str, str]:

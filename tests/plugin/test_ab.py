@@ -1,7 +1,5 @@
 """Tests ``gputrain ab``: it runs two versions of the code, each in its own folder, and leaves no file and no worktree."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -21,17 +19,10 @@ from pytest_gputrain.cli.main import main
 Ab = Callable[..., int]
 
 
-def _git(project: Project, *arguments: str) -> str:
-    named = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
-    return subprocess.run(
-        ["git", "-C", str(project.path), *named, *arguments], check=True, capture_output=True, text=True
-    ).stdout
-
-
 def _commit(project: Project, tag: str) -> None:
-    _git(project, "add", ".")
-    _git(project, "commit", "--allow-empty", "-qm", tag)
-    _git(project, "tag", tag)
+    project.git("add", ".")
+    project.git("commit", "--allow-empty", "-qm", tag)
+    project.git("tag", tag)
 
 
 @pytest.fixture
@@ -53,7 +44,7 @@ def ab(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 def repository(suite: Project) -> Project:
     """Two commits: under ``slow`` a case takes 6 % longer than under ``main``."""
     (suite.path / ".gitignore").write_text("launches.jsonl\n__pycache__\n.pytest_cache\n")
-    _git(suite, "init", "-q", "-b", "trunk")
+    suite.git("init", "-q", "-b", "trunk")
     _commit(suite, "fast")
     suite.answer(recorded(slower=1.06), to=GEMMA)
     _commit(suite, "slow")
@@ -61,7 +52,7 @@ def repository(suite: Project) -> Project:
 
 
 def _only_worktree(project: Project) -> bool:
-    return len(_git(project, "worktree", "list").splitlines()) == 1
+    return len(project.git("worktree", "list").splitlines()) == 1
 
 
 @pytest.mark.slow
@@ -119,31 +110,22 @@ def test_an_environment_runs_by_its_own_python(repository: Project, ab: Ab, caps
     assert capsys.readouterr().err.endswith("gputrain: --base: venv has no pytest-gputrain; install it there\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (
-            ["--base=gone"],
-            "--base: 'gone' is neither a folder, a virtual environment nor a revision of a git repository here",
-        ),
-        (["--base=fast", "--head=gone"], "--head: 'gone' is neither a folder, a virtual environment nor a revision of *"),
-        (["--base=fast", "--rounds=1", "-k", "nothing"], "fast (*) has no test that -k nothing selects"),
-        (["--base=fast", "--rounds=1", "-m", "a100"], "no test of fast (*) measured a case:*3 skipped*"),
-        (["--base=fast", "--rounds=1", "--nonsense"], "pytest of fast (*) ended with status 4 *unrecognized*--nonsense*"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_cannot_be_run_is_told(
-    repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
-) -> None:
-    assert ab(*arguments) == 2
-    error = capsys.readouterr().err.partition("gputrain: " + sentence[:2])
-    text = " ".join(f"{sentence[:2]}{error[2]}".split())
-    pytest.LineMatcher([text]).fnmatch_lines([sentence])
-    assert _only_worktree(repository)
+UNRUNNABLE = {
+    "--base=gone": "--base: 'gone' is neither a folder, a virtual environment nor a revision of a git repository here",
+    "--base=fast --head=gone": "--head: 'gone' is neither a folder, a virtual environment nor a revision of *",
+    "--base=fast --rounds=1 -k nothing": "fast (*) has no test that -k nothing selects",
+    "--base=fast --rounds=1 -m a100": "no test of fast (*) measured a case:*3 skipped*",
+    "--base=fast --rounds=1 --nonsense": "pytest of fast (*) ended with status 4 *unrecognized*--nonsense*",
+}
 
 
-def test_a_number_of_rounds_that_cannot_be_is_refused(ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run_is_told(repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, sentence in UNRUNNABLE.items():
+        assert ab(*arguments.split()) == 2
+        error = capsys.readouterr().err.partition("gputrain: " + sentence[:2])
+        text = " ".join(f"{sentence[:2]}{error[2]}".split())
+        pytest.LineMatcher([text]).fnmatch_lines([sentence])
+        assert _only_worktree(repository)
     with pytest.raises(SystemExit) as exit_info:
         ab("--base=fast", "--rounds=0")
     assert exit_info.value.code == 2
@@ -152,10 +134,7 @@ def test_a_number_of_rounds_that_cannot_be_is_refused(ab: Ab, capsys: pytest.Cap
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_comparison_leaves_nothing(repository: Project, tmp_path: Path, number: int) -> None:
-    conftest = repository.path / "conftest.py"
-    waits = f"        Path({str(tmp_path / 'reached')!r}).touch()\n        __import__('time').sleep(60)\n"
-    anchor = "        name = str(task.case)\n"
-    conftest.write_text(conftest.read_text().replace(anchor, waits + anchor))
+    repository.when_launched(f"Path({str(tmp_path / 'reached')!r}).touch()\n__import__('time').sleep(60)")
     _commit(repository, "hanging")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -182,7 +161,7 @@ def test_an_interrupted_comparison_leaves_nothing(repository: Project, tmp_path:
 def test_more_memory_is_found_by_real_runs(project: Project, ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
     test = "def test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2, warmup=1)\n"
     project.write(test_mine=f"{BUILD}\n\n{test}")
-    _git(project, "init", "-q", "-b", "trunk")
+    project.git("init", "-q", "-b", "trunk")
     _commit(project, "small")
     project.write(test_mine=f"{BUILD.replace('64, 64', '512, 512')}\n\n{test}")
     assert ab("--base=small", "--rounds=1", "--json=ab.json") == 1

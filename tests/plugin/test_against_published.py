@@ -1,7 +1,5 @@
 """Tests ``--gpu-baseline=published``: verdicts, sentences and the table of a run, in one process and under xdist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

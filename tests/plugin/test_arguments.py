@@ -1,7 +1,5 @@
 """Tests arguments of own code: that they reach its process and its id, and that what cannot reach it is refused."""
 
-from __future__ import annotations
-
 import pytest
 from plugin_project import Project, failures, only_sentence
 
@@ -125,20 +123,6 @@ def test_a_loop_that_never_yields_is_told_so_when_its_time_is_over(project: Proj
     assert sentence.endswith(
         "--gpu-timeout allows more, and a function that trains in a loop of its own has to yield after each step"
     )
-
-
-def test_an_error_in_own_code_has_its_line(project: Project) -> None:
-    project.write(
-        test_mine="""
-        def build(setup):
-            raise KeyError("width")
-
-
-        def test_it(gputrain):
-            gputrain.check(build, precision="fp32")
-        """
-    )
-    assert only_sentence(project.run(), "test_it").endswith("KeyError: 'width' (at test_mine.py:2)")
 
 
 @pytest.mark.slow

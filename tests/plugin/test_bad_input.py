@@ -1,7 +1,5 @@
 """Tests bad input: one clear sentence, from the right test only, before anything is launched."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 
@@ -186,53 +184,38 @@ def test_a_baseline_folder_that_was_named_must_exist_for_cases(suite: Project) -
     suite.run("--gpu-baseline-dir=baseline", "-k", "test_it").assert_outcomes(passed=1, deselected=3)
 
 
-@pytest.mark.parametrize(
-    ("argument", "sentence"),
-    [
-        ("--gpu-time-tolerance=3", "--gpu-time-tolerance: '3' is not a tolerance; write it as 3% or 0.03"),
-        ("--gpu-time-tolerance=-1%", "--gpu-time-tolerance: '-1%' is not a tolerance; write it as 3% or 0.03"),
-        ("--gpu-time-tolerance=nan", "--gpu-time-tolerance: 'nan' is not a tolerance; write it as 3% or 0.03"),
-        (
-            "--gpu-memory-tolerance=512",
-            "--gpu-memory-tolerance: '512' is not a tolerance; write it as 2%, 0.02, 512MiB or 2%+512MiB",
-        ),
-        ("--gpu-runs=0", "--gpu-runs: '0' is not a whole number from 1 to 20"),
-        ("--gpu-runs=two", "--gpu-runs: 'two' is not a whole number from 1 to 20"),
-        ("--gpu-steps=0", "--gpu-steps: '0' is not a whole number from 1 on"),
-        ("--gpu-warmup=-1", "--gpu-warmup: '-1' is not a whole number from 0 on"),
-        ("--gpu-timeout=soon", "--gpu-timeout: 'soon' is not a time; write it as 90s, 15min or 2h"),
-        ("--gpu-timeout=0", "--gpu-timeout: '0' is not a time; write it as 90s, 15min or 2h"),
-        ("--gpu-scale=huge", "--gpu-scale: 'huge' is none of auto, full, tiny"),
-        ("--gpu-isolation=thread", "--gpu-isolation: 'thread' is none of auto, process, inline"),
-        ("--gpu-ids=0,0", "--gpu-ids: '0,0' is not a list of GPU indices or UUIDs, each once, separated by commas"),
-        ("--gpu-platform=h10", "--gpu-platform: 'h10' is unknown (did you mean 'h100'?); known: *"),
-        (
-            "--gpu-baseline=gone.json",
-            "--gpu-baseline: 'gone.json' is neither 'measured', 'published' nor a report that exists",
-        ),
-        ("--gpu-baseline-dir=", "--gpu-baseline-dir: *"),
-        (
-            "--gpu-baseline-update --gpu-baseline-dir=tox.ini/baselines",
-            "baselines cannot be written to */tox.ini/baselines (Not a directory); make it writable or choose another *",
-        ),
-        (
-            "--gpu-baseline=tuning.json --gpu-baseline-update",
-            "--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a report",
-        ),
-        ("-o gpu_time_tolerance=3", "gpu_time_tolerance: '3' is not a tolerance; write it as 3% or 0.03"),
-    ],
-    ids=lambda text: "" if ": " in text else text,
-)
-def test_a_bad_option_value_is_a_usage_error(suite: Project, argument: str, sentence: str) -> None:
+TOLERANCE, ON = "is not a tolerance; write it as 3% or 0.03", "is not a whole number from"
+BAD_OPTIONS = {
+    "--gpu-time-tolerance=3": f"--gpu-time-tolerance: '3' {TOLERANCE}",
+    "--gpu-time-tolerance=-1%": f"--gpu-time-tolerance: '-1%' {TOLERANCE}",
+    "--gpu-time-tolerance=nan": f"--gpu-time-tolerance: 'nan' {TOLERANCE}",
+    "--gpu-memory-tolerance=512": "--gpu-memory-tolerance: '512' is not a tolerance; write it as 2%, 0.02, 512MiB or *",
+    "--gpu-runs=0": f"--gpu-runs: '0' {ON} 1 to 20",
+    "--gpu-runs=two": f"--gpu-runs: 'two' {ON} 1 to 20",
+    "--gpu-steps=0": f"--gpu-steps: '0' {ON} 1 on",
+    "--gpu-warmup=-1": f"--gpu-warmup: '-1' {ON} 0 on",
+    "--gpu-timeout=soon": "--gpu-timeout: 'soon' is not a time; write it as 90s, 15min or 2h",
+    "--gpu-timeout=0": "--gpu-timeout: '0' is not a time; write it as 90s, 15min or 2h",
+    "--gpu-scale=huge": "--gpu-scale: 'huge' is none of auto, full, tiny",
+    "--gpu-isolation=thread": "--gpu-isolation: 'thread' is none of auto, process, inline",
+    "--gpu-ids=0,0": "--gpu-ids: '0,0' is not a list of GPU indices or UUIDs, each once, separated by commas",
+    "--gpu-platform=h10": "--gpu-platform: 'h10' is unknown (did you mean 'h100'?); known: *",
+    "--gpu-baseline=gone.json": "--gpu-baseline: 'gone.json' is neither 'measured', 'published' nor a report that exists",
+    "--gpu-baseline-dir=": "--gpu-baseline-dir: *",
+    "--gpu-baseline-update --gpu-baseline-dir=tox.ini/baselines": (
+        "baselines cannot be written to */tox.ini/baselines (Not a directory); make it writable or choose another *"
+    ),
+    "--gpu-baseline=tuning.json --gpu-baseline-update": (
+        "--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a report"
+    ),
+    "-o gpu_time_tolerance=3": f"gpu_time_tolerance: '3' {TOLERANCE}",
+}
+
+
+def test_a_bad_option_value_is_a_usage_error(suite: Project) -> None:
     (suite.path / "tuning.json").touch()
-    assert_refused(suite, sentence, *argument.split())
-
-
-def test_an_unknown_gpu_id_fails_in_one_sentence(suite: Project) -> None:
-    result = suite.run("--gpu-ids=7", "-k", "gemma")
-    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(
-        "--gpu-ids: no visible GPU '7', or several; visible: 0 (GPU-"
-    )
+    for arguments, sentence in BAD_OPTIONS.items():
+        assert_refused(suite, sentence, *arguments.split())
 
 
 def test_a_test_beside_a_bad_one_keeps_its_verdict(gated: Project) -> None:
@@ -241,3 +224,5 @@ def test_a_test_beside_a_bad_one_keeps_its_verdict(gated: Project) -> None:
     result = gated.run()
     result.assert_outcomes(passed=4, failed=2)
     assert set(failures(result)) == {f"test_tuning[{GEMMA}]", "test_case[bad]"}
+    sentence = only_sentence(gated.run("--gpu-ids=7", "-k", "gemma and tuning"), f"test_tuning[{GEMMA}]")
+    assert sentence.startswith("--gpu-ids: no visible GPU '7', or several; visible: 0 (GPU-")

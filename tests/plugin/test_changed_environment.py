@@ -1,7 +1,5 @@
 """Checks tests of one case that change environment variables: each gets figures of its own environment, and says so."""
 
-from __future__ import annotations
-
 import json
 import platform
 
@@ -221,7 +219,7 @@ def test_two_other_environments_are_not_both_recorded(suite: Project) -> None:
     assert len(suite.baselines("tuning", H100_FOLDER)[GEMMA]["runs"]) == 1
 
 
-def test_what_no_worker_sees_and_what_is_set_before_tests_is_no_difference(
+def test_what_no_worker_sees_is_no_difference_and_what_is_no_text_is_told(
     h100: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AT_IMPORT", "0")  # undone with this test
@@ -232,6 +230,10 @@ def test_what_no_worker_sees_and_what_is_set_before_tests_is_no_difference(
     h100.run("--gpu-json=report.json").assert_outcomes(passed=2)
     assert variables(h100) == [{}]
     assert [result["variables"] for result in h100.report()["results"]] == [[], []]
+    h100.write(test_two=two('monkeypatch.setenv("FLAG", "\\udcff")'))
+    sentence = failures(h100.run())[f"test_changed[{GEMMA}]"]
+    why = "its test sets the environment variable FLAG, which is not UTF-8; set it before pytest starts"
+    assert sentence.strip() == f"{GEMMA} was not measured: {why}"
 
 
 def test_one_worker_alone_has_the_environment_of_the_case(h100: Project) -> None:
@@ -271,13 +273,6 @@ def test_cases_that_a_test_in_doubt_looks_at_have_the_environment_of_the_session
     assert h100.launches[before + 1]["id"] != doubtful, "it looked at others at once"
 
 
-def test_a_variable_that_is_no_text_is_told(h100: Project) -> None:
-    h100.write(test_two=two('monkeypatch.setenv("FLAG", "\\udcff")'))
-    sentence = failures(h100.run())[f"test_changed[{GEMMA}]"]
-    why = "its test sets the environment variable FLAG, which is not UTF-8; set it before pytest starts"
-    assert sentence.strip() == f"{GEMMA} was not measured: {why}"
-
-
 # Other ways to run
 
 
@@ -294,23 +289,16 @@ def test_a_resumed_run_takes_figures_of_the_same_environment(h100: Project) -> N
     assert variables(h100)[2:] == [{"FLAG": "2"}]
 
 
-def test_a_report_to_compare_with_has_the_figures_of_each_environment(h100: Project) -> None:
+def test_a_report_and_the_history_have_the_figures_of_each_environment(h100: Project) -> None:
     h100.answer(recorded(device_name=H100), recorded(device_name=H100, bigger=10 << 30))
     h100.write(test_two=two())
-    h100.run("--gpu-json=first.json")
-    result = h100.run("--gpu-baseline=first.json")
-    result.assert_outcomes(passed=2)
-    h100.answer(recorded(device_name=H100, bigger=10 << 30))
-    assert list(failures(h100.run("--gpu-baseline=first.json"))) == [f"test_changed[{GEMMA}]"]
-
-
-def test_the_history_has_the_case_in_the_environment_of_the_session(h100: Project) -> None:
-    h100.answer(recorded(device_name=H100), recorded(device_name=H100, bigger=10 << 30))
-    h100.write(test_two=two())
-    for tests in (["plain", "changed"], ["changed"]):
-        h100.run("--gpu-history=history.jsonl", *(f"test_two.py::test_{name}" for name in tests))
+    h100.run("--gpu-json=first.json", "--gpu-history=history.jsonl")
+    h100.run("--gpu-baseline=first.json").assert_outcomes(passed=2)
+    h100.run("--gpu-history=history.jsonl", "test_two.py::test_changed")
     lines = [json.loads(line) for line in (h100.path / "history.jsonl").read_text().splitlines()]
     assert [line["changed_variables"] for line in lines] == [None, "FLAG"]
+    h100.answer(recorded(device_name=H100, bigger=10 << 30))
+    assert list(failures(h100.run("--gpu-baseline=first.json"))) == [f"test_changed[{GEMMA}]"]
 
 
 def test_a_fleet_foresees_cases_in_the_environment_that_tests_begin_in(

@@ -1,7 +1,5 @@
 """Tests that GitHub and pre-commit accept what docs/ci.md shows; test_documented_commands.py runs its commands."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

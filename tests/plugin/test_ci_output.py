@@ -1,17 +1,12 @@
 """Tests what a run writes for CI: annotations and the step summary of GitHub, properties in JUnit's XML."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plugin_project import FOLDER_VANISHES, GEMMA, LLAMA, LLAMA_2, SUITE, Project, recorded
+from plugin_project import FOLDER_VANISHES, GEMMA, LLAMA, LLAMA_2, SUITE, Project, junit_properties, recorded
 
 from pytest_gputrain import GiB
 from pytest_gputrain.report import github
@@ -79,12 +74,18 @@ def test_failures_are_annotated_on_the_lines_of_their_tests(job: Project, worker
     assert annotations[f"test_tuning[{LLAMA_2}]"][1].startswith(f"{LLAMA_2} gave no measurement (measure in step 4): ")
 
 
-def test_annotations_escape_what_would_end_them(job: Project) -> None:
+def test_annotations_escape_what_would_end_them_and_nothing_is_annotated_elsewhere_or_twice(
+    job: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job.write(test_odd=WITH_ODD_NAME)
     result = job.run("test_odd.py")
     ((properties, message),) = commands(result.stdout.lines)
     assert properties["title"] == f"test_odd[{ODD}]"
     assert message == "AssertionError: two"
+    job.write(pytest_github_actions_annotate_failures="")
+    assert commands(job.run("test_odd.py", "-p", "pytest_github_actions_annotate_failures").stdout.lines) == []
+    monkeypatch.delenv("GITHUB_ACTIONS")
+    assert commands(job.run("test_odd.py").stdout.lines) == []
 
 
 @given(st.text(min_size=1), st.text())
@@ -103,14 +104,6 @@ def test_of_more_than_ten_failures_the_tenth_line_tells_how_many(job: Project) -
         {"title": "gputrain"},
         "3 more tests failed; the summary of the step and the log have all",
     )
-
-
-def test_nothing_is_annotated_elsewhere_or_twice(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    suite.answer(recorded("crashed"))
-    assert commands(suite.run().stdout.lines) == []
-    monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    suite.write(pytest_github_actions_annotate_failures="")
-    assert commands(suite.run("-p", "pytest_github_actions_annotate_failures").stdout.lines) == []
 
 
 def test_the_step_summary_has_failures_first_and_every_case(job: Project) -> None:
@@ -145,11 +138,17 @@ def test_the_step_summary_stays_below_what_github_shows(job: Project) -> None:
     assert len(step.read_text().encode()) <= 1024 * 1024
 
 
-def test_a_summary_can_go_to_a_file_of_its_own_which_holds_the_last_run(job: Project) -> None:
+def test_a_summary_can_go_to_a_file_of_its_own_which_holds_the_last_run_or_fails_it(job: Project) -> None:
     for _ in range(2):
         job.run("--gpu-summary=deep/own.md", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     assert (job.path / "deep" / "own.md").read_text().count("## gputrain: 1 new") == 1
     assert not (job.path / "step.md").exists()
+    (job.path / "deep" / "own.md").unlink()
+    job.write(test_vanish=FOLDER_VANISHES)
+    result = job.run("--gpu-summary=deep/own.md")
+    result.assert_outcomes(passed=4)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["the summary cannot be written: *"])
 
 
 def test_no_summary_is_written_elsewhere_or_of_runs_without_cases(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,28 +162,12 @@ def test_no_summary_is_written_elsewhere_or_of_runs_without_cases(project: Proje
     assert list(project.path.glob("*.md")) == []
 
 
-def test_a_summary_that_cannot_be_written_fails_the_run(suite: Project) -> None:
-    suite.write(test_vanish=FOLDER_VANISHES)
-    result = suite.run("--gpu-summary=deep/own.md")
-    result.assert_outcomes(passed=4)
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["the summary cannot be written: *"])
-
-
-def properties_of(path: Path) -> dict[str, dict[str, Any]]:
-    """By test, in JUnit's XML."""
-    return {
-        str(case.get("name")): {str(entry.get("name")): entry.get("value") for entry in case.iter("property")}
-        for case in ElementTree.parse(path).getroot()[0]
-    }
-
-
 @pytest.mark.slow
 def test_junit_has_the_figures_of_every_case_under_xdist_too(suite: Project) -> None:
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     suite.answer(recorded(slower=1.1), to=GEMMA)
     suite.spawn("-n2", "--junitxml=junit.xml").assert_outcomes(passed=2, failed=1)
-    properties = properties_of(suite.path / "junit.xml")[f"test_tuning[{GEMMA}]"]
+    properties = junit_properties(suite.junit()[f"test_tuning[{GEMMA}]"])
     assert (properties["gputrain.case"], properties["gputrain.verdict"]) == (GEMMA, "regressed")
     assert properties["gputrain.device"] == "nvidia-h100-80gb-hbm3"
     assert float(properties["gputrain.median_step_seconds"]) == pytest.approx(5.17)

@@ -1,11 +1,9 @@
 """Tests that the plugin works together with pytest's own options and with other plugins."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
-from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, SUITE, Project, failures, recorded
+from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, SUITE, Project, recorded
 
 BOTH = f"""{BUILD}
 
@@ -34,8 +32,10 @@ def test_it_works_without_another_plugin(suite: Project, absent: str) -> None:
     assert len(suite.report()["results"]) == 3
 
 
-def test_it_works_with_capture_off(suite: Project) -> None:
-    suite.run("-s").assert_outcomes(passed=3)
+def test_keywords_and_node_ids_select_cases_and_capture_may_be_off(suite: Project) -> None:
+    suite.run("-s", "-k", "llama and 8b").assert_outcomes(passed=1, deselected=2)
+    suite.run(f"test_tuning.py::test_tuning[{GEMMA}]").assert_outcomes(passed=1)
+    assert [launched["id"] for launched in suite.launches] == [LLAMA, GEMMA]
 
 
 def test_disabled_it_leaves_other_tests_alone(project: Project) -> None:
@@ -51,59 +51,30 @@ def test_warnings_as_errors_do_not_hit_the_plugin(suite: Project) -> None:
     suite.spawn("-W", "error", "--gpu-baseline-update").assert_outcomes(passed=3)
 
 
-@pytest.mark.parametrize("update", [(), ("--gpu-baseline-update",)], ids=["", "update"])
-def test_collecting_runs_nothing_and_makes_no_folder(suite: Project, update: tuple[str, ...]) -> None:
-    result = suite.run("--collect-only", "-q", *update)
-    result.stdout.fnmatch_lines([f"test_tuning.py::test_tuning[[]{GEMMA}[]]"])
-    assert suite.launches == []
-    assert not (suite.path / "baselines").exists()
-
-
-def test_collecting_asks_no_driver(suite: Project) -> None:
+def test_collecting_runs_nothing_asks_no_driver_and_makes_no_folder(suite: Project) -> None:
     (suite.path / "gpus.json").write_text("[]")
     conftest = suite.path / "conftest.py"
     conftest.write_text(conftest.read_text().replace("lambda: gpus", "lambda: 1 / 0"))
-    assert suite.run("--collect-only").ret == 0
+    for update in ([], ["--gpu-baseline-update"]):
+        result = suite.run("--collect-only", "-q", *update)
+        result.stdout.fnmatch_lines([f"test_tuning.py::test_tuning[[]{GEMMA}[]]"])
+        assert (result.ret, suite.launches) == (0, [])
+        assert not (suite.path / "baselines").exists()
     suite.run("-k", "gemma").assert_outcomes(failed=1, deselected=2)
 
 
-def test_keywords_and_node_ids_select_cases(suite: Project) -> None:
-    suite.run("-k", "llama and 8b").assert_outcomes(passed=1, deselected=2)
-    suite.run(f"test_tuning.py::test_tuning[{GEMMA}]").assert_outcomes(passed=1)
-    assert [launched["id"] for launched in suite.launches] == [LLAMA, GEMMA]
-
-
-def test_last_failed_runs_the_failing_case_only(gated: Project) -> None:
-    gated.answer(recorded(slower=1.05), to=GEMMA)
-    assert list(failures(gated.run())) == [f"test_tuning[{GEMMA}]"]
-    (gated.path / "launches.jsonl").unlink()
-    gated.run("--lf").assert_outcomes(failed=1)
-    assert {launched["id"] for launched in gated.launches} == {GEMMA}
-
-
-def test_the_ini_file_sets_what_the_command_line_does_and_overrides(suite: Project) -> None:
-    suite.ini("gpu_steps = 4", "gpu_runs = 2", "gpu_timeout = 15min", "gpu_json = report.json", "gpu_scale = tiny")
-    for steps in ((), ("--gpu-steps=7",)):
-        suite.run("-k", "gemma", *steps).assert_outcomes(passed=1, deselected=2)
-    launched = [(launch["steps"], launch["timeout_seconds"], launch["scale"]) for launch in suite.launches]
-    assert launched == [(4, 900.0, "tiny")] * 2 + [(7, 900.0, "tiny")] * 2
-    assert len(suite.report()["results"]) == 1
-
-
-def test_several_runs_ask_for_several_processes_and_for_more_where_they_disagree(gated: Project) -> None:
+def test_several_runs_ask_for_several_processes_and_for_more_where_they_disagree_but_none_failed(gated: Project) -> None:
     gated.answer(recorded(), recorded(slower=1.5), recorded(slower=1.01), to=GEMMA)
     gated.run("--gpu-runs=3", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     assert len(gated.launches) == 4
+    gated.answer(recorded("crashed"))
+    gated.run("--gpu-runs=3", "-k", "llama-2").assert_outcomes(failed=1, deselected=2)
+    assert len(gated.launches) == 5
 
 
-def test_a_process_that_failed_is_not_repeated(suite: Project) -> None:
-    suite.answer(recorded("crashed"))
-    suite.run("--gpu-runs=3", "-k", "gemma").assert_outcomes(failed=1, deselected=2)
-    assert len(suite.launches) == 1
-
-
-def test_markers_are_listed(project: Project) -> None:
-    project.run("--markers").stdout.fnmatch_lines(["@pytest.mark.h100: gputrain: declared for H100"])
+def test_markers_are_listed_with_their_help(project: Project) -> None:
+    markers = ["h100: gputrain: declared for H100", "gpu_limit(memory=*, time=*", "gpu_tolerance(time=*, memory=*"]
+    project.run("--markers").stdout.fnmatch_lines_random([f"@pytest.mark.{marker}" for marker in markers])
 
 
 def _imports(names: set[str]) -> str:

@@ -1,7 +1,5 @@
 """Runs tests that compare cases with each other, as docs/invariants.md shows one."""
 
-from __future__ import annotations
-
 import pytest
 from documents import blocks
 from plugin_project import Project, failures, recorded
@@ -19,19 +17,12 @@ def printed(h100: Project) -> Project:
     return h100
 
 
-def test_a_comparison_launches_no_case_again(printed: Project) -> None:
-    printed.run().assert_outcomes(passed=6)
+def test_a_comparison_launches_no_case_again_and_fails_alone_where_it_does_not_hold(printed: Project) -> None:
+    printed.run("-m", "h100").assert_outcomes(passed=6)
     assert len(printed.launches) == 4
-
-
-def test_a_comparison_fails_alone_where_it_does_not_hold(printed: Project) -> None:
+    printed.run("-m", "v100").assert_outcomes(deselected=6)
     printed.answer(recorded(), to="gemma-7b-qlora-bf16")
     assert list(failures(printed.run())) == [TEST]
-
-
-def test_a_comparison_is_selected_by_the_platforms_of_its_case(printed: Project) -> None:
-    printed.run("-m", "h100").assert_outcomes(passed=6)
-    printed.run("-m", "v100").assert_outcomes(deselected=6)
 
 
 def test_a_test_learns_the_scale(h100: Project) -> None:

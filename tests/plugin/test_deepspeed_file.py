@@ -1,7 +1,5 @@
 """A case's file of options of DeepSpeed, from the command line to the task, the baseline and back."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -31,15 +29,9 @@ def write(project: Project, **options: object) -> None:
     (project.path / "ds.json").write_text(json.dumps(options))
 
 
-def test_without_the_file_nothing_starts(sharded: Project) -> None:
-    result = sharded.run("-k", "plain")
-    result.assert_outcomes(failed=1, deselected=1)
-    sentence = only_sentence(result, "test_sharded[plain]")
+def test_without_the_file_or_with_a_contradiction_in_it_nothing_starts(sharded: Project) -> None:
+    sentence = only_sentence(sharded.run("-k", "plain"), "test_sharded[plain]")
     assert "asks for deepspeed_config, but ds.json cannot be read (No such file or directory); give a file" in sentence
-    assert not sharded.launches
-
-
-def test_a_contradiction_starts_nothing_either(sharded: Project) -> None:
     write(sharded, train_micro_batch_size_per_gpu=7)
     sentence = only_sentence(sharded.run("-k", "plain"), "test_sharded[plain]")
     assert "has train_micro_batch_size_per_gpu=7, which contradicts the case, whose batch_size makes it 1" in sentence

@@ -5,8 +5,6 @@ gputrain that read reports, histories and tables. What takes other machines, net
 would read it: test_ab.py, tests/worker/test_several_nodes.py and test_benchmark_json.py run such commands.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

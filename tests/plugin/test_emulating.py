@@ -1,7 +1,5 @@
 """``--gpu-emulate``: what it refuses, what it judges and records, and that its figures never meet those of a real GPU."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -132,12 +130,17 @@ def test_a_case_that_does_not_fit_fails_until_that_is_recorded(emulating: Projec
     assert "no longer fits" in only_sentence(emulating.run(*EMULATE), f"test_tuning[{LLAMA}]")
 
 
-def test_other_libraries_are_not_compared(emulating: Project) -> None:
+def test_other_libraries_are_not_compared_and_what_no_test_asks_for_is_pruned(emulating: Project) -> None:
     emulating.run(*EMULATE, "--gpu-baseline-update").assert_outcomes(passed=3)
     emulating.answer({**RUN, "packages": {"torch": "2.14.0"}, "peak_allocated_bytes": 1})
     emulating.run(*EMULATE, "--gpu-json=report.json").assert_outcomes(passed=3)
     (sentence,) = {result["verdict"]["sentence"] for result in emulating.report()["results"] if result["key"] == LLAMA}
     assert "was recorded under other conditions (torch 2.13.0 -> 2.14.0)" in sentence
+    emulating.write(test_tuning=SUITE.replace('"gemma-7b", ', ""))
+    result = emulating.run(*EMULATE)
+    result.stdout.fnmatch_lines([f"no test asks any more for 1 baseline: tuning {GEMMA} on h100; *"])
+    emulating.run(*EMULATE, "--gpu-baseline-prune").assert_outcomes(passed=2)
+    assert GEMMA not in emulated_baselines(emulating)
 
 
 def test_nothing_has_a_time_and_all_says_that_it_is_emulated(emulating: Project) -> None:
@@ -157,26 +160,21 @@ def test_nothing_has_a_time_and_all_says_that_it_is_emulated(emulating: Project)
     assert "| emulated/h100 |  |  | 31.3 GiB |" in (emulating.path / "summary.md").read_text()
 
 
-def test_measured_and_predicted_baselines_are_no_baselines_of_an_emulated_gpu(h100: Project) -> None:
+def test_figures_of_an_emulated_gpu_are_never_compared_with_measured_ones(h100: Project) -> None:
     h100.write(test_tuning=SUITE)
+    measured = (h100.path / "conftest.py").read_text()
     h100.run("--gpu-baseline-update", "--gpu-runs=1").assert_outcomes(passed=3)
     (h100.path / "conftest.py").write_text(CONFTEST)
     h100.answer({**RUN, "peak_allocated_bytes": 1})
     before = h100.baseline_file("tuning", H100_FOLDER).read_bytes()
-    h100.run(*EMULATE, "--gpu-json=report.json", "--gpu-baseline-update-new-only").assert_outcomes(passed=3)
-    assert set(h100.verdicts().values()) == {"recorded"}
+    h100.run(*EMULATE, "--gpu-json=emulated.json", "--gpu-baseline-update-new-only").assert_outcomes(passed=3)
+    assert set(h100.verdicts("emulated.json").values()) == {"recorded"}
     assert h100.baseline_file("tuning", H100_FOLDER).read_bytes() == before
     assert LLAMA in emulated_baselines(h100)
-
-
-def test_a_report_of_emulated_runs_is_none_to_measure_against_or_to_resume(h100: Project) -> None:
-    h100.write(test_tuning=SUITE)
-    measured = (h100.path / "conftest.py").read_text()
-    (h100.path / "conftest.py").write_text(CONFTEST)
-    h100.answer(RUN)
-    h100.run(*EMULATE, "--gpu-json=emulated.json").assert_outcomes(passed=3)
+    # Nor is their report one to measure against or to resume.
     (h100.path / "conftest.py").write_text(measured)
     h100.answer(recorded())
+    h100.baseline_file("tuning", H100_FOLDER).unlink()
     for option in ("--gpu-baseline=emulated.json", "--gpu-resume=emulated.json"):
         h100.run("-m", "h100", option, "--gpu-json=report.json").assert_outcomes(passed=3)
         results = h100.report()["results"]
@@ -208,29 +206,15 @@ def test_what_has_no_time_or_no_emulation_is_skipped(emulating: Project) -> None
     assert "parameter servers" in skips(result)["test_served"]
 
 
-def test_a_case_of_several_gpus_is_one_launch_of_all_its_processes(emulating: Project) -> None:
+def test_a_case_of_several_gpus_is_one_launch_of_all_its_processes_and_one_that_fails_gives_no_figures(
+    emulating: Project,
+) -> None:
+    assert RUN.keys() - {"outcome"} <= set(EmulatedRun.__struct_fields__)
     emulating.answer({**RUN, "processes": 8})
-    emulating.run(*EMULATE, "--gpu-set=parallel=fsdp", "--gpu-set=gpus=8", "-k", "gemma").assert_outcomes(
-        passed=1, deselected=2
-    )
+    eight = ("--gpu-set=parallel=fsdp", "--gpu-set=gpus=8", "-k", "gemma")
+    emulating.run(*EMULATE, *eight).assert_outcomes(passed=1, deselected=2)
     assert [launch["processes"] for launch in emulating.launches] == [8]
-
-
-def test_prune_removes_what_no_test_asks_for_of_the_emulated_platform_alone(emulating: Project) -> None:
-    emulating.run(*EMULATE, "--gpu-baseline-update").assert_outcomes(passed=3)
-    emulating.write(test_tuning=SUITE.replace('"gemma-7b", ', ""))
-    result = emulating.run(*EMULATE)
-    result.stdout.fnmatch_lines([f"no test asks any more for 1 baseline: tuning {GEMMA} on h100; *"])
-    emulating.run(*EMULATE, "--gpu-baseline-prune").assert_outcomes(passed=2)
-    assert GEMMA not in emulated_baselines(emulating)
-
-
-def test_a_worker_that_fails_gives_no_figures(emulating: Project) -> None:
     emulating.answer({"outcome": "crashed", "sentence": "no stand-ins", "phase": "import"}, to=GEMMA)
     result = emulating.run(*EMULATE, "--gpu-baseline-update")
     assert only_sentence(result, f"test_tuning[{GEMMA}]") == f"{GEMMA} gave no figures (import): no stand-ins"
     assert GEMMA not in emulated_baselines(emulating)
-
-
-def test_the_record_has_every_figure_of_the_reply() -> None:
-    assert RUN.keys() - {"outcome"} <= set(EmulatedRun.__struct_fields__)

@@ -1,7 +1,5 @@
 """Tests what fails after the timed steps: the figures are reported, the case fails, and no baseline is made of it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

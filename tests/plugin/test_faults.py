@@ -1,7 +1,5 @@
 """Tests how a worker process can end: each end gives one sentence, and the next test is not affected."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

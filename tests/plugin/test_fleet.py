@@ -1,7 +1,5 @@
 """Tests ``--gpu-executor``: its verdicts are those of a run on the node itself, and bad options are refused."""
 
-from __future__ import annotations
-
 import json
 import platform
 
@@ -143,9 +141,13 @@ def test_a_case_in_doubt_is_run_again_before_its_test_asks(
     assert set(scheduler.during) == {f"test_tuning[{first}]"}
 
 
-def test_a_case_of_two_names_is_submitted_once(project: Project, scheduler: ImmediateScheduler) -> None:
+def test_a_case_of_two_names_is_submitted_once_and_nothing_by_collecting(
+    project: Project, scheduler: ImmediateScheduler
+) -> None:
     other = SUITE.replace("sequence_length=8192)", "sequence_length=8192, platforms=('h100', 'a100'))")
     project.write(test_another=other)
+    project.run(*FLEET, "--collect-only")
+    assert scheduler.orders == []
     project.run(*FLEET, "--gpu-runs=3").assert_outcomes(passed=6)
     assert sorted(scheduler.submitted) == sorted([LLAMA, GEMMA, LLAMA_2] * 3)
 
@@ -198,12 +200,9 @@ def test_what_becomes_no_baseline_is_run_no_further(project: Project, scheduler:
     counts = {case: scheduler.submitted.count(case) for case in (LLAMA, GEMMA, LLAMA_2)}
     assert counts == {LLAMA: 5, GEMMA: 3, LLAMA_2: 5}
     assert len(set(scheduler.cancelled)) == 2
-
-
-def test_what_is_only_measured_is_run_no_further_when_the_tests_are_over(
-    project: Project, scheduler: ImmediateScheduler
-) -> None:
-    ask = "(gputrain.check if case.model == 'gemma-7b' else gputrain.measure)"
+    scheduler.forget()
+    project.baseline_file("tuning", H100_FOLDER).unlink()
+    ask = "(gputrain.check if case.model == 'gemma-7b' else gputrain.measure)"  # which is run no further at the end
     project.write(test_tuning=SUITE.replace("gputrain.check", ask))
     project.run(*FLEET, "--gpu-baseline-update").assert_outcomes(passed=3)
     assert list(project.baselines("tuning", H100_FOLDER)) == [GEMMA]
@@ -220,11 +219,6 @@ def test_a_study_runs_nothing_but_its_own_tasks(project: Project, scheduler: Imm
     assert all(order.task.curve for order in scheduler.orders)
     (declared,), (curves,) = project.report()["results"], project.report("losses.json")["results"]
     assert (declared["device"], curves["device"]) == (H100_FOLDER, H100_FOLDER)
-
-
-def test_collecting_submits_nothing(project: Project, scheduler: ImmediateScheduler) -> None:
-    project.run(*FLEET, "--collect-only")
-    assert scheduler.orders == []
 
 
 def test_a_case_asks_for_what_it_takes_of_nodes(project: Project, scheduler: ImmediateScheduler) -> None:
@@ -287,34 +281,23 @@ def test_what_is_lost_is_told_as_lost_where_earlier_runs_were_resumed(
     assert [reply["outcome"] for reply in lost["replies"]] == ["measured", "lost"]
 
 
-def test_runs_of_different_devices_are_not_judged_together(project: Project, scheduler: ImmediateScheduler) -> None:
+def test_a_node_that_is_not_what_was_asked_for_loses_the_case(project: Project, scheduler: ImmediateScheduler) -> None:
+    wide = "gputrain.check(Case(model='gemma-7b', parallel='ddp', gpus=2, sequence_length=8192))"
+    project.write(test_wider=f"from pytest_gputrain import Case\n\n\ndef test_wide(gputrain):\n    {wide}\n")
+    for node, says in (
+        (("NVIDIA A100-SXM4-80GB", 8), "the GPU here is a100"),
+        ((H100, 1), "takes 2 GPUs of a node, and it sees 1"),
+    ):
+        scheduler.nodes = [node]
+        sentence = only_sentence(project.run("--gpu-platform=h100", "--gpu-executor=slurm", "-k", "wide"), "test_wide")
+        assert "was lost by the fleet" in sentence
+        assert says in sentence
     scheduler.nodes = [("NVIDIA A100-SXM4-40GB", 8), ("NVIDIA A100-SXM4-80GB", 8)]
     result = project.run("-m", "a100", "--gpu-executor=slurm", "-k", "gemma", "--gpu-runs=2")
     sentence = only_sentence(result, f"test_tuning[{GEMMA}]")
     assert "ran on nvidia-a100-sxm4-40gb (" in sentence
     assert "and on nvidia-a100-sxm4-80gb (" in sentence
     assert "gpu_fleet_args" in sentence
-
-
-@pytest.mark.parametrize(
-    ("node", "says"),
-    [(("NVIDIA A100-SXM4-80GB", 8), "the GPU here is a100"), ((H100, 1), "takes 2 GPUs of a node, and it sees 1")],
-)
-def test_a_node_that_is_not_what_was_asked_for_loses_the_case(
-    project: Project, scheduler: ImmediateScheduler, node: tuple[str, int], says: str
-) -> None:
-    scheduler.nodes = [node]
-    project.write(
-        test_tuning="""
-        from pytest_gputrain import Case
-
-        def test_wide(gputrain):
-            gputrain.check(Case(model="gemma-7b", parallel="ddp", gpus=2, sequence_length=8192))
-        """
-    )
-    sentence = only_sentence(project.run("--gpu-platform=h100", "--gpu-executor=slurm"), "test_wide")
-    assert "was lost by the fleet" in sentence
-    assert says in sentence
 
 
 def test_what_a_node_refuses_is_told_with_its_name(project: Project, scheduler: ImmediateScheduler) -> None:

@@ -1,7 +1,5 @@
 """Tests the fleet on a real Slurm and a real Ray, of two nodes each on this machine: verdicts, and ways to lose a case."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

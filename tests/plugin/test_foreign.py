@@ -1,7 +1,5 @@
 """Tests cases whose GPUs are also used by processes of others."""
 
-from __future__ import annotations
-
 import pytest
 from plugin_project import GEMMA, H100, H100_FOLDER, SUITE, Project, failures, only_sentence, recorded
 
@@ -19,12 +17,8 @@ def recorded_suite(suite: Project) -> Project:
     return suite
 
 
-def _slower(suite: Project) -> None:
-    suite.answer(recorded(slower=1.2), to=GEMMA)
-
-
-def test_a_slower_case_beside_others_is_in_doubt_and_names_them(recorded_suite: Project) -> None:
-    _slower(recorded_suite)
+def test_a_slower_case_beside_others_is_in_doubt_and_no_baseline_unless_they_are_ignored(recorded_suite: Project) -> None:
+    recorded_suite.answer(recorded(slower=1.2), to=GEMMA)
     recorded_suite.occupied(free_bytes=77 * GiB, processes=1)
     result = recorded_suite.run("--gpu-json=report.json")
     result.assert_outcomes(passed=3)
@@ -32,6 +26,19 @@ def test_a_slower_case_beside_others_is_in_doubt_and_names_them(recorded_suite: 
     result.stdout.fnmatch_lines([f"1 case in doubt: {GEMMA} is 20.0 % slower *; measured beside {WHO}; *"])
     reply = next(result for result in recorded_suite.report()["results"] if result["key"] == GEMMA)["replies"][0]
     assert (reply["other_processes"], reply["holders"][0]["pid"]) == (1, 4711)
+
+    before = recorded_suite.baseline_file("tuning", H100_FOLDER).read_text()
+    result = recorded_suite.run("--gpu-baseline-update", "-k", "gemma")
+    result.assert_outcomes(failed=1, deselected=2)
+    result.stdout.fnmatch_lines([f"*{GEMMA} was measured beside {WHO}, so it is not recorded*"])
+    assert recorded_suite.baseline_file("tuning", H100_FOLDER).read_text() == before
+
+    sentence = only_sentence(recorded_suite.run("-o", "gpu_foreign=ignore", "--gpu-json=report.json"), TEST)
+    assert "20.0 % slower" in sentence
+    replies = [reply for result in recorded_suite.report()["results"] for reply in result["replies"]]
+    assert not any(reply.get("holders") for reply in replies)
+    recorded_suite.answer(recorded())
+    recorded_suite.run("-o", "gpu_foreign=ignore", "--gpu-baseline-update").assert_outcomes(passed=3)
 
 
 def test_what_is_slower_without_them_too_regresses(recorded_suite: Project) -> None:
@@ -51,15 +58,6 @@ def test_beside_others_what_passes_passes_and_more_memory_is_the_case_s_own(reco
     assert "4.00 GiB" in only_sentence(recorded_suite.run(), TEST)
 
 
-def test_figures_beside_others_are_no_baseline(recorded_suite: Project) -> None:
-    before = recorded_suite.baseline_file("tuning", H100_FOLDER).read_text()
-    recorded_suite.occupied(free_bytes=77 * GiB, processes=1)
-    result = recorded_suite.run("--gpu-baseline-update", "-k", "gemma")
-    result.assert_outcomes(failed=1, deselected=2)
-    result.stdout.fnmatch_lines([f"*{GEMMA} was measured beside {WHO}, so it is not recorded*"])
-    assert recorded_suite.baseline_file("tuning", H100_FOLDER).read_text() == before
-
-
 def test_error_measures_nothing_beside_others(recorded_suite: Project) -> None:
     launched = len(recorded_suite.launches)
     recorded_suite.occupied(free_bytes=77 * GiB, processes=1)
@@ -70,20 +68,6 @@ def test_error_measures_nothing_beside_others(recorded_suite: Project) -> None:
     assert len(recorded_suite.launches) == launched
     recorded_suite.occupied(free_bytes=78 * GiB)
     recorded_suite.run("-o", "gpu_foreign=error", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-
-
-def test_ignore_takes_no_notice(recorded_suite: Project) -> None:
-    _slower(recorded_suite)
-    recorded_suite.occupied(free_bytes=77 * GiB, processes=1)
-    sentence = only_sentence(recorded_suite.run("-o", "gpu_foreign=ignore", "--gpu-json=report.json"), TEST)
-    assert "20.0 % slower" in sentence
-    assert all(
-        "holders" not in reply or not reply["holders"]
-        for result in recorded_suite.report()["results"]
-        for reply in result["replies"]
-    )
-    recorded_suite.answer(recorded())
-    recorded_suite.run("-o", "gpu_foreign=ignore", "--gpu-baseline-update").assert_outcomes(passed=3)
 
 
 def test_a_limit_of_time_is_not_judged_beside_others(h100: Project) -> None:
@@ -102,29 +86,24 @@ def _telemetry(**telemetry: object) -> dict[str, object]:
     return {**example, "throttled": None, **telemetry}
 
 
-def test_lowered_clocks_are_told_of_a_case_that_passes_and_of_one_that_does_not(recorded_suite: Project) -> None:
-    hot = _telemetry(throttled={"HW Thermal Slowdown": 0.4, "SW Power Cap": 1.0})
-    recorded_suite.answer({**recorded(), "telemetry": hot}, to=GEMMA)
-    result = recorded_suite.run()
+def test_energy_is_in_the_summary_and_lowered_clocks_are_told_whatever_the_verdict(
+    recorded_suite: Project,
+) -> None:
+    hot = {"HW Thermal Slowdown": 0.4, "SW Power Cap": 1.0}
+    telemetry = _telemetry(energy_joules=7000.0, power_watts=650.0, clock_mhz=1500, throttled=hot)
+    recorded_suite.answer({**recorded(), "telemetry": telemetry}, to=GEMMA)
+    result = recorded_suite.run("--gpu-json=report.json", "-k", "gemma")
     result.stdout.fnmatch_lines([f"{GEMMA}: its GPUs lowered their clocks (HW Thermal Slowdown for 40.0 % of the time)"])
-    recorded_suite.answer({**recorded(slower=1.2), "telemetry": hot}, to=GEMMA)
-    assert "HW Thermal Slowdown for 40.0 % of the time" in only_sentence(recorded_suite.run(), TEST)
-
-
-def test_energy_is_in_the_summary(recorded_suite: Project) -> None:
-    recorded_suite.answer(
-        {**recorded(), "telemetry": _telemetry(energy_joules=7000.0, power_watts=650.0, clock_mhz=1500)}, to=GEMMA
-    )
-    recorded_suite.run("--gpu-json=report.json", "-k", "gemma")
-    (result,) = recorded_suite.report()["results"]
-    summary = result["summary"]
+    summary = recorded_suite.report()["results"][0]["summary"]
     assert (summary["joules_per_step"], summary["joules_per_sample"]) == (1400.0, 700.0)
     assert (summary["power_watts"], summary["clock_mhz"], summary["first_step_seconds"]) == (650.0, 1500, 6.3)
+    recorded_suite.answer({**recorded(slower=1.2), "telemetry": telemetry}, to=GEMMA)
+    assert "HW Thermal Slowdown for 40.0 % of the time" in only_sentence(recorded_suite.run(), TEST)
 
 
 def test_a_lower_power_limit_is_named_with_a_slower_step(recorded_suite: Project) -> None:
     recorded_suite.machine(H100, power_limit_watts=700.0)
     recorded_suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     recorded_suite.machine(H100, power_limit_watts=500.0)
-    _slower(recorded_suite)
+    recorded_suite.answer(recorded(slower=1.2), to=GEMMA)
     assert "power limit 700 W -> 500 W" in only_sentence(recorded_suite.run(), TEST)

@@ -1,7 +1,5 @@
 """Tests that a run says in its last lines what it is not green for, and fails for it where it is strict."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -23,7 +21,24 @@ CAUGHT = SUITE.replace(
     "    gputrain.check(case)",
     "    try:\n        gputrain.check(case)\n    except pytest.fail.Exception:\n        pass",
 )
-STRICT = pytest.mark.parametrize(("strict", "status"), [((), 0), (("--gpu-strict",), 1)], ids=["", "strict"])
+
+
+def test_an_option_that_skips_every_case_is_told_also_by_a_mark_that_a_conftest_adds(suite: Project) -> None:
+    pytest.importorskip("pytest_benchmark")
+    suite.write(test_plain="def test_plain(benchmark):\n    benchmark(int)\n")
+    for strict, status in (((), 0), (("--gpu-strict",), 1)):
+        result = suite.run("--benchmark-only", *strict)
+        result.assert_outcomes(passed=1, skipped=3)
+        result.stdout.fnmatch_lines(["nothing was measured: every case was skipped (*--benchmark-only*)"])
+        assert result.ret == status
+    conftest = suite.path / "conftest.py"
+    added = (
+        "def pytest_collection_modifyitems(items):\n    for it in items:\n        it.add_marker(pytest.mark.skip('slow'))"
+    )
+    conftest.write_text(f"{conftest.read_text()}\n\n{added}\n")
+    result = suite.run("--gpu-strict")
+    result.stdout.fnmatch_lines(["nothing was measured: every case was skipped (slow)"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
 def last_line(result: pytest.RunResult) -> str:
@@ -64,31 +79,10 @@ def test_a_run_on_a_cpu_that_names_no_platform_skips_and_is_green(cpu: Project) 
     assert last_line(result) == "not compared: 3 tests skipped"
 
 
-@pytest.mark.parametrize("mark", ["skip", "skipif(True, reason='no')", "xfail(run=False)"])
-def test_what_somebody_marked_is_not_missed(cpu: Project, mark: str) -> None:
-    cpu.write(test_tuning=DECLARED.replace("@pytest", f"@pytest.mark.{mark}\n@pytest", 1))
-    assert cpu.run("-m", "h100", "--gpu-strict").ret == pytest.ExitCode.OK
-
-
-@STRICT
-def test_an_option_that_skips_every_case_is_told(suite: Project, strict: tuple[str, ...], status: int) -> None:
-    pytest.importorskip("pytest_benchmark")
-    suite.write(test_plain="def test_plain(benchmark):\n    benchmark(int)\n")
-    result = suite.run("--benchmark-only", *strict)
-    result.assert_outcomes(passed=1, skipped=3)
-    result.stdout.fnmatch_lines(["nothing was measured: every case was skipped (*--benchmark-only*)"])
-    assert result.ret == status
-
-
-def test_a_mark_that_a_conftest_adds_for_an_option_is_nobody_s_decision(suite: Project) -> None:
-    conftest = suite.path / "conftest.py"
-    added = (
-        "def pytest_collection_modifyitems(items):\n    for it in items:\n        it.add_marker(pytest.mark.skip('slow'))"
-    )
-    conftest.write_text(f"{conftest.read_text()}\n\n{added}\n")
-    result = suite.run("--gpu-strict")
-    result.stdout.fnmatch_lines(["nothing was measured: every case was skipped (slow)"])
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
+def test_what_somebody_marked_is_not_missed(cpu: Project) -> None:
+    for mark in ("skip", "skipif(True, reason='no')", "xfail(run=False)"):
+        cpu.write(test_tuning=DECLARED.replace("@pytest", f"@pytest.mark.{mark}\n@pytest", 1))
+        assert cpu.run("-m", "h100", "--gpu-strict").ret == pytest.ExitCode.OK
 
 
 @pytest.mark.parametrize(
@@ -194,21 +188,14 @@ def test_nothing_is_removed_of_a_file_that_was_not_seen_to_its_end(
     assert "no test asks any more" not in gated.run("--gpu-strict", *arguments).stdout.str()
 
 
-def test_a_case_of_another_platform_keeps_nobody_from_pruning(gated: Project) -> None:
-    """It cannot have a baseline of this device that anybody compares with."""
-    gated.write(
-        test_tuning=ONE_LESS.replace("\n\n\n@pytest", "\nCASES[0] = CASES[0].replace(platforms=('a100',))\n\n\n@pytest")
-    )
+def test_a_case_of_another_platform_keeps_nobody_from_pruning_and_the_file_goes_with_its_last_entry(gated: Project) -> None:
+    # It cannot have a baseline of this device that anybody compares with.
+    elsewhere = "\nCASES[0] = CASES[0].replace(platforms=('a100',))\n\n\n@pytest"
+    gated.write(test_tuning=ONE_LESS.replace("\n\n\n@pytest", elsewhere))
     gated.run("--gpu-baseline-prune").assert_outcomes(passed=1, skipped=1)
     assert sorted(gated.baselines("tuning", H100_FOLDER)) == [LLAMA_2]
-
-
-def test_the_file_goes_with_its_last_entry(gated: Project) -> None:
-    gated.write(
-        test_tuning="from pytest_gputrain import Case\n\n\ndef test_it(gputrain):\n    "
-        "gputrain.measure(Case(model='gemma-7b', method='full', sequence_length=8))\n"
-    )
-    gated.run("--gpu-baseline-prune").assert_outcomes(passed=1)
+    gated.write(test_tuning=ONE_LESS.replace("CASES = ", "CASES = [Case(model='gemma-7b', sequence_length=8)] or "))
+    gated.run("--gpu-baseline-prune").assert_outcomes(passed=1, failed=0)
     assert not gated.baseline_file("tuning", H100_FOLDER).exists()
 
 
@@ -226,22 +213,10 @@ def test_baselines_of_the_other_scale_and_of_other_devices_stay(gated: Project) 
     assert other.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "against",
-    [
-        "--gpu-set=batch_size=1,2",
-        "--gpu-find-batch",
-        "--gpu-loss=20",
-        "--gpu-steps=3",
-        "--gpu-warmup=0",
-        "--gpu-baseline=published",
-    ],
-)
-def test_pruning_needs_the_cases_of_the_tests(suite: Project, against: str) -> None:
-    assert_refused(suite, "--gpu-baseline-prune and --gpu-* contradict each other: *", "--gpu-baseline-prune", against)
-
-
-def test_pruning_needs_one_process(suite: Project) -> None:
+def test_pruning_needs_the_cases_of_the_tests_in_one_process(suite: Project) -> None:
+    sets = ("--gpu-set=batch_size=1,2", "--gpu-steps=3", "--gpu-warmup=0")
+    for against in (*sets, "--gpu-find-batch", "--gpu-loss=20", "--gpu-baseline=published"):
+        assert_refused(suite, "--gpu-baseline-prune and --gpu-* contradict each other: *", "--gpu-baseline-prune", against)
     pytest.importorskip("xdist")
     result = suite.spawn("-n2", "--gpu-baseline-prune")
     assert result.ret == pytest.ExitCode.USAGE_ERROR

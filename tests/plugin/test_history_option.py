@@ -1,7 +1,5 @@
 """Tests ``--gpu-history``: the lines that pytest appends, in one process and under xdist, and its notes about them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -34,14 +32,6 @@ def test_every_run_appends_its_cases(suite: Project) -> None:
     assert history[3]["version_driver"] == "570.86.10"
 
 
-def test_the_ini_twin_is_relative_to_the_ini_file(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    suite.ini("gpu_history = deep/history.jsonl")
-    (suite.path / "elsewhere").mkdir()
-    monkeypatch.chdir(suite.path / "elsewhere")
-    suite.run("..", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    assert [line["key"] for line in lines(suite, "deep/history.jsonl")] == [GEMMA]
-
-
 def test_two_workers_leave_the_lines_of_one(suite: Project) -> None:
     pytest.importorskip("xdist")
     suite.run("--gpu-history=alone.jsonl").assert_outcomes(passed=3)
@@ -54,24 +44,20 @@ def test_two_workers_leave_the_lines_of_one(suite: Project) -> None:
     assert both == alone
 
 
-def test_cases_that_fail_have_lines_too(suite: Project) -> None:
+def test_cases_that_fail_have_lines_too_and_a_line_that_a_crash_cut_off_is_removed(suite: Project) -> None:
+    (suite.path / "history.jsonl").write_text('{"format":2,"kin')
     suite.answer(recorded("crashed"), to=GEMMA)
     suite.answer(recorded("h100_out_of_memory"), to=LLAMA)
-    suite.run("--gpu-history=history.jsonl").assert_outcomes(passed=1, failed=2)
-    assert {line["key"]: line["outcome"] for line in lines(suite)} == {
-        LLAMA: "out_of_memory",
-        GEMMA: "crashed",
-        LLAMA_2: "measured",
-    }
+    result = suite.run("--gpu-history=history.jsonl")
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(["the last line of * was cut off by a crash (16 bytes) and has been removed"])
+    outcomes = {LLAMA: "out_of_memory", GEMMA: "crashed", LLAMA_2: "measured"}
+    assert {line["key"]: line["outcome"] for line in lines(suite)} == outcomes
 
 
-def test_runs_without_cases_append_nothing(project: Project) -> None:
-    project.write(test_plain="def test_plain():\n    pass\n")
-    project.run("--gpu-history=history.jsonl").assert_outcomes(passed=1)
-    assert not (project.path / "history.jsonl").exists()
-
-
-def test_searches_and_loss_curves_append_nothing(suite: Project) -> None:
+def test_runs_without_cases_and_searches_append_nothing(suite: Project) -> None:
+    suite.write(test_plain="def test_plain():\n    pass\n")
+    suite.run("--gpu-history=history.jsonl", "-k", "plain").assert_outcomes(passed=1, deselected=3)
     suite.run("--gpu-history=history.jsonl", "--gpu-find-batch", "-o", "gpu_find_batch_max=2", "-k", "gemma")
     assert not (suite.path / "history.jsonl").exists()
 
@@ -85,13 +71,6 @@ def test_a_prediction_appends_predictions(project: Project) -> None:
     assert (line["key"], line["verdict"], line["fits"]) == ("build-fp32", "new", True)
     assert line["peak_allocated_bytes"] > 0
     assert line["median_step_seconds"] is None
-
-
-def test_a_line_that_a_crash_cut_off_is_told_and_removed(suite: Project) -> None:
-    (suite.path / "history.jsonl").write_text('{"format":2,"kin')
-    result = suite.run("--gpu-history=history.jsonl")
-    result.stdout.fnmatch_lines(["the last line of * was cut off by a crash (16 bytes) and has been removed"])
-    assert len(lines(suite)) == 3
 
 
 def test_trend_and_compare_read_what_pytest_wrote(suite: Project, capsys: pytest.CaptureFixture[str]) -> None:

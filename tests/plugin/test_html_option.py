@@ -1,7 +1,5 @@
 """Tests ``--gpu-html``: the page that is written at the end of a run."""
 
-from __future__ import annotations
-
 import html
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Tests with a few hundred recorded replies that no cost of a run grows faster than the number of its cases."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A config.json as a case's model, from the test file to the task, the id and the sentence of a failure."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

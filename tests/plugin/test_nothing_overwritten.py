@@ -1,7 +1,5 @@
 """Tests that a run neither destroys files that it did not make, nor empties reports of earlier ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat
@@ -16,23 +14,29 @@ KEPT = "no case was run, so nothing was written to *report.json, *page.html, *ow
 
 
 @pytest.mark.parametrize("option", ["json", "html", "summary", "history"])
-@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
-def test_what_is_no_file_is_refused_before_the_first_case_and_stays(suite: Project, option: str, kind: str) -> None:
-    path = suite.path / "odd"
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        try:
-            os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-        except PermissionError:
-            pytest.skip("only root can make a device")
-    before = path.stat()
-    assert_refused(
-        suite, f"--gpu-{option}: * cannot be written (it is not a regular file); give another file", f"--gpu-{option}=odd"
-    )
-    assert (path.stat().st_mode, path.stat().st_ino) == (before.st_mode, before.st_ino)
+def test_what_is_no_file_is_refused_before_the_first_case_and_stays(suite: Project, option: str) -> None:
+    odd = {kind: suite.path / kind for kind in ("fifo", "device", "folder")}
+    os.mkfifo(odd["fifo"])
+    odd["folder"].mkdir()
+    try:
+        os.mknod(odd["device"], 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:  # only root can make a device
+        del odd["device"]
+    for kind, path in odd.items():
+        before = path.stat()
+        sentence = f"--gpu-{option}: * cannot be written (it is not a regular file); give another file"
+        assert_refused(suite, sentence, f"--gpu-{option}={kind}")
+        assert (path.stat().st_mode, path.stat().st_ino) == (before.st_mode, before.st_ino)
+    (suite.path / "file").write_text("")
+    sentence = f"--gpu-{option}: * cannot be written (Not a directory); give another file"
+    assert_refused(suite, sentence, f"--gpu-{option}=file/deep/x")
+    before_code = (suite.path / "test_tuning.py").read_bytes()
+    assert_refused(suite, f"--gpu-{option}: test_tuning.py is code, *", f"--gpu-{option}", "test_tuning.py")
+    assert (suite.path / "test_tuning.py").read_bytes() == before_code
+
+
+def test_what_pytest_prints_to_is_refused(suite: Project) -> None:
+    assert_refused(suite, "--gpu-json: * cannot be written (*); give another file", "--gpu-json=/dev/stdout")
 
 
 def test_links_stay_and_lead_to_what_was_written(suite: Project) -> None:
@@ -46,44 +50,17 @@ def test_links_stay_and_lead_to_what_was_written(suite: Project) -> None:
         assert GEMMA in (suite.path / "kept" / name).read_text()
 
 
-@pytest.mark.parametrize("option", ["json", "html", "summary", "history"])
-def test_a_folder_that_cannot_be_made_is_refused_before_the_first_case(suite: Project, option: str) -> None:
-    (suite.path / "file").write_text("")
-    assert_refused(
-        suite, f"--gpu-{option}: * cannot be written (Not a directory); give another file", f"--gpu-{option}=file/deep/x"
-    )
-
-
-def test_what_pytest_prints_to_is_refused(suite: Project) -> None:
-    assert_refused(suite, "--gpu-json: * cannot be written (*); give another file", "--gpu-json=/dev/stdout")
-
-
-def test_a_test_file_is_not_taken_for_the_value_of_an_option(suite: Project) -> None:
-    before = (suite.path / "test_tuning.py").read_bytes()
-    assert_refused(suite, "--gpu-json: test_tuning.py is code, *", "--gpu-json", "test_tuning.py")
-    assert (suite.path / "test_tuning.py").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--collect-only"], ["-k", "plain"], ["test_broken.py"]], ids=["list", "none", "broken"]
-)
-def test_reports_stay_where_no_case_was_run(suite: Project, arguments: list[str]) -> None:
+def test_reports_stay_where_no_case_was_run_and_listing_makes_no_file(suite: Project) -> None:
+    result = suite.run("--collect-only", *(option.replace("=", "=deep/") for option in OUTPUTS))
+    assert "nothing was written" not in result.stdout.str()
+    assert not (suite.path / "deep").exists()
     suite.run(*OUTPUTS).assert_outcomes(passed=3)
     before = {name: (suite.path / name).read_bytes() for name in REPORTS}
     suite.write(test_plain=PLAIN, test_broken="from pytest_gputrain import Case\n\nassert not Case\n")
-    result = suite.run(*OUTPUTS, "--continue-on-collection-errors", *arguments)
-    result.stdout.fnmatch_lines([KEPT])
-    assert {name: (suite.path / name).read_bytes() for name in REPORTS} == before
-
-
-def test_listing_makes_no_file(suite: Project) -> None:
-    before = sorted(suite.path.rglob("*.*"))
-    result = suite.run("--collect-only", "--gpu-json=deep/report.json", "--gpu-html=page.html", "--gpu-history=deep/h.jsonl")
-    assert "nothing was written" not in result.stdout.str()
-    assert [path for path in sorted(suite.path.rglob("*.*")) if path.suffix in (".json", ".html", ".jsonl")] == [
-        path for path in before if path.suffix in (".json", ".html", ".jsonl")
-    ]
-    assert not (suite.path / "deep").exists()
+    for arguments in (["--collect-only"], ["-k", "plain"], ["test_broken.py"]):
+        result = suite.run(*OUTPUTS, "--continue-on-collection-errors", *arguments)
+        result.stdout.fnmatch_lines([KEPT])
+        assert {name: (suite.path / name).read_bytes() for name in REPORTS} == before
 
 
 @pytest.mark.parametrize("workers", [0, 2])

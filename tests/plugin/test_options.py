@@ -1,7 +1,5 @@
 """Tests the options as pytest reads them: switches and their opposites, what is ini-only, and flags that went."""
 
-from __future__ import annotations
-
 import itertools
 import re
 
@@ -15,36 +13,23 @@ WENT = [*GONE, *(option.name for option in INI_ONLY)]
 ONE_CASE = "-k", "gemma"
 
 
-def _help_of_group(project: Project) -> list[str]:
-    """The lines of the help that begin with an option of this plugin."""
-    lines = project.run("--help").outlines
-    begin = lines.index("gputrain: GPU training benchmarks:")
-    return [line for line in lines[begin : lines.index("", begin)] if line.startswith("  -")]
-
-
-def test_the_help_lists_each_option_of_the_command_line_once_and_no_other(project: Project) -> None:
-    listed = [re.split(r"[=, ]", line.strip())[0] for line in _help_of_group(project)]
-    assert listed == [option.flag for option in OPTIONS if not option.ini_only]
-    assert len(listed) == 27
-
-
-def test_the_help_names_the_opposite_beside_each_switch(project: Project) -> None:
-    with_opposite = [line.split("  ")[1] for line in _help_of_group(project) if "--no-" in line]
-    assert with_opposite == [
-        f"{option.flag}, --no-gpu-{option.name}" for option in OPTIONS if option.switch and not option.ini_only
-    ]
-
-
-def test_the_help_shows_percent_signs_as_they_are(project: Project) -> None:
-    assert "(default: 3%)" in project.run("--help").stdout.str()
-
-
-def test_the_help_of_the_ini_file_says_what_each_setting_is(project: Project) -> None:
-    text = project.run("--help").stdout.str()
-    settings = text[text.index("[pytest] configuration options") :]
+def test_the_help_has_each_option_of_the_command_line_once_with_its_opposite_and_each_setting_of_the_ini_file(
+    project: Project,
+) -> None:
+    result = project.run("--help")
+    begin = result.outlines.index("gputrain: GPU training benchmarks:")
+    of_group = result.outlines[begin : result.outlines.index("", begin)]
+    lines = [line for line in of_group if line.startswith("  -")]
+    typed = [option for option in OPTIONS if not option.ini_only]
+    assert [re.split(r"[=, ]", line.strip())[0] for line in lines] == [option.flag for option in typed]
+    assert len(lines) == 27
+    switches = [f"{option.flag}, --no-gpu-{option.name}" for option in typed if option.switch]
+    assert [line.split("  ")[1] for line in lines if "--no-" in line] == switches
+    assert "(default: 3%)" in result.stdout.str(), "percent signs are as they are"
+    settings = result.stdout.str().partition("[pytest] configuration options")[2]
     for option in OPTIONS:
-        begin = option.help[:15] if option.ini_only else f"as {option.flag}"
-        assert re.search(rf"^  {option.ini} \(string\):\s+{re.escape(begin)}", settings, re.MULTILINE)
+        begins = option.help[:15] if option.ini_only else f"as {option.flag}"
+        assert re.search(rf"^  {option.ini} \(string\):\s+{re.escape(begins)}", settings, re.MULTILINE)
 
 
 # Each form of a value in turn.
@@ -61,16 +46,9 @@ def test_a_flag_that_went_is_refused_with_its_heir(suite: Project, name: str, wo
     }
     in_ini_file = f"--gpu-{name} is set in the ini file now: {heir.ini} = {value}, or -o {heir.ini}={value} for one run"
     assert_refused(suite, sentences.get(name, in_ini_file), *(word.format(f"--gpu-{name}") for word in words))
-
-
-@pytest.mark.parametrize("name", WENT)
-def test_a_flag_that_went_is_refused_without_a_value(suite: Project, name: str) -> None:
     assert_refused(suite, f"--gpu-{name} is *", f"--gpu-{name}")
-
-
-def test_a_flag_that_went_is_refused_in_the_ini_file_too(suite: Project) -> None:
-    suite.ini("addopts = --gpu-nodes=2")
-    assert_refused(suite, "--gpu-nodes is set in the ini file now: gpu_nodes = 2, or -o gpu_nodes=2 for one run")
+    suite.ini(f"addopts = --gpu-{name}")
+    assert_refused(suite, f"--gpu-{name} is *")
 
 
 @pytest.mark.parametrize("abbreviated", ["--gpu-node=2", "--gpu-fleet-arg=x", "--gpu-dry", "--gpu-stric", "--no-gpu-stric"])
@@ -80,19 +58,16 @@ def test_an_abbreviation_is_no_option(suite: Project, abbreviated: str) -> None:
     result.stderr.fnmatch_lines([f"*unrecognized arguments: {abbreviated}"])
 
 
-def test_an_update_of_the_ini_file_is_turned_off_for_one_run(suite: Project) -> None:
+def test_a_switch_of_the_ini_file_is_turned_off_for_one_run(suite: Project) -> None:
+    for switch in ("predict", "find-batch"):
+        suite.ini(f"gpu_{switch.replace('-', '_')} = true")
+        suite.run(*ONE_CASE, f"--no-gpu-{switch}", "--gpu-json=report.json").assert_outcomes(passed=1, deselected=2)
+        assert suite.verdicts() == {GEMMA: "new"}
     suite.ini("gpu_baseline_update = true")
     suite.run(*ONE_CASE, "--no-gpu-baseline-update").assert_outcomes(passed=1, deselected=2)
     assert not (suite.path / "baselines").exists()
     suite.run(*ONE_CASE).assert_outcomes(passed=1, deselected=2)
     assert (suite.path / "baselines").exists()
-
-
-@pytest.mark.parametrize("switch", ["predict", "find-batch"])
-def test_a_kind_of_run_of_the_ini_file_is_turned_off_for_one_run(suite: Project, switch: str) -> None:
-    suite.ini(f"gpu_{switch.replace('-', '_')} = true")
-    suite.run(*ONE_CASE, f"--no-gpu-{switch}", "--gpu-json=report.json").assert_outcomes(passed=1, deselected=2)
-    assert suite.verdicts() == {GEMMA: "new"}
 
 
 def test_a_setting_of_the_ini_file_counts_and_the_command_line_overrides_it(suite: Project) -> None:

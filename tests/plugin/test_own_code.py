@@ -1,9 +1,7 @@
 """Tests cases of a user's own function: where it may be defined, what it is given, what it may return."""
 
-from __future__ import annotations
-
 import pytest
-from plugin_project import BUILD, H100_FOLDER, Project, failures, only_sentence, recorded
+from plugin_project import BUILD, H100_FOLDER, Project, failures, only_sentence
 
 CHECKED = """
 
@@ -303,14 +301,6 @@ def test_inline_refuses_an_engine_that_needs_a_process_group(project: Project) -
 
 
 # What goes wrong in the worker, and what it tells beside its figures
-
-
-def test_a_measurement_without_figures_fails_the_test_with_the_reason(h100: Project) -> None:
-    h100.answer(recorded("h100_out_of_memory"))
-    h100.write(test_mine=f"{BUILD}\n\ndef test_it(gputrain):\n    gputrain.measure(build)\n")
-    assert only_sentence(h100.run(), "test_it").startswith(
-        "build-bf16 ran out of device memory (warmup in step 1): CUDA out of "
-    )
 
 
 BROKEN = """

@@ -1,7 +1,5 @@
 """Tests the progress line on a real terminal: what is on the screen while a case runs, and afterwards."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """Runs the recipes of own loops: each program becomes a test by few lines, has its figure, and fails for its regression."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from dataclasses import dataclass

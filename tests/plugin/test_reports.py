@@ -1,7 +1,5 @@
 """Tests what a run reports: the JSON report, the table, the exit status."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -19,11 +17,9 @@ from plugin_project import (
     FOLDER_VANISHES,
     GEMMA,
     H100,
-    H100_FOLDER,
     LLAMA,
     SUITE,
     Project,
-    assert_refused,
     failures,
     only_sentence,
     recorded,
@@ -115,20 +111,19 @@ def test_the_report_holds_case_environment_figures_verdict_and_what_is_derived(g
     assert summary["model_flops_utilization"] == pytest.approx(800e12 / 4.70 / 989.4e12)
 
 
-@pytest.mark.parametrize(("gpus", "topology"), [(1, []), (2, [["X", "NV18"], ["NV18", "X"]])])
-def test_the_report_adds_how_the_gpus_are_linked(h100: Project, gpus: int, topology: list[list[str]]) -> None:
-    h100.machine(H100, gpus=gpus)
-    h100.write(test_pair=SUITE if gpus == 1 else SUITE.replace("batch_size=2", 'batch_size=2, parallel="ddp", gpus=2'))
-    result = h100.run(JSON)
-    topologies = [reply["environment"]["topology"] for result in h100.report()["results"] for reply in result["replies"]]
-    assert topologies == [topology] * 3
-    assert result.stdout.str().count("GPUs linked by NV18") == gpus - 1
-
-
-def test_a_cpu_claims_no_utilization_and_its_table_tells_of_stand_ins(cpu: Project) -> None:
-    cpu.write(test_tuning=SUITE)
-    cpu.run(JSON).stdout.fnmatch_lines(["tuning on CPU, tiny scale (tiny stand-ins for the models named)*"])
-    assert {result["summary"]["model_flops_utilization"] for result in cpu.report()["results"]} == {None}
+def test_the_report_adds_how_the_gpus_are_linked_and_a_cpu_claims_no_utilization(h100: Project) -> None:
+    pair = SUITE.replace("batch_size=2", 'batch_size=2, parallel="ddp", gpus=2')
+    for gpus, suite, topology in ((1, SUITE, []), (2, pair, [["X", "NV18"], ["NV18", "X"]])):
+        h100.machine(H100, gpus=gpus)
+        h100.write(test_pair=suite)
+        result = h100.run(JSON)
+        replies = [reply for result in h100.report()["results"] for reply in result["replies"]]
+        assert [reply["environment"]["topology"] for reply in replies] == [topology] * 3
+        assert result.stdout.str().count("GPUs linked by NV18") == gpus - 1
+    h100.machine(None)
+    h100.write(test_pair=SUITE)
+    h100.run(JSON).stdout.fnmatch_lines(["pair on CPU, tiny scale (tiny stand-ins for the models named)*"])
+    assert {result["summary"]["model_flops_utilization"] for result in h100.report()["results"]} == {None}
 
 
 def test_the_exit_status_in_the_report_is_that_of_the_run(suite: Project) -> None:
@@ -255,31 +250,23 @@ def test_an_earlier_report_is_compared_instead_of_the_baselines(gated: Project) 
     assert sorted(gated.verdicts().values()) == ["pass", "pass", "regressed"]
 
 
-@pytest.mark.parametrize("lacking", ["deselected", "crashed"])
-def test_a_case_without_figures_in_the_earlier_report_is_new(suite: Project, lacking: str) -> None:
+def test_a_case_without_figures_in_the_earlier_report_is_new(suite: Project) -> None:
     suite.answer(recorded("crashed"), to=GEMMA)
-    suite.run("--gpu-json=earlier.json", *(["-k", "llama"] if lacking == "deselected" else []))
+    suite.run("--gpu-json=crashed.json")
     suite.answer(recorded(), to=GEMMA)
-    result = suite.run("--gpu-baseline=earlier.json", "--gpu-strict", JSON)
-    assert suite.verdicts()[GEMMA] == "new"
-    assert only_sentence(result, TEST) == (
-        f"{GEMMA} has no baseline (not in earlier.json); record it with --gpu-baseline-update-new-only (strict)"
-    )
-
-
-def test_time_of_another_device_in_a_report_is_never_compared(suite: Project) -> None:
-    suite.run("--gpu-json=earlier.json").assert_outcomes(passed=3)
+    suite.run("--gpu-json=deselected.json", "-k", "llama")
+    for lacking in ("crashed.json", "deselected.json"):
+        result = suite.run(f"--gpu-baseline={lacking}", "--gpu-strict", JSON)
+        assert suite.verdicts()[GEMMA] == "new"
+        assert only_sentence(result, TEST) == (
+            f"{GEMMA} has no baseline (not in {lacking}); record it with --gpu-baseline-update-new-only (strict)"
+        )
+    # Nor is the time of another device.
     suite.machine("NVIDIA A100-SXM4-80GB")
     suite.answer(recorded(slower=9, device_name="NVIDIA A100-SXM4-80GB"))
-    result = suite.run("--gpu-baseline=earlier.json")
-    result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines(["3 cases with step time not compared: recorded on NVIDIA H100*, here NVIDIA A100*"])
-
-
-def test_a_file_that_is_no_report_is_a_usage_error(suite: Project) -> None:
-    (suite.path / "other.json").write_text('{"format": 2, "results": 5}')
-    sentence = "*other.json is not a report of --gpu-json: *; give the file that --gpu-json wrote"
-    assert_refused(suite, sentence, "--gpu-baseline=other.json", "-k", "gemma")
+    result = suite.run("--gpu-baseline=deselected.json", "-k", "llama")
+    result.assert_outcomes(passed=2, deselected=1)
+    result.stdout.fnmatch_lines(["2 cases with step time not compared: recorded on NVIDIA H100*, here NVIDIA A100*"])
 
 
 # The table
@@ -309,25 +296,18 @@ def test_the_table_shows_figures_changes_and_verdicts(gated: Project, monkeypatc
     assert [line.rstrip() for line in result.outlines if " on H100 x1" in line] == suites
 
 
-@pytest.mark.parametrize(
-    ("reply", "row"),
-    [("crashed", "crashed | crashed | failed"), ("timed_out", "timed out | timed out | failed")],
-)
-def test_the_table_names_what_became_of_a_case_without_figures(suite: Project, reply: str, row: str) -> None:
-    suite.answer(recorded(reply))
-    assert table_rows(suite.run("-k", "gemma").stdout.str()) == [f"Gemma 7B | LoRA | bf16 | {row}"]
+def test_the_table_names_what_became_of_a_case_without_figures(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = suite.path / "inner"
+    inner.mkdir()
+    monkeypatch.chdir(inner)
+    for reply, outcome in {"crashed": "crashed", "timed_out": "timed out"}.items():
+        suite.answer(recorded(reply))
+        result = suite.run(*ONE, "..")
+        assert table_rows(result.stdout.str()) == [f"Gemma 7B | LoRA | bf16 | {outcome} | {outcome} | failed"]
+    assert Path(inner, "report.json").exists(), "relative paths are those of the current folder"
 
 
 def test_colour_can_be_asked_for_and_without_a_terminal_reporter_there_is_a_report(suite: Project) -> None:
     assert "\x1b[33mnew" in suite.spawn("--color=yes").stdout.str()
     suite.spawn("-p", "no:terminal", JSON)
     assert len(suite.report()["results"]) == 3
-
-
-def test_relative_paths_are_those_of_the_current_folder(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = suite.path / "inner"
-    inner.mkdir()
-    monkeypatch.chdir(inner)
-    suite.run(JSON, "..").assert_outcomes(passed=3)
-    assert Path(inner, "report.json").exists()
-    assert not suite.baseline_file("tuning", H100_FOLDER).exists()

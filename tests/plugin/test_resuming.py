@@ -1,10 +1,7 @@
 """Tests ``--gpu-resume``: a run measures what an earlier report lacks, and takes no figures of other code."""
 
-from __future__ import annotations
-
 import json
 import platform
-import subprocess
 from typing import Any
 
 import pytest
@@ -27,10 +24,7 @@ def suite(suite: Project) -> Project:
 
 def interrupt(project: Project, name: str) -> None:
     """From now on, the third launch sends pytest this signal; `machine` undoes it."""
-    conftest = project.path / "conftest.py"
-    anchor = "        name = str(task.case)\n"
-    ending = "        if sum(asked.values()) == 2:\n            import os, signal; os.kill(os.getpid(), signal."
-    conftest.write_text(conftest.read_text().replace(anchor, f"{anchor}{ending}{name})\n"))
+    project.when_launched(f"import os, signal\nos.kill(os.getpid(), signal.{name})", of="before == 2")
 
 
 def launched(project: Project, since: int = 0) -> list[str]:
@@ -200,17 +194,11 @@ def test_last_failed_runs_what_failed_and_what_had_no_figures(suite: Project) ->
     assert launched(suite, before + 2) == [LLAMA]
 
 
-def git(project: Project, *arguments: str) -> str:
-    identity = ["-c", "user.name=n", "-c", "user.email=e@x"]
-    done = subprocess.run(["git", *identity, *arguments], cwd=project.path, check=True, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
 def committed(project: Project) -> None:
     (project.path / ".gitignore").write_text("*\n!test_*.py\n!baselines\n!baselines/**\n")
-    git(project, "init", "-q")
-    git(project, "add", ".")
-    git(project, "commit", "-q", "-m", "first")
+    project.git("init", "-q")
+    project.git("add", ".")
+    project.git("commit", "-q", "-m", "first")
 
 
 def test_figures_of_another_code_are_refused(suite: Project) -> None:
@@ -222,7 +210,7 @@ def test_figures_of_another_code_are_refused(suite: Project) -> None:
     test = suite.path / "test_tuning.py"
     test.write_text(SUITE + "# changed\n")
     before = len(suite.launches)
-    commit = git(suite, "rev-parse", "--short=12", "HEAD")
+    commit = suite.git("rev-parse", "--short=12", "HEAD")
     refused = f"*clean.json is of {commit} with other uncommitted changes; restore them, or leave * out*"
     result = suite.run("--gpu-resume=clean.json")
     result.stderr.fnmatch_lines([f"ERROR: --gpu-resume: {refused}"])
@@ -230,46 +218,37 @@ def test_figures_of_another_code_are_refused(suite: Project) -> None:
     suite.run("--gpu-resume=dirty.json").stdout.fnmatch_lines(["3 cases taken from *dirty.json"])
     test.write_text(SUITE + "# changed again\n")
     suite.run("--gpu-resume=dirty.json").stderr.fnmatch_lines(["*with other uncommitted changes*"])
-    git(suite, "commit", "-qam", "second")
-    after = git(suite, "rev-parse", "--short=12", "HEAD")
+    suite.git("commit", "-qam", "second")
+    after = suite.git("rev-parse", "--short=12", "HEAD")
     suite.run("--gpu-resume=clean.json").stderr.fnmatch_lines(
         [f"*is of commit {commit}, and this is {after}; check that commit out, or*"]
     )
     assert len(suite.launches) == before + 3
 
 
-def test_figures_of_other_libraries_are_refused(h100: Project) -> None:
-    h100.write(test_tuning=SUITE)
-    h100.run("--gpu-json=report.json")
-    before = len(h100.launches)
-    result = h100.run("--gpu-resume=report.json")
+def test_figures_of_other_libraries_or_beside_others_that_nobody_looked_for_are_refused(suite: Project) -> None:
+    suite.run("--gpu-json=report.json", "-o", "gpu_foreign=ignore")
+    suite.run("--gpu-resume=report.json").stderr.fnmatch_lines(["*was measured with gpu_foreign=ignore; give the same, or*"])
+    suite.answer(recorded())
+    suite.run("--gpu-json=report.json")
+    before = len(suite.launches)
+    result = suite.run("--gpu-resume=report.json")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(
         ["ERROR: --gpu-resume: *report.json was measured with *, and here is *; install that, or leave*"]
     )
-    assert len(h100.launches) == before
+    assert len(suite.launches) == before
 
 
-def test_figures_beside_others_that_nobody_looked_for_are_refused(suite: Project) -> None:
-    suite.run("--gpu-json=report.json", "-o", "gpu_foreign=ignore")
-    suite.run("--gpu-resume=report.json").stderr.fnmatch_lines(["*was measured with gpu_foreign=ignore; give the same, or*"])
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (None, "*nothing.json cannot be read: No such file or directory"),
-        ("{", "*nothing.json is not a report of --gpu-json: *; give the file that --gpu-json wrote"),
-        ('{"format": 99}', "*nothing.json has format 99, this version reads format 2; *"),
-    ],
-)
-def test_what_is_no_report_is_refused(suite: Project, text: str | None, sentence: str) -> None:
-    if text is not None:
-        (suite.path / "nothing.json").write_text(text)
-    assert_refused(suite, f"--gpu-resume: {sentence}", "--gpu-resume=nothing.json")
-
-
-@pytest.mark.parametrize("study", ["--gpu-find-batch", "--gpu-loss=20", "--gpu-predict"])
-def test_studies_are_not_resumed(suite: Project, study: str) -> None:
-    sentence = f"{study.partition('=')[0]} and --gpu-resume contradict each other: *"
-    assert_refused(suite, sentence, "--gpu-resume=report.json", study)
+def test_what_is_no_report_and_what_is_a_study_is_refused(suite: Project) -> None:
+    for text, sentence in {
+        None: "*nothing.json cannot be read: No such file or directory",
+        "{": "*nothing.json is not a report of --gpu-json: *; give the file that --gpu-json wrote",
+        '{"format": 99}': "*nothing.json has format 99, this version reads format 2; *",
+    }.items():
+        if text is not None:
+            (suite.path / "nothing.json").write_text(text)
+        assert_refused(suite, f"--gpu-resume: {sentence}", "--gpu-resume=nothing.json")
+    for study in ("--gpu-find-batch", "--gpu-loss=20", "--gpu-predict"):
+        sentence = f"{study.partition('=')[0]} and --gpu-resume contradict each other: *"
+        assert_refused(suite, sentence, "--gpu-resume=report.json", study)

@@ -1,7 +1,5 @@
 """Tests cases of scripts: what they are called, where they are refused, and that they are judged like others."""
 
-from __future__ import annotations
-
 import pytest
 from plugin_project import H100_FOLDER, Project, failures, only_sentence, recorded, skips, table_rows
 
@@ -21,6 +19,10 @@ def scripted(h100: Project) -> Project:
 
 
 def test_a_script_is_a_case_like_others(scripted: Project) -> None:
+    lines = scripted.run().stdout.lines
+    advice, table = (next(n for n, line in enumerate(lines) if word in line) for word in ("has no baseline;", "Peak mem."))
+    assert advice < table
+    assert sum("has no baseline;" in line for line in lines) == 1
     scripted.run("--gpu-baseline-update").assert_outcomes(passed=1)
     assert list(scripted.baselines("scripts", H100_FOLDER)) == [KEY]
     scripted.answer(recorded(bigger=5 * GiB))
@@ -30,12 +32,9 @@ def test_a_script_is_a_case_like_others(scripted: Project) -> None:
     assert (entry["case"]["method"], entry["case"]["code"]) == ("script", "train.py")
     assert entry["case"]["args"] == '["--max-steps=8","--out","runs/a"]'
     assert table_rows(result.stdout.str())[0].startswith("train.py | max-steps=8-out-runs/a | 40.0 GiB")
-
-
-def test_a_name_of_its_own_replaces_the_file(scripted: Project) -> None:
     scripted.write(test_scripts=TEST.replace('"runs/a")', '"runs/a", model="small")'))
     scripted.run("--gpu-json=report.json").assert_outcomes(passed=1)
-    assert list(scripted.verdicts()) == [KEY.replace("train.py", "small")]
+    assert list(scripted.verdicts()) == [KEY.replace("train.py", "small")], "a name of its own replaces the file"
 
 
 def test_without_a_gpu_a_script_fails_with_what_helps(project: Project) -> None:
@@ -46,45 +45,33 @@ def test_without_a_gpu_a_script_fails_with_what_helps(project: Project) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        ('"none.py"', "none.py is not a Python file below"),
-        ('"../train.py"', "../train.py is not a Python file below"),
-        ('"train.py", 8', "the argument 8 of train.py is not text, as arguments of a command line are; write '8'"),
-        (
-            '"train.py", precision="fp32"',
-            "precision is not an argument of check_script(), because a script reads its settings",
-        ),
-    ],
-)
-def test_what_is_no_script_is_refused(h100: Project, call: str, sentence: str) -> None:
-    h100.write(test_scripts=f"def test_train(gputrain):\n    gputrain.check_script({call})\n", train="")
-    assert only_sentence(h100.run(), "test_train").startswith(sentence)
+REFUSED = {
+    '"none.py"': "none.py is not a Python file below",
+    '"../train.py"': "../train.py is not a Python file below",
+    '"train.py", 8': "the argument 8 of train.py is not text, as arguments of a command line are; write '8'",
+    '"train.py", precision="fp32"': ("precision is not an argument of check_script(), because a script reads its settings"),
+}
+"""Arguments of a script, and what is said of them."""
 
 
-@pytest.mark.parametrize(
-    ("option", "sentence"),
-    [
-        ("--gpu-set=batch_size=4", "is a script, whose arguments --gpu-set does not reach; deselect its test"),
-        ("--gpu-find-batch", "is a script, which --gpu-find-batch and --gpu-loss cannot change; deselect its test"),
-        ("--gpu-isolation=inline", "is a script, which needs a process of its own; leave out --gpu-isolation=inline"),
-    ],
-)
-def test_options_that_do_not_reach_a_script_are_refused(scripted: Project, option: str, sentence: str) -> None:
-    (said,) = failures(scripted.run(option)).values()
-    assert said.strip().endswith(sentence)
+def test_what_is_no_script_is_refused(h100: Project) -> None:
+    calls = (f"def test_{at}(gputrain):\n    gputrain.check_script({call})\n" for at, call in enumerate(REFUSED))
+    h100.write(test_scripts="\n\n".join(calls), train="")
+    told = failures(h100.run())
+    assert len(told) == len(REFUSED)
+    for at, sentence in enumerate(REFUSED.values()):
+        assert told[f"test_{at}"].startswith(sentence)
 
 
-def test_a_prediction_skips_a_script(scripted: Project) -> None:
+def test_options_that_do_not_reach_a_script_are_refused_and_a_prediction_skips_it(scripted: Project) -> None:
+    for option, sentence in {
+        "--gpu-set=batch_size=4": "is a script, whose arguments --gpu-set does not reach; deselect its test",
+        "--gpu-find-batch": "is a script, which --gpu-find-batch and --gpu-loss cannot change; deselect its test",
+        "--gpu-isolation=inline": "is a script, which needs a process of its own; leave out --gpu-isolation=inline",
+    }.items():
+        (said,) = failures(scripted.run(option)).values()
+        assert said.strip().endswith(sentence)
     result = scripted.run("--gpu-predict", "--gpu-platform=h100")
     assert skips(result) == {
         "test_train": "is a script, which --gpu-predict cannot run on fake tensors; --gpu-emulate runs it"
     }
-
-
-def test_the_advice_of_a_first_run_stands_above_the_table(scripted: Project) -> None:
-    lines = scripted.run().stdout.lines
-    advice, table = (next(n for n, line in enumerate(lines) if word in line) for word in ("has no baseline;", "Peak mem."))
-    assert advice < table
-    assert sum("has no baseline;" in line for line in lines) == 1

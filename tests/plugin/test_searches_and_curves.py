@@ -1,7 +1,5 @@
 """Tests ``--gpu-find-batch`` and ``--gpu-loss`` from the command line to the report."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -80,7 +78,8 @@ def test_a_search_is_judged_by_no_baseline(suite: Project) -> None:
     result.stdout.fnmatch_lines(["*has no baseline (not in report.json)*"])
 
 
-def test_the_maximum_bounds_the_search(suite: Project) -> None:
+def test_the_maximum_bounds_the_search_which_is_made_once_for_several_tests(suite: Project) -> None:
+    suite.write(test_tuning=SUITE.replace("gputrain.check(case)", "gputrain.check(case); gputrain.measure(case)"))
     result = suite.run("--gpu-find-batch", "-o", "gpu_find_batch_max=3", "-k", "gemma")
     assert [launched["id"].rpartition("=")[2] for launched in suite.launches] == ["1", "2", "3"]
     result.stdout.fnmatch_lines(["*the largest batch tried, 3, fits; a higher gpu_find_batch_max allows more"])
@@ -112,12 +111,6 @@ def test_a_try_that_does_not_fit_bounds_the_search_and_one_that_crashes_fails_it
     else:
         assert failures(result) == {}
         assert "--gpu-timeout allows more" in _search(suite)["tries"][2]["reason"]
-
-
-def test_two_tests_that_ask_for_one_search_make_it_once(suite: Project) -> None:
-    suite.write(test_tuning=SUITE.replace("gputrain.check(case)", "gputrain.check(case); gputrain.measure(case)"))
-    suite.run("--gpu-find-batch", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    assert len(suite.launches) == 7
 
 
 @pytest.mark.slow
@@ -164,24 +157,14 @@ def test_a_search_under_two_workers_finds_the_same(suite: Project) -> None:
     assert suite.report("both.json")["results"] == suite.report("alone.json")["results"]
 
 
-@pytest.mark.parametrize("option", ["--gpu-find-batch", "--gpu-loss=20"])
-def test_an_inline_case_cannot_be_studied(h100: Project, option: str) -> None:
+def test_what_cannot_be_studied_is_told(h100: Project) -> None:
     h100.write(test_mine="def test_it(gputrain):\n    gputrain.check(lambda setup: None, inline=True, model='mine')\n")
-    assert only_sentence(h100.run(option), "test_it") == (
-        "mine-bf16 runs inline, but --gpu-find-batch and --gpu-loss need fresh processes; deselect its test"
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--gpu-find-batch", "--gpu-loss=20"), "--gpu-find-batch and --gpu-loss contradict each other; give one"),
-        (("--gpu-find-batch", "--gpu-runs=2"), "--gpu-find-batch and --gpu-runs=2 contradict each other: *"),
-        (("--gpu-loss=20", "--gpu-baseline-update"), "--gpu-loss and --gpu-baseline-update contradict each other: *"),
-    ],
-)
-def test_contradictions_are_usage_errors(suite: Project, arguments: tuple[str, ...], sentence: str) -> None:
-    assert_refused(suite, sentence, *arguments)
+    for option in ("--gpu-find-batch", "--gpu-loss=20"):
+        assert only_sentence(h100.run(option), "test_it") == (
+            "mine-bf16 runs inline, but --gpu-find-batch and --gpu-loss need fresh processes; deselect its test"
+        )
+    for one, other in (("find-batch", "loss=20"), ("find-batch", "runs=2"), ("loss=20", "baseline-update")):
+        assert_refused(h100, "--gpu-* contradict each other*", f"--gpu-{one}", f"--gpu-{other}")
 
 
 def test_loss_curves_of_each_precision_are_kept_and_shown(h100: Project) -> None:
@@ -201,29 +184,25 @@ def test_loss_curves_of_each_precision_are_kept_and_shown(h100: Project) -> None
     assert [row.rpartition(" | ")[2] for row in table_rows(result.stdout.str())] == [*["converging"] * 3, "flat"]
 
 
-@pytest.mark.parametrize(("call", "outcome"), [("check", "failed"), ("measure", "passed")])
-def test_a_precision_that_diverges_alone_fails_a_check(h100: Project, call: str, outcome: str) -> None:
-    h100.write(test_tuning=SUITE.replace("check", call))
-    _answer_losses(h100, fp32=FALLING, bf16_amp=FALLING, fp16_amp=FALLING[:9], bf16=FALLING)
-    result = h100.run("--gpu-loss=30", "-k", "gemma")
-    result.assert_outcomes(**{outcome: 1}, deselected=2)
-    if outcome == "failed":
-        assert only_sentence(result, f"test_tuning[{GEMMA}]") == (
-            f"{GEMMA} diverges in fp16-amp (its loss is not finite in step 10), but not in fp32"
-        )
-
-
-@pytest.mark.parametrize("call", ["check", "measure"])
-def test_a_precision_without_a_curve_fails(h100: Project, call: str) -> None:
-    h100.write(test_tuning=SUITE.replace("check", call))
-    _answer_losses(h100, bf16_amp=FALLING, fp16_amp=FALLING, bf16=FALLING)
-    h100.answer(recorded("h100_out_of_memory"), to="gemma-7b-lora-fp32")
-    h100.run("--gpu-loss=30", "--gpu-json=report.json", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    (case_result,) = h100.report()["results"]
-    assert [curve["outcome"] for curve in case_result["loss_curves"]] == ["out_of_memory", *["recorded"] * 3]
-    h100.answer(recorded("h100_out_of_memory"), to="gemma-7b-lora-bf16")
-    result = h100.run("--gpu-loss=30", "--gpu-json=report.json", "-k", "gemma")
-    assert "gemma-7b-lora-bf16 " in only_sentence(result, f"test_tuning[{GEMMA}]")
+def test_a_precision_that_diverges_alone_fails_a_check_and_one_without_a_curve_any_case(h100: Project) -> None:
+    test = f"test_tuning[{GEMMA}]"
+    diverging = {"fp32": FALLING, "bf16_amp": FALLING, "fp16_amp": FALLING[:9], "bf16": FALLING}
+    for call, outcome in {"check": "failed", "measure": "passed"}.items():
+        h100.write(test_tuning=SUITE.replace("check", call))
+        _answer_losses(h100, **diverging)
+        result = h100.run("--gpu-loss=30", "-k", "gemma")
+        result.assert_outcomes(**{outcome: 1}, deselected=2)
+        if call == "check":
+            assert only_sentence(result, test) == (
+                f"{GEMMA} diverges in fp16-amp (its loss is not finite in step 10), but not in fp32"
+            )
+        _answer_losses(h100, **diverging | {"fp16_amp": FALLING})
+        h100.answer(recorded("h100_out_of_memory"), to="gemma-7b-lora-fp32")
+        h100.run("--gpu-loss=30", "--gpu-json=report.json", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+        (case_result,) = h100.report()["results"]
+        assert [curve["outcome"] for curve in case_result["loss_curves"]] == ["out_of_memory", *["recorded"] * 3]
+        h100.answer(recorded("h100_out_of_memory"), to=GEMMA)
+        assert f"{GEMMA} " in only_sentence(h100.run("--gpu-loss=30", "-k", "gemma"), test)
 
 
 def test_precisions_that_cases_share_are_trained_once(h100: Project) -> None:

@@ -1,7 +1,5 @@
 """Tests ``-m`` and ``--gpu-platform``: which tests run on which machine, at which scale, and in how many processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -168,25 +166,19 @@ def test_scale_tiny_on_a_gpu_is_a_baseline_of_its_own(gated: Project) -> None:
     assert len(keys) == 4
 
 
-def test_a_platform_without_a_gpu_fails_in_one_sentence(cpu: Project) -> None:
-    cpu.write(test_tuning=DECLARED)
-    result = cpu.run("-m", "h100", "--gpu-platform=h100", "-k", "gemma")
-    assert only_sentence(result, f"test_tuning[{GEMMA}]") == "--gpu-platform=h100, but no GPU is visible here"
-
-
-def test_gpus_hidden_by_the_environment_do_not_count(h100: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    h100.write(test_tuning=DECLARED)
-    h100.run("-m", "h100").assert_outcomes(skipped=3)
-
-
-def test_ids_choose_the_gpu(h100: Project) -> None:
+def test_ids_choose_the_gpu_and_those_hidden_by_the_environment_do_not_count(
+    h100: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     h100.machine(H100, gpus=3)
     h100.write(test_tuning=DECLARED)
     h100.run("--gpu-ids=2").assert_outcomes(passed=3)
     (used,) = {uuid for launched in h100.launches for uuid in launched["gpus"]}
     h100.run(f"--gpu-ids={used}").assert_outcomes(passed=3)
     assert {uuid for launched in h100.launches for uuid in launched["gpus"]} == {used}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    h100.run("-m", "h100").assert_outcomes(skipped=3)
+    result = h100.run("-m", "h100", "--gpu-platform=h100", "-k", "gemma")
+    assert only_sentence(result, f"test_tuning[{GEMMA}]") == "--gpu-platform=h100, but no GPU is visible here"
 
 
 def test_gpus_of_two_kinds_are_refused_until_chosen(h100: Project) -> None:

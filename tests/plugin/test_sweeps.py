@@ -1,7 +1,5 @@
 """Tests ``--gpu-set``: a test and a row for each combination, each with its own id."""
 
-from __future__ import annotations
-
 import pytest
 from plugin_project import BUILD, GEMMA, H100_FOLDER, Project, assert_refused, failures, only_sentence
 
@@ -38,16 +36,20 @@ def test_each_combination_is_a_test_a_launch_and_a_result(h100: Project) -> None
     assert [(case.get("batch_size", 1), case.get("lora_rank", 0)) for case in cases] == [(2, 0), (2, 8), (4, 0), (4, 8)]
 
 
-def test_parametrized_ids_end_in_the_knobs_which_are_the_setting_of_the_row(suite: Project) -> None:
-    result = suite.run("--gpu-set=batch_size=2,4", "-k", "gemma", "-v")
+def test_parametrized_ids_end_in_the_knobs_which_tell_rows_and_baselines_apart(suite: Project) -> None:
+    result = suite.run("--gpu-set=batch_size=2,4", "-k", "gemma", "-v", "--gpu-baseline-update")
     result.assert_outcomes(passed=2, deselected=4)
     result.stdout.fnmatch_lines(
         [
             f"*test_tuning[[]{GEMMA}-batch_size=2]*",
             f"*test_tuning[[]{GEMMA}-batch_size=4]*",
-            "Gemma 7B *bf16-batch_size=4*new*",
+            "Gemma 7B *bf16-batch_size=4*recorded*",
         ]
     )
+    assert sorted(suite.baselines("tuning", H100_FOLDER)) == [GEMMA, f"{GEMMA}-batch_size=4"]
+    suite.run("--gpu-strict", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    suite.run("--gpu-strict", "--gpu-set=batch_size=4", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
+    assert list(failures(suite.run("--gpu-strict", "--gpu-set=batch_size=8", "-k", "gemma")))
 
 
 def test_platforms_of_the_command_line_replace_those_of_the_file(h100: Project) -> None:
@@ -58,40 +60,26 @@ def test_platforms_of_the_command_line_replace_those_of_the_file(h100: Project) 
     assert list(h100.baselines("two", H100_FOLDER)) == [GEMMA]
 
 
-def test_baselines_are_apart(suite: Project) -> None:
-    suite.run("--gpu-set=batch_size=2,4", "--gpu-baseline-update", "-k", "gemma").assert_outcomes(passed=2, deselected=4)
-    assert sorted(suite.baselines("tuning", H100_FOLDER)) == [GEMMA, f"{GEMMA}-batch_size=4"]
-    suite.run("--gpu-strict", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    suite.run("--gpu-strict", "--gpu-set=batch_size=4", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    assert list(failures(suite.run("--gpu-strict", "--gpu-set=batch_size=8", "-k", "gemma")))
-
-
-def test_the_command_line_counts_before_keywords_of_own_code(h100: Project) -> None:
+def test_the_command_line_counts_before_keywords_of_own_code_which_has_no_model_to_set(h100: Project) -> None:
     h100.write(test_mine=f"{BUILD}\n\ndef test_it(gputrain):\n    gputrain.check(build, batch_size=2)\n")
+    assert only_sentence(h100.run("--gpu-set=model=gemma-7b"), "test_it[model=gemma-7b]") == (
+        "build-bf16-batch_size=2 is own code, which has no model for --gpu-set; deselect its test"
+    )
+    assert h100.launches == []
     h100.run("--gpu-set=batch_size=8", "--gpu-set=precision=fp32", "--gpu-json=report.json").assert_outcomes(passed=1)
     (result,) = h100.report()["results"]
     assert (result["case"]["batch_size"], result["key"]) == (8, "build-fp32-batch_size=8")
 
 
-def test_own_code_sees_the_knob(project: Project) -> None:
-    project.write(
-        test_mine="""
-        def build(setup):
-            return lambda: float(setup.case.batch_size)
-
-
-        def test_it(gputrain):
-            assert gputrain.measure(build, precision="fp32", steps=2).losses == (5.0, 5.0)
-        """
+def test_a_test_that_cannot_be_varied_says_so_and_a_bad_case_is_told_as_without_the_option(h100: Project) -> None:
+    h100.write(
+        test_late="def test_late(request):\n    request.getfixturevalue('gputrain')\n",
+        test_one=ONE.replace("batch_size=2", "named=None"),
     )
-    project.run("--gpu-set=batch_size=5").assert_outcomes(passed=1)
-
-
-def test_the_ini_file_takes_a_knob_a_line(h100: Project) -> None:
-    h100.ini("gpu_set =", "    batch_size = 2, 4", "    lora_rank = 8")
-    h100.write(test_one=ONE)
-    h100.run().assert_outcomes(passed=2)
-    assert [launched["id"] for launched in h100.launches] == [f"{GEMMA}-lora_rank=8", f"{GEMMA}-batch_size=4-lora_rank=8"]
+    told = failures(h100.run("--gpu-set=batch_size=4"))
+    assert told.keys() == {"test_late", "test_it[batch_size=4]"}
+    assert "name it as an argument" in told["test_late"]
+    assert "has named=None; it must be a tuple" in told["test_it[batch_size=4]"]
 
 
 def test_tests_without_cases_are_left_alone_and_senseless_combinations_fail_their_own(h100: Project) -> None:
@@ -101,24 +89,6 @@ def test_tests_without_cases_are_left_alone_and_senseless_combinations_fail_thei
     assert only_sentence(result, "test_it[gpus=2]") == (
         f"the case {GEMMA}-gpus=2 asks for 2 GPUs, but parallel='single' uses one; choose a parallelism"
     )
-
-
-def test_own_code_has_no_model_to_set(h100: Project) -> None:
-    h100.write(test_mine=f"{BUILD}\n\ndef test_it(gputrain):\n    gputrain.check(build)\n")
-    assert only_sentence(h100.run("--gpu-set=model=gemma-7b"), "test_it[model=gemma-7b]") == (
-        "build-bf16 is own code, which has no model for --gpu-set; deselect its test"
-    )
-    assert h100.launches == []
-
-
-def test_a_test_that_cannot_be_varied_says_so(h100: Project) -> None:
-    h100.write(test_late="def test_it(request):\n    request.getfixturevalue('gputrain')\n")
-    assert "name it as an argument" in only_sentence(h100.run("--gpu-set=batch_size=4"), "test_it")
-
-
-def test_a_bad_case_is_told_as_without_the_option(h100: Project) -> None:
-    h100.write(test_one=ONE.replace("batch_size=2", "named=None"))
-    assert "has named=None; it must be a tuple" in only_sentence(h100.run("--gpu-set=batch_size=4"), "test_it[batch_size=4]")
 
 
 @pytest.mark.parametrize(

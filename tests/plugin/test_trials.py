@@ -1,7 +1,5 @@
 """Trials by hostile files and machines: what is damaged, poisoned or short ends in one sentence, and destroys nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,13 +1,10 @@
 """Tests recording baselines: which files and entries are written, and which stay as they are."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from plugin_project import BUILD, GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, SUITE, Project, failures, only_sentence, recorded
@@ -120,37 +117,38 @@ OUT_OF_MEMORY = recorded("h100_out_of_memory")
     ],
     ids=["crash", "time-out", "later crash", "out of memory once", "out of memory beside others"],
 )
-@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
 def test_what_gave_no_figures_becomes_no_baseline_and_fails(
-    gated: Project, known: bool, replies: list[dict[str, Any]], beside: int, sentence: str
+    gated: Project, replies: list[dict[str, Any]], beside: int, sentence: str
 ) -> None:
-    if not known:
-        gated.baseline_file("tuning", H100_FOLDER).unlink()
-    before = entries(gated)
     gated.answer(*replies, to=GEMMA)
     gated.occupied(free_bytes=78 * GiB, processes=beside)
-    result = gated.run(UPDATE, *(["-k", "gemma"] if beside else []), "--junitxml=junit.xml", "--gpu-json=report.json")
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    pytest.LineMatcher([only_sentence(result, TEST)]).fnmatch_lines([sentence])
-    assert entries(gated).get(GEMMA) == before.get(GEMMA)
-    assert sorted(entries(gated)) == (ALL if known else [] if beside else sorted([LLAMA, LLAMA_2]))
-    assert gated.verdicts()[GEMMA] == "failed"
-    xml = ElementTree.parse(gated.path / "junit.xml").getroot()[0]
-    of_case = [len(list(case.iter("failure"))) for case in xml if case.get("name") == TEST]
-    assert of_case == ([1] if len(replies) == 1 else [0, 1]), "a failure in a later run is an entry of its own"
+    for known in (True, False):
+        if not known:
+            gated.baseline_file("tuning", H100_FOLDER).unlink()
+        before = entries(gated)
+        result = gated.run(UPDATE, *(["-k", "gemma"] if beside else []), "--junitxml=junit.xml", "--gpu-json=report.json")
+        assert result.ret == pytest.ExitCode.TESTS_FAILED
+        pytest.LineMatcher([only_sentence(result, TEST)]).fnmatch_lines([sentence])
+        assert entries(gated).get(GEMMA) == before.get(GEMMA)
+        assert sorted(entries(gated)) == (ALL if known else [] if beside else sorted([LLAMA, LLAMA_2]))
+        assert gated.verdicts()[GEMMA] == "failed"
+        of_case = [len(list(case.iter("failure"))) for case in gated.junit()[""] if case.get("name") == TEST]
+        assert of_case == ([1] if len(replies) == 1 else [0, 1]), "a failure in a later run is an entry of its own"
 
 
-def test_a_first_baseline_that_does_not_fit_is_told_as_no_regression(suite: Project) -> None:
+def test_a_first_baseline_that_does_not_fit_is_told_as_no_regression_and_measure_records_nothing(suite: Project) -> None:
     suite.answer(OUT_OF_MEMORY, to=GEMMA)
+    suite.write(test_other=SUITE.replace("gputrain.check(case)", "case.model == 'gemma-7b' or gputrain.measure(case)"))
     result = suite.run(UPDATE, "--gpu-runs=1")
-    result.assert_outcomes(passed=3)
+    result.assert_outcomes(passed=6)
     assert "worse than the baseline before" not in result.stdout.str()
+    assert not suite.baseline_file("other", H100_FOLDER).exists()
 
 
 # New cases only
 
 
-def test_new_only_adds_new_cases_and_leaves_the_text_of_the_others(suite: Project) -> None:
+def test_new_only_adds_new_cases_and_leaves_the_text_of_the_others_which_it_gates(suite: Project) -> None:
     suite.run(UPDATE, "-k", "not gemma").assert_outcomes(passed=2, deselected=1)
     file, before = suite.baseline_file("tuning", H100_FOLDER), entries(suite)
     lines_before = file.read_text().splitlines()
@@ -162,16 +160,10 @@ def test_new_only_adds_new_cases_and_leaves_the_text_of_the_others(suite: Projec
     assert changed(suite, before) == {GEMMA}
     remaining = iter(file.read_text().splitlines())
     assert all(line in remaining for line in lines_before)
-
-
-def test_new_only_with_nothing_new_leaves_the_file_untouched_and_fails_a_regression(gated: Project) -> None:
-    file = gated.baseline_file("tuning", H100_FOLDER)
-    before = file.read_bytes(), file.stat().st_mtime_ns
-    gated.answer(recorded(slower=1.01))
-    gated.run(f"{UPDATE}-new-only").assert_outcomes(passed=3)
-    gated.answer(recorded(slower=1.05), to=GEMMA)
-    assert list(failures(gated.run(f"{UPDATE}-new-only"))) == [TEST]
-    assert (file.read_bytes(), file.stat().st_mtime_ns) == before
+    with_all = file.read_bytes(), file.stat().st_mtime_ns
+    suite.answer(recorded(slower=1.08), to=GEMMA)
+    assert list(failures(suite.run(f"{UPDATE}-new-only"))) == [TEST]
+    assert (file.read_bytes(), file.stat().st_mtime_ns) == with_all
 
 
 # Several runs
@@ -210,23 +202,12 @@ def test_a_case_whose_test_fails_is_measured_no_further(suite: Project) -> None:
     assert sorted(entries(suite)) == sorted([LLAMA, LLAMA_2])
 
 
-def _end_in_the_launch(project: Project, number: int, how: str) -> None:
-    """From now on, the ``number``-th launch does ``how`` instead."""
-    conftest = project.path / "conftest.py"
-    text = conftest.read_text()
-    anchor = "        name = str(task.case)\n"
-    assert anchor in text
-    conftest.write_text(
-        text.replace(anchor, f"{anchor}        if sum(asked.values()) == {number - 1}:\n            {how}\n")
-    )
-
-
 @pytest.mark.parametrize("arguments", [[], ["--gpu-json=report.json"]], ids=["alone", "with a report"])
 def test_an_update_that_is_ended_keeps_old_baselines_and_all_figures(suite: Project, arguments: list[str]) -> None:
     suite.run(UPDATE, "-k", "not gemma").assert_outcomes(passed=2, deselected=1)
     before = entries(suite)
     suite.answer(recorded(slower=2))
-    _end_in_the_launch(suite, 3 * 4 + 2, "raise KeyboardInterrupt")
+    suite.when_launched("raise KeyboardInterrupt", of="before == 3 * 4 + 1")
     result = suite.spawn(UPDATE, *arguments)
     assert result.ret == pytest.ExitCode.INTERRUPTED
     (line,) = (line for line in result.outlines if line.startswith("not recorded: "))
@@ -252,16 +233,15 @@ def test_an_update_that_stops_at_a_failure_records_nothing_half(suite: Project) 
     assert not suite.baseline_file("tuning", H100_FOLDER).exists()
 
 
-_MEET = """
-            (HERE / f"here-{__import__('os').getpid()}").touch()
-            while len(list(HERE.glob("here-*"))) < 3:
-                __import__("time").sleep(0.01)
-"""
+MEET = """\
+(HERE / f"here-{__import__('os').getpid()}").touch()
+while len(list(HERE.glob("here-*"))) < 3:
+    __import__("time").sleep(0.01)"""
 
 
 def test_several_runs_at_once_lose_no_baseline(suite: Project) -> None:
     suite.machine(H100, gpus=3)
-    _end_in_the_launch(suite, 1, _MEET.strip())
+    suite.when_launched(MEET, of="before == 0")
     names = ("llama-3", "gemma", "llama-2")
     command = [sys.executable, "-m", "pytest", "-q", UPDATE, "--gpu-history=history.jsonl", "--gpu-runs=1"]
     runs = [subprocess.Popen([*command, "-k", name], cwd=suite.path, stdout=subprocess.DEVNULL) for name in names]
@@ -284,18 +264,7 @@ def test_an_inline_case_has_all_its_runs_in_its_test(project: Project) -> None:
     assert [len(entry["runs"]) for entry in project.baselines("mine").values()] == [2]
 
 
-FROM_A_TEST = """
-def build(setup):
-    return lambda: None
-
-def test_fails(gputrain):
-    gputrain.check(build)
-    assert False
-
-def test_passes(gputrain):
-    gputrain.check(build, model="other")
-"""
-FROM_A_FIXTURE = """
+FAILING = """
 import pytest
 
 def build(setup):
@@ -303,9 +272,13 @@ def build(setup):
 
 @pytest.fixture
 def checked(gputrain):
-    gputrain.check(build)
+    gputrain.check(build, model="of a fixture")
 
-def test_fails(checked):
+def test_fails(gputrain):
+    gputrain.check(build)
+    assert False
+
+def test_fails_by_its_fixture(checked):
     assert False
 
 def test_passes(gputrain):
@@ -313,12 +286,13 @@ def test_passes(gputrain):
 """
 
 
-@pytest.mark.parametrize("tests", [FROM_A_TEST, FROM_A_FIXTURE], ids=["test", "fixture"])
-def test_figures_of_a_test_that_fails_otherwise_become_no_baseline(h100: Project, tests: str) -> None:
-    h100.write(test_mine=tests)
+def test_figures_of_a_test_that_fails_otherwise_become_no_baseline(h100: Project) -> None:
+    h100.write(test_mine=FAILING)
     result = h100.run(UPDATE)
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["not recorded: build-bf16, because its test failed"])
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(
+        [f"not recorded: {name}-bf16, because its test failed" for name in ("build", "of a fixture")]
+    )
     assert list(h100.baselines("mine", H100_FOLDER)) == ["other-bf16"]
 
 
@@ -336,12 +310,6 @@ def test_an_update_on_a_cpu_changes_what_is_judged_there_alone(project: Project)
     assert other.read_bytes() != before[1]
 
 
-def test_measure_alone_records_nothing(h100: Project) -> None:
-    h100.write(test_tuning=SUITE.replace("gputrain.check(case)", "gputrain.measure(case)"))
-    h100.run(UPDATE).assert_outcomes(passed=3)
-    assert entries(h100) == {}
-
-
 def test_baseline_dir_of_the_ini_file_is_relative_to_it(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     suite.ini("gpu_baseline_dir = figures")
     elsewhere = suite.path / "elsewhere"
@@ -352,15 +320,9 @@ def test_baseline_dir_of_the_ini_file_is_relative_to_it(suite: Project, monkeypa
 
 
 def test_the_commit_is_stored_with_uncommitted_changes_marked(suite: Project) -> None:
-    def git(*arguments: str) -> str:
-        run = suite.pytester.run("git", "-c", "user.name=t", "-c", "user.email=t@example.org", *arguments)
-        assert run.ret == 0
-        return run.stdout.str().strip()
-
-    git("init", "-q")
-    git("add", "tox.ini")
-    git("commit", "-q", "-m", "first")
-    head = git("rev-parse", "--short=12", "HEAD")
+    for command in ("init -q", "add tox.ini", "commit -qm first"):
+        suite.git(*command.split())
+    head = suite.git("rev-parse", "--short=12", "HEAD")
     suite.run(UPDATE, "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     (suite.path / "tox.ini").write_text("[pytest]\n# changed\n")
     suite.run(UPDATE, "-k", "llama-3").assert_outcomes(passed=1, deselected=2)

@@ -1,7 +1,5 @@
 """Tests that several workers of xdist give the same verdicts, table, report and baselines as one process."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -32,6 +30,7 @@ def test_two_workers_give_the_failures_report_and_table_of_one(gated: Project) -
 
 @pytest.mark.slow
 def test_two_workers_record_every_baseline(suite: Project) -> None:
+    suite.spawn("-n2", "-m", "a100").assert_outcomes(skipped=3)
     result = suite.spawn("-n2", "--gpu-baseline-update")
     result.assert_outcomes(passed=3)
     entries = suite.baselines("tuning", H100_FOLDER)
@@ -59,11 +58,6 @@ def test_real_cases_under_two_workers_gate_as_alone(project: Project) -> None:
     assert sorted(project.baselines("mine")) == ["build_a-fp32@tiny", "build_b-fp32@tiny"]
     project.spawn("--gpu-strict", "--gpu-json=report.json").assert_outcomes(passed=2)
     assert set(project.verdicts().values()) == {"pass"}
-
-
-@pytest.mark.slow
-def test_selection_skips_under_two_workers(suite: Project) -> None:
-    suite.spawn("-n2", "-m", "a100").assert_outcomes(skipped=3)
 
 
 def test_workers_take_turns_on_one_gpu(h100: Project) -> None:

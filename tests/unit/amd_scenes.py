@@ -1,7 +1,5 @@
 """Machines with AMD GPUs, by what others have published of them. What nobody has published of one is left out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 MIB = 2**20

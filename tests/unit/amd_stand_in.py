@@ -8,8 +8,6 @@ The binding is a folder that pip installed amdsmi into. ``ROCM_PATH`` names a fo
 structures.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import errno

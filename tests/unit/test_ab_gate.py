@@ -1,7 +1,5 @@
 """Rounds of two sides: what they have in common goes, what sets the sides apart stays."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any
@@ -46,16 +44,13 @@ def test_what_is_left_of_a_round_is_that_of_the_formula_by_hand() -> None:
     assert head_seconds == pytest.approx([0.12 + half for half in halves])
 
 
-def test_a_round_has_two_sides() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        levelled([1.0, 1.0], [1.0])
-
-
 @given(SECONDS)
-def test_swapping_the_sides_turns_the_difference_round(rounds: list[tuple[float, float]]) -> None:
+def test_a_round_has_two_sides_and_swapping_them_turns_the_difference_round(rounds: list[tuple[float, float]]) -> None:
     base, head = [first for first, _ in rounds], [first * ratio for first, ratio in rounds]
     base_seconds, head_seconds = levelled(base, head)
     assert levelled(head, base) == (pytest.approx(head_seconds), pytest.approx(base_seconds))
+    with pytest.raises(ValueError, match="shorter"):
+        levelled([*base, 1.0], head)
 
 
 def test_a_machine_that_drifts_by_ten_percent_hides_no_five() -> None:

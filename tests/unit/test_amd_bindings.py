@@ -1,7 +1,5 @@
 """AMD GPUs as four releases of the real binding tell of them, on a C library that is a stand-in (`amd_stand_in`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What can become of a baseline file, on disk and by others' hands: it stays whole, and nothing is written elsewhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -83,10 +81,7 @@ def test_conflict_markers_are_told_by_line(kind: Kind, tmp_path: Path, file: Pat
     assert "merge-conflict markers (lines 4, 6, 7, 9); resolve them" in _refusal(kind, tmp_path / "baselines")
     file.write_bytes(b"=======\n" * 50)
     assert "(lines 1, 2, 3, 4, 5, 6, ...)" in _refusal(kind, tmp_path / "baselines")
-
-
-def test_what_only_looks_like_a_marker_is_none() -> None:
-    assert conflicts(b'<<<<<<<<\n ======= \n"=======",\n>>>>>>>x\n') == []
+    assert conflicts(b'<<<<<<<<\n ======= \n"=======",\n>>>>>>>x\n') == [], "these only look like markers"
 
 
 def _change(file: Path, *place: Any, **fields: Any) -> None:
@@ -153,25 +148,19 @@ def test_what_is_no_number_is_refused(measured_file: Path, number: str) -> None:
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
-def test_what_earlier_versions_wrote_is_read(sample: Path) -> None:
+def test_what_earlier_versions_wrote_is_read_and_kept_by_an_update(tmp_path: Path, sample: Path) -> None:
     """A folder is named after its format, and after the version that wrote it where there were several."""
+    assert {int(each.name.split("-")[1]) for each in [*SAMPLES, OLD]} == {*range(1, FORMAT + 1)}
     assert [result.key for result in read_report(sample / "report.json").results] == [KEY, "other", "third"]
     read = History([sample / "history.jsonl"], ["median_step_seconds", "peak_allocated_bytes"], Filter(), pytest.fail)
     assert sorted(subject.key for subject in read.series) == [KEY, "other", "third"]
-    measured, predicted = (kind.get(sample / "baselines", KEY) for kind in KINDS)
+    measured, predicted = before = [kind.get(sample / "baselines", KEY) for kind in KINDS]
     assert [run.session for run in measured.runs] == ["abc123", "s2"]
     assert [single.fidelity for single in predicted.figures] == ["cuda-rules"]
-
-
-def test_every_format_has_a_sample() -> None:
-    assert {int(sample.name.split("-")[1]) for sample in [*SAMPLES, OLD]} == {*range(1, FORMAT + 1)}
-
-
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
-def test_an_update_keeps_what_an_earlier_version_recorded(kind: Kind, tmp_path: Path, sample: Path) -> None:
     shutil.copytree(sample / "baselines", tmp_path / "baselines")
-    kind.update(tmp_path / "baselines", {"new": kind.record})
-    assert kind.get(tmp_path / "baselines", KEY) == kind.get(sample / "baselines", KEY)
+    for kind in KINDS:
+        kind.update(tmp_path / "baselines", {"new": kind.record})
+    assert [kind.get(tmp_path / "baselines", KEY) for kind in KINDS] == before
 
 
 def test_format_1_is_refused_with_what_to_do(kind: Kind, tmp_path: Path) -> None:
@@ -372,11 +361,8 @@ def test_a_link_out_of_the_folder_is_refused(kind: Kind, tmp_path: Path, elsewhe
     assert f"is a link to {elsewhere}" in sentence
     assert _files(elsewhere) == before
     assert link.is_symlink()
-
-
-def test_a_link_in_a_circle_is_refused(tmp_path: Path) -> None:
     (tmp_path / DEVICE).symlink_to(DEVICE)
-    assert DEVICE in _refusal(MEASURED, tmp_path)
+    assert DEVICE in _refusal(MEASURED, tmp_path), "a circle"
 
 
 def test_a_folder_of_baselines_that_is_itself_a_link_serves(tmp_path: Path, elsewhere: Path) -> None:

@@ -1,7 +1,5 @@
 """Tests ``gputrain check-baselines``: what it finds, on which line, and what it lets pass."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -59,13 +57,12 @@ def rewrite(path: Path, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new, 1))
 
 
-def test_the_committed_baselines_are_sound(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_committed_baselines_and_what_an_update_writes_are_sound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert len(list(COMMITTED.rglob("*.json"))) > 10
     assert main(["check-baselines", str(COMMITTED)]) == 0
     assert capsys.readouterr().out == ""
-
-
-def test_what_an_update_writes_is_sound(tmp_path: Path) -> None:
     swept = CASE.replace(batch_size=4, learning_rate=1e-5, steps=20, named=("batch_size", "learning_rate", "steps"))
     record(tmp_path, CASE, OTHER, swept)
     predict(tmp_path)
@@ -84,18 +81,13 @@ def test_whatever_line_stands_twice_is_found(data: st.DataObject) -> None:
         assert [problem.path for problem in check(Path(folder))][:1] == [path]
 
 
-def test_every_merge_marker_is_told_by_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_merge_marker_and_every_case_that_stands_twice_is_told_by_its_line(tmp_path: Path) -> None:
     path = record(tmp_path)
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:4], "<<<<<<< HEAD", lines[4], "=======", lines[4], ">>>>>>> branch", *lines[5:]]))
-    assert main(["check-baselines", str(tmp_path)]) == 1
     marker = "a merge-conflict marker; take one side, or record again"
-    assert capsys.readouterr().out.splitlines() == [f"{path}:{line}: {marker}" for line in (5, 7, 9)]
-
-
-def test_a_case_that_stands_twice_is_told_where_it_does_again(tmp_path: Path) -> None:
-    path = record(tmp_path)
-    lines = path.read_text().splitlines()
+    assert problems(tmp_path) == [f"cpu/llm.json:{line}: {marker}" for line in (5, 7, 9)]
+    path.write_text("\n".join(lines))
     begin, end = (line_of(path, f'"{case}": {{') - 1 for case in (OTHER, CASE))
     path.write_text("\n".join([*lines[:end], *lines[begin:end], *lines[end:]]))
     assert problems(tmp_path) == [f"cpu/llm.json:{end + 1}: {OTHER} occurs here a second time; delete one of them"]

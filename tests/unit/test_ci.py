@@ -1,7 +1,5 @@
 """Tests what CI runs, and what is told of a part that cannot be installed, fails or takes too long."""
 
-from __future__ import annotations
-
 import configparser
 import contextlib
 import os
@@ -59,15 +57,11 @@ def test_what_became_of_a_part_is_told(outcomes: list[ci.Ran], status: str, skip
     assert (outcome.status, outcome.skipped) == (status, skipped)
 
 
-def test_a_part_that_too_little_time_is_left_for_is_skipped() -> None:
+def test_a_part_that_too_little_time_is_left_for_is_skipped_and_the_readme_s_command_must_be_installed() -> None:
     outcome = ci.outcome(RAY, "tox", runs(), minutes_left=3)
     assert outcome.status == "skipped"
     assert outcome.skipped == ("all of it: 3 of 80 minutes are left, too few",)
-
-
-def test_the_readme_s_command_is_a_part_that_must_be_installed() -> None:
-    outcome = ci.outcome(ci.PARTS[0], "tox", runs(ran("ERROR: no network\n", status=1)), minutes_left=90)
-    assert outcome.status == "failed"
+    assert ci.outcome(ci.PARTS[0], "tox", runs(ran("ERROR: no network\n", status=1)), minutes_left=90).status == "failed"
 
 
 UNKNOWN = "E: Unable to locate package x"
@@ -105,7 +99,7 @@ def test_what_a_command_prints_is_shown_and_kept(capfd: pytest.CaptureFixture[st
     assert "kept\n" in capfd.readouterr().out
 
 
-def test_the_last_lines_name_every_part_and_every_skip() -> None:
+def test_the_last_lines_name_every_part_and_every_skip(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = [ci.Outcome("slow", "passed", 12.34, ("what needs munge: no",)), ci.Outcome("ray", "failed", 1.0, ())]
     assert ci.told(outcomes).splitlines()[-4:] == [
         "what CI ran:",
@@ -113,9 +107,6 @@ def test_the_last_lines_name_every_part_and_every_skip() -> None:
         "    skipped: what needs munge: no",
         "  ray: failed after 1.0 minutes",
     ]
-
-
-def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         ci.main(["fast"])
     assert "there is no part fast; the parts are quick," in capsys.readouterr().err

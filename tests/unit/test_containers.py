@@ -1,7 +1,5 @@
 """Lints docker/*.Dockerfile: what they start from and install is pinned as in constraints.txt, and they run without root."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """What others on the GPUs do to figures and verdicts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -40,11 +38,14 @@ def test_those_on_a_gpu_are_named(snapshot: Any) -> None:
     assert list(map(describe_holders, HOLDERS)) == snapshot
 
 
-def test_who_was_there_before_and_who_came_are_each_named_once() -> None:
+def test_who_was_there_before_and_who_came_are_each_named_once_and_nothing_beside_them_is_recorded() -> None:
     newcomer = Holder(pid=8, gpu=0, name="jupyter")
     runs = [_run(holders=(PYTHON,)), _run(others=(PYTHON, newcomer))]
-    assert describe_others(runs) == "beside python (pid 4711, 12.0 GiB) on GPU 0 and jupyter (pid 8) on GPU 0"
+    beside = "beside python (pid 4711, 12.0 GiB) on GPU 0 and jupyter (pid 8) on GPU 0"
+    assert describe_others(runs) == beside
     assert describe_others([_run()]) == describe_others([measurement()]) == ""
+    assert why_not_recorded(runs, None).startswith(f"was measured {beside}, so it is not recorded")
+    assert why_not_recorded([_run(), _run()], None) == ""
 
 
 def test_lowered_clocks_are_told_but_for_the_power_limit() -> None:
@@ -56,9 +57,3 @@ def test_lowered_clocks_are_told_but_for_the_power_limit() -> None:
         == describe_throttling([measurement()])
         == ""
     )
-
-
-def test_what_was_measured_beside_others_is_not_recorded() -> None:
-    why = why_not_recorded([_run(holders=(PYTHON,)), _run()], None)
-    assert why.startswith("was measured beside python (pid 4711, 12.0 GiB) on GPU 0, so it is not recorded")
-    assert why_not_recorded([_run(), _run()], None) == ""

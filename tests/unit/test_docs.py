@@ -1,7 +1,5 @@
 """Tests the pages of docs: links exist on GitHub (the build of the site checks its own), and the API page is complete."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

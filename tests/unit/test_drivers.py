@@ -1,7 +1,5 @@
 """The GPUs of machines that are not here, by what their drivers' libraries reply."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import enum
@@ -25,7 +23,6 @@ from pytest_gputrain.records import Case, Holder, Task
 from pytest_gputrain.utils.units import MiB
 
 RECORDINGS = Path(__file__).parent / "recordings"
-ONE, OTHER = "GPU-6a3f1c0e-0000-4b51-9d2e-7c1e5a90b3d4", "GPU-6a3f1c0e-0001-4b51-9d2e-7c1e5a90b3d4"
 LARGE, SMALL = "MIG-1fbd3d20-3f11-5d4b-8a43-0d9e6d1c2a11", "MIG-5c2f8e77-9a90-5e0e-b7f2-55d1b0a1c3f2"
 FIRST_OF_HIP, SECOND_OF_HIP = "GPU-c0b106985c515c91", "GPU-bbb09363b4d6f06e"
 PYTHON = Holder(pid=230139, gpu=1, name="/usr/bin/python3.12", bytes=528378265)
@@ -86,18 +83,15 @@ def test_own_processes_hold_no_gpu_of_a_case(on: None) -> None:
 def test_a_process_is_named_only_where_its_number_is_the_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str, named: bool
 ) -> None:
-    """In a container another program has the number that the driver tells."""
+    """In a container another program has the number that the driver tells, and where a machine is replayed."""
     link = tmp_path / "pid"
     if namespace:
         link.symlink_to(namespace)
     monkeypatch.setattr(drivers, "PID_NAMESPACE", link)
     (holder,) = drivers.other_processes([Holder(pid=os.getpid(), gpu=0)], own=())
     assert (holder.name != "") == named
-
-
-@machine("nvidia-h100-x2")
-def test_processes_of_a_machine_that_is_replayed_have_no_names_here(on: None) -> None:
-    (holder,) = drivers.other_processes([Holder(pid=os.getpid(), gpu=0)], own=())
+    with replayed(RECORDINGS / "nvidia-h100-x2.json"):
+        (holder,) = drivers.other_processes([Holder(pid=os.getpid(), gpu=0)], own=())
     assert holder.name == ""
 
 
@@ -112,16 +106,21 @@ def test_parts_are_visible_by_their_names(on: None, variable: str, shown: list[s
     assert [gpu.uuid for gpu in detect(environ={"CUDA_VISIBLE_DEVICES": variable}, gpu_ids=ids).gpus] == shown[:1]
 
 
-def test_parts_that_share_a_uuid_are_told_apart_by_their_numbers(tmp_path: Path) -> None:
+def test_odd_replies_of_a_driver_are_understood(tmp_path: Path) -> None:
     shared = {"reply": {"hip_id": 0, "hip_uuid": FIRST_OF_HIP}}
     with replayed(_changed(tmp_path, "amd-mi300x-cpx", "amdsmi_get_gpu_enumeration_info", shared)):
-        assert [gpu.uuid for gpu in drivers.gpus()] == ["0", "1"]
-
-
-def test_a_clock_is_lowered_by_what_is_active_and_known(tmp_path: Path) -> None:
+        assert [gpu.uuid for gpu in drivers.gpus()] == ["0", "1"], "parts that share a UUID have their numbers"
     hot = {"reply": {"active_ppt_pwr": True, "active_socket_thrm": True, "active_hbm_thrm": False, "active_vr_thrm": "N/A"}}
     with replayed(_changed(tmp_path, "amd-mi300x-x2", "amdsmi_get_violation_status", hot)):
         assert _read(0).throttling == {"PPT", "socket thermal"}
+    with replayed(_changed(tmp_path, "nvidia-mig", "nvmlDeviceGetMaxMigDeviceCount", {"reply": 0})):
+        assert drivers.gpus() == (), "a partitioned GPU without parts is no device"
+    monitor = {"reply": [{"fields": {"pid": 5, "usedGpuMemory": 30 * 2**20}}]}
+    with replayed(_changed(tmp_path, "nvidia-h100-x2", "nvmlDeviceGetComputeRunningProcesses", monitor)):
+        assert drivers.occupancy(drivers.gpus()[:1]).holders == (), "who holds next to nothing does not count"
+    for recording, call in (("nvidia-h100-x2", "nvmlShutdown"), ("amd-mi300x-x2", "amdsmi_shut_down")):
+        with replayed(_changed(tmp_path, recording, call, {"error": 1, "says": "Uninitialized"})):
+            assert len(drivers.gpus()) == 2, "a library that cannot be closed says nothing"
 
 
 @machine("amd-mi300x-x2")
@@ -144,10 +143,6 @@ def test_amd_gpus_are_visible_as_rocm_and_then_hip_would_show_them(
     on: None, environ: dict[str, str], shown: list[int]
 ) -> None:
     assert [gpu.index for gpu in detect(environ=environ).gpus] == shown
-
-
-@machine("amd-mi300x-x2")
-def test_a_variable_of_rocm_that_shows_nothing_is_told(on: None) -> None:
     with pytest.raises(HardwareError, match="HIP_VISIBLE_DEVICES=1 shows none of the 1 GPUs"):
         detect(environ={"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"})
 
@@ -184,23 +179,16 @@ def test_the_amd_library_is_shut_down_by_its_last_user_only(on: None) -> None:
     assert [call for call in library.asked if "init" in call or "shut" in call] == ["amdsmi_init()", "amdsmi_shut_down()"]
 
 
-def test_a_binding_without_rocm_is_never_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It prints, and raises KeyError."""
+def test_a_binding_of_amd_is_imported_only_beside_rocm_and_is_silent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "amdsmi.py").write_text("print('Unable to find libamd_smi.so'); raise KeyError('libamd_smi.so')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(amd, "DEVICE_FILE", tmp_path / "kfd")
     with amd.opened() as driver:
         assert driver is None
     assert "amdsmi" not in sys.modules
-
-
-def test_a_binding_that_finds_no_rocm_is_silent(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "amdsmi.py").write_text("print('Unable to find libamd_smi.so'); raise KeyError('libamd_smi.so')")
     (tmp_path / "kfd").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(amd, "DEVICE_FILE", tmp_path / "kfd")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(HardwareError, match=r"no GPU is visible here \(.*amdsmi cannot be imported \(KeyError"):
         detect(platform="mi300x", environ={})
@@ -242,23 +230,6 @@ def test_a_gpu_without_memory_of_its_own_is_there(tmp_path: Path, recording: str
         assert [gpu.memory_bytes for gpu in drivers.gpus()] == [0, 0]
         gpu = drivers.gpus()[0 if "nvidia" in recording else 1]
         assert drivers.occupancy([gpu]).holders == (() if "nvidia" in recording else (PYTHON,))
-
-
-def test_a_partitioned_gpu_without_parts_is_no_device(tmp_path: Path) -> None:
-    with replayed(_changed(tmp_path, "nvidia-mig", "nvmlDeviceGetMaxMigDeviceCount", {"reply": 0})):
-        assert drivers.gpus() == ()
-
-
-def test_who_holds_next_to_nothing_does_not_count(tmp_path: Path) -> None:
-    monitor = {"reply": [{"fields": {"pid": 5, "usedGpuMemory": 30 * 2**20}}]}
-    with replayed(_changed(tmp_path, "nvidia-h100-x2", "nvmlDeviceGetComputeRunningProcesses", monitor)):
-        assert drivers.occupancy(drivers.gpus()[:1]).holders == ()
-
-
-def test_a_library_that_cannot_be_closed_says_nothing(tmp_path: Path) -> None:
-    for recording, call in (("nvidia-h100-x2", "nvmlShutdown"), ("amd-mi300x-x2", "amdsmi_shut_down")):
-        with replayed(_changed(tmp_path, recording, call, {"error": 1, "says": "Uninitialized"})):
-            assert len(drivers.gpus()) == 2
 
 
 @machine("amd-mi300x-x2")
@@ -363,32 +334,25 @@ def test_a_module_is_recorded_as_import_finds_it(tmp_path: Path, monkeypatch: py
     assert document["calls"]["nvmlSystemGetDriverVersion()"] == [{"reply": "580.1"}]
 
 
-def test_a_recording_of_a_replay_is_the_same_again(tmp_path: Path) -> None:
+def test_a_recording_of_a_replay_is_the_same_again_and_leaves_libraries_as_they_were(tmp_path: Path) -> None:
     """What a maintainer is sent tells as much as the machine it comes from."""
+    before = {name: sys.modules.get(name) for name in ERRORS}
     with replayed(RECORDINGS / "amd-mi300x-x2.json"), recorded() as recordings:
+        assert sys.modules["pynvml"] is None
         table = drivers.gpus()
+    assert {name: sys.modules.get(name) for name in ERRORS} == before
     (tmp_path / "again.json").write_text(json.dumps(recordings))
     with replayed(tmp_path / "again.json"):
         assert drivers.gpus() == table
 
 
-def test_libraries_are_themselves_again_after_a_replay() -> None:
-    before = {name: sys.modules.get(name) for name in ERRORS}
-    with replayed(RECORDINGS / "amd-mi300x-x2.json"):
-        assert sys.modules["pynvml"] is None
-    assert {name: sys.modules.get(name) for name in ERRORS} == before
-
-
-def test_devices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_are_listed_or_that_there_are_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert main(["devices", "--replay", str(RECORDINGS / "nvidia-h100-x2.json")]) == 0
     printed = capsys.readouterr().out
     assert "588 W of 700 W" in printed
     assert "a process (pid 11345, 15.3 GiB) on GPU 1" in printed
-
-
-def test_a_machine_without_gpus_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(amd, "DEVICE_FILE", tmp_path / "kfd")
     assert main(["devices", "--record", str(tmp_path / "none.json")]) == 0

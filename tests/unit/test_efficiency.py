@@ -1,7 +1,5 @@
 """Scaling efficiency: what it is derived from, and how it is judged."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -48,9 +46,14 @@ def test_one_worker_is_as_slow_as_several_on_a_slow_day() -> None:
     ]
 
 
-def test_without_one_worker_there_is_nothing_to_judge() -> None:
+def test_accumulating_cases_are_compared_by_whole_updates() -> None:
+    """Micro-batches that exchange nothing take as long as alone; the fourth pays for all."""
+    case = CASE.replace(gradient_accumulation=4)
+    run = measurement(step_seconds=(1.0, 1.0, 1.0, 2.0) * 2, one_worker_seconds=4.0)
+    assert efficiency(case, [run]) == pytest.approx(4 / 5)
+    assert efficiency(case, [_run(1.0)]) is None, "too few steps for an update"
     verdict, metric = _judged(1.25, None)
-    assert (verdict.status, metric) == ("pass", None)
+    assert (verdict.status, metric) == ("pass", None), "nor is there any without one worker"
 
 
 def test_a_regression_of_another_figure_counts_before_a_missing_efficiency() -> None:
@@ -74,17 +77,6 @@ def test_efficiency_of_other_devices_is_not_compared(environment: object) -> Non
     metric = judge(CASE, [reply], stored, WIDE).verdict.metric("scaling_efficiency")
     assert (metric.status, metric.value, metric.baseline) == ("not-comparable", 1.0, 5.0)
     assert metric.note
-
-
-def test_accumulating_cases_are_compared_by_whole_updates() -> None:
-    """Micro-batches that exchange nothing take as long as alone; the fourth pays for all."""
-    case = CASE.replace(gradient_accumulation=4)
-    run = measurement(step_seconds=(1.0, 1.0, 1.0, 2.0) * 2, one_worker_seconds=4.0)
-    assert efficiency(case, [run]) == pytest.approx(4 / 5)
-
-
-def test_too_few_steps_for_an_update_give_no_efficiency() -> None:
-    assert efficiency(CASE.replace(gradient_accumulation=4), [_run(1.0)]) is None
 
 
 @given(st.floats(0.1, 10), st.floats(0.1, 10), st.integers(1, 64), st.integers(2, 16))

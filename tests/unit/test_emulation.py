@@ -61,8 +61,9 @@ def site(tmp_path, compiled):
 
 
 @needs_compiler
-def test_symbols_are_read_as_the_loader_reads_them(site):
-    with Elf(site / "torch" / "lib" / "libtorch_cuda.so") as library:
+def test_symbols_are_read_as_the_loader_reads_them_and_what_is_no_library_is_told_apart(site, tmp_path):
+    path = site / "torch" / "lib" / "libtorch_cuda.so"
+    with Elf(path) as library:
         assert "libcudart.so.13" in library.needed()
         imports = {symbol.name: symbol for symbol in library.imports()}
         assert imports["cudaMalloc"] == Import("cudaMalloc", "libcudart.so.13", "libcudart.so.13")
@@ -71,16 +72,11 @@ def test_symbols_are_read_as_the_loader_reads_them(site):
         assert {"use", "looked_up"} <= defined
         assert not {"mine", "cudaMalloc"} & defined
         assert b"nvmlInit_v2" in library.constants()
-
-
-@needs_compiler
-def test_what_is_no_library_is_told_apart(site, tmp_path):
-    whole = (site / "torch" / "lib" / "libtorch_cuda.so").read_bytes()
+    whole, other = path.read_bytes(), tmp_path / "other.so"
     for data in (b"", b"text", b"\x7fELF\x01\x01" + whole[6:], whole[:64], whole[: len(whole) - 500]):
-        path = tmp_path / "other.so"
-        path.write_bytes(data)
+        other.write_bytes(data)
         with pytest.raises(NotElf):
-            Elf(path)
+            Elf(other)
 
 
 @needs_compiler
@@ -283,16 +279,13 @@ def test_stubs_succeed_make_handles_or_refuse_to_make_up_a_size():
 # --- Which GPU
 
 
-def test_every_nvidia_gpu_of_the_catalog_can_be_emulated():
-    assert {marker for marker in PLATFORMS if not marker.startswith("mi")} == set(boards.emulated_markers())
-
-
-@pytest.mark.parametrize("marker", boards.emulated_markers())
-def test_an_emulated_gpu_is_known_by_its_name(marker):
-    chosen = boards.board(marker)
-    assert marker_of(chosen.name) == marker
-    assert "," not in chosen.name
-    assert f"name={chosen.name}" in boards.describe(chosen, kernels=90)
+def test_every_nvidia_gpu_of_the_catalog_can_be_emulated_and_is_known_by_its_name():
+    markers = boards.emulated_markers()
+    assert {marker for marker in PLATFORMS if not marker.startswith("mi")} == set(markers)
+    for chosen in map(boards.board, markers):
+        assert "," not in chosen.name
+        assert f"name={chosen.name}" in boards.describe(chosen, kernels=90)
+    assert [marker_of(boards.board(marker).name) for marker in markers] == list(markers)
 
 
 @pytest.mark.parametrize(
@@ -313,23 +306,17 @@ def test_the_newest_kernels_of_the_generation_run(marker, compiled, kernels):
 # --- The command
 
 
-def test_a_command_without_a_program_says_how_to_name_one(capsys):
-    assert main(["emulate", "--gpu", "h100"]) == 2
-    assert "name the program to run: gputrain emulate --gpu h100 -- python train.py" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("number", ["0", "17", "-1", "two"])
-def test_a_number_of_gpus_that_cannot_be_emulated_is_refused(capsys, number):
-    with pytest.raises(SystemExit) as ended:
-        main(["emulate", "--gpu", "h100", f"--gpus={number}", "--", "true"])
-    assert ended.value.code == 2
-    assert f"{number!r} is not a number of GPUs from 1 to 16" in capsys.readouterr().err
-
-
 def test_the_command_says_why_it_cannot_emulate_and_runs_nothing(capsys, monkeypatch, tmp_path):
     program = ["--", "touch", str(tmp_path / "ran")]
     assert main(["emulate", "--gpu", "h1000", *program]) == 2
     assert "the catalog has no GPU 'h1000' (did you mean 'h100'?)" in capsys.readouterr().err
+    assert main(["emulate", "--gpu", "h100"]) == 2
+    assert "name the program to run: gputrain emulate --gpu h100 -- python train.py" in capsys.readouterr().err
+    for number in ("0", "17", "-1", "two"):
+        with pytest.raises(SystemExit) as ended:
+            main(["emulate", "--gpu", "h100", f"--gpus={number}", *program])
+        assert ended.value.code == 2
+        assert f"{number!r} is not a number of GPUs from 1 to 16" in capsys.readouterr().err
     monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
     assert main(["emulate", "--gpu", "h100", *program]) == 2
     assert "there is no torch to emulate a GPU for" in capsys.readouterr().err
@@ -347,7 +334,7 @@ def made_up_stand_ins(folder):
     return build.StandIns(folder)
 
 
-def test_the_stand_ins_are_loaded_first_and_what_was_loaded_before_stays(tmp_path):
+def test_the_stand_ins_are_loaded_first_and_what_was_loaded_before_stays(monkeypatch, tmp_path):
     stand_ins = made_up_stand_ins(tmp_path / "built")
     environ = {"LD_PRELOAD": "/lib/mine.so", "CUDA_VISIBLE_DEVICES": "3", "HOME": "/home", "TORCHINDUCTOR_CACHE_DIR": "/c"}
     emulated = emulated_environment(environ, stand_ins, "name=H100", state=tmp_path)
@@ -360,9 +347,6 @@ def test_the_stand_ins_are_loaded_first_and_what_was_loaded_before_stays(tmp_pat
         "GPUTRAIN_EMULATED_STATE": str(tmp_path),
     }
     assert emulated_environment({}, stand_ins, "")["LD_PRELOAD"] == f"{tmp_path}/built/{build.CORE}"
-
-
-def test_the_cache_is_in_the_users_own_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert build.cache_folder() == tmp_path / ".cache" / "pytest-gputrain-emulation"

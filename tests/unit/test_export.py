@@ -1,7 +1,5 @@
 """Tests exports by reading them as their consumers do: with readers and schemas transcribed from these."""
 
-from __future__ import annotations
-
 import csv
 import datetime
 import io
@@ -13,7 +11,7 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from unit_examples import CASE, crashed, measurement, out_of_memory, prediction, report, result, timed_out
 
@@ -84,10 +82,12 @@ def test_cases_without_figures_are_left_out_with_a_sentence_each(snapshot: Any) 
     assert left_out([*RUN.results, half]) == snapshot
 
 
-def test_figures_of_another_batch_than_the_case_has_are_left_out() -> None:
+def test_predictions_have_memory_only_and_figures_of_another_batch_are_left_out() -> None:
+    assert [point.peak_allocated_bytes for point in points(PREDICTED.results)] == [32 * 1024**3]
+    assert points(PREDICTED.results, timed=True) == []
+    assert left_out(PREDICTED.results, timed=True) == ["llama-3.1-8b-lora-bf16 is left out: a prediction has no time"]
     tried = Search(tries=(Try(batch_size=4, outcome="fits"),), most=4, largest=4, fastest=4)
-    searched = measured("llama-3.1-8b", (0.5,), search=tried, verdict=None)
-    assert points([searched]) == []
+    assert points([measured("llama-3.1-8b", (0.5,), search=tried, verdict=None)]) == []
 
 
 def test_of_a_case_reported_twice_the_judged_one_counts_and_then_the_last() -> None:
@@ -97,16 +97,11 @@ def test_of_a_case_reported_twice_the_judged_one_counts_and_then_the_last() -> N
     assert [point.result for point in points(only)] == [only[1]]
 
 
-def test_predictions_have_memory_only() -> None:
-    assert [point.peak_allocated_bytes for point in points(PREDICTED.results)] == [32 * 1024**3]
-    assert points(PREDICTED.results, timed=True) == []
-    assert left_out(PREDICTED.results, timed=True) == ["llama-3.1-8b-lora-bf16 is left out: a prediction has no time"]
-
-
 @given(st.lists(st.text(max_size=6), unique=True))
-def test_file_names_differ_and_stay_in_their_folder(names: list[str]) -> None:
+@example(["llm/Gemma", "llm/gemma"])
+def test_file_names_differ_also_where_capitals_are_no_difference_and_stay_in_their_folder(names: list[str]) -> None:
     files = list(file_names(names, "csv"))
-    assert len(set(files)) == len(names)
+    assert len({file.lower() for file in files}) == len(names)
     assert all(file == Path(file).name and file.endswith(".csv") for file in files)
 
 
@@ -121,6 +116,9 @@ def test_no_format_shows_a_failed_case(name: str) -> None:
 KNOBS = [name for name in Case.__struct_fields__ if name not in ("platforms", "named")]
 
 
+UNITS = ("_seconds", "_bytes", "_second", "_utilization", "gpus", "batch_size", "processes")
+
+
 def without_knobs(row: dict[str, str]) -> dict[str, str]:
     return {name: cell for name, cell in row.items() if cell and name not in KNOBS}
 
@@ -132,7 +130,11 @@ def test_what_is_written(name: str, snapshot: Any) -> None:
     for what, written in {"run": RUN, "predicted": PREDICTED}.items():
         text = said[what] = text_of(name, written)
         if name == "csv":
-            said[what] = [without_knobs(row) for row in csv.DictReader(io.StringIO(text))]
+            rows = list(csv.DictReader(io.StringIO(text)))
+            assert all(float(row[name] or 0) >= 0 for row in rows for name in row if name.endswith(UNITS)), (
+                "numbers or nothing"
+            )
+            said[what] = [without_knobs(row) for row in rows]
         elif name != "markdown":
             said[what] = json.loads(text)
     for benchmark in said["run"]["benchmarks"] if name == "pytest-benchmark" else ():
@@ -141,17 +143,13 @@ def test_what_is_written(name: str, snapshot: Any) -> None:
     assert said == snapshot
 
 
-def test_pytest_benchmark_tells_a_commit_with_changes() -> None:
+def test_pytest_benchmark_gets_a_commit_with_changes_and_the_statistics_of_a_single_step() -> None:
     changed = msgspec.structs.replace(RUN, commit="c0ffee+dirty")
     about = json.loads(text_of("pytest-benchmark", changed))["commit_info"]
     assert about == {"id": "c0ffee", "dirty": True, "branch": "main"}
-
-
-def test_statistics_of_a_single_step_are_of_that_step() -> None:
-    statistics = stats([0.25])
     same = ("min", "max", "mean", "median", "q1", "q3", "ld15iqr", "hd15iqr", "total")
     others = {"stddev": 0, "iqr": 0, "outliers": "0;0", "ops": 4.0, "rounds": 1}
-    assert {**dict.fromkeys(same, 0.25), **others}.items() <= statistics.items()
+    assert {**dict.fromkeys(same, 0.25), **others}.items() <= stats([0.25]).items()
 
 
 # github-action-benchmark
@@ -227,11 +225,6 @@ def test_a_long_name_is_cut_and_the_other_cases_are_written(tmp_path: Path) -> N
     assert any("m" * 300 in name for name in tests), "it names the case in full"
 
 
-def test_names_that_differ_in_capitals_have_files_of_their_own() -> None:
-    """Where a file system takes them for one, the second would replace the first."""
-    assert list(file_names(["llm/Gemma", "llm/gemma"], "csv")) == ["llm.Gemma.csv", "llm.gemma_2.csv"]
-
-
 def read_by_otava(folder: dict[str, str], test: str) -> dict[str, list[Any]]:
     """What CsvImporter.fetch_data of otava/importer.py makes of one test, configured by create_csv_test_config.
 
@@ -252,24 +245,18 @@ def read_by_otava(folder: dict[str, str], test: str) -> dict[str, list[Any]]:
     return read
 
 
-def test_otava_reads_a_series_of_each_case_in_the_order_of_time() -> None:
+def test_otava_reads_a_series_of_each_case_in_the_order_of_time_without_runs_that_failed() -> None:
     days = [
         report(measured("llama-3.1-8b", (seconds,)), REGRESSED, created=f"2026-02-0{day}T00:00:00Z", commit=f"c{day}")
         for day, seconds in ((2, 0.6), (1, 0.5))
     ]
-    folder = texts_of("otava", *days)
+    bad = report(failing("llama-3.1-8b", crashed()), created="2026-02-03T00:00:00Z")
+    folder = texts_of("otava", *days, bad)
     series = read_by_otava(folder, "nvidia-h100-80gb-hbm3/llm/llama-3.1-8b-lora-bf16")
     assert (series["commit"], series["step_seconds"]) == (["c1", "c2"], [0.5, 0.6])
     assert series["peak_allocated_bytes"] == [10 * MiB] * 2
     assert sorted(series["time"]) == series["time"]
     assert len(folder) == 3
-
-
-def test_otava_reads_no_number_of_a_run_in_which_the_case_failed() -> None:
-    bad = failing("llama-3.1-8b", crashed())
-    days = [report(measured("llama-3.1-8b", (0.5,))), report(bad, created="2026-02-02T00:00:00Z")]
-    series = read_by_otava(texts_of("otava", *days), "nvidia-h100-80gb-hbm3/llm/llama-3.1-8b-lora-bf16")
-    assert series["step_seconds"] == [0.5]
 
 
 # CSV and Markdown
@@ -300,12 +287,6 @@ def test_csv_has_a_column_for_every_knob_in_the_order_of_the_case() -> None:
     }
 
 
-def test_cells_of_csv_are_numbers_or_nothing_where_the_header_says_a_unit() -> None:
-    units = ("_seconds", "_bytes", "_second", "_utilization", "gpus", "batch_size", "processes")
-    for row in csv.DictReader(io.StringIO(text_of("csv", RUN, PREDICTED))):
-        assert all(cell == "" or float(cell) >= 0 for name, cell in row.items() if name.endswith(units))
-
-
 # The command
 
 
@@ -315,17 +296,16 @@ def written(tmp_path: Path) -> str:
     return str(tmp_path / "report.json")
 
 
-def test_the_command_prints_and_tells_what_it_left_out(written: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_or_writes_a_file_or_a_folder_and_tells_what_it_left_out(
+    written: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["export", written, "--format", "bencher"]) == 0
     out, err = capsys.readouterr()
-    assert list(json.loads(out)) == [LLAMA, GEMMA]
+    assert out == text_of("bencher", RUN)
     assert err.startswith("gputrain: phi-3-mini-128k-lora-bf16 is left out: it ran out of device memory (")
     assert len(err.splitlines()) == 3
-
-
-def test_the_command_writes_a_file_and_a_folder(written: str, tmp_path: Path) -> None:
     assert main(["export", written, "--format=bencher", "-o", str(tmp_path / "new" / "run.json")]) == 0
-    assert (tmp_path / "new" / "run.json").read_text() == text_of("bencher", RUN)
+    assert (tmp_path / "new" / "run.json").read_text() == out
     assert main(["export", written, written, "--format=otava", "-o", str(tmp_path / "otava")]) == 0
     assert len(list((tmp_path / "otava").iterdir())) == 3
 

@@ -1,7 +1,5 @@
 """Tests ``--fail-on``, which is one option in all subcommands that judge, and the exit status of each of them."""
 
-from __future__ import annotations
-
 import argparse
 from typing import get_args
 
@@ -38,25 +36,20 @@ def test_every_subcommand_is_known_to_judge_or_not_to() -> None:
 
 
 @judging
-def test_a_regression_fails_without_an_option(command: str) -> None:
-    options = parsed(command)
-    for verdict in get_args(Status):
-        fails = verdict in ("regressed", "over-limit", "failed")
-        assert failing.exit_status(options, ["pass", verdict]) == int(fails), verdict
-    assert failing.exit_status(options, []) == 0
-
-
-@judging
-@pytest.mark.parametrize("verdicts", [*failing.VERDICTS, "improved, new"])
-def test_every_verdict_can_be_what_fails_and_several_together(command: str, verdicts: str) -> None:
-    options = parsed(command, "--fail-on", verdicts)
-    fails = [status for status in get_args(Status) if failing.exit_status(options, [status])]
-    assert sorted(fails) == sorted(verdicts.split(", "))
-
-
-@judging
-def test_nothing_fails_where_never_is_given(command: str) -> None:
-    assert failing.exit_status(parsed(command, "--fail-on=never"), get_args(Status)) == 0
+@pytest.mark.parametrize(
+    ("options", "fails"),
+    [
+        ([], ["regressed", "over-limit", "failed"]),
+        (["--fail-on=never"], []),
+        *((["--fail-on", verdict], [verdict]) for verdict in failing.VERDICTS),
+        (["--fail-on", "improved, new"], ["improved", "new"]),
+    ],
+)
+def test_what_fails_is_a_regression_or_what_is_asked_for(command: str, options: list[str], fails: list[str]) -> None:
+    given = parsed(command, *options)
+    statuses = get_args(Status)
+    assert sorted(status for status in statuses if failing.exit_status(given, ["pass", status])) == sorted(fails)
+    assert (failing.exit_status(given, statuses), failing.exit_status(given, [])) == (int(bool(fails)), 0)
 
 
 @judging

@@ -1,7 +1,5 @@
 """Tests how output files are written: whole, through links, devices and FIFOs, and never over one of these."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

@@ -1,7 +1,5 @@
 """Does a case fit: the judgement and its error, the search for the largest batch, and what the tables say. Pure."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +45,7 @@ def predicted(needs: int, *, memory: int = 80 * GiB, allocated: int | None = Non
 def test_a_prediction_that_its_error_would_turn_is_within_the_error(share: float, expected: str) -> None:
     needs = int(share * 80 * GiB)
     assert fit_of(predicted(needs), lambda memory: predicted(needs, memory=memory)) == expected
+    assert tight(80 * GiB) * (1 + ERROR) <= 80 * GiB < (tight(80 * GiB) + 2) * (1 + ERROR)
 
 
 def test_memory_that_the_allocator_would_give_back_is_not_needed() -> None:
@@ -64,10 +63,6 @@ def test_figures_that_tell_already_cost_no_further_prediction() -> None:
 
     assert fit_of(predicted(40 * GiB), at) == "fits"
     assert fit_of(predicted(100 * GiB), at) == "does-not-fit"
-
-
-def test_what_fits_a_tight_gpu_fits_with_the_error() -> None:
-    assert tight(80 * GiB) * (1 + ERROR) <= 80 * GiB < (tight(80 * GiB) + 2) * (1 + ERROR)
 
 
 def test_under_fsdp_training_counts_and_not_a_build_of_the_whole_model() -> None:

@@ -1,7 +1,5 @@
 """The simulation of ``tools/fleet_makespan.py``: its claims hold for the product's order, and fail for others."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How workers are started: fresh, or forked from a process that stands in here for the one with the libraries."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -87,15 +85,12 @@ def children() -> Callable[[], list[int]]:
     return lambda: [child.pid for child in psutil.Process().children() if child not in before]
 
 
-def test_a_worker_is_forked_as_wished_and_its_end_is_told(wishes: Path, source: ForkServer) -> None:
+def test_a_worker_is_forked_as_wished_and_its_end_is_told_apart(wishes: Path, source: ForkServer) -> None:
     worker = _fork(source)
     worker.wait()
     assert worker.poll() == 5
     variables = {CASE_FOLDER: "case"}
     assert json.loads(wishes.read_text()) == {"folder": "case", "rank": 0, "cwd": os.getcwd(), "variables": variables}
-
-
-def test_workers_of_one_source_are_told_apart(wishes: Path, source: ForkServer) -> None:
     first, second = _fork(source), _fork(source, STAYS)
     first.wait()
     assert (first.poll(), second.poll()) == (5, None)

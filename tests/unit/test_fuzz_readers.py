@@ -1,7 +1,5 @@
 """Damaged input to every reader, a little of it in every run; ``tools/fuzz_readers.py`` feeds a million."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import secrets

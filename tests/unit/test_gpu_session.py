@@ -1,7 +1,5 @@
 """What is done next on a borrowed GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess
@@ -19,16 +17,12 @@ def _next(*done: Done, left: float = 1000.0) -> str | None:
     return step.name if step else None
 
 
-def test_a_call_goes_on_where_the_last_one_ended() -> None:
+def test_a_call_goes_on_where_the_last_one_ended_and_begins_nothing_that_may_not_end_in_time() -> None:
     assert _next() == "driver"
     assert _next(Done("driver", 0, 1.0), Done("tests", 1, 300.0)) == "a"
     assert _next(*[Done(step.name, 0, 1.0) for step in STEPS]) is None
-
-
-def test_what_may_not_end_in_time_is_not_begun() -> None:
     done = (Done("driver", 0, 1.0), Done("tests", 0, 500.0), Done("a", 0, 130.0))
-    assert _next(*done, left=131) == "b"
-    assert _next(*done, left=129) is None
+    assert (_next(*done, left=131), _next(*done, left=129)) == ("b", None)
     assert _next(left=gpu_session.LEAST_SECONDS - 1) is None
 
 
@@ -97,9 +91,3 @@ def test_levers_lead_from_the_published_case_to_the_tuned_one(tmp_path: Path) ->
     case = next(case for case in tuned.CASES if str(case) == gpu_session.LEVERED)
     assert [f"{knob}={getattr(case, knob)}" for knob in (lever.partition("=")[0] for lever in levers)] == list(levers)
     assert case.compile == "default"
-
-
-def test_its_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu_session.main(["--help"])
-    assert "--minutes" in capsys.readouterr().out

@@ -1,7 +1,5 @@
 """The history: what a line says, and that no crash and no other writer spoils the file."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -103,26 +101,19 @@ def test_a_line_has_the_case_the_environment_and_the_figures(what: str, snapshot
     assert told == snapshot
 
 
-def test_a_case_of_several_tests_has_one_line_of_the_last_that_judged_it() -> None:
+def test_a_case_of_several_tests_has_one_line_of_the_last_that_judged_it_and_a_search_none() -> None:
     measured, judged, later = (result(nodeid=name) for name in "abc")
     measured = msgspec.structs.replace(measured, verdict=None)
     later = msgspec.structs.replace(later, verdict=Verdict(status="regressed", sentence="x"))
     for results in ([measured, judged, later], [judged, later, measured]):
-        (line,) = lines_of(results, SESSION)
-        assert line.verdict == "regressed"
+        assert [line.verdict for line in lines_of(results, SESSION)] == ["regressed"]
     assert [line.verdict for line in lines_of([measured, measured], SESSION)] == [None]
-
-
-def test_searches_leave_no_line() -> None:
     assert lines_of([result(search=Search(tries=(), most=4))], SESSION) == []
 
 
-def test_every_knob_is_a_key() -> None:
-    assert set(Case.__struct_fields__) - {"named", "platforms"} <= set(HistoryLine.__struct_fields__)
-
-
-def test_every_key_is_one_column_of_one_type() -> None:
+def test_every_knob_is_a_key_and_every_key_one_column_of_one_type() -> None:
     """No lists or objects, and no whole number where another line has a fraction."""
+    assert set(Case.__struct_fields__) - {"named", "platforms"} <= set(HistoryLine.__struct_fields__)
     kinds = {
         name: {type(kind) for kind in (info.types if isinstance(info, msgspec.inspect.UnionType) else [info])}
         - {msgspec.inspect.NoneType}
@@ -203,16 +194,12 @@ def test_wherever_a_line_is_cut_off_the_others_are_read_and_the_next_is_whole(tm
         assert _sessions(path) == ["one", "three"]
 
 
-def test_a_torn_first_line_leaves_nothing_of_itself(tmp_path: Path) -> None:
+def test_a_torn_line_that_is_the_first_or_longer_than_what_is_read_at_once_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "history.jsonl"
     path.write_bytes(b'{"format": 2, "kind')
     assert "(19 bytes)" in append(path, [_named("one")])
-    assert _sessions(path) == ["one"]
-
-
-def test_a_torn_line_longer_than_what_is_read_at_once_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "history.jsonl"
-    append(path, [_named("one")])
     with path.open("ab") as file:
         file.write(b'{"' + b"x" * 5000)
     monkeypatch.setattr(history, "_LONGEST_LINE", 64)

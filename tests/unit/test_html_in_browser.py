@@ -1,7 +1,5 @@
 """Tests the HTML report in a real browser: it loads nothing, and works by keyboard, on a phone, in the dark and on paper."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

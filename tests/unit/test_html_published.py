@@ -1,7 +1,5 @@
 """Tests the bars of published tables: every printed figure has one, and they show what is to be compared."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

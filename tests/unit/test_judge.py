@@ -1,7 +1,5 @@
 """All that a case is held to, judged together: limits, a baseline or a published row, and whether figures are recorded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -44,8 +42,10 @@ def _status(judgement: Judgement) -> str:
     return judgement.verdict.status
 
 
-def test_a_case_that_is_held_to_nothing_has_no_verdict() -> None:
+def test_a_case_that_is_held_to_nothing_has_no_verdict_and_what_the_suite_shares_is_no_regression() -> None:
     assert _judge(_took(1.0), judged=False, baseline=BASE)[:2] == (None, True)
+    slower, held_to = (_took(1.2),) * 3, Criteria(case=CASE, scale="full", judged=True, tolerance=TOLERANCE, baseline=BASE)
+    assert [_status(judge(held_to, slower, **how)) for how in ({}, {"shift": 0.18})] == ["regressed", "inconclusive"]
 
 
 LOOSE, BELOW_BASE = (Cap(metric="step_seconds", most=SECONDS * share, stated="") for share in (100, 0.5))
@@ -85,12 +85,6 @@ def test_a_limit_is_judged_by_all_replies_also_those_that_the_baseline_asked_for
     verdict = _judge(_took(1.0), *[_took(1.2)] * 3, baseline=BASE, caps=limit).verdict
     assert verdict is not None
     assert [entry.status for entry in verdict.limits] == ["over-limit"]
-
-
-def test_what_the_suite_shares_is_no_regression_of_the_case() -> None:
-    slower, held_to = (_took(1.2),) * 3, Criteria(case=CASE, scale="full", judged=True, tolerance=TOLERANCE, baseline=BASE)
-    assert _status(judge(held_to, slower)) == "regressed"
-    assert _status(judge(held_to, slower, shift=0.18)) == "inconclusive"
 
 
 @pytest.mark.parametrize("stored", [None, BASE])

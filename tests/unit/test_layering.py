@@ -1,7 +1,5 @@
 """Each package imports only from packages below its own, and what is slow to import stays out."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import os

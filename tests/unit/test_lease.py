@@ -1,7 +1,5 @@
 """Leases of GPUs and cores, between processes that know of each other by the lock files only."""
 
-from __future__ import annotations
-
 import select
 import subprocess
 import sys
@@ -104,20 +102,17 @@ def test_a_device_is_held_by_one_process_at_a_time(start: Start) -> None:
     assert [claimant.process.wait(30) for claimant in claimants] == [0, 0]
 
 
-def test_two_processes_hold_two_devices_at_once(start: Start) -> None:
+def test_two_processes_hold_two_devices_at_once_and_two_of_two_wait_for_the_one_that_is_held(start: Start) -> None:
     holders = [start(HOLD, gpus=2) for _ in range(2)]
     assert [holder.line() for holder in holders] == ["asking"] * 2
-    assert sorted(holder.line() for holder in holders) == ["held 0", "held 1"]
-
-
-def test_two_of_two_wait_for_the_one_that_is_held(start: Start) -> None:
-    holder = start(HOLD, gpus=2)
-    assert [holder.line(), holder.line()] == ["asking", "held 0"]
+    held = {holder.line(): holder for holder in holders}
+    assert sorted(held) == ["held 0", "held 1"]
     taker = start(HOLD, gpus=2, count=2)
     assert taker.line() == "asking"
-    assert taker.says_nothing(0.5)
-    holder.go_on()
-    assert holder.line() == "let go"
+    for device in sorted(held):
+        assert taker.says_nothing(0.25)
+        held[device].go_on()
+        assert held[device].line() == "let go"
     assert sorted(taker.line().split()) == ["0", "1", "held"]
 
 
@@ -137,23 +132,17 @@ def test_a_holder_that_let_go_or_was_killed_frees_its_device(start: Start, kille
 GPUS = [Gpu(index=i, uuid=f"GPU-{i}", name="NVIDIA H200", memory_bytes=1, driver="1") for i in range(3)]
 
 
-def test_an_error_inside_frees_the_device(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="inside"), lease(GPUS[:1], 1, tmp_path):
-        raise ValueError("inside")
-    with lease(GPUS[:1], 1, tmp_path) as held:
-        assert held == (GPUS[0],)
-
-
-def test_as_many_as_asked_for_and_each_once(tmp_path: Path) -> None:
+def test_as_many_as_asked_for_are_lent_each_once_until_an_error_inside_and_more_is_refused(tmp_path: Path) -> None:
     with lease([], 0, tmp_path / "locks") as none:
         assert none == ()
     assert not (tmp_path / "locks").exists()
     with lease(GPUS, 2, tmp_path) as held:
         assert len(set(held)) == 2
         assert set(held) <= set(GPUS)
-
-
-def test_more_than_there_are_or_than_is_held_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="inside"), lease(GPUS[:1], 1, tmp_path):
+        raise ValueError("inside")
+    with lease(GPUS[:1], 1, tmp_path) as held:
+        assert held == (GPUS[0],)
     with pytest.raises(HardwareError, match="2 GPUs cannot be lent: there are 1"), lease(GPUS[:1], 2, tmp_path):
         pass
     with lease(GPUS[:2], 1, tmp_path), pytest.raises(HardwareError, match="holds 1 already"), lease(GPUS[:2], 2, tmp_path):

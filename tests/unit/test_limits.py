@@ -1,7 +1,5 @@
 """Absolute limits: when a figure is over one, and when that cannot be said."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -79,7 +77,7 @@ def test_time_beside_others_is_over_no_limit_and_memory_is() -> None:
 
 
 @pytest.mark.parametrize(("gib", "status"), [(24, "pass"), (25, "over-limit")])
-def test_a_prediction_is_held_against_limits_of_memory(gib: int, status: str) -> None:
+def test_a_prediction_is_held_against_limits_of_memory_at_full_scale(gib: int, status: str) -> None:
     memory, time = judge_exact([MEMORY, STEP], CASE, round(gib * GiB), scale="full", what="a prediction")
     assert memory == LimitVerdict(
         metric="peak_allocated_bytes", status=status, value=gib * GiB, limit=24 * GiB, stated=STATED
@@ -87,17 +85,14 @@ def test_a_prediction_is_held_against_limits_of_memory(gib: int, status: str) ->
     assert time == LimitVerdict(
         metric="step_seconds", status="not-judged", value=None, limit=0.5, stated=STATED, note="a prediction has no time"
     )
+    (tiny,) = judge_exact([MEMORY], CASE, round(gib * GiB), scale="tiny", what="a prediction")
+    assert (tiny.status, tiny.note) == ("not-judged", TINY)
 
 
 def test_a_prediction_over_a_limit_is_told_as_one() -> None:
     verdict = with_limits(CASE, None, judge_exact([MEMORY], CASE, round(25 * GiB), scale="full", what="a prediction"))
     assert verdict is not None
     assert verdict.sentence.endswith(f"over its limit of 24.0 GiB by prediction ({STATED})")
-
-
-def test_a_tiny_prediction_is_not_what_was_limited() -> None:
-    (limit,) = judge_exact([MEMORY], CASE, round(25 * GiB), scale="tiny", what="a prediction")
-    assert (limit.status, limit.note) == ("not-judged", "it is meant for the full model, and this is the tiny scale")
 
 
 def test_the_sentence_names_figure_limit_and_where_it_is_stated() -> None:
@@ -111,21 +106,17 @@ def test_the_sentence_names_figure_limit_and_where_it_is_stated() -> None:
     )
 
 
-@pytest.mark.parametrize("status", ["pass", "new", "improved", "recorded", "inconclusive", "not-comparable"])
-def test_a_limit_counts_whatever_the_baseline_says(status: Any) -> None:
+COUNTED = dict.fromkeys(("pass", "new", "improved", "recorded", "inconclusive", "not-comparable"), "over-limit")
+
+
+@pytest.mark.parametrize(("status", "then"), {**COUNTED, "regressed": "regressed", "failed": "failed"}.items())
+def test_a_limit_counts_whatever_the_baseline_says_and_a_regression_tells_of_it_too(status: Any, then: str) -> None:
     limits = _against(MEMORY, *[_run(gib=25)] * 3).limits
     verdict = with_limits(CASE, Verdict(status=status, sentence="it is so"), limits)
     assert verdict is not None
-    assert (verdict.status, verdict.limits) == ("over-limit", limits)
-
-
-@pytest.mark.parametrize("status", ["regressed", "failed"])
-def test_a_regression_stays_one_and_tells_of_the_limit_too(status: Any) -> None:
-    limits = _against(MEMORY, *[_run(gib=25)] * 3).limits
-    verdict = with_limits(CASE, Verdict(status=status, sentence="it is slower"), limits)
-    assert verdict is not None
-    assert (verdict.status, verdict.limits) == (status, limits)
-    assert verdict.sentence.startswith("it is slower; it also needs 25.0 GiB peak allocated, over")
+    assert (verdict.status, verdict.limits) == (then, limits)
+    also = "it is so; it also needs 25.0 GiB peak allocated, over"
+    assert verdict.sentence.startswith(also) == (then == status)
 
 
 def test_limits_that_hold_leave_the_verdict() -> None:

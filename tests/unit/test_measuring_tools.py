@@ -1,7 +1,5 @@
 """The simulations of ``tools/``: their claims hold for the rules of the gate and of the trend, and fail for broken ones."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 from unittest import mock

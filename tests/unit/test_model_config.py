@@ -1,7 +1,5 @@
 """A config.json as the model of a case: how it is found and normalised, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -63,17 +61,14 @@ def test_the_digest_tells_tasks_apart(tmp_path: Path) -> None:
     assert len({identity_of(task) for task in tasks}) == 2
 
 
-@pytest.mark.parametrize(
-    ("written_to", "model"),
-    [
-        ("my-llama/config.json", "my-llama/config.json"),
-        ("my-llama/config.json", "./my-llama"),
-        ("sub/my-llama/config.json", "sub/my-llama/"),
-    ],
-)
-def test_a_folder_gives_its_name(tmp_path: Path, written_to: str, model: str) -> None:
-    written(tmp_path / written_to)
-    assert resolved(tmp_path, model).model.startswith("my-llama#")
+def test_a_folder_gives_its_name_and_a_binary_file_is_no_config(tmp_path: Path) -> None:
+    written(tmp_path / "my-llama" / "config.json")
+    for model in ("my-llama/config.json", "./my-llama", "my-llama/"):
+        assert resolved(tmp_path, model).model.startswith("my-llama#")
+    for content in (b"\0" * 64, bytes(range(256)), b"\xff\xfe{"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(BadCase, match=r"model\.safetensors is not JSON that can be read \(.*\); give the config\.json"):
+            resolved(tmp_path, "./model.safetensors")
 
 
 def test_a_pipeline_of_diffusers_gives_what_trains(tmp_path: Path) -> None:
@@ -124,13 +119,6 @@ def test_what_is_no_model_that_can_train_is_one_sentence(tmp_path: Path, content
         resolved(tmp_path, "./m.json")
     assert str(failure.value).startswith("the case ./m.json-full-bf16 names the model ./m.json, but ")
     assert "\n" not in str(failure.value)
-
-
-@pytest.mark.parametrize("content", [b"\0" * 64, bytes(range(256)), b"\xff\xfe{"])
-def test_a_binary_file_is_no_config(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(BadCase, match=r"model\.safetensors is not JSON that can be read \(.*\); give the config\.json"):
-        resolved(tmp_path, "./model.safetensors")
 
 
 def test_neither_weights_nor_a_device_are_read(tmp_path: Path) -> None:

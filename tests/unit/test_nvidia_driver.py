@@ -4,8 +4,6 @@ What bindings do with error codes, missing functions and the sizes of structures
 oldest binding that pyproject.toml admits, from the package index, and the one that is installed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -189,23 +187,17 @@ def test_a_gpu_that_fails_hides_no_other(ask: Ask, fault: str, says: str) -> Non
     assert f"by their UUIDs, as nvidia-smi -L prints them: the driver does not describe GPU 0 ({says})" in refused
 
 
-def test_a_host_whose_gpus_all_fail_is_no_cpu(ask: Ask) -> None:
+def test_a_host_whose_driver_or_gpus_fail_is_no_cpu_and_one_without_gpus_is(ask: Ask) -> None:
     gpu = f"{H100},nvmlDeviceGetHandleByIndex=15"
     assert "the NVIDIA driver failed to describe its GPUs (GPU is lost)" in ask("detect()", gpu)["refused"]
     assert ask("detect().platform", gpu, CUDA_VISIBLE_DEVICES="") == "cpu"
+    assert "the NVIDIA driver failed to describe its GPUs" in ask("detect()", H100, init=18)["refused"]
+    assert ask("detect().platform", init=28) == "cpu"
 
 
 def test_paths_of_healthy_gpus_are_told_beside_a_lost_one(ask: Ask) -> None:
     gpus = (f"{H100},links=18*switch", f"{H100_TOO},links=18*switch", f"{T4},nvmlDeviceGetHandleByIndex=15")
     assert ask("drivers.paths([gpu for gpu in gpus if not gpu.fault])", *gpus) == [["X", "NV18"], ["NV18", "X"]]
-
-
-def test_a_driver_that_finds_no_gpu_is_no_fault(ask: Ask) -> None:
-    assert ask("detect().platform", init=28) == "cpu"
-
-
-def test_a_driver_that_cannot_start_is_a_fault(ask: Ask) -> None:
-    assert "the NVIDIA driver failed to describe its GPUs" in ask("detect()", H100, init=18)["refused"]
 
 
 # Which GPUs
@@ -234,27 +226,20 @@ def test_a_shell_in_a_slurm_job_has_the_jobs_gpus(ask: Ask, variable: str) -> No
     # In a container the driver counts from 0 again.
     assert ask(indices, H100.replace("minor=0", "minor=5"), **{variable: "5"}) == [0]
     assert f"{variable}=7 names none of the 2 GPUs here" in ask("detect()", H100, H100_TOO, **{variable: "7"})["refused"]
+    of_both = {"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "1"}
+    assert ask(indices, H100, H100_TOO, **of_both) == [1], "a step has fewer than its job"
 
 
-def test_a_step_has_fewer_gpus_than_its_job(ask: Ask) -> None:
-    variables = {"SLURM_JOB_GPUS": "0,1", "SLURM_STEP_GPUS": "1"}
-    assert ask("[gpu.index for gpu in detect().gpus]", H100, H100_TOO, **variables) == [1]
-
-
-def test_a_uuid_without_a_prefix_names_its_gpu(ask: Ask) -> None:
-    """As of a Jetson; its process sees it by number, as CUDA takes no UUID that does not begin with GPU-."""
-    uuid = "ddd1d5ac-9f3c-5bb6-9d4b-0a3a7b7b6a0c"
-    jetson = f"name=Orin (nvgpu),uuid={uuid},bus=0"
-    assert ask("[gpu.uuid for gpu in detect(gpu_ids=[gpus[0].uuid]).gpus]", jetson) == [uuid]
-    shown = "environment._visible(gpus, {})"
-    assert ask(f"{shown}['CUDA_VISIBLE_DEVICES']", jetson) == "0"
-    assert ask(f"{shown}['CUDA_VISIBLE_DEVICES']", H100) == ONE
-
-
-def test_the_beginning_of_several_uuids_names_none(ask: Ask) -> None:
+def test_a_gpu_is_named_by_the_beginning_of_its_uuid_or_a_whole_one_without_a_prefix(ask: Ask) -> None:
     assert "no visible GPU 'GPU-', or several" in ask("detect(gpu_ids=['GPU-'])", H100, H100_TOO)["refused"]
     assert "shows none of the 2 GPUs" in ask("detect()", H100, H100_TOO, CUDA_VISIBLE_DEVICES="GPU-")["refused"]
     assert ask("detect(gpu_ids=['GPU-6']).gpus[0].uuid", H100, H100_TOO) == OTHER
+    # A Jetson's; its process sees it by number, as CUDA takes no UUID that does not begin with GPU-.
+    uuid = "ddd1d5ac-9f3c-5bb6-9d4b-0a3a7b7b6a0c"
+    jetson = f"name=Orin (nvgpu),uuid={uuid},bus=0"
+    assert ask("[gpu.uuid for gpu in detect(gpu_ids=[gpus[0].uuid]).gpus]", jetson) == [uuid]
+    shown = "environment._visible(gpus, {})['CUDA_VISIBLE_DEVICES']"
+    assert (ask(shown, jetson), ask(shown, H100)) == ("0", ONE)
 
 
 # Figures
@@ -269,18 +254,12 @@ def test_memory_that_is_not_told_is_not_zero(libraries: dict[int, Path]) -> None
     assert "0 B" not in done.stdout
 
 
-def test_power_is_that_of_the_moment(ask: Ask) -> None:
-    """The driver's first figure is a mean of the last second on most boards; these two are recorded of one H100."""
-    power = "each(lambda d, g: d.read(g).power_watts)"
-    assert ask(power, f"{H100},power=629450,instant=588390") == [588.39]
-    assert ask(power, f"{H100},power=629450") == [629.45]
-    assert ask(power, f"{H100},power=629450,nvmlDeviceGetFieldValues=3") == [629.45]
-
-
 @pytest.mark.parametrize("driver", [470, 580])
-def test_a_reading_has_every_figure(ask: Ask, driver: int) -> None:
+def test_a_reading_has_every_figure_that_the_driver_tells(ask: Ask, driver: int) -> None:
+    """Most boards' first power is a mean of the last second; these two are recorded of one H100."""
     figures = "power=150000,energy=123456789,clock=1290,busy=97,reasons=4"
-    (reading,) = ask("each(lambda d, g: d.read(g)._asdict())", f"{H100},{figures}", driver=driver)
+    readings = "each(lambda d, g: d.read(g)._asdict())"
+    (reading,) = ask(readings, f"{H100},{figures}", driver=driver)
     assert reading == {
         "energy_joules": 123456.789,
         "power_watts": 150.0,
@@ -288,13 +267,13 @@ def test_a_reading_has_every_figure(ask: Ask, driver: int) -> None:
         "utilization": 0.97,
         "throttling": ["SW Power Cap"],
     }
-
-
-def test_what_a_driver_does_not_tell_is_none(ask: Ask) -> None:
-    (reading,) = ask("each(lambda d, g: d.read(g)._asdict())", H100)
-    assert set(reading.values()) == {None}
-    assert ask("gpus[0].power_limit_watts", H100) is None
-    assert ask("gpus[0].power_limit_watts", f"{H100},limit=300000") == 300.0
+    (untold,) = ask(readings, H100, driver=driver)
+    assert set(untold.values()) == {None}
+    assert ask("gpus[0].power_limit_watts", H100, driver=driver) is None
+    assert ask("gpus[0].power_limit_watts", f"{H100},limit=300000", driver=driver) == 300.0
+    power = "each(lambda d, g: d.read(g).power_watts)"
+    assert ask(power, f"{H100},power=629450,instant=588390") == [588.39]
+    assert ask(power, f"{H100},power=629450,nvmlDeviceGetFieldValues=3") == [629.45]
 
 
 # Links

@@ -1,7 +1,5 @@
 """Counts of parameters of the popular models, added up from their published hyper-parameters without any library."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

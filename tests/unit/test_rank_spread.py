@@ -1,7 +1,5 @@
 """Stragglers: how far the processes of a case lie apart, and what people read of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

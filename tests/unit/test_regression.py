@@ -1,14 +1,12 @@
 """What runs mean against a baseline."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 from unit_examples import (
@@ -206,14 +204,18 @@ def test_what_the_baseline_has_measured_on_a_cpu_is_no_change() -> None:
 @pytest.mark.parametrize(
     ("peaks", "value", "status"),
     [
-        ([60 * GiB, 45 * GiB, 50 * GiB], 50 * GiB, "regressed"),
-        ([60 * GiB, 45 * GiB, BASE_BYTES], 45 * GiB, "pass"),
-        ([60 * GiB, BASE_BYTES], 60 * GiB, "pass"),
+        ([60, 45, 50], 50, "regressed"),
+        ([60, 45, 37], 45, "pass"),
+        ([60, 37], 60, "pass"),
+        ([30, 30], 30, "improved"),
+        ([30, 37], 37, "pass"),
+        ([37, 30], 37, "pass"),
     ],
 )
-def test_memory_regresses_if_every_one_of_the_runs_is_above_the_limit(peaks: list[int], value: int, status: str) -> None:
-    metric = _memory(_judge([_needed(peak) for peak in peaks], baseline()))
-    assert (metric.value, metric.status) == (value, status)
+def test_memory_regresses_or_improves_only_where_every_run_does(peaks: list[int], value: int, status: str) -> None:
+    replies = [_needed(peak * GiB) for peak in peaks]
+    metric = _memory(_judge(replies, _stored(peak_allocated_bytes=37 * GiB)))
+    assert (metric.value, metric.status) == (value * GiB, status)
 
 
 def test_memory_is_held_against_the_highest_peak_and_improves_below_the_lowest() -> None:
@@ -348,10 +350,6 @@ def test_flops_are_gated_where_time_is_not(flops: int | None, status: str, note:
 def test_flops_that_the_baseline_does_not_know_are_not_compared(unknown: int | None) -> None:
     metric = _metric(_judge(measurement(flops_per_step=150), _stored(flops_per_step=unknown)), "flops_per_step")
     assert (metric.status, metric.note) == ("not-comparable", "its baseline has no FLOPs; record it again")
-
-
-def test_without_tolerance_the_same_figures_pass() -> None:
-    assert _judge(measurement(flops_per_step=100), _stored(flops_per_step=100), tolerance=EXACT).status == "pass"
 
 
 # Outcomes
@@ -521,35 +519,20 @@ def test_growth_is_told_with_its_phase_and_what_grew(snapshot: SnapshotAssertion
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize(
-    ("share", "status"), [(0.019, "pass"), (0.021, "regressed"), (-0.019, "pass"), (-0.021, "improved")]
-)
-def test_every_phase_has_the_tolerance_of_the_peak(phase: str, share: float, status: str) -> None:
-    assert _judged_phases(_counted(**{phase: round(PHASES[phase] * share)})).status == status  # type: ignore[index]
-
-
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize(("share", "status"), [(0.49, "pass"), (0.51, "regressed"), (-0.49, "pass"), (-0.51, "improved")])
-def test_phases_of_several_processes_have_a_share_of_the_peak(phase: str, share: float, status: str) -> None:
+@pytest.mark.parametrize(("processes", "limit"), [(1, 0.02), (2, 0.5)])
+def test_every_phase_has_the_tolerance_of_the_peak_and_of_several_processes_a_share_of_it(
+    phase: Any, processes: int, limit: float
+) -> None:
     """A buffer of gloo that is let go of late is as large in a phase that needs little as in one that needs much."""
-    changed = _counted(2, **{phase: round(PHASES["backward"] * share)})
-    assert _judged_phases(changed, processes=2).metric(f"{phase}_peak_bytes").status == status  # type: ignore[union-attr,arg-type]
+    whole = PHASES[phase if processes == 1 else "backward"]
+    for share, status in ((-1.05, "improved"), (-0.95, "pass"), (0.95, "pass"), (1.05, "regressed")):
+        verdict = _judged_phases(_counted(processes, **{phase: round(whole * limit * share)}), processes)
+        assert _metric(verdict, f"{phase}_peak_bytes").status == status
 
 
 def test_three_lines_are_named_at_most() -> None:
     row = live_tensor(lines=tuple(f"a.py:{number}" for number in range(6)))
     assert tensor(row).endswith("at a.py:0, a.py:1, a.py:2 and 3 more lines)")
-
-
-def test_memory_has_improved_only_where_every_run_needs_less() -> None:
-    def run(peak: int) -> Measurement:
-        return measurement(peak_allocated_bytes=peak * GiB)
-
-    stored = baseline(baseline_run(peak_allocated_bytes=40 * GiB))
-    for peaks, status in (((30, 30), "improved"), ((30, 40), "pass"), ((40, 30), "pass")):
-        metric = judge(CASE, [run(peak) for peak in peaks], stored, TOLERANCE).verdict.metric("peak_allocated_bytes")
-        assert metric is not None
-        assert metric.status == status
 
 
 # For any figures
@@ -567,30 +550,11 @@ KNOWN = st.none() | st.lists(RUNS, min_size=1, max_size=6).map(lambda runs: base
 BADNESS = {"improved": 0, "pass": 1, "inconclusive": 2, "regressed": 3}
 
 
-@example((571.0,), [(1.0,), (1.0,), (755.0,), (2168.0,), (755.0,)], 2.0)
-@given(STEPS, st.lists(STEPS, min_size=1, max_size=5), st.floats(1, 3))
-def test_a_slower_step_is_never_a_better_verdict(base: Any, runs: list[Any], factor: float) -> None:
-    stored = baseline(baseline_run(step_seconds=base))
-    slower = [tuple(factor * seconds for seconds in steps) for steps in runs]
-    before, after = (_judge([measurement(step_seconds=s) for s in steps], stored).status for steps in (runs, slower))
-    assert BADNESS[before] <= BADNESS[after]
-
-
 @given(PEAKS, PEAKS, PEAKS, st.sampled_from([GPU, CPU]))
 def test_more_memory_is_never_a_better_verdict(base: int, first: int, other: int, environment: Environment) -> None:
     stored = _stored(environment, peak_allocated_bytes=base)
     less, more = (_judge(_needed(peak, environment=environment), stored).status for peak in sorted([first, other]))
     assert BADNESS[less] <= BADNESS[more]
-
-
-@given(SECONDS, st.floats(0, 0.9), st.floats(0, 0.9))
-def test_a_wider_tolerance_never_fails_what_passed(seconds: float, first: float, other: float) -> None:
-    narrow, wide = sorted([first, other])
-    verdicts = [
-        _judge(_took(seconds), baseline(), tolerance=Tolerance(time=ratio, memory=MemoryTolerance())).status
-        for ratio in (narrow, wide)
-    ]
-    assert verdicts[0] == "regressed" or verdicts[1] != "regressed"
 
 
 @given(REPLIES, KNOWN)

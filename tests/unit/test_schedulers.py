@@ -1,7 +1,5 @@
 """What Slurm and Ray are asked for, and what is understood of their words: Slurm's were recorded from 22.05."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -10,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import pytest
@@ -19,25 +17,34 @@ from unit_examples import CASE
 from pytest_gputrain.execution.fleet.executor import scheduler_of
 from pytest_gputrain.execution.fleet.ray import Ray
 from pytest_gputrain.execution.fleet.scheduler import SPARE_SECONDS, Job, JobRefused, QueueFull, Unreachable
-from pytest_gputrain.execution.fleet.slurm import Slurm, _job
+from pytest_gputrain.execution.fleet.slurm import Slurm
 from pytest_gputrain.records import Conditions, Order, Task
 
 FULL = "sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying"
 SILENT = "Unable to contact slurm controller (connect failure)"
 
-SQUEUE = """\
-4|COMPLETED|n1|None
-5|NODE_FAIL|n1|NodeDown
-2|PENDING||PartitionConfig
-3|PENDING||PartitionNodeLimit
-6|RUNNING|n2|None
-7|PENDING||Resources
-8|PENDING||Priority
-9|FAILED|n2|NonZeroExitCode
-10|PREEMPTED|n2|None
-11|CANCELLED||BeginTime
-12|RUNNING|n[1-2]|None
-"""
+
+JOBS = {
+    "4|COMPLETED|n1|None": Job("ended", "", "n1"),
+    "5|NODE_FAIL|n1|NodeDown": Job("node_died", "NODE_FAIL, NodeDown", "n1"),
+    "2|PENDING||PartitionConfig": Job("held", "PartitionConfig"),
+    "3|PENDING||PartitionNodeLimit": Job("held", "PartitionNodeLimit"),
+    "6|RUNNING|n2|None": Job("running", "RUNNING", "n2"),
+    "7|PENDING||Resources": Job("waiting", "Resources"),
+    "8|PENDING||Priority": Job("waiting", "Priority"),
+    "9|FAILED|n2|NonZeroExitCode": Job("ended", "FAILED, NonZeroExitCode", "n2"),
+    "10|PREEMPTED|n2|None": Job("preempted", "PREEMPTED", "n2"),
+    "11|CANCELLED||BeginTime": Job("cancelled", "CANCELLED, BeginTime"),
+    "12|RUNNING|n[1-2]|None": Job("running", "RUNNING", "n[1-2]"),
+    # A limit on all jobs of a user is a turn, and one on a job is not.
+    "13|PENDING||QOSMaxJobsPerUserLimit": Job("waiting", "QOSMaxJobsPerUserLimit"),
+    "14|PENDING||AssocGrpCpuLimit": Job("waiting", "AssocGrpCpuLimit"),
+    "15|PENDING||Licenses": Job("waiting", "Licenses"),
+    "16|PENDING||QOSMaxWallDurationPerJobLimit": Job("held", "QOSMaxWallDurationPerJobLimit"),
+    "17|PENDING||AssocMaxGRESPerNode": Job("held", "AssocMaxGRESPerNode"),
+    "18|PENDING||ReqNodeNotAvail": Job("held", "ReqNodeNotAvail"),
+}
+"""What squeue prints of a job, and what that means."""
 
 COMMAND = """#!{python}
 import json, os, sys, time
@@ -99,21 +106,11 @@ def options(commands: Commands, folder: Path, *arguments: str, **takes: int) -> 
     return [word for word in own if not word.startswith(("--parsable", "--no-requeue", "--job-name", "--output", "--time"))]
 
 
-def test_what_jobs_do_is_read_from_squeue(commands: Commands) -> None:
-    commands.answer("squeue", SQUEUE)
-    assert Slurm(()).jobs(["4", "5"]) == {
-        "4": Job("ended", "", "n1"),
-        "5": Job("node_died", "NODE_FAIL, NodeDown", "n1"),
-        "2": Job("held", "PartitionConfig"),
-        "3": Job("held", "PartitionNodeLimit"),
-        "6": Job("running", "RUNNING", "n2"),
-        "7": Job("waiting", "Resources"),
-        "8": Job("waiting", "Priority"),
-        "9": Job("ended", "FAILED, NonZeroExitCode", "n2"),
-        "10": Job("preempted", "PREEMPTED", "n2"),
-        "11": Job("cancelled", "CANCELLED, BeginTime"),
-        "12": Job("running", "RUNNING", "n[1-2]"),
-    }
+def test_what_jobs_do_is_read_from_squeue_and_only_named_jobs_are_cancelled(commands: Commands) -> None:
+    commands.answer("squeue", "".join(f"{line}\n" for line in JOBS))
+    assert Slurm(()).jobs(["4", "5"]) == {line.partition("|")[0]: job for line, job in JOBS.items()}
+    Slurm(()).cancel(["1", "2"])
+    assert commands.calls("scancel") == [["--quiet", "1", "2"]]
 
 
 def test_jobs_that_slurm_has_forgotten_are_left_out_and_a_silent_controller_is_no_news(commands: Commands) -> None:
@@ -151,15 +148,13 @@ def test_a_refusal_is_told_by_its_kind(
     assert "\n" not in str(caught.value)
 
 
-def test_an_sbatch_that_waits_for_a_full_queue_is_ended(commands: Commands, tmp_path: Path) -> None:
+def test_an_sbatch_that_waits_for_a_full_queue_is_ended_and_what_it_submitted_is_not_submitted_twice(
+    commands: Commands, tmp_path: Path
+) -> None:
     commands.answer("sbatch", "18\n", FULL, seconds=60)  # then it would say 18
     commands.answer("squeue", "")
     with pytest.raises(QueueFull, match="temporarily unable"):
         Slurm(()).submit(order(), tmp_path / "1")
-
-
-def test_a_job_that_slurm_took_while_sbatch_was_ended_is_not_submitted_twice(commands: Commands, tmp_path: Path) -> None:
-    commands.answer("sbatch", "18\n", FULL, seconds=60)
     commands.answer("squeue", "18|PENDING||Priority\n")
     assert Slurm(()).submit(order(), tmp_path / "1") == "18"
 
@@ -211,24 +206,19 @@ def test_a_platform_adds_to_what_counts_for_all(commands: Commands, tmp_path: Pa
     assert [word for word in words if word.startswith(("--account", "--partition"))] == ["--account=x", "--partition=a"]
 
 
-@pytest.mark.parametrize("argument", ["--gres={gpu}", "--comment={", "--x={}"])
-def test_braces_around_something_unknown_are_told_before_anything_runs(commands: Commands, argument: str) -> None:
-    with pytest.raises(ValueError, match="gpu_fleet_args") as caught:
-        Slurm((argument,))
-    assert argument in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("engine", "sentence"),
-    [(Slurm, "sbatch, squeue, scancel not found"), (Ray, r"^--gpu-executor=ray needs Ray, .*pytest-gputrain\[ray\]")],
-)
-def test_what_is_lacking_is_told_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Any, sentence: str
+def test_what_cannot_run_is_told_before_anything_does(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for argument in ("--gres={gpu}", "--comment={", "--x={}"):
+        with pytest.raises(ValueError, match="gpu_fleet_args") as caught:
+            Slurm((argument,))
+        assert argument in str(caught.value)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=sentence):
-        engine([])
+    with pytest.raises(ValueError, match="sbatch, squeue, scancel not found"):
+        Slurm(())
+    with pytest.raises(ValueError, match=r"^--gpu-executor=ray needs Ray, .*pytest-gputrain\[ray\]"):
+        Ray([])
 
 
 def test_a_job_of_pytest_s_own_lends_no_wishes_to_those_of_cases(
@@ -246,22 +236,6 @@ def test_a_job_of_pytest_s_own_lends_no_wishes_to_those_of_cases(
     assert not {"SLURM_NTASKS", "SBATCH_PARTITION", "CUDA_VISIBLE_DEVICES", "PYTEST_CURRENT_TEST"} & set(environment)
 
 
-def test_only_named_jobs_are_cancelled(commands: Commands) -> None:
-    Slurm(()).cancel(["1", "2"])
-    assert commands.calls("scancel") == [["--quiet", "1", "2"]]
-
-
-@pytest.mark.parametrize(
-    ("doing", "reasons"),
-    [
-        ("waiting", ("QOSMaxJobsPerUserLimit", "AssocGrpCpuLimit", "Licenses")),
-        ("held", ("QOSMaxWallDurationPerJobLimit", "AssocMaxGRESPerNode", "ReqNodeNotAvail")),
-    ],
-)
-def test_a_limit_on_all_jobs_of_a_user_is_a_turn_and_one_on_a_job_is_not(doing: str, reasons: tuple[str, ...]) -> None:
-    assert [_job("PENDING", "", reason).doing for reason in reasons] == [doing] * 3
-
-
 # Ray, by a stand-in for its module; tests/plugin/test_fleet_on_nodes.py has a real one
 
 
@@ -271,7 +245,7 @@ class _Remote:
     def __init__(self, asked: list[dict[str, Any]]) -> None:
         self._asked = asked
 
-    def options(self, **options: Any) -> _Remote:
+    def options(self, **options: Any) -> Self:
         self._asked.append(options)
         return self
 
@@ -298,30 +272,28 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     assert signal.getsignal(signal.SIGTERM) is before, "Ray's own would end pytest without a report"
 
 
+TWO_GPUS = {"num_cpus": 8, "num_gpus": 2, "resources": {"h100": 2}}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "resources"),
+    ("arguments", "takes", "resources"),
     [
-        ([], {"num_cpus": 8, "num_gpus": 2, "resources": {"h100": 2}}),
-        (["accelerator_type:H100=0.001"], {"num_cpus": 8, "num_gpus": 2, "resources": {"accelerator_type:H100": 0.001}}),
-        (["CPU=24"], {"num_cpus": 24, "num_gpus": 2, "resources": {"h100": 2}}),
-        (["rack={gpus}", "memory=1e9"], {"num_cpus": 8, "num_gpus": 2, "memory": 1e9, "resources": {"rack": 2}}),
-        (["GPU=0", "CPU={cpus}"], {"num_cpus": 8, "num_gpus": 0, "resources": {"h100": 2}}),
+        ([], {"gpus": 2}, TWO_GPUS),
+        (["accelerator_type:H100=0.001"], {"gpus": 2}, TWO_GPUS | {"resources": {"accelerator_type:H100": 0.001}}),
+        (["CPU=24"], {"gpus": 2}, TWO_GPUS | {"num_cpus": 24}),
+        (["rack={gpus}", "memory=1e9"], {"gpus": 2}, TWO_GPUS | {"memory": 1e9, "resources": {"rack": 2}}),
+        (["GPU=0", "CPU={cpus}"], {"gpus": 2}, TWO_GPUS | {"num_gpus": 0}),
+        ([], {"gpus": 0, "platform": "cpu"}, {"num_cpus": 8, "num_gpus": 0, "resources": {}}),
     ],
 )
 def test_a_case_asks_for_its_gpus_and_its_platform(
-    asked: list[dict[str, Any]], arguments: list[str], resources: dict[str, Any]
+    asked: list[dict[str, Any]], arguments: list[str], takes: dict[str, Any], resources: dict[str, Any]
 ) -> None:
-    Ray(arguments).submit(order(gpus=2, cpus=8), Path("/nowhere"))
+    Ray(arguments).submit(order(cpus=8, **takes), Path("/nowhere"))
     connection, task = asked
     assert connection["address"] == "auto"
-    payload = task.pop("arguments")
+    assert task.pop("arguments") == (sys.executable, msgspec.json.encode(order(cpus=8, **takes)), "")
     assert task == {**resources, "max_retries": 0, "num_returns": "streaming"}
-    assert payload == (sys.executable, msgspec.json.encode(order(gpus=2, cpus=8)), "")
-
-
-def test_a_case_on_cpus_asks_for_nothing_else(asked: list[dict[str, Any]]) -> None:
-    Ray([]).submit(order(gpus=0, cpus=2, platform="cpu"), Path("/nowhere"))
-    assert (asked[1]["num_cpus"], asked[1]["num_gpus"], asked[1]["resources"]) == (2, 0, {})
 
 
 class _Stream:

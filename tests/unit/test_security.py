@@ -1,7 +1,5 @@
 """What data must not do to whoever reads it: run, lead elsewhere, or pose as something else (docs/security.md)."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import io

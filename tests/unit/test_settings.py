@@ -1,7 +1,5 @@
 """Tests the options: the command line precedes the ini file, which precedes the default; bad values give one sentence."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from pathlib import Path
@@ -113,9 +111,18 @@ LAYERS = [
 ]
 
 
-def test_the_layers_cover_every_option_but_the_one_that_wants_a_file() -> None:
+def test_every_option_has_flag_ini_twin_layers_above_and_help_that_tells_its_default() -> None:
+    assert len({option.flag for option in OPTIONS}) == len(OPTIONS)
+    for option in OPTIONS:
+        assert re.fullmatch(r"--gpu-[a-z-]+", option.flag)
+        assert option.ini == option.flag.removeprefix("--").replace("-", "_")
+        assert option.help
+        assert option.switch or option.metavar or option.default
+        assert not option.default or option.switch or f"default: {option.default}" in option.help
     assert {layers.option for layers in LAYERS} == set(BY_NAME) - {"baseline"}
     assert {layers.option for layers in LAYERS if layers.typed is None} == {o.name for o in OPTIONS if o.ini_only}
+    assert not GONE.keys() & BY_NAME.keys()
+    assert set(GONE.values()) <= {option.name for option in TYPED}
 
 
 @pytest.mark.parametrize("layers", LAYERS, ids=repr)
@@ -143,14 +150,19 @@ def test_a_switch_that_was_turned_off_counts_before_the_ini_file(switch: str, fi
     assert (getattr(settings, field), settings.typed) == (off, (switch,))
 
 
-def test_a_folder_counts_as_named_wherever_it_is() -> None:
-    assert _read({"baseline-dir": "figures"}).baseline_dir_named
-    assert _read(ini={"baseline-dir": "figures"}).baseline_dir_named
+def test_a_folder_of_baselines_is_absolute_and_counts_as_named_wherever_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for settings in (_read({"baseline-dir": "figures"}), _read(ini={"baseline-dir": "figures"})):
+        assert settings.baseline_dir_named
+        assert settings.baseline_dir.is_absolute()
     assert not _read().baseline_dir_named
 
 
-def test_cases_run_here_where_the_command_line_says_so() -> None:
+def test_what_turns_a_setting_of_the_ini_file_off_or_only_bounds_it_asks_for_nothing() -> None:
     assert _read({"executor": "local"}, {"executor": "slurm"}).fleet is None
+    assert not _read({"runs": "2"}, {"find-batch-max": "8"}).find_batch
 
 
 @pytest.mark.parametrize(
@@ -173,11 +185,6 @@ def test_a_flag_that_went_names_what_to_write_instead(name: str, value: str | No
     assert fnmatch.fnmatchcase(heir_of(name, value), sentence)
 
 
-def test_what_went_is_no_option_and_its_heir_has_a_flag() -> None:
-    assert not GONE.keys() & BY_NAME.keys()
-    assert set(GONE.values()) <= {option.name for option in TYPED}
-
-
 def test_one_file_is_not_written_for_two_options(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("out")
     with pytest.raises(ValueError, match=r"--gpu-json and --gpu-html contradict each other: both name .*link"):
@@ -190,36 +197,26 @@ def test_a_test_file_is_no_output(name: str) -> None:
         _read({name: "benchmarks/test_llm.py"})
 
 
-def test_baseline_report_comes_from_command_line_before_ini(tmp_path: Path) -> None:
-    typed, written = tmp_path / "typed.json", tmp_path / "ini.json"
-    typed.touch()
-    written.touch()
-    assert _read({"baseline": str(typed)}, {"baseline": str(written)}).baseline == str(typed)
-    assert _read(ini={"baseline": str(written)}).baseline == str(written)
-    assert _read().baseline == "measured"
-
-
-def test_paths_of_the_ini_file_are_in_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "old.json").touch()
-    settings = _read(ini={"baseline-dir": "figures", "json": "out/new.json", "baseline": "old.json"}, root=tmp_path)
-    assert settings.baseline_dir == tmp_path / "figures"
-    assert settings.json == tmp_path / "out/new.json"
-    assert settings.baseline == str(tmp_path / "old.json")
-
-
-def test_paths_of_the_command_line_are_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_in_the_folder_of_the_ini_file_or_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "old.json").touch()
-    settings = _read({"json": "new.json", "baseline": "old.json"})
-    assert settings.json is not None
-    assert settings.json.absolute() == tmp_path / "new.json"
-    assert Path(settings.baseline).absolute() == tmp_path / "old.json"
-    assert _read({"baseline-dir": "figures"}).baseline_dir == tmp_path / "figures"
+    (tmp_path / "ini").mkdir()
+    for folder in (tmp_path, tmp_path / "ini"):
+        (folder / "old.json").touch()
+    written = {"baseline-dir": "figures", "json": "out/new.json", "baseline": "old.json"}
+    for folder, settings in ((tmp_path / "ini", _read(ini=written, root=tmp_path / "ini")), (tmp_path, _read(written))):
+        assert settings.json is not None
+        assert Path(settings.baseline).absolute() == folder / "old.json"
+        assert (settings.baseline_dir, settings.json.absolute()) == (folder / "figures", folder / "out/new.json")
 
 
-def test_the_folder_of_baselines_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert _read({"baseline-dir": "figures"}).baseline_dir.is_absolute()
+def test_a_baseline_report_comes_from_the_command_line_before_the_ini_file(tmp_path: Path) -> None:
+    typed, written = str(tmp_path / "typed.json"), str(tmp_path / "ini.json")
+    for name in (typed, written):
+        Path(name).touch()
+    read_ = (_read({"baseline": typed}, {"baseline": written}), _read(ini={"baseline": written}), _read())
+    assert [settings.baseline for settings in read_] == [typed, written, "measured"]
+    with pytest.raises(ValueError, match="--gpu-baseline"):
+        _read({"baseline": str(tmp_path)})  # a folder is no report
 
 
 EMULATED = {"predict": True, "find-batch": True, "loss": "20", "baseline": "published", "isolation": "inline"}
@@ -251,10 +248,6 @@ def test_options_that_cannot_both_be_meant_are_refused(snapshot: SnapshotAsserti
     ]
     said = [(_refusal(options, ini) or "taken").replace(str(tmp_path), "") for options, ini in both]
     assert said == snapshot
-
-
-def test_a_maximum_of_the_search_alone_searches_nothing() -> None:
-    assert not _read({"runs": "2"}, {"find-batch-max": "8"}).find_batch
 
 
 REFUSED = {
@@ -325,21 +318,6 @@ def test_any_text_is_taken_or_refused_in_one_line(option: Option, text: str) -> 
     refusal = _refusal(ini={option.name: text}) if option.ini_only else _refusal({option.name: text})
     name = option.ini if option.ini_only else option.flag
     assert refusal is None or (name in refusal and len(refusal.splitlines()) == 1)
-
-
-def test_a_folder_is_no_report(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--gpu-baseline"):
-        _read({"baseline": str(tmp_path)})
-
-
-def test_every_option_has_flag_ini_twin_and_help_that_tells_its_default() -> None:
-    assert len({option.flag for option in OPTIONS}) == len(OPTIONS)
-    for option in OPTIONS:
-        assert re.fullmatch(r"--gpu-[a-z-]+", option.flag)
-        assert option.ini == option.flag.removeprefix("--").replace("-", "_")
-        assert option.help
-        assert option.switch or option.metavar or option.default
-        assert not option.default or option.switch or f"default: {option.default}" in option.help
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Signals that ask a run to end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -68,11 +66,14 @@ def test_a_handler_of_others_stays() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_what_nohup_ignores_is_ignored() -> None:
+def test_what_nohup_ignores_is_ignored_and_what_comes_at_the_end_of_a_run_is_dropped() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with terminable(), undisturbed():
         signal.raise_signal(signal.SIGHUP)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with terminable(), undisturbed(to_the_end=True):
+        for number in ENDING:
+            signal.raise_signal(number)
 
 
 @pytest.mark.parametrize("number", ENDING)
@@ -89,12 +90,6 @@ def test_a_second_one_waits_until_the_first_is_done(number: signal.Signals) -> N
     with terminable(), pytest.raises(KeyboardInterrupt):
         save()
     assert done == ["saved"]
-
-
-def test_at_the_end_of_a_run_it_is_dropped() -> None:
-    with terminable(), undisturbed(to_the_end=True):
-        for number in ENDING:
-            signal.raise_signal(number)
 
 
 def test_an_error_inside_is_told_and_what_came_as_well() -> None:

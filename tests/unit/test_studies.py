@@ -1,7 +1,5 @@
 """From a task to a search or to loss curves: what is launched, what is kept, and what it says in tables and sentences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -63,41 +61,28 @@ def test_a_precision_that_parameter_servers_lack_is_left_out() -> None:
 # The search
 
 
-def test_a_search_has_the_figures_of_the_fastest_and_all_tries() -> None:
+def test_a_search_has_the_figures_of_the_fastest_and_all_tries_or_of_what_did_not_fit() -> None:
     study, launched = _search(11)
     assert (study.search.largest, study.search.fastest) == (11, 11)
     assert (study.reply.batch_size, study.task.case.batch_size) == (11, 11)
-    assert [attempt.batch_size for attempt in study.search.tries] == [task.case.batch_size for task in launched]
-    assert study.search.tries[0].samples_per_second == pytest.approx(1 / 1.125)
-
-
-def test_a_try_differs_from_the_case_in_its_batch_only_and_is_named_by_it() -> None:
-    _, launched = _search(1)
-    assert [str(task.case) for task in launched] == [f"{CASE}-batch_size=1", f"{CASE}-batch_size=2"]
+    sizes = [attempt.batch_size for attempt in study.search.tries]
+    assert [str(task.case) for task in launched] == [f"{CASE}-batch_size={size}" for size in sizes]
     assert all(task.case.replace(batch_size=2, named=()) == CASE for task in launched)
-
-
-def test_where_nothing_fits_the_reply_says_why() -> None:
+    assert study.search.tries[0].samples_per_second == pytest.approx(1 / 1.125)
     study, _ = _search(0)
     assert (study.search.largest, study.search.fastest, study.task.case.batch_size) == (None, None, 1)
     assert study.reply == out_of_memory()
 
 
-def test_a_crash_is_the_reply() -> None:
-    study, _ = _search(5, beyond=crashed())
-    assert (study.reply, study.task.case.batch_size) == (crashed(), 8)
-
-
-def test_a_time_out_keeps_its_reason() -> None:
+def test_a_time_out_and_a_stand_in_with_fewer_samples_bound_the_search_and_a_crash_is_the_reply() -> None:
     study, _ = _search(5, beyond=timed_out())
     assert (study.search.largest, study.search.tries[3].outcome) == (5, "timed_out")
     assert study.search.tries[3].reason == "was ended after 1,800 s (build); --gpu-timeout allows more"
-
-
-def test_a_stand_in_that_trains_on_fewer_samples_bounds_the_search() -> None:
-    study = search_batch(TASK, 64, lambda task: measurement(batch_size=min(task.case.batch_size, 6)))
-    assert study.search.largest == 6
-    assert {attempt.outcome for attempt in study.search.tries if attempt.batch_size > 6} == {"capped"}
+    capped = search_batch(TASK, 64, lambda task: measurement(batch_size=min(task.case.batch_size, 6))).search
+    assert capped.largest == 6
+    assert {attempt.outcome for attempt in capped.tries if attempt.batch_size > 6} == {"capped"}
+    study, _ = _search(5, beyond=crashed())
+    assert (study.reply, study.task.case.batch_size) == (crashed(), 8)
 
 
 # Loss curves
@@ -116,10 +101,13 @@ def test_precisions_are_compared_with_fp32_and_the_case_keeps_its_own_reply() ->
     assert study.reply.losses == FLAT
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-amp", "fp16-amp"])
-def test_a_precision_is_trained_once(precision: str) -> None:
-    study = _curves(dict.fromkeys(("fp32", "bf16-amp", "fp16-amp"), FALLING), precision=precision)
-    assert [curve.precision for curve in study.loss_curves] == ["fp32", "bf16-amp", "fp16-amp"]
+@pytest.mark.parametrize("platform", ["cpu", "unknown", "h100"])
+def test_each_precision_is_trained_once_and_none_is_left_out_where_nothing_is_known_to_lack(platform: str) -> None:
+    three = ["fp32", "bf16-amp", "fp16-amp"]
+    for own in (*three, "bf16"):
+        study = _curves(dict.fromkeys((*three, "bf16"), FALLING), precision=own, platform=platform)
+        assert [curve.precision for curve in study.loss_curves] == list(dict.fromkeys((*three, own)))
+        assert {curve.outcome for curve in study.loss_curves} == {"recorded"}
 
 
 def test_arithmetic_that_the_device_lacks_is_left_out() -> None:
@@ -129,18 +117,16 @@ def test_arithmetic_that_the_device_lacks_is_left_out() -> None:
     assert describe_failed_curves(CASE, study.loss_curves) is None
 
 
-@pytest.mark.parametrize("platform", ["cpu", "unknown", "h100"])
-def test_nothing_is_left_out_where_nothing_is_known_to_lack(platform: str) -> None:
-    study = _curves(dict.fromkeys(("fp32", "bf16-amp", "fp16-amp", "bf16"), FALLING), platform=platform)
-    assert {curve.outcome for curve in study.loss_curves} == {"recorded"}
-
-
 def test_a_precision_without_a_curve_is_told_and_the_others_are_kept() -> None:
     study = _curves({"fp32": out_of_memory(), "bf16-amp": FALLING, "fp16-amp": crashed(), "bf16": FALLING})
     assert describe_failed_curves(CASE, study.loss_curves) == (
         f"{CASE} in fp16-amp gave no measurement (measure in step 1): ValueError: loss is NaN"
     )
     assert [curve.trend for curve in study.loss_curves] == [None, "converging", None, "converging"]
+    own = _curves({"fp32": FALLING, "bf16-amp": out_of_memory(), "fp16-amp": FALLING, "bf16": out_of_memory()})
+    assert describe_failed_curves(CASE, own.loss_curves) == (
+        f"{CASE} in bf16 ran out of device memory (measure in step 2): CUDA out of memory."
+    )
 
 
 RISING = tuple(10 * (1 + step / 2000) for step in range(40))
@@ -168,27 +154,17 @@ def test_a_rise_counts_by_what_its_precision_resolves(precision: str, expected: 
     assert {curve.precision: curve.trend for curve in study.loss_curves}[precision] == expected
 
 
-def test_divergence_counts_where_fp32_does_not_diverge() -> None:
+def test_divergence_counts_where_fp32_does_not_diverge_or_the_loss_of_the_case_is_not_finite() -> None:
     worse = _curve("fp16-amp", trend="diverging", losses=FALLING[:7], non_finite_step=8)
     assert describe_divergence(CASE, [_curve("fp32"), worse]) == (
         f"{CASE} diverges in fp16-amp (its loss is not finite in step 8), but not in fp32"
     )
     assert describe_divergence(CASE, [_curve("fp32", trend="diverging"), worse]) is None
     assert describe_divergence(CASE, [_curve("fp32"), _curve("bf16", trend="flat")]) is None
-
-
-def test_a_case_whose_own_loss_is_not_finite_diverges_whatever_fp32_does() -> None:
     own = _curve(CASE.precision, trend="diverging", losses=FALLING[:7], non_finite_step=8)
-    expected = f"{CASE} diverges: its loss is not finite in step 8"
-    assert describe_divergence(CASE, [_curve("fp32", trend="diverging"), own]) == expected
-    assert describe_divergence(CASE, [_curve("fp32"), own]) == expected
-
-
-def test_a_case_without_room_for_its_own_precision_has_no_curve() -> None:
-    study = _curves({"fp32": FALLING, "bf16-amp": out_of_memory(), "fp16-amp": FALLING, "bf16": out_of_memory()})
-    assert describe_failed_curves(CASE, study.loss_curves) == (
-        f"{CASE} in bf16 ran out of device memory (measure in step 2): CUDA out of memory."
-    )
+    for fp32 in ("diverging", "converging"):
+        expected = f"{CASE} diverges: its loss is not finite in step 8"
+        assert describe_divergence(CASE, [_curve("fp32", trend=fp32), own]) == expected
 
 
 # Tables and sentences

@@ -1,7 +1,5 @@
 """Tests what people read on the terminal: the table, the sentences below it, the progress line."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -123,6 +121,7 @@ def test_no_line_is_wider_than_the_terminal(width: int, colour: bool) -> None:
     assert ("\x1b" in text) == colour
     assert max(map(len, ESCAPE.sub("", text).splitlines())) <= width
     assert text.count("Z") == 100, "a word longer than its line is broken"
+    assert ESCAPE.sub("", text) == _render(*results, width=width), "colour changes no word"
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
@@ -154,9 +153,11 @@ def test_the_advice_of_a_first_run_is_a_line_of_the_explanation() -> None:
     assert advice([result(verdict=None)]) == ""
 
 
-def test_colour_changes_no_word() -> None:
-    results = [result(), result(verdict=_verdict("regressed")), result(verdict=None)]
-    assert ESCAPE.sub("", _render(*results, colour=True)).split() == _render(*results).split()
+def test_where_all_was_compared_there_is_no_line_and_time_is_not_compared_with_a_prediction() -> None:
+    metrics = (MetricVerdict(metric="step_seconds", status="pass", value=1.0, baseline=1.0),)
+    assert uncompared.line([result(verdict=Verdict(status="pass", sentence="", metrics=metrics)), result()]) == ""
+    held = Verdict(status="new", sentence="", held_to="prediction")
+    assert uncompared.line([result(CASE, verdict=held)]) == "not compared: step time of 1 case"
 
 
 @pytest.mark.parametrize("name", ["[red]", "[/]", "[bold]x[/bold]", "a[/red]", "x[link=y]", ":smile:", "\\[red]"])
@@ -254,11 +255,6 @@ def test_of_too_many_cases_the_table_has_those_that_want_attention() -> None:
 # What a run did not compare
 
 
-def test_where_all_was_compared_there_is_no_line() -> None:
-    metrics = (MetricVerdict(metric="step_seconds", status="pass", value=1.0, baseline=1.0),)
-    assert uncompared.line([result(verdict=Verdict(status="pass", sentence="", metrics=metrics)), result()]) == ""
-
-
 def test_cases_metrics_limits_tests_and_baselines_are_counted() -> None:
     lacking = MetricVerdict(metric="flops_per_step", status="not-comparable")
     limit = LimitVerdict(metric="step_seconds", status="not-judged", value=1.0, limit=2.0, stated="gpu_limit on test_it")
@@ -272,11 +268,6 @@ def test_cases_metrics_limits_tests_and_baselines_are_counted() -> None:
         "not compared: 2 cases without a baseline, 1 case recorded instead, FLOPs of 1 case, step time of 1 case, "
         "1 test skipped, 2 baselines that no test asked for"
     )
-
-
-def test_time_is_not_compared_with_a_prediction() -> None:
-    held = Verdict(status="new", sentence="", held_to="prediction")
-    assert uncompared.line([result(CASE, verdict=held)]) == "not compared: step time of 1 case"
 
 
 # The progress line
@@ -298,19 +289,16 @@ def test_live_line_tells_case_phase_and_figures(event: Event, text: str) -> None
     assert describe(CASE, event) == f"llama-3.1-8b-lora-bf16  {text}"
 
 
-def test_live_line_tells_what_is_no_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+def test_live_line_tells_what_is_no_measurement_and_stays_within_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     ProgressLine(80, nullcontext, "emulated").show(CASE, Event(phase="measure", step=3, allocated_bytes=GiB))
     assert "llama-3.1-8b-lora-bf16  emulated  step 3/10  1.00 GiB" in capsys.readouterr().out
+    ProgressLine(20, nullcontext).show(CASE.replace(model="m" * 99), Event(phase="build"))
+    assert re.sub(r"\x1b(\[[0-9]*[A-Za-z]|[A-Z78])|\r", "", capsys.readouterr().out) == "m" * 19
 
 
 @given(values_of(Event))
 def test_any_event_can_be_described(event: Event) -> None:
     assert describe(CASE, event).startswith(str(CASE))
-
-
-def test_live_line_stays_within_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    ProgressLine(20, nullcontext).show(CASE.replace(model="m" * 99), Event(phase="build"))
-    assert re.sub(r"\x1b(\[[0-9]*[A-Za-z]|[A-Z78])|\r", "", capsys.readouterr().out) == "m" * 19
 
 
 def test_live_line_comes_back_to_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """The GPUs of a case while it is timed."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator
@@ -70,14 +68,11 @@ def test_energy_that_the_counters_do_not_tell_is_not_told(joules: tuple[float, .
     assert (telemetry.energy_joules, telemetry.clock_mhz) == (None, 1000)
 
 
-def test_too_few_readings_tell_nothing() -> None:
+def test_too_few_readings_tell_nothing_and_one_gpu_that_tells_nothing_leaves_no_total() -> None:
     samples = [_sample(at, Reading(clock_mhz=1000)) for at in range(10)]
     assert between(samples, 0, LEAST_READINGS - 2) is None
     assert between(samples, 0, LEAST_READINGS - 1) is not None
     assert between([], 0, 1) is None
-
-
-def test_one_gpu_that_tells_nothing_leaves_no_total() -> None:
     samples = [_sample(at, Reading(energy_joules=at, power_watts=1.0), Reading()) for at in (0.0, 1.0, 2.0)]
     telemetry = between(samples, 0, 2)
     assert telemetry is not None

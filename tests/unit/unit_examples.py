@@ -1,7 +1,5 @@
 """Examples and strategies of the records, shared by the unit tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

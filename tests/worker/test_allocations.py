@@ -54,16 +54,20 @@ def test_peak_of_training_is_the_allocator_s():
     assert profiled - counted <= 0.005 * profiled
 
 
-def test_views_and_in_place_operators_cost_nothing():
+def test_views_and_in_place_operators_cost_nothing_and_a_view_keeps_its_storage_alive():
     with AllocationCounter() as counter:
         x = torch.zeros(1000)
         y = x.view(10, 100).t()
         y.add_(1)
         x[:500].mul_(2)
-    assert counter.peak_bytes == counter.live_bytes == 4000
+        assert counter.peak_bytes == counter.live_bytes == 4000
+        del x
+        assert counter.live_bytes == 4000
+        del y
+        assert counter.live_bytes == 0
 
 
-def test_freed_storages_leave_the_count():
+def test_freed_storages_leave_the_count_until_it_is_over():
     with AllocationCounter() as counter:
         x = torch.zeros(1000)
         y = x + 1
@@ -71,22 +75,10 @@ def test_freed_storages_leave_the_count():
         z = y * 2
         del y, z
         assert counter.live_bytes == 0
-    assert counter.peak_bytes == 8000
-
-
-def test_a_view_keeps_its_storage_alive():
-    with AllocationCounter() as counter:
-        view = torch.zeros(1000)[:1]
-        assert counter.live_bytes == 4000
-        del view
-        assert counter.live_bytes == 0
-
-
-def test_resizing_is_followed():
-    with AllocationCounter() as counter:
-        x = torch.empty(10)
-        x.resize_(1000)
-        assert counter.live_bytes == 4000
+        last = torch.zeros(10)
+    del last
+    torch.zeros(5000)
+    assert (counter.live_bytes, counter.peak_bytes) == (40, 8000)
 
 
 @settings(max_examples=50, deadline=None)
@@ -103,14 +95,6 @@ def test_count_is_the_sum_of_what_lives(actions):
             peak = max(peak, expected)
             assert counter.live_bytes == expected
     assert counter.peak_bytes == peak
-
-
-def test_nothing_is_followed_after_leaving():
-    with AllocationCounter() as counter:
-        x = torch.zeros(10)
-    del x
-    torch.zeros(1000)
-    assert counter.live_bytes == 40
 
 
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
@@ -151,6 +135,9 @@ def test_a_storage_that_is_resized_counts_as_it_is():
         empty = counter.live_bytes
         tensor.untyped_storage().resize_(2048)
         assert (empty, counter.live_bytes, counter.peak_bytes) == (0, 2048, 4096)
+        grown = torch.empty(10)
+        grown.resize_(1000)
+        assert counter.live_bytes == 2048 + 4000
 
 
 def test_of_a_tensor_that_is_spread_the_part_counts():

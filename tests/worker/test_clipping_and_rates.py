@@ -85,12 +85,9 @@ def test_the_fall_is_that_of_diffusers(name, warmup_updates):
     assert factor(case, 20) == factor(case, 1000) == 0
 
 
-def test_updates_count_and_not_micro_batches():
+def test_updates_count_and_not_micro_batches_and_a_warm_up_may_be_all_there_is():
     case = CASE.replace(lr_scheduler="linear", gradient_accumulation=4, warmup=0, steps=8)
     assert [factor(case, update) for update in range(3)] == [1.0, 0.5, 0.0]
-
-
-def test_a_warm_up_longer_than_the_training_is_all_there_is():
     assert factor(CASE.replace(lr_scheduler="cosine", lr_warmup_steps=100), 4) == 0.05
 
 

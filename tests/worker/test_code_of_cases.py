@@ -1,7 +1,5 @@
 """Which code a case file can name: functions of Python files below the root, and nothing else."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -27,34 +25,32 @@ def root(tmp_path: Path) -> Path:
     return project
 
 
-def test_a_function_below_the_root_is_found(root: Path) -> None:
-    assert load_builder("tests/test_mine.py::step", root)(None) == "here"  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
-    "code",
+    ("code", "why"),
     [
-        "../outside/test_other.py::step",
-        "tests/../../outside/test_other.py::step",
-        "tests/../tests/test_mine.py::step",
-        "{outside}/test_other.py::step",
-        "{root}/tests/test_mine.py::step",
-        "tests/test_link.py::step",
-        "linked/test_other.py::step",
+        *(
+            (code, "does not lie below")
+            for code in (
+                "../outside/test_other.py::step",
+                "tests/../../outside/test_other.py::step",
+                "tests/../tests/test_mine.py::step",
+                "{outside}/test_other.py::step",
+                "{root}/tests/test_mine.py::step",
+                "tests/test_link.py::step",
+                "linked/test_other.py::step",
+            )
+        ),
+        *(
+            (code, "is not a function of a Python file")
+            for code in ("tests/test_none.py::step", "tests/notes.txt::step", "tests::step", "", "::")
+        ),
+        ("tests/test_mine.py::__class__.x", "is not a function of a Python file"),
     ],
 )
-def test_no_other_code_is_run(root: Path, code: str) -> None:
-    code = code.format(root=root, outside=root.parent / "outside")
-    with pytest.raises(CheckFailed, match="does not lie below"):
-        load_builder(code, root)
-
-
-@pytest.mark.parametrize(
-    "code", ["tests/test_none.py::step", "tests/notes.txt::step", "tests::step", "tests/test_mine.py::__class__.x", "", "::"]
-)
-def test_what_is_no_function_of_a_file_is_told(root: Path, code: str) -> None:
-    with pytest.raises(CheckFailed, match="is not a function of a Python file"):
-        load_builder(code, root)
+def test_no_code_but_a_function_below_the_root_is_run(root: Path, code: str, why: str) -> None:
+    assert load_builder("tests/test_mine.py::step", root)(None) == "here"  # type: ignore[arg-type]
+    with pytest.raises(CheckFailed, match=why):
+        load_builder(code.format(root=root, outside=root.parent / "outside"), root)
 
 
 def test_a_module_name_imports_no_package_that_the_file_is_not_in(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

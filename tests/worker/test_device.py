@@ -52,21 +52,16 @@ def test_a_reset_in_every_step_hides_no_peak(allocator, name):
     assert device.peaks() == Peaks(allocated=70, reserved=70, used=100)
 
 
-def test_our_own_reset_forgets(allocator):
+def test_our_own_reset_forgets_and_resets_are_torchs_own_again_afterwards(allocator):
+    before = torch._C._cuda_resetPeakMemoryStats
     device = Accelerator()
     with device.keeping_peaks():
+        assert torch._C._cuda_resetPeakMemoryStats != before
         allocator.take(90)
         device.allocated_bytes()
         device.reset_peaks()
         allocator.take(30)
         assert device.peaks().allocated == 30
-
-
-def test_resets_are_torchs_own_again_afterwards(allocator):
-    before = torch._C._cuda_resetPeakMemoryStats
-    device = Accelerator()
-    with device.keeping_peaks():
-        assert torch._C._cuda_resetPeakMemoryStats != before
     assert torch._C._cuda_resetPeakMemoryStats == before
 
 

@@ -134,19 +134,14 @@ def test_losses_are_those_of_the_same_batch_without_a_loader():
     assert kept.input_seconds is None
 
 
-def test_batches_are_in_the_type_of_the_weights():
-    training = recipe.Training(IMAGES.replace(precision="bf16"), "tiny", CPU)
-    assert training._loader.next()["images"].dtype == torch.bfloat16
-    training.leave()
-
-
 def loaders_of(pid):
     return [child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_processes_end_with_the_training():
+def test_batches_are_in_the_type_of_the_weights_and_processes_end_with_the_training():
     before = set(loaders_of(os.getpid()))
-    training = recipe.Training(WORDS.replace(loader_workers=2), "tiny", CPU)
+    training = recipe.Training(IMAGES.replace(precision="bf16", loader_workers=2), "tiny", CPU)
+    assert training._loader.next()["images"].dtype == torch.bfloat16
     started = set(loaders_of(os.getpid())) - before
     assert len(started) == 2
     training.leave()

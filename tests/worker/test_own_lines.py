@@ -44,13 +44,13 @@ def test_a_line_is_found_through_torch_s_own_files(tmp_path):
     assert watched.seen["aten.mm.default"] == "test_own.py:3", "of the backward pass"
 
 
-def test_a_path_begins_at_the_first_folder_that_has_the_file():
+def test_a_path_begins_at_the_first_folder_that_has_the_file_and_other_files_are_not_the_user_s(tmp_path):
     assert OwnLines([HERE.parents[1], HERE.parent]).current().startswith("worker/test_own_lines.py:")
     assert OwnLines([HERE.parent / "zoo", HERE.parent]).current().startswith("test_own_lines.py:")
-
-
-def test_other_folders_are_not_the_user_s(tmp_path):
     assert OwnLines([tmp_path]).current() == ""
+    # As where Python is installed below a home folder, which is the root.
+    of_python = (torch.__file__, sys.modules["threading"].__file__, "<string>")
+    assert list(map(OwnLines([Path("/")])._name, of_python)) == ["", "", ""]
 
 
 @pytest.mark.parametrize("place", ["lib/python3.11/site-packages/their.py", "dist-packages/their.py"])
@@ -60,12 +60,6 @@ def test_what_is_installed_below_the_root_is_not_the_user_s(tmp_path, place):
     lines = OwnLines([tmp_path])
     assert theirs["call"](lines.current) == ""
     assert own["call"](lambda: theirs["call"](lines.current)) == "test_own.py:4"
-
-
-def test_python_s_own_files_are_not_the_user_s():
-    # As where Python is installed below a home folder, which is the root.
-    assert list(map(OwnLines([Path("/")])._name, [torch.__file__, sys.modules["threading"].__file__])) == ["", ""]
-    assert OwnLines([Path("/")])._name("<string>") == ""
 
 
 def test_what_this_package_calls_is_not_told_by_who_called_the_package(tmp_path):

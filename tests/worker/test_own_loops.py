@@ -39,34 +39,7 @@ def small_training(setup):
     return step
 
 
-def generator(setup):
-    step = small_training(setup)
-    while True:
-        yield step()
-
-
-def test_a_generator_is_measured_like_a_function():
-    function, loop = run(MINE, builder=small_training), run(MINE, builder=generator)
-    assert isinstance(loop, Measurement)
-    assert loop.peak_allocated_bytes == function.peak_allocated_bytes
-    assert loop.flops_per_step == function.flops_per_step
-    assert loop.parameters == function.parameters
-    assert len(loop.step_seconds) == 3
-    assert loop.updates == function.updates  # its first step, which is part of its build, is not among them
-
-
-def test_more_memory_in_a_step_of_a_generator_is_counted():
-    def hungry(setup):
-        step = small_training(setup)
-        while True:
-            kept = torch.ones(10**6)
-            yield step()
-            del kept
-
-    assert run(MINE, builder=hungry).peak_allocated_bytes >= run(MINE, builder=generator).peak_allocated_bytes + 4 * 10**6
-
-
-def test_a_generator_is_closed_after_its_last_step():
+def test_a_generator_is_measured_like_a_function_and_closed_after_its_last_step():
     closed = []
 
     def careful(setup):
@@ -77,8 +50,22 @@ def test_a_generator_is_closed_after_its_last_step():
         finally:
             closed.append(True)
 
-    assert isinstance(run(MINE, builder=careful), Measurement)
+    def hungry(setup):
+        step = small_training(setup)
+        while True:
+            kept = torch.ones(10**6)
+            yield step()
+            del kept
+
+    function, loop = run(MINE, builder=small_training), run(MINE, builder=careful)
+    assert isinstance(loop, Measurement)
     assert closed == [True]
+    assert loop.peak_allocated_bytes == function.peak_allocated_bytes
+    assert loop.flops_per_step == function.flops_per_step
+    assert loop.parameters == function.parameters
+    assert len(loop.step_seconds) == 3
+    assert loop.updates == function.updates  # its first step, which is part of its build, is not among them
+    assert run(MINE, builder=hungry).peak_allocated_bytes >= loop.peak_allocated_bytes + 4 * 10**6
 
 
 @pytest.mark.parametrize(
@@ -113,40 +100,32 @@ def test_a_mode_held_open_across_a_yield_is_refused_by_name():
     assert "Flop" in reply.sentence
 
 
-def test_an_error_of_the_loop_is_its_own():
-    def broken(setup):
-        step = small_training(setup)
-        yield step()
-        raise ZeroDivisionError("in my loop")
-
-    line = broken.__code__.co_firstlineno + 3
-    assert run(MINE, builder=broken).sentence == f"ZeroDivisionError: in my loop (at tests/worker/{__name__}.py:{line})"
+def broken(setup):
+    step = small_training(setup)
+    yield step()
+    raise ZeroDivisionError("in my loop")
 
 
-def test_a_missing_framework_is_told_with_its_line_and_where_to_install_it():
-    def lacking(setup):
-        import no_such_framework  # noqa: F401
-
-    line = lacking.__code__.co_firstlineno + 1
-    assert run(MINE, builder=lacking).sentence == (
-        f"ModuleNotFoundError: No module named 'no_such_framework' (at tests/worker/{__name__}.py:{line}); install it for "
-        f"{sys.executable}"
-    )
+def lacking(setup):
+    import no_such_framework  # noqa: F401
 
 
-def test_code_that_ends_python_is_told_with_its_line():
-    def ending(setup):
-        raise SystemExit(2)
-
-    reply = run(MINE, builder=ending)
-    assert isinstance(reply, Crashed)
-    assert reply.sentence.startswith(
-        f"sys.exit() was called (at tests/worker/{__name__}.py:{ending.__code__.co_firstlineno + 1}), which"
-    )
+def ending(setup):
+    raise SystemExit(2)
 
 
-def test_what_cannot_train_is_refused():
-    assert "it must build everything and return a function that runs one step" in run(MINE, builder=lambda setup: 3).sentence
+@pytest.mark.parametrize(
+    ("builder", "lines", "sentence"),
+    [
+        (broken, 3, "ZeroDivisionError: in my loop (at {})"),
+        (lacking, 1, f"ModuleNotFoundError: No module named 'no_such_framework' (at {{}}); install it for {sys.executable}"),
+        (ending, 1, "sys.exit() was called (at {}), which"),
+        (lambda setup: 3, 0, "mine returned int; it must build everything and return a function that runs one step"),
+    ],
+)
+def test_what_cannot_train_is_told_with_its_line(builder, lines, sentence):
+    place = f"tests/worker/{__name__}.py:{builder.__code__.co_firstlineno + lines}"
+    assert run(MINE, builder=builder).sentence.startswith(sentence.format(place))
 
 
 @pytest.fixture
@@ -236,30 +215,22 @@ def test_a_trainer_and_its_case_say_the_same(llama, tmp_path, knob):
     assert reply.sentence.endswith(f"and its case has {knob}={2 * theirs}; give check() {knob}={theirs}")
 
 
-def test_early_stopping_is_left_out(llama, tmp_path):
-    import transformers
-
-    def stopping(setup):
-        trainer = llama(tmp_path)
-        trainer.add_callback(transformers.EarlyStoppingCallback())
-        return trainer
-
-    assert isinstance(run(MINE, builder=stopping), Measurement)
-
-
-def test_a_trainer_that_stops_by_itself_is_told(llama, tmp_path):
+def test_early_stopping_is_left_out_and_a_trainer_that_stops_by_itself_is_told(llama, tmp_path):
     import transformers
 
     class Impatient(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **others):
             control.should_training_stop = state.global_step >= 4
 
-    def stopping(setup):
+    def stopping_by(callback):
         trainer = llama(tmp_path)
-        trainer.add_callback(Impatient)
+        trainer.add_callback(callback)
         return trainer
 
-    assert "the loop of mine ended after 4 steps" in run(MINE, builder=stopping).sentence
+    early = run(MINE, builder=lambda setup: stopping_by(transformers.EarlyStoppingCallback()))
+    assert isinstance(early, Measurement)
+    impatient = run(MINE, builder=lambda setup: stopping_by(Impatient))
+    assert "the loop of mine ended after 4 steps" in impatient.sentence
 
 
 @pytest.fixture

@@ -62,16 +62,6 @@ def test_what_setup_gives_is_the_precision_of_the_case(label, watched):
     measured(MINE.replace(precision=label), training(weights=None, casts=True, watched=watched))
 
 
-def test_autocast_over_fp32_is_told_from_weights_in_bf16():
-    def build(setup):
-        setup.precision = PRECISIONS["bf16-amp"]
-        return training(casts=True)(setup)
-
-    reply = run(MINE.replace(precision="bf16"), build)
-    assert isinstance(reply, Crashed)
-    assert '; say precision="bf16-amp", or' in reply.sentence
-
-
 class Tower(nn.Module):
     """Adapters, a norm and a head in fp32 around a base in bf16."""
 
@@ -91,8 +81,15 @@ class Tower(nn.Module):
         return self.norm(self.base(x).float())[:, 0].mean() + self.adapter(x.float()).mean()
 
 
-def test_adapters_and_norms_in_fp32_are_still_bf16():
+def test_adapters_and_norms_in_fp32_are_still_bf16_and_autocast_over_fp32_is_not():
+    def build(setup):
+        setup.precision = PRECISIONS["bf16-amp"]
+        return training(casts=True)(setup)
+
     measured(MINE.replace(precision="bf16"), training(weights=BF16, model=Tower))
+    reply = run(MINE.replace(precision="bf16"), build)
+    assert isinstance(reply, Crashed)
+    assert '; say precision="bf16-amp", or' in reply.sentence
 
 
 def test_products_of_an_optimizer_are_not_the_model_s():
@@ -134,30 +131,24 @@ def test_what_no_other_label_means_better_passes(label, weights, flops):
         ("fp32", {FP32: 10}, {FP16: 10}, '"fp16-amp"'),
         ("fp32", {BF16: 6, FP32: 4}, {}, '"bf16"'),
         ("bf16", {FP32: 10}, {}, '"fp32" or "bf16-amp" or "fp16-amp"'),
+        ("bf16", {FP32: 10}, {FP32: 9, BF16: 1}, '"fp32"'),
     ],
 )
 def test_the_label_that_fits_is_named(label, weights, flops, named):
-    with pytest.raises(CheckFailed, match=f"say precision={named}, or"):
+    with pytest.raises(CheckFailed, match=f"say precision={named}, or") as failed:
         check_precision("mine", label, weights, flops)
+    if flops == {FP32: 9, BF16: 1}:
+        assert str(failed.value) == (
+            'mine does not train in precision "bf16", which stores weights in bfloat16 and computes in bfloat16: 100% of '
+            'the bytes of its weights are float32 and 90% of its FLOPs are float32; say precision="fp32", or train in the '
+            "other one: by setup.dtype and setup.casting() in a function, by bf16=, fp16= or precision= of a trainer"
+        )
 
 
-def test_the_sentence_says_what_was_found():
-    with pytest.raises(CheckFailed) as failed:
-        check_precision("mine", "bf16", {FP32: 10}, {FP32: 9, BF16: 1})
-    assert str(failed.value) == (
-        'mine does not train in precision "bf16", which stores weights in bfloat16 and computes in bfloat16: 100% of the '
-        'bytes of its weights are float32 and 90% of its FLOPs are float32; say precision="fp32", or train in the '
-        "other one: by setup.dtype and setup.casting() in a function, by bf16=, fp16= or precision= of a trainer"
-    )
-
-
-def test_weights_in_four_bits_count_as_what_they_compute_in():
+def test_weights_in_four_bits_count_as_what_they_compute_in_tied_ones_once_and_whole_numbers_not_at_all():
     bitsandbytes = pytest.importorskip("bitsandbytes")
     layer = bitsandbytes.nn.Linear4bit(64, 64, bias=False, compute_dtype=BF16, quant_type="nf4").to("cpu")
     assert weights_by_type(nn.Sequential(layer, nn.LayerNorm(8))) == {BF16: 64 * 64 // 2, FP32: 2 * 8 * 4}
-
-
-def test_tied_weights_count_once_and_whole_numbers_not_at_all():
     first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
     second.weight = first.weight
     first.register_parameter("counts", nn.Parameter(torch.ones(4, dtype=torch.int64), requires_grad=False))

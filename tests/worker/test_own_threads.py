@@ -115,14 +115,24 @@ def test_a_pool_that_was_there_before_is_counted():
     assert measured(MINE, lambda setup: step).flops_per_step == FLOPS
 
 
-def test_a_thread_that_was_there_before_fails_the_case_by_its_name():
-    step = in_a_loop("prefetcher")
-    reply = run(MINE, lambda setup: step)
-    assert isinstance(reply, Crashed)
-    assert (
-        "a step of mine runs operators on the thread 'prefetcher', where they are not counted (first: aten::"
-        in reply.sentence
-    )
+def beside_threading():
+    def step():
+        done = threading.Lock()
+        done.acquire()
+        _thread.start_new_thread(lambda: (work(), done.release()), ())
+        done.acquire()
+
+    return step
+
+
+def test_a_thread_that_was_there_before_or_beside_python_s_threading_fails_the_case():
+    for step, said in (
+        (in_a_loop("prefetcher"), "on the thread 'prefetcher', where they are not counted (first: aten::"),
+        (beside_threading(), "on a thread that Python's threading did not start"),
+    ):
+        reply = run(MINE, lambda setup, step=step: step)
+        assert isinstance(reply, Crashed)
+        assert said in reply.sentence
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -134,18 +144,6 @@ def test_what_a_thread_of_torch_s_own_computes_is_counted():
     reply = measured(MINE, lambda setup: lambda: step(x).sum())
     assert reply.flops_per_step == FLOPS
     assert not reply.counts_exactly
-
-
-def test_a_thread_beside_python_s_threading_fails_the_case():
-    def step():
-        done = threading.Lock()
-        done.acquire()
-        _thread.start_new_thread(lambda: (work(), done.release()), ())
-        done.acquire()
-
-    reply = run(MINE, lambda setup: step)
-    assert isinstance(reply, Crashed)
-    assert "on a thread that Python's threading did not start" in reply.sentence
 
 
 def test_where_an_allocator_counts_memory_only_products_of_other_threads_matter():

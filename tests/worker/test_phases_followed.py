@@ -47,8 +47,13 @@ def test_a_plain_step(weight):
     assert phases_of(step) == ("build", "forward", "backward", "between", "optimizer")
 
 
-def test_without_an_update_nothing_is_the_optimizer_s(weight):
+def test_an_optimizer_that_steps_in_backward_is_the_optimizer_and_without_an_update_nothing_is(weight):
+    before = dict(_global_optimizer_pre_hooks)
     assert phases_of(lambda: Network.apply(weight).backward()) == ("build", "forward", "backward")
+    optimizer = torch.optim.Adam([weight])
+    weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    assert phases_of(lambda: Network.apply(weight).backward()) == ("build", "forward", "backward", "optimizer")
+    assert _global_optimizer_pre_hooks == before, "hooks are gone afterwards"
 
 
 def test_a_backward_pass_in_a_closure_is_backward_and_its_forward_is_the_optimizer_s(weight):
@@ -61,12 +66,6 @@ def test_a_backward_pass_in_a_closure_is_backward_and_its_forward_is_the_optimiz
 
     # After its step torch ends a span of its profiler, which is an operator, too.
     assert phases_of(lambda: optimizer.step(closure)) == ("build", "forward", "optimizer", "backward", "between")
-
-
-def test_an_optimizer_that_steps_in_backward_is_the_optimizer(weight):
-    optimizer = torch.optim.Adam([weight])
-    weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    assert phases_of(lambda: Network.apply(weight).backward()) == ("build", "forward", "backward", "optimizer")
 
 
 def test_another_thread_changes_no_phase(weight):
@@ -96,9 +95,3 @@ def test_an_optimizer_that_raised_ends_with_its_step(weight):
         tensor = torch.zeros(1000)
     (row,) = counter.trace.largest_at_peaks(counter.peaks())["forward"]
     assert (row.bytes, row.phase) == (tensor.nbytes, "forward")
-
-
-def test_hooks_are_gone_afterwards(weight):
-    before = dict(_global_optimizer_pre_hooks)
-    phases_of(lambda: None)
-    assert _global_optimizer_pre_hooks == before

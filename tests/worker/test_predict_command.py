@@ -1,7 +1,5 @@
 """``gputrain predict`` from its arguments to its answer, by real predictions of small models."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

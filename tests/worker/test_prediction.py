@@ -95,34 +95,29 @@ def test_accumulation(method):
 @pytest.mark.parametrize("as_context", [False, True])
 def test_numbers_become_tensors_of_the_device(as_context):
     def build(setup):
-        return _with_a_list(setup, as_context)
+        kept = torch.ones(8, device=setup.device)
+
+        def step():
+            with setup.device if as_context else contextlib.nullcontext():
+                kept * torch.tensor([2.0] * 8, device=None if as_context else setup.device)
+
+        return step
 
     assert predicted(OWN, H100, build).peak_allocated_bytes == 3 * 512
 
 
-def _with_a_list(setup, as_context):
-    kept = torch.ones(8, device=setup.device)
-
-    def step():
-        with setup.device if as_context else contextlib.nullcontext():
-            kept * torch.tensor([2.0] * 8, device=None if as_context else setup.device)
-
-    return step
-
-
 def test_integers_become_the_default_type_of_the_moment():
-    compare(OWN, _under_two_defaults)
+    def build(setup):
+        counts = torch.ones(2**20, device=setup.device, dtype=torch.int64)
 
+        def step():
+            for dtype in (torch.bfloat16, torch.float32):
+                torch.set_default_dtype(dtype)
+                assert (counts / 3).dtype == dtype
 
-def _under_two_defaults(setup):
-    counts = torch.ones(2**20, device=setup.device, dtype=torch.int64)
+        return step
 
-    def step():
-        for dtype in (torch.bfloat16, torch.float32):
-            torch.set_default_dtype(dtype)
-            assert (counts / 3).dtype == dtype
-
-    return step
+    compare(OWN, build)
 
 
 def test_a_gpu_s_optimizer_works_on_lists_of_tensors():
@@ -132,39 +127,25 @@ def test_a_gpu_s_optimizer_works_on_lists_of_tensors():
     assert temporary == pytest.approx(2 * lists.parameters, rel=0.05)
 
 
-def test_grouped_queries_in_fp32_hold_the_scores():
-    case = LLAMA.replace(precision="fp32", activation_checkpointing=False)
+def of_gpu(case, phase, **fields):
+    return predicted(case, msgspec.structs.replace(H100, **fields)).phase_peak_bytes[phase]
+
+
+def test_scores_of_attention_are_held_where_no_kernel_does_without_them():
+    plain = LLAMA.replace(activation_checkpointing=False)
+    in_fp32 = plain.replace(precision="fp32")
     scores = 4 * 2 * 4 * 128 * 128
-    grouped, repeated = (
-        predicted(case.replace(attention=attention), H100).phase_peak_bytes["forward"] for attention in ("", "sdpa-4.49")
-    )
-    assert grouped > repeated + scores
-
-
-def test_bf16_needs_no_scores():
-    case = LLAMA.replace(activation_checkpointing=False)
-    new, old = (
-        predicted(case, msgspec.structs.replace(H100, capability=capability)).phase_peak_bytes["forward"]
-        for capability in ((9, 0), (7, 0))
-    )
-    assert new < old
-
-
-def test_attention_before_there_were_kernels_holds_scores_and_weights():
-    case = example("pangu-350m", precision="fp32")
-    plain, fused = (
-        predicted(case, msgspec.structs.replace(H100, attention=attention)).phase_peak_bytes["forward"]
-        for attention in ("unfused", "current")
-    )
+    # Of grouped queries, which transformers 4.49 repeats.
+    assert of_gpu(in_fp32, "forward") > of_gpu(in_fp32.replace(attention="sdpa-4.49"), "forward") + scores
+    assert of_gpu(plain, "forward", capability=(9, 0)) < of_gpu(plain, "forward", capability=(7, 0))
+    pangu = example("pangu-350m", precision="fp32")
+    unfused, current = (of_gpu(pangu, "forward", attention=attention) for attention in ("unfused", "current"))
     # Of each of three blocks the softmax, what dropout left of it and its mask: 4 + 4 + 1 bytes for each of 4 x 64 x 64.
-    assert plain > fused + 3 * 9 * 4 * 64 * 64
+    assert unfused > current + 3 * 9 * 4 * 64 * 64
 
 
 def test_optimizers_may_loop():
-    lists, loop = (
-        predicted(LLAMA, msgspec.structs.replace(H100, lists=lists)).phase_peak_bytes["optimizer"] for lists in (True, False)
-    )
-    assert loop < lists
+    assert of_gpu(LLAMA, "optimizer", lists=False) < of_gpu(LLAMA, "optimizer", lists=True)
 
 
 def test_matrix_products_take_a_workspace_for_each_of_two_threads():
@@ -174,11 +155,17 @@ def test_matrix_products_take_a_workspace_for_each_of_two_threads():
         assert with_one.phase_peak_bytes[phase] - without.phase_peak_bytes[phase] == 2 * MiB
 
 
-def test_what_a_compiler_makes_of_a_case_is_not_predicted():
-    task = Task(case=LLAMA.replace(compile="default"), scale="tiny", device_type="cpu", root=".", target=H100)
-    reply = predict(task, Progress(None))
-    assert isinstance(reply, Crashed)
-    assert "a prediction does not know the compiled code; set compile to off" in reply.sentence
+def test_what_a_compiler_makes_of_a_case_and_a_wrong_model_are_not_predicted(monkeypatch):
+    def refusal(case):
+        reply = predict(Task(case=case, scale="tiny", device_type="cpu", root=".", target=H100), Progress(None))
+        assert isinstance(reply, Crashed)
+        return reply
+
+    compiled = refusal(LLAMA.replace(compile="default")).sentence
+    assert "a prediction does not know the compiled code; set compile to off" in compiled
+    wrong = mock.Mock(side_effect=ValueError("not this one"))
+    monkeypatch.setattr("pytest_gputrain.worker.training.check_parameters", wrong)
+    assert (refusal(LLAMA).sentence, refusal(LLAMA).phase) == ("ValueError: not this one", "build")
 
 
 def test_too_little_memory_is_told_with_what_it_was_for():
@@ -201,19 +188,19 @@ def test_what_is_held_covers_what_is_allocated():
 
 def test_what_is_left_of_a_block_counts_as_allocated():
     """As torch.cuda.max_memory_allocated() counts it: a rest of at most 1 MiB stays with the block that it is left of."""
-    prediction = predicted(OWN, H100, _hold_odd_blocks)
+
+    def build(setup):
+        kept = []
+
+        def step():
+            kept[:] = [torch.empty(11 * MiB, dtype=torch.uint8, device=setup.device) for _ in range(4)]
+
+        return step
+
+    prediction = predicted(OWN, H100, build)
     # Those of the step before are there until the new ones are.
     assert prediction.phase_peak_bytes["forward"] == 8 * 11 * MiB
     assert prediction.peak_allocated_bytes == 8 * 12 * MiB
-
-
-def _hold_odd_blocks(setup):
-    kept = []
-
-    def step():
-        kept[:] = [torch.empty(11 * MiB, dtype=torch.uint8, device=setup.device) for _ in range(4)]
-
-    return step
 
 
 @pytest.mark.slow
@@ -222,15 +209,3 @@ def test_the_same_in_every_process():
     first, second = (launcher.predict(task, timeout_seconds=120) for _ in range(2))
     assert isinstance(first, Prediction), first
     assert msgspec.json.encode(first) == msgspec.json.encode(second)
-
-
-def test_a_wrong_model_is_no_prediction(monkeypatch):
-    monkeypatch.setattr("pytest_gputrain.worker.training.check_parameters", _complain)
-    task = Task(case=LLAMA, scale="tiny", device_type="cpu", root=".", target=CPU)
-    reply = predict(task, Progress(None))
-    assert isinstance(reply, Crashed)
-    assert (reply.sentence, reply.phase) == ("ValueError: not this one", "build")
-
-
-def _complain(*args):
-    raise ValueError("not this one")

@@ -39,72 +39,51 @@ def test_sizes_and_segments(wanted, allocated, reserved):
     assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
 
 
-def test_small_blocks_share_a_segment():
+def test_small_blocks_share_a_segment_and_the_pools_do_not_mix():
     allocator = Allocator()
     for _ in range(4):
         allocator.allocate(512 * KiB)
     assert allocator.reserved == 2 * MiB
     allocator.allocate(512)
     assert allocator.reserved == 4 * MiB
-
-
-def test_the_pools_do_not_mix():
     allocator = Allocator()
     allocator.free(allocator.allocate(15 * MiB))
     allocator.allocate(MiB)
     assert allocator.reserved == 16 * MiB + 2 * MiB
 
 
-def test_the_best_fit_is_taken():
+def test_the_best_fit_is_taken_and_what_is_left_over_is_used():
     allocator = Allocator()
     blocks = [allocator.allocate(size * MiB) for size in (40, 12, 20)]
     for block in blocks:
         allocator.free(block)
     assert allocator.allocate(12 * MiB) is blocks[1]
     assert allocator.allocate(13 * MiB).segment == blocks[2].segment
+    allocator.allocate(25 * MiB)
+    allocator.allocate(15 * MiB)
     assert allocator.reserved == 72 * MiB
 
 
-def test_what_is_left_over_is_used():
-    allocator = Allocator()
-    allocator.free(allocator.allocate(40 * MiB))
-    allocator.allocate(25 * MiB)
-    allocator.allocate(15 * MiB)
-    assert allocator.reserved == 40 * MiB
-
-
-def test_neighbours_merge():
+@pytest.mark.parametrize(("freed", "wanted", "reserved"), [((0, 2, 1, 3), 20, 20), ((0, 2), 10, 30)])
+def test_neighbours_merge_and_fragments_cannot_be_joined(freed, wanted, reserved):
     allocator = Allocator()
     blocks = [allocator.allocate(5 * MiB) for _ in range(4)]
     assert allocator.reserved == 20 * MiB
-    for place in (0, 2, 1, 3):
+    for place in freed:
         allocator.free(blocks[place])
-    allocator.allocate(20 * MiB)
-    assert allocator.reserved == 20 * MiB
+    allocator.allocate(wanted * MiB)
+    assert allocator.reserved == reserved * MiB
 
 
-def test_fragments_cannot_be_joined():
-    allocator = Allocator()
-    blocks = [allocator.allocate(5 * MiB) for _ in range(4)]
-    allocator.free(blocks[0])
-    allocator.free(blocks[2])
-    allocator.allocate(10 * MiB)
-    assert allocator.reserved == 30 * MiB
-
-
-def test_at_the_capacity_free_segments_are_given_back():
+def test_at_the_capacity_free_segments_are_given_back_and_one_in_use_is_not():
     allocator = Allocator(capacity=60 * MiB)
     allocator.free(allocator.allocate(30 * MiB))
-    allocator.allocate(40 * MiB)
+    held = allocator.allocate(40 * MiB)
     assert (allocator.retries, allocator.reserved, allocator.peak_reserved) == (1, 40 * MiB, 40 * MiB)
-
-
-def test_a_segment_in_use_is_not_given_back():
-    allocator = Allocator(capacity=60 * MiB)
-    held = [allocator.allocate(15 * MiB) for _ in range(2)]
-    allocator.free(held[0])
+    allocator.allocate(12 * MiB)
+    allocator.free(held)
     with pytest.raises(CapacityExceeded):
-        allocator.allocate(45 * MiB)
+        allocator.allocate(50 * MiB)
 
 
 def test_replay_tells_what_found_no_room():

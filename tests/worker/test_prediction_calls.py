@@ -91,17 +91,17 @@ def test_a_remembered_call_works_as_much():
     assert work_of(step, 1)[2] == 2 * 8 * 16 * 4
 
 
-def test_a_storage_that_grows_is_there_twice_while_it_is_copied():
+def test_a_storage_that_grows_is_there_twice_and_places_are_those_in_the_storage():
     with FakeTensorMode(), Tracker(DEVICE) as tracker:
         torch.empty(100).resize_(300)
     assert peaks(tracker.trace).bytes == 4 * (100 + 300)
-
-
-def test_places_are_those_in_the_storage():
     with FakeTensorMode(), Tracker(DEVICE):
         halves = torch.empty(4, 6).split(2)
         assert [half.as_strided((2,), (1,), 1).storage_offset() for half in halves] == [1, 1]
         assert [half.view(torch.uint8).storage_offset() for half in halves] == [0, 48]
+        ones = torch.ones(3)
+        torch.add(torch.empty(3), 1, out=ones)
+        assert ones[0].item() == 0.0, "what a float is that nobody knows"
 
 
 def test_of_an_expanded_tensor_no_more_is_read_than_is_stored():
@@ -121,13 +121,6 @@ def test_what_lists_of_tensors_write_counts():
     # Both are read and one is written, 128 elements of 4 bytes each.
     assert work_of(step, 1)[0]["aten._foreach_add_"] == [1, 0, 3 * 128 * 4]
     assert work_of(step, 2)[0]["aten._foreach_add_"] == [1, 0, 3 * 128 * 4]
-
-
-def test_values_are_forgotten_where_they_are_overwritten():
-    with FakeTensorMode(), Tracker(DEVICE):
-        ones = torch.ones(3)
-        torch.add(torch.empty(3), 1, out=ones)
-        assert ones[0].item() == 0.0  # what a float is that nobody knows
 
 
 @pytest.mark.slow

@@ -105,11 +105,13 @@ def test_cuda_by_name_is_refused_with_the_remedy(make):
     assert "asks for the device cuda, which a prediction does not have; take setup.device" in refused(lambda setup: make)
 
 
-def test_weights_of_four_bits_move_to_the_device():
+def test_weights_of_four_bits_move_to_the_device_and_are_copied_as_they_are():
     def build(setup):
         layer = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.bfloat16).to(setup.device)
+        twin = copy.deepcopy(layer)
+        assert twin.weight.quant_state is not layer.weight.quant_state
         inputs = torch.randn(4, 64, device=setup.device, dtype=torch.bfloat16, requires_grad=True)
-        return doing(lambda: layer(inputs).sum().backward())
+        return doing(lambda: twin(layer(inputs)).sum().backward())
 
     predicted(OWN.replace(precision="bf16"), H100, build)
 
@@ -343,19 +345,23 @@ def test_training_by_hand_on_the_host_is_refused():
     assert "all of the backward pass is on cpu, the host" in refused(build)
 
 
-def test_another_thread_that_computes_is_refused():
+@pytest.mark.parametrize("makes", [False, True], ids=["computes", "makes what the step does not use"])
+def test_another_thread_that_computes_is_refused(makes):
     def build(setup):
         matrix = torch.ones(64, 64, device=setup.device)
 
         def step():
-            thread = threading.Thread(target=lambda: matrix @ matrix, name="beside")
+            beside = (lambda: torch.ones(4, device=setup.device)) if makes else (lambda: matrix @ matrix)
+            thread = threading.Thread(target=beside, name="beside")
             thread.start()
             thread.join()
+            if makes:
+                matrix.clone().requires_grad_().sum().backward()
 
         return step
 
-    assert "the case computes in the thread 'beside'" in refused(build)
-    assert "the case computes in the thread 'beside'" in refused(build, CPU)
+    for target in (H100, CPU)[: 1 if makes else 2]:
+        assert "the case computes in the thread 'beside'" in refused(build, target)
 
 
 def _made_in(device):
@@ -384,21 +390,6 @@ def test_a_thread_that_loads_onto_the_gpu_is_refused_by_its_name(load):
     sentence = refused(build)
     assert "the case computes in the thread 'loads_0'" in sentence
     assert "test_prediction_own.py:" in sentence
-
-
-def test_a_thread_that_makes_what_the_step_does_not_use_is_refused():
-    def build(setup):
-        model = layers(setup.device)
-
-        def step():
-            thread = threading.Thread(target=lambda: torch.ones(4, device=setup.device), name="beside")
-            thread.start()
-            thread.join()
-            model(torch.ones(4, 64, device=setup.device)).sum().backward()
-
-        return step
-
-    assert "the case computes in the thread 'beside'" in refused(build)
 
 
 def test_a_thread_may_load_onto_the_host():
@@ -450,8 +441,8 @@ class Moved(ToDevice):
         return values.to(self.device)
 
 
-def test_a_library_may_take_the_model_away_after_the_step():
-    def build(setup):
+def test_a_library_may_take_the_model_away_and_a_model_that_moves_is_counted_once():
+    def build(setup, *, goes):
         model = layers(setup.device)
         setup.watch(model)
         step = trained(model, setup.device)
@@ -460,26 +451,12 @@ def test_a_library_may_take_the_model_away_after_the_step():
             model.to(setup.device)
             loss = step()
             model.to("cpu")
-            return loss
+            return loss if goes else (model.to(setup.device), loss)[1]
 
         return fit
 
-    predicted(OWN, H100, build)
-
-
-def test_a_model_that_moves_is_counted_once():
-    def build(setup):
-        model = layers(setup.device)
-        step = trained(model, setup.device)
-
-        def fit():
-            loss = step()
-            model.to("cpu").to(setup.device)
-            return loss
-
-        return fit
-
-    predicted(OWN.replace(gradient_accumulation=6), H100, build)
+    predicted(OWN, H100, lambda setup: build(setup, goes=True))
+    predicted(OWN.replace(gradient_accumulation=6), H100, lambda setup: build(setup, goes=False))
 
 
 @pytest.mark.parametrize(
@@ -561,17 +538,6 @@ def test_a_copy_is_what_it_is_a_copy_of():
         return doing(copied.sum)
 
     predicted(OWN, H100, build)
-
-
-def test_weights_of_four_bits_are_copied_as_they_are():
-    def build(setup):
-        layer = bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.bfloat16).to(setup.device)
-        twin = copy.deepcopy(layer)
-        assert twin.weight.quant_state is not layer.weight.quant_state
-        inputs = torch.randn(4, 64, device=setup.device, dtype=torch.bfloat16, requires_grad=True)
-        return doing(lambda: twin(inputs).sum().backward())
-
-    predicted(OWN.replace(precision="bf16"), H100, build)
 
 
 def test_an_average_of_weights_follows_the_model():

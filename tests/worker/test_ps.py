@@ -155,13 +155,10 @@ def test_a_row_that_is_not_seen_stays_whatever_it_was_moved_by_before(optimizer)
     assert not (shard.weight[[1, 2]] == after_first[[1, 2]]).any()
 
 
-def test_an_update_without_rows_moves_nothing():
+def test_an_update_without_rows_moves_nothing_and_gradients_of_one_row_are_summed():
     shard = Shard("table", torch.ones(4, 2), lambda rows: training.OPTIMIZERS["adam"](rows, 0.1))
     assert shard.update(sparse(torch.empty(0, dtype=torch.int64), torch.empty(0, 2), 4)) == 0
     assert (shard.pushed, shard.moved()) == (False, False)
-
-
-def test_gradients_of_one_row_are_summed():
     gradient = sparse(torch.tensor([2, 0, 2]), torch.tensor([[1.0], [2.0], [3.0]]), 3)
     assert gradient.to_dense().tolist() == [[2.0], [0.0], [4.0]]
 
@@ -179,11 +176,8 @@ class Tied(nn.Module):
     [Tied(), nn.Sequential(nn.Embedding(5, 3, padding_idx=0)), nn.Sequential(nn.Embedding(5, 3, max_norm=1.0))],
     ids=["tied", "padded", "limited"],
 )
-def test_what_is_more_than_a_table_is_refused(model):
+def test_what_is_more_than_a_table_is_refused_and_frozen_tables_stay(model):
     with pytest.raises(CheckFailed, match="which a parameter server does not do; choose ddp"):
         _tables_of(model, "mine")
-
-
-def test_frozen_tables_stay():
-    model = nn.Sequential(nn.Embedding(5, 3).requires_grad_(False), nn.Embedding(4, 3))
-    assert list(_tables_of(model, "mine")) == ["1"]
+    partly = nn.Sequential(nn.Embedding(5, 3).requires_grad_(False), nn.Embedding(4, 3))
+    assert list(_tables_of(partly, "mine")) == ["1"]

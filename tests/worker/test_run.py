@@ -168,13 +168,10 @@ def test_another_model_than_its_facts_tell_is_none(monkeypatch, method, parts, l
     assert said in refused(LLAMA.replace(model="llama-3-8b", method=method))
 
 
-def test_an_optimizer_that_does_nothing_is_none(monkeypatch):
+def test_an_optimizer_that_does_nothing_or_a_rate_that_bf16_rounds_away_is_none(monkeypatch):
+    assert "did not change" in refused(LLAMA.replace(learning_rate=1e-12))
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
     assert "did not change" in refused(LLAMA)
-
-
-def test_a_learning_rate_that_bf16_rounds_away_is_none():
-    assert "did not change" in refused(LLAMA.replace(learning_rate=1e-12))
 
 
 NO_NUMBER = "must return its loss as one number, or nothing"
@@ -283,29 +280,40 @@ def moved(model, change, *, steps=1, gradients=True, **options):
     movement.check(*movement.changes(), steps=steps)
 
 
-def test_one_element_of_many_is_seen():
-    moved(linear(500, bias=False), lambda model: model[0].weight[250, 250].add_(1e-3))
-
-
-def test_changes_whose_sum_is_nothing_are_seen():
+def test_one_element_of_many_and_changes_whose_sum_is_nothing_are_seen():
     def change(model):
         model[0].weight[0, ::2] += 2**-7
         model[0].weight[0, 1::2] -= 2**-7
 
+    moved(linear(500, bias=False), lambda model: model[0].weight[250, 250].add_(1e-3))
     model = linear(64, bias=False, dtype=torch.bfloat16)
     torch.nn.init.ones_(model[0].weight)
+    model.register_parameter("empty", torch.nn.Parameter(torch.empty(0, 4)))  # which cannot move
     moved(model, change)
 
 
-def test_an_empty_parameter_cannot_move():
-    model = linear(4, bias=False)
-    model.register_parameter("empty", torch.nn.Parameter(torch.empty(0, 4)))
-    moved(model, lambda model: model[0].weight.add_(1))
-
-
-def test_a_tensor_that_stays_is_named():
-    with pytest.raises(checks.CheckFailed, match=r"1 of 4 trained tensors .*in 5 steps \(first: 1\.weight"):
-        moved(linear(4, 4), lambda model: model[0].weight.add_(1), steps=5)
+@pytest.mark.parametrize(
+    ("model", "change", "options", "said"),
+    [
+        (
+            linear(4, 4),
+            lambda model: model[0].weight.add_(1),
+            {"steps": 5},
+            r"1 of 4 trained tensors .*in 5 steps \(first: 1\.weight",
+        ),
+        (
+            torch.nn.LayerNorm(4),
+            lambda model: (model(torch.randn(2, 4)).sum() * 0).backward(),
+            {"gradients": False},
+            r"got no gradient .*, or one of zeros only; .* requires_grad_\(False\)",
+        ),
+        (torch.nn.Linear(2, 2).requires_grad_(False), lambda model: None, {}, "nothing trains"),
+    ],
+    ids=["stays", "gradients of zero", "nothing trained"],
+)
+def test_what_has_not_moved_is_named(model, change, options, said):
+    with pytest.raises(checks.CheckFailed, match=said):
+        moved(model, change, **options)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
@@ -316,11 +324,6 @@ def test_a_vector_without_gradient_is_named_whatever_the_optimizer(optimizer):
         moved(model, lambda model: stepping(model, torch.randn(2, 4), optimizer, lr=0.1)(), gradients=False)
 
 
-def test_gradients_of_zero_are_none():
-    with pytest.raises(checks.CheckFailed, match=r"got no gradient .*, or one of zeros only; .* requires_grad_\(False\)"):
-        moved(torch.nn.LayerNorm(4), lambda model: (model(torch.randn(2, 4)).sum() * 0).backward(), gradients=False)
-
-
 def test_gradients_of_zero_are_some_where_losses_may_cancel():
     def change(critic):
         (critic(torch.ones(2, 4)).mean() - critic(torch.zeros(2, 4)).mean()).backward()
@@ -328,8 +331,3 @@ def test_gradients_of_zero_are_some_where_losses_may_cancel():
             critic.weight.add_(1)
 
     moved(torch.nn.Linear(4, 1), change, gradients=False, accepts_zeros=True)
-
-
-def test_nothing_trained_is_told():
-    with pytest.raises(checks.CheckFailed, match="nothing trains"):
-        moved(torch.nn.Linear(2, 2).requires_grad_(False), lambda model: None)

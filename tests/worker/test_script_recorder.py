@@ -1,7 +1,5 @@
 """Tests what a script that a test runs tells of its steps and of its memory: its own, a framework's, and none."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

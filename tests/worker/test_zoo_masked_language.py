@@ -13,6 +13,9 @@ def test_fifteen_percent_of_the_tokens_are_masked_and_to_be_told():
     assert (ids[masked] == 103).all()
     assert (labels[masked] > 0).all()
     assert len({tuple(row.nonzero().flatten().tolist()) for row in masked}) > 1, "every sample hides the same places"
+    assert ((inputs_of(built("bert-large", sequence_length=2))["labels"] != -100).sum(dim=1) == 1).all(), (
+        "and short ones one"
+    )
 
 
 def test_samples_are_pairs_of_sentences_without_padding():
@@ -20,10 +23,6 @@ def test_samples_are_pairs_of_sentences_without_padding():
     assert (inputs["input_ids"] > 0).all()
     assert (inputs["token_type_ids"] == torch.arange(64) // 32).all()
     assert set(inputs["next_sentence_label"].tolist()) == {0, 1}
-
-
-def test_short_samples_hide_a_token_too():
-    assert ((inputs_of(built("bert-large", sequence_length=2))["labels"] != -100).sum(dim=1) == 1).all()
 
 
 def test_loss_is_that_of_the_masked_tokens_and_of_the_next_sentence():

@@ -104,14 +104,10 @@ def test_dropout_is_on_in_attention_embeddings_and_both_outputs():
     assert not torch.equal(attention(states), attention(states))
 
 
-def test_a_fresh_model_knows_nothing():
+def test_a_fresh_model_knows_nothing_and_layers_that_end_in_the_residual_start_smaller_with_depth():
     workload = built("pangu-350m")
     assert workload.loss(inputs_of(workload)).item() == pytest.approx(math.log(512), rel=0.05)
-
-
-def test_layers_that_end_in_the_residual_start_smaller_with_depth():
-    model = built("pangu-350m").model
-    deviations = {name: value.std().item() for name, value in model.named_parameters() if value.ndim > 1}
+    deviations = {name: value.std().item() for name, value in workload.model.named_parameters() if value.ndim > 1}
     assert deviations.pop("wqe.weight") == pytest.approx(0.02, rel=0.1)
     ends = [value for name, value in deviations.items() if "c_proj" in name]
     assert ends == pytest.approx([0.02 / math.sqrt(2 * 3)] * 6, rel=0.1)

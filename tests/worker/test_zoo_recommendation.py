@@ -97,9 +97,4 @@ def test_one_output_or_two_tell_the_same_of_a_click():
     workload = built("ctr-dnn", batch_size=50)
     logits = workload.model(inputs["ids"], inputs["dense"])
     torch.testing.assert_close(workload.loss(inputs), functional.cross_entropy(logits, inputs["clicks"]))
-
-
-def test_a_fresh_tower_neither_explodes_nor_dies():
-    workload = built("ctr-dnn", batch_size=200)
-    inputs = inputs_of(workload)
-    assert 0.05 < workload.model(inputs["ids"], inputs["dense"]).std() < 5
+    assert 0.05 < logits.std() < 5, "a fresh tower neither explodes nor dies"

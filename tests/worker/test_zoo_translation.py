@@ -7,19 +7,15 @@ from zoo_examples import built, inputs_of
 from pytest_gputrain.cases.architectures.facts import architectures
 
 
-def test_the_decoder_sees_the_targets_one_late():
-    inputs = inputs_of(built("transformer-big", sequence_length=9))
-    late, target = inputs["decoder_input_ids"], inputs["labels"]
-    assert inputs["input_ids"].shape == late.shape == target.shape == (2, 9)
+def test_the_decoder_sees_the_targets_one_late_and_no_token_is_padding():
+    inputs = inputs_of(built("transformer-big", batch_size=64, sequence_length=9))
+    source, late, target = (inputs[name] for name in ("input_ids", "decoder_input_ids", "labels"))
+    assert source.shape == late.shape == target.shape == (64, 9)
     assert (late[:, 0] == 1).all()
     assert torch.equal(late[:, 1:], target[:, :-1])
-
-
-def test_no_token_is_padding():
-    inputs = inputs_of(built("transformer-big", batch_size=64))
-    assert (inputs["input_ids"] > 1).all()
-    assert (inputs["labels"] > 1).all()
-    assert not torch.equal(inputs["input_ids"], inputs["labels"])
+    assert (source > 1).all()
+    assert (target > 1).all()
+    assert not torch.equal(source, target)
 
 
 def test_a_token_of_the_target_is_not_told_before_it_is_due():

@@ -8,14 +8,10 @@ MODELS = ["resnet-50", "vgg-16"]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_resolution_is_width_by_height(name):
-    assert inputs_of(built(name, resolution="31x16"))["images"].shape == (2, 3, 16, 31)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_labels_are_classes_of_the_model(name):
-    labels = inputs_of(built(name, batch_size=500))["labels"]
-    assert set(labels.tolist()) == set(range(10))
+def test_resolution_is_width_by_height_and_labels_are_classes_of_the_model(name):
+    inputs = inputs_of(built(name, resolution="31x16", batch_size=500))
+    assert inputs["images"].shape == (500, 3, 16, 31)
+    assert set(inputs["labels"].tolist()) == set(range(10))
 
 
 @pytest.mark.parametrize(("name", "features"), [("resnet-50", (2048, 7, 7)), ("vgg-16", (512, 7, 7))])
