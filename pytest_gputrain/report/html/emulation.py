@@ -86,7 +86,7 @@ def _course(process: EmulatedProcess, device: EmulatedDevice, report: Emulation,
     names = tuple(LegendEntry(text=name, colour=number) for number, name in enumerate(_LINES))
     return CaptionedChart(
         title=_whose(process, device),
-        about=f"{report.gpu}, by the number of the allocation; of neighbouring ones the highest is drawn.",
+        about=f"{report.gpu}. The axis counts allocations. Of neighbouring allocations the picture shows the highest.",
         # Both lines have the same label at a point.
         chart=Chart(svg=chart.svg, points=chart.points[: len(device.course)]),
         legend=(*names, *(LegendEntry(text=fact) for fact in facts)),
