@@ -1,4 +1,4 @@
-"""For tests that compare cases with each other."""
+"""Provides fixtures for tests that compare cases with each other."""
 
 import pytest
 

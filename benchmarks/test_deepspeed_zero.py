@@ -19,12 +19,12 @@ HIDDEN_SIZES = {"pangu-350m": 1024, "pangu-2.6b": 2560}
 
 
 def zero(base, stage, **columns):
-    """Memory is pinned in every row that offloads the optimizer."""
+    """Return cases of ZeRO, which pin memory if they offload the optimizer."""
     return grid(base.replace(parallel=f"zero{stage}", pin_memory=columns.get("offload_optimizer") == [True]), **columns)
 
 
 def zero2(base, sizes, **columns):
-    """Gradients are reduced in buckets of the size of those that weights are gathered in."""
+    """Return cases of stage 2, whose buckets for gradients have the size of those for weights."""
     buckets = [(base.replace(reduce_bucket_size=size), size) for size in sizes]
     return [case for base, size in buckets for case in zero(base, 2, **columns, allgather_bucket_size=[size])]
 

@@ -13,7 +13,7 @@ __all__ = ["lightning"]
 
 @dataclass(frozen=True)
 class LightningFit:
-    """What Lightning's ``Trainer.fit`` is called with."""
+    """The arguments of Lightning's ``Trainer.fit``."""
 
     trainer: Any
     arguments: tuple[Any, ...]

@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     name: str
     minutes: float
-    """How long its tests may take: about three times what they take on two quiet cores."""
+    """The time limit of its tests: about three times what they take on two quiet cores."""
     programs: Mapping[str, str] = {}
     """Debian's packages, by the program of each that the tests look for."""
     by_name: bool = False
@@ -66,10 +66,10 @@ PARTS: Final = (
 
 
 class Ran(NamedTuple):
-    """What became of a command."""
+    """The outcome of a command."""
 
     status: int | None
-    """None where its time was over."""
+    """The exit status; None if its time was over."""
     lines: tuple[str, ...]
 
     @property
@@ -80,20 +80,20 @@ class Ran(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a part."""
+    """The outcome of a part."""
 
     name: str
     status: str
     minutes: float
     skipped: tuple[str, ...]
-    """What of it did not run, each with its reason."""
+    """The things that did not run, each with its reason."""
 
 
 Runner = Callable[[Sequence[str], float], Ran]
 
 
 def run(command: Sequence[str], minutes: float) -> Ran:
-    """Runs a command, shows and keeps what it prints, and ends it with all of its processes when its time is over."""
+    """Run a command, show and keep its output, and end it with all of its processes when its time is over."""
     print("+", *command, flush=True)
     process = subprocess.Popen(
         command,
@@ -126,7 +126,7 @@ def run(command: Sequence[str], minutes: float) -> Ran:
 
 
 def missing_programs(part: Part, run: Runner, minutes: float) -> tuple[str, ...]:
-    """Installs Debian's packages that the part lacks, and says why where they cannot be."""
+    """Install Debian's packages that the part lacks, and say why if they cannot be installed."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     lacking = {program: package for program, package in part.programs.items() if not shutil.which(program, path=path)}
     if not lacking:
@@ -148,7 +148,7 @@ def missing_programs(part: Part, run: Runner, minutes: float) -> tuple[str, ...]
 
 
 def skipped_tests(lines: Sequence[str]) -> tuple[str, ...]:
-    """What pytest skipped: how many, by file and reason."""
+    """Return the number of tests that pytest skipped, by file and reason."""
     found: Counter[tuple[str, str]] = Counter()
     for line in lines:
         if match := _SKIPPED.search(line):
@@ -157,7 +157,7 @@ def skipped_tests(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def outcome(part: Part, tox: str, run: Runner, minutes_left: float) -> Outcome:
-    """Runs a part in what is left of the time for all."""
+    """Run a part in the time that is left for all."""
     started = time.monotonic()
 
     def ended(status: str, *skipped: str) -> Outcome:

@@ -1,4 +1,4 @@
-"""What the simulations of this folder share: rows of claims with what was measured beside them, and their bounds."""
+"""Shared code of the simulations of this folder: rows of claims with what was measured beside them, and their bounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Row(NamedTuple):
     measured: float
     bound: float
     limit: float | None
-    """What the bound must keep to; None where nothing is claimed."""
+    """The limit of the bound; None if nothing is claimed."""
     at_least: bool = False
     unit: str = ""
     digits: int = 2
@@ -33,14 +33,14 @@ class Row(NamedTuple):
 
 
 def wilson(share: float, count: int, *, upper: bool) -> float:
-    """One-sided 99 % bound of a share of ``count`` (Wilson 1927)."""
+    """Return the one-sided 99 % bound of a share of ``count`` (Wilson 1927)."""
     z = ONE_SIDED
     middle, half = share + z**2 / (2 * count), z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
     return (middle + (half if upper else -half)) / (1 + z**2 / count)
 
 
 def parser(description: str | None, *, replicates: int, rules: Iterable[str], default: str) -> argparse.ArgumentParser:
-    """Of a simulation's options: ``replicates``, ``seed`` and ``rule``."""
+    """Return the parser of a simulation's options: ``replicates``, ``seed`` and ``rule``."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--replicates", type=int, default=replicates, help=f"of a setting (default: {replicates})")
     made.add_argument("--seed", type=int, default=secrets.randbits(32), help="of the simulation (default: a fresh one)")

@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, where both kinds fit and nothing is compiled."""
+        """Return the error of the prediction, if both kinds fit and nothing is compiled."""
         if self.predicted is None or self.emulated is None or not (self.predicted.fits and self.emulated.fits):
             return None
         return self.predicted.peak_allocated_bytes / self.emulated.peak_allocated_bytes - 1

@@ -34,7 +34,8 @@ TABLES: Final = Path(__file__).resolve().parent.parent / "baselines" / "publishe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What a document leaves out, but its program or its other figures say; docs/prediction-accuracy.md has the evidence."""
+    """The conditions that a document leaves out, but that follow from its program or its other figures;
+    docs/prediction-accuracy.md has the evidence."""
 
     read_as: str
     context_bytes: int
@@ -61,7 +62,7 @@ CONDITIONS: Final = {
         target={"attention": "unfused", "lists": False},
     ),
 }
-"""Of the tables that print the memory of a single GPU."""
+"""The conditions of the tables that print the memory of a single GPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class Row:
     platform: str
     case: Case
     published: float | None
-    """None where it ran out of memory."""
+    """The published figure; None if it ran out of memory."""
     predicted: float
     fits: bool
     seconds: float
@@ -107,7 +108,7 @@ class Row:
 
 
 def markdown(rows: list[Row]) -> str:
-    """A line for each case, a column for each platform."""
+    """Return a Markdown table: a line for each case, a column for each platform."""
     platforms = list(dict.fromkeys(row.platform for row in rows))
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -156,7 +157,7 @@ def predicted_for(platform: str, conditions: Conditions) -> Target:
 
 
 def notes_of(reply: Prediction, figures: Any) -> str:
-    """Model memory and time beside what was published: information, not judged."""
+    """Return model memory and time beside the published figures: information, not judged."""
     notes = [f"model {reply.model_bytes / 1e9:.1f} GB"] if reply.model_bytes else []
     if figures and figures.model_bytes:
         notes[-1] += f" (published {figures.model_bytes.low / 1e9:.1f})"
@@ -166,7 +167,7 @@ def notes_of(reply: Prediction, figures: Any) -> str:
 
 
 def summary(rows: list[Row]) -> tuple[str, bool]:
-    """One line, and whether the goals are reached."""
+    """Return one line, and whether the goals are reached."""
     errors = [abs(row.error) for row in rows if row.error is not None]
     wrong = sum(not row.right for row in rows)
     calls = f"{len(rows) - wrong} of {len(rows)} calls of fits or out of memory right"

@@ -59,7 +59,7 @@ DEEP: Final = 3000
 
 
 def damaged(rng: random.Random, samples: Sequence[bytes], *, structured: bool) -> bytes:
-    """A sample with something changed, or bytes at random.
+    """Return a sample with something changed, or random bytes.
 
     Args:
         structured: whether the samples are JSON, of which a value may be changed.
@@ -134,7 +134,7 @@ def _restructured(rng: random.Random, sample: bytes) -> bytes:
 
 
 def _nested(rng: random.Random, sample: bytes) -> bytes:
-    """So deep that nothing that calls itself comes back."""
+    """Return JSON that is nested too deep for recursion."""
     opening, closing = rng.choice(((b"[", b"]"), (b'{"x":', b"}")))
     deep = opening * DEEP + b"1" + closing * DEEP
     at = sample.find(b":", rng.randrange(len(sample) + 1)) + 1

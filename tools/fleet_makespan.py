@@ -1,4 +1,4 @@
-"""How long a suite takes on a fleet, simulated, beside what is claimed of it; exits with 1 where a claim fails.
+"""Simulates how long a suite takes on a fleet, beside the claims; exits with 1 if a claim fails.
 
     python tools/fleet_makespan.py [--replicates N] [--seed N] [--rule longest|shortest|random] [--history FILE]
 
@@ -48,7 +48,7 @@ START_SECONDS: Final = 30.0
 START_SECONDS_OF_A_BILLION: Final = 2.0
 """Assumed: to make the weights of so many parameters."""
 SUBMIT_SECONDS: Final = 0.05
-"""Of one job: a command of the scheduler's."""
+"""The time to submit one job: a command of the scheduler."""
 WINDOW: Final = 256
 """Jobs in the queue at most: the default of gpu_fleet_jobs."""
 IN_DOUBT: Final = 0.11
@@ -76,7 +76,7 @@ class PredictedCase(NamedTuple):
     start_seconds: float
     forecast: float
     steps_seconds: float | None
-    """Where a history tells; None for what is drawn."""
+    """The seconds of the steps from a history; None if they are drawn."""
 
 
 class _Line(msgspec.Struct):
@@ -114,7 +114,7 @@ class Suites:
     def draw(
         self, cases: int, *, widths: dict[int, float] | None = None, forecast: float = 1.0, longest: float = math.inf
     ) -> list[Job]:
-        """A suite.
+        """Draw a suite.
 
         Args:
             widths: nodes that its cases take, and shares of them.
@@ -144,7 +144,7 @@ class Suites:
 
 
 Rule = Callable[[Suites, Sequence[Job], int], list[int]]
-"""In which order so many runs of each case of a suite are submitted."""
+"""The order in which the runs of each case of a suite are submitted."""
 
 
 def _by(seconds: Callable[[float], float]) -> Rule:
@@ -163,12 +163,12 @@ RULES: Final[dict[str, Rule]] = {
 
 
 Doubt = Literal["none", "asked for", "at once", "behind"]
-"""When the further runs of a case in doubt are submitted: when its test asks for one of them after the other, or with its
-first delivery, before those that wait or behind them."""
+"""The time at which further runs of a case in doubt are submitted: when its test asks for one of them after the other, or
+with its first delivery, before those that wait or behind them."""
 
 
 def least(jobs: Sequence[Job], nodes: int, *, doubts: bool = False, runs: int = 1) -> float:
-    """Seconds below which no order gets.
+    """Return the seconds that no order can go below.
 
     Args:
         doubts: count the further runs of cases in doubt, which begin after the first and all at once.
@@ -190,7 +190,7 @@ class Fleet:
     doubt: Doubt = "none"
 
     def makespan(self, jobs: Sequence[Job], order: Sequence[int]) -> float:
-        """Seconds until the last test of the suite has what it asks for."""
+        """Return the seconds until the last test of the suite has its replies."""
         to_submit, queued = deque(order), deque[int]()
         events: list[tuple[float, int, str, int]] = [(0.0, 0, "asks", 0)]
         numbers = itertools.count(1)

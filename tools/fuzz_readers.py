@@ -33,7 +33,7 @@ SHOWN: Final = 20
 
 
 class Failure(NamedTuple):
-    """What a reader must not do."""
+    """An outcome that a reader must not have."""
 
     reader: str
     seed: int
@@ -43,7 +43,7 @@ class Failure(NamedTuple):
 
 
 def attempt(reader: Reader, seed: int, scratch: Scratch) -> tuple[str, Failure | None]:
-    """What became of the input that ``seed`` makes: ``accepted``, the name of an error, or ``failed``."""
+    """Return the outcome of the input that ``seed`` makes: ``accepted``, the name of an error, or ``failed``."""
     rng = random.Random(seed)
     data = damaged(rng, reader.samples, structured=reader.is_json)
     try:
@@ -63,7 +63,7 @@ def attempt(reader: Reader, seed: int, scratch: Scratch) -> tuple[str, Failure |
 
 
 def seeds_of(reader: Reader, seed: int, count: int) -> Iterator[int]:
-    """Of the inputs of a reader; the first is ``seed`` itself, so that one input can be made again."""
+    """Return the seeds of the inputs of a reader; the first is ``seed`` itself, so that one input can be made again."""
     yield seed
     rng = random.Random(f"{reader.name} {seed}")
     for _ in range(count - 1):

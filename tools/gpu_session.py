@@ -64,7 +64,7 @@ class Asked(NamedTuple):
 
 
 def steps(asked: Asked) -> Iterator[Step]:
-    """All there is to do, in its order."""
+    """Return all steps, in their order."""
     yield Step(
         "driver",
         (sys.executable, "-m", "pytest_gputrain.cli.main", "devices", "--record", str(asked.folder / "driver.json")),
@@ -107,7 +107,7 @@ def case_of(node: str) -> str:
 
 @functools.cache
 def collected(asked: Asked) -> list[str]:
-    """Tests of the suites' own cases that the marker and the text select, but for those that compare several."""
+    """Return the tests of the suites' own cases that the marker and the text select, but for those that compare several."""
     select = ["-k", asked.text] if asked.text else []
     command = [*PYTEST, "benchmarks", "--collect-only", "-m", asked.marker, *select]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -119,7 +119,7 @@ def collected(asked: Asked) -> list[str]:
 
 
 def ordered(nodes: Sequence[str], marker: str) -> list[str]:
-    """Those first that are known to take least memory, so that the first call has figures of many."""
+    """Sort cases by their known memory, so that the first call has figures of many."""
     store = PredictionStore(ROOT / "baselines")
     predicted_bytes = {}
     for node in nodes:
@@ -130,7 +130,8 @@ def ordered(nodes: Sequence[str], marker: str) -> list[str]:
 
 
 def predicted(store: PredictionStore, platform: str, suite: str, key: str) -> Prediction | None:
-    """For the platform, or for an H100, whose kernels take the same memory as those of its kin."""
+    """Return the prediction for the platform, or for an H100, whose kernels take the same memory as those of similar
+    GPUs."""
     entry = (store.suite(platform, suite) or store.suite("h100", suite)).get(key)
     return entry.figures[-1] if entry else None
 
@@ -150,7 +151,7 @@ def log_of(folder: Path) -> list[Done]:
 
 
 def work(asked: Asked, seconds: float) -> int:
-    """As many steps as there is time for; 1 where one of them failed."""
+    """Run as many parts as there is time for; return 1 if one of them failed."""
     end = time.monotonic() + seconds
     failed = False
     while True:

@@ -1,4 +1,4 @@
-"""What thousands of cases and millions of lines of history take, on this machine; exits with 1 where a limit is broken.
+"""Measures thousands of cases and millions of lines of history on this machine; exits with 1 if a limit is exceeded.
 
     python tools/load_here.py [--cases 10000] [--steps 50] [--workers 2]
     python tools/load_here.py --history-lines 10000000
@@ -29,9 +29,9 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 MOST_BYTES: Final = 500 << 20
-"""Of the process that gathers the results, and of ``gputrain trend``."""
+"""The memory limit of the process that gathers the results, and of ``gputrain trend``."""
 MOST_CLOSING_SECONDS: Final = 60.0
-"""For report, baselines, history, summary and table of ten thousand cases."""
+"""The time limit of report, baselines, history, summary and table of ten thousand cases."""
 MOST_EXPONENT: Final = 1.3
 
 SUITE: Final = """
@@ -56,7 +56,7 @@ MODES: Final = {"record": ["--gpu-baseline-update"], "judge": []}
 
 
 def run(folder: Path, cases: int, steps: int, options: list[str]) -> dict[str, float]:
-    """What the gathering process of a pytest run took."""
+    """Return the time and memory of the gathering process of a pytest run."""
     (folder / "test_load.py").write_text(SUITE.format(cases=cases, steps=steps))
     (folder / "tox.ini").write_text("[pytest]\n")
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
@@ -91,7 +91,7 @@ class Table:
 
 
 def load(table: Table, folder: Path, cases: int, steps: int, workers: int) -> None:
-    """Runs of growing size."""
+    """Measure runs of growing size."""
     counts = [max(1, cases // 10), max(1, 3 * cases // 10), cases]
     modes = MODES | ({f"judge, {workers} workers": ["-n", str(workers)]} if workers else {})
     figures: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
@@ -140,7 +140,7 @@ def lines(count: int, cases: int) -> Iterator[str]:
 
 
 def history(table: Table, folder: Path, count: int) -> None:
-    """Histories of growing length, read by ``gputrain trend``."""
+    """Measure ``gputrain trend`` on histories of growing length."""
     cases = max(1, min(10_000, count // 100))
     path = folder / "history.jsonl"
     taken: list[tuple[int, float]] = []

@@ -48,11 +48,11 @@ class Ended(Process):
         raise AssertionError("an ended worker has no stacks")
 
     def end(self) -> None:
-        """It has."""
+        """Do nothing, because the process has ended."""
 
 
 def start(folder: Path, rank: int, environment: Mapping[str, str]) -> Ended:
-    """What a worker leaves behind: figures of every step with all the digits that a clock gives."""
+    """Write the reply of a worker: figures of every step with all the digits that a clock gives."""
     task = msgspec.json.decode((folder / "case.json").read_bytes(), type=Task)
     noise = random.Random(str(task.case))
     reply = Measurement(
@@ -106,7 +106,7 @@ class Stopwatch:
 
 
 def peak_bytes() -> int:
-    """Highest resident set of this program; what ``getrusage`` tells may be that of the one which started it."""
+    """Return the highest resident set of this program. ``getrusage`` may return that of the program which started it."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) * 1024
 

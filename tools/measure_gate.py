@@ -1,4 +1,4 @@
-"""What the time gate reaches on simulated benchmarks, beside what is claimed of it; exits with 1 where a claim fails.
+"""Measures the time gate on simulated benchmarks, beside the claims; exits with 1 if a claim fails.
 
     python tools/measure_gate.py [--replicates N] [--seed N] [--rule vote|mean|once]
 
@@ -36,13 +36,13 @@ STEPS: Final = 20
 STEP_SD: Final = 0.01
 STEP_CORRELATION: Final = 0.5
 WARMING: Final = 0.02
-"""Of the first timed step; it halves with each step or so."""
+"""The slowdown of the first timed step; it halves with about each step."""
 BANK: Final = 100_000
 """Simulated processes whose medians of steps the replicates draw from; simulating steps for each would take minutes."""
 BAD: Final = (0.03, 0.15)
-"""How much slower a bad process is."""
+"""The slowdown of a bad process."""
 CASES: Final = 300
-"""Of the suite."""
+"""The number of cases of the suite."""
 
 Rule = Callable[..., Flags]
 """``(base, new, tolerance=, prior=, shift=)`` to which cases, a row of both each, are called regressed."""
@@ -73,7 +73,7 @@ class SimulatedMachine:
         self._medians = np.median(steps, axis=1)
 
     def runs(self, cases: int, runs: int, noise: Noise) -> Array:
-        """One row a case, without what a day adds."""
+        """Draw the runs: a row for each case, without the effect of the day."""
         logs = self.rng.normal(0, noise.process, (cases, runs)) + self.rng.choice(self._medians, (cases, runs))
         if noise.bad:
             slower = np.log1p(self.rng.uniform(*BAD, (cases, runs)))
@@ -81,7 +81,7 @@ class SimulatedMachine:
         return logs
 
     def case(self, cases: int, baseline_runs: int, noise: Noise, *, days: bool = True) -> tuple[Array, Array]:
-        """Baselines, and five runs of today.
+        """Draw baselines, and five runs of today.
 
         Args:
             days: every run of a baseline is of another day, not all of one.
@@ -90,7 +90,7 @@ class SimulatedMachine:
         return base, self.runs(cases, stats.MOST_RUNS, noise) + self.rng.normal(0, noise.day, (cases, 1))
 
     def suite(self, baseline_runs: int, noise: Noise, *, days: bool) -> tuple[Array, Array]:
-        """Likewise, of cases that share their days."""
+        """Draw the same of cases that share their days."""
         base = self.runs(CASES, baseline_runs, noise) + self.rng.normal(0, noise.day, baseline_runs if days else 1)
         return base, self.runs(CASES, stats.MOST_RUNS, noise) + self.rng.normal(0, noise.day)
 
@@ -101,7 +101,7 @@ def _centre(base: Array) -> Array:
 
 
 def _limit(base: Array, new: Array, tolerance: float, prior: Array, sds: float) -> Array:
-    """Of every case, by its baseline and the runs so far."""
+    """Return the limit of every case, by its baseline and the runs so far."""
     baseline_runs, new_runs = base.shape[1], new.shape[1]
     parts = [abs(base - _centre(base)[:, None])] if baseline_runs > 1 else []
     parts += [abs(new - np.median(new, axis=1)[:, None])] if new_runs > 1 else []
@@ -140,13 +140,13 @@ def vote(
 
 
 def mean_of_three(base: Array, new: Array, *, tolerance: float, prior: float = stats.PRIOR_SD, shift: float = 0.0) -> Flags:
-    """Broken: one bad process of three moves the mean."""
+    """Decide by a broken rule: one bad process of three moves the mean."""
     limit = _limit(base, new[:, :3], tolerance, np.full(len(base), prior), stats.LIMIT_SDS)
     return np.asarray(new[:, :3].mean(axis=1) - _centre(base) > limit)
 
 
 def once(base: Array, new: Array, *, tolerance: float, prior: float = stats.PRIOR_SD, shift: float = 0.0) -> Flags:
-    """Broken: no second look, at the limit that is meant for one."""
+    """Decide by a broken rule: no second look, at the limit that is meant for one."""
     limit = _limit(base, new[:, :1], tolerance, np.full(len(base), prior), stats.LIMIT_SDS)
     return np.asarray(new[:, 0] - _centre(base) > limit)
 
@@ -155,7 +155,7 @@ RULES: Final[dict[str, Rule]] = {"vote": vote, "mean": mean_of_three, "once": on
 
 
 def differs_from_the_rule(machine: SimulatedMachine, cases: int = 1000) -> str:
-    """Where the vectorised rule says other than `pytest_gputrain.gate.step_times.decide`; empty where nowhere."""
+    """Return where the vectorised rule differs from `pytest_gputrain.gate.step_times.decide`; empty if nowhere."""
     for baseline_runs in (1, 2, 4, 5, 20):
         noise = Noise(process=0.015, bad=0.05)
         base, new = machine.case(cases, baseline_runs, noise)
@@ -169,7 +169,7 @@ def differs_from_the_rule(machine: SimulatedMachine, cases: int = 1000) -> str:
 
 
 def _decided(base: Array, new: Array, shift: float) -> bool:
-    """What the product says, given one run after the other."""
+    """Return the decision of the package, given one run after the other."""
     baseline_seconds, seconds = np.exp(base).tolist(), np.exp(new).tolist()
     for runs in range(1, len(seconds) + 1):
         decision = stats.decide(baseline_seconds, seconds[:runs], tolerance=0.03, shift=shift)
@@ -212,7 +212,7 @@ def rows(machine: SimulatedMachine, rule: Rule, replicates: int) -> Iterator[Row
 
 
 def _suite(machine: SimulatedMachine, rule: Rule, suites: int, *, days: bool, limit: float | None) -> Row:
-    """False alarms in a suite whose days differ by 1.5 %; that the whole suite is slower counts as one.
+    """Count false alarms in a suite whose days differ by 1.5 %; that the whole suite is slower counts as one.
 
     The cases come one after the other: a case knows the first runs of those before it, and of ten at least.
     """

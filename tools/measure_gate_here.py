@@ -1,4 +1,4 @@
-"""What the time gate does on this machine: verdicts of steps that are slower by a known share, counted.
+"""Counts the verdicts of the time gate on this machine, for steps that are slower by a known share.
 
     python tools/measure_gate_here.py [--minutes N] [--cases N] [--seed N]
 
@@ -91,7 +91,7 @@ Counts = dict[tuple[str, float], Counter[str]]
 
 @contextlib.contextmanager
 def neighbours(count: int, seed: int) -> Iterator[list[int]]:
-    """So many processes that compute now and then, by their ids; ended by these in the end."""
+    """Provide processes that compute now and then, and end them by their ids."""
     children = [subprocess.Popen([sys.executable, "-c", NEIGHBOUR.format(seed=seed + number)]) for number in range(count)]
     try:
         yield [child.pid for child in children]
@@ -102,7 +102,7 @@ def neighbours(count: int, seed: int) -> Iterator[list[int]]:
 
 
 def gate(folder: Path, slower: float, *arguments: str) -> list[str]:
-    """Verdicts of all cases in one pytest.
+    """Return the verdicts of all cases of one pytest run.
 
     Raises:
         RuntimeError: pytest gave no report.
@@ -133,7 +133,7 @@ def gate(folder: Path, slower: float, *arguments: str) -> list[str]:
 
 
 def table(counts: Counts) -> str:
-    """Markdown: a row for each state and share."""
+    """Return Markdown: a row for each state and share."""
     header = ["machine", "slowed by", "verdicts", *VERDICTS, "other"]
     rows = [header, ["---"] * len(header)]
     for (state, slower), verdicts in counts.items():

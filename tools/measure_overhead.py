@@ -1,4 +1,4 @@
-"""What the plugin costs, printed against the limits that the project sets itself; exits with 1 where one is broken.
+"""Measures the cost of the plugin against the project's limits; exits with 1 if one is exceeded.
 
     python tools/measure_overhead.py [--suite]
 
@@ -75,7 +75,8 @@ print(statistics.median(one / other for one, other in pairs), bare(50) / 50)
 
 
 def cpu_seconds(command: list[str], cwd: Path) -> float:
-    """User and system time of ``command``: pytest only computes here, and waiting for a busy neighbour is not its cost."""
+    """Return the user and system time of ``command``: pytest only computes here, and waiting for a busy neighbour is not its
+    cost."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, cwd=cwd, check=True, stdout=subprocess.DEVNULL, timeout=600)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,4 +1,4 @@
-"""What the search for changes reaches on simulated histories, beside what is claimed; exits with 1 where a claim fails.
+"""Measures the search for changes on simulated histories, beside the claims; exits with 1 if a claim fails.
 
     python tools/measure_trend.py [--replicates N] [--seed N] [--rule winsorised|plain|greedy]
 
@@ -59,7 +59,7 @@ class Simulation:
         self.rng = np.random.default_rng(seed)
 
     def series(self, count: int, length: int, *, sd: float = 0.01, bad: float = 0.0) -> Array:
-        """One row a series."""
+        """Draw series, one per row."""
         logs = self.rng.normal(0, sd, (count, length))
         if bad:
             slower = np.log1p(self.rng.uniform(*BAD, logs.shape))
@@ -68,7 +68,7 @@ class Simulation:
 
 
 def detected(logs: Array) -> tuple[int, ...]:
-    """Where the product sees changes."""
+    """Return the changes that the package finds."""
     return change_points.levels(np.exp(logs)).starts[1:]
 
 
@@ -77,7 +77,7 @@ def near(changes: tuple[int, ...], at: int, within: int = NEAR) -> bool:
 
 
 def alarms_online(logs: Array) -> int:
-    """Runs at which the number of changes grows."""
+    """Return the runs at which the number of changes grows."""
     changes_before, alarms = 0, 0
     for length in range(2 * change_points.LEAST_LENGTH, len(logs) + 1):
         changes = len(detected(logs[:length]))
@@ -92,7 +92,7 @@ def delay(logs: Array, at: int) -> float:
 
 
 def rate_bound(events: int, points: int) -> float:
-    """One-sided 99 % bound of a rate of rare events per thousand points (Poisson; Wilson and Hilferty 1931)."""
+    """Return the one-sided 99 % bound of a rate of rare events per thousand points (Poisson; Wilson and Hilferty 1931)."""
     more = events + 1
     return 1000 * more * (1 - 1 / (9 * more) + ONE_SIDED / (3 * math.sqrt(more))) ** 3 / points
 

@@ -1,4 +1,4 @@
-"""How many small errors in a package its tests notice: a mutation score, of a sample that a seed draws.
+"""Counts the small errors in a package that its tests notice: a mutation score, of a sample that a seed draws.
 
     PYTHONHASHSEED=0 python tools/mutation_score.py pytest_gputrain/gate [--tests PATH] [--sample N] [--seed N] [--json OUT]
 
@@ -49,7 +49,7 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 WARM: Final = ("filelock", "hypothesis", "jinja2", "matplotlib.figure", "msgspec.json", "numpy", "psutil", "rich.table")
-"""What tests import anyway, imported once for all processes."""
+"""The modules that tests import anyway, imported once for all processes."""
 OPTIONS: Final = (
     "-x",
     "-q",
@@ -60,11 +60,11 @@ OPTIONS: Final = (
     *("-p", "no:xdist"),
 )
 MOST_BYTES: Final = 8 << 30
-"""Of the address space of a process."""
+"""The limit of the address space of a process."""
 SLACK_SECONDS: Final = 20.0
 SLACK: Final = 6.0
 MOST_SECONDS: Final = 300.0
-"""For all tests of the unchanged package, and for those of a mutant."""
+"""The time limit of all tests of the unchanged package, and of those of a mutant."""
 
 COMPARISONS: Final[dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]]] = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -126,7 +126,7 @@ class Module:
 
 @dataclass
 class Run:
-    """What became of the tests in one process."""
+    """The outcome of the tests in one process."""
 
     outcome: str
     """``passed``, ``failed`` or ``timed out``."""
@@ -160,7 +160,7 @@ def mutants_of(module: Module) -> Iterator[Mutant]:
 
 
 def places(parent: ast.AST) -> Iterator[tuple[Node, ast.AST, str, Callable[[Node], None]]]:
-    """Each expression and statement that may change, in the order of the source: its parent, its field there, and what
+    """Yield each expression and statement that may change, in the order of the source: its parent, its field there, and what
     puts another one in its place."""
     for name, value in ast.iter_fields(parent):
         if name in UNCHANGED_FIELDS:
@@ -185,7 +185,7 @@ def _is_dunder_all(node: ast.AST) -> bool:
 
 
 def replacements(node: Node, parent: ast.AST, name: str) -> Iterator[Node]:
-    """What stands in the place of a node in its mutants."""
+    """Return the replacements of a node in its mutants."""
     yield from _of_its_place(node, parent, name)
     yield from _of_operators(node)
     yield from _of_values(node)
@@ -232,7 +232,7 @@ def _of_values(node: Node) -> Iterator[Node]:
 
 
 def _of_its_place(node: Node, parent: ast.AST, name: str) -> Iterator[Node]:
-    """Of a condition, a returned value and a default, whatever they are."""
+    """Return the replacements of a condition, a returned value or a default, whatever they are."""
     match parent, name:
         case (ast.If() | ast.IfExp(), "test") | (ast.match_case(), "guard") | (ast.comprehension(), "ifs"):
             if ast.unparse(node) != "TYPE_CHECKING":
@@ -250,7 +250,7 @@ def _of_its_place(node: Node, parent: ast.AST, name: str) -> Iterator[Node]:
 
 
 class Result(NamedTuple):
-    """What became of a mutant."""
+    """The outcome of a mutant."""
 
     module: str
     path: str
@@ -409,7 +409,7 @@ class Tests:
     seconds: Mapping[Path, float]
 
     def near(self, module: Module) -> list[Path]:
-        """Those that are to find an error in the module, the quickest first."""
+        """Return the tests that should find an error in the module, the fastest first."""
         callers = [path for path in self.calls if str(module.path.resolve()) in self.calls[path]]
         return sorted([path for path in callers if module.name in self.imports[path]] or callers, key=self._order)
 

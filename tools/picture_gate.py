@@ -16,11 +16,11 @@ from measure_gate import Array, Flags, Noise, SimulatedMachine, vote
 
 SEED: Final = 0
 REPLICATES: Final = 400_000
-"""For each figure, as in docs/gate-statistics.md."""
+"""The number of cases for each figure, as in docs/gate-statistics.md."""
 SLOWDOWNS: Final = tuple(step / 400 for step in range(41))
 """0 to 10 %."""
 SHARES: Final = (0.001, 0.01, 0.1, 1.0, 10.0)
-"""Of the axis of false alarms, in percent."""
+"""The ticks of the axis of false alarms, in percent."""
 
 
 def one_against_one(base: Array, new: Array) -> Flags:

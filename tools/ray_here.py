@@ -22,10 +22,10 @@ _STORE_BYTES = 80 << 20
 """Ray's least is 75 MiB; orders and deliveries are some kilobytes."""
 
 _SHORT = "/tmp"
-"""For the sockets of Ray, whose whole path may have 107 characters: TMPDIR may be anywhere."""
+"""The folder of Ray's sockets, whose whole path may have 107 characters: TMPDIR may be anywhere."""
 
 _CPUS = 4
-"""Of each node, whatever the machine has: what a case with parameter servers takes."""
+"""The CPUs of each node, whatever the machine has: a case with parameter servers takes so many."""
 
 _ATTEMPTS = 4
 _WAIT_SECONDS = 120
@@ -56,7 +56,8 @@ class RayHere:
 
 
 def _started(start: Callable[[], Any]) -> Any:
-    """What ``start`` returns. Ray gives up a node that is not there within 30 seconds, as on a machine that has other work.
+    """Return the result of ``start``. Ray gives up a node that is not there within 30 seconds, as on a machine that has
+    other work.
 
     Raises:
         Exception: Ray's own, where it does so again and again.

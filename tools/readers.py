@@ -117,7 +117,7 @@ def sound_prediction(prediction: Prediction, **fields: Any) -> Result:
 
 
 def sound_report() -> bytes:
-    """Measured, failed and predicted cases in one."""
+    """Return a report with measured, failed and predicted cases."""
     predicted = msgspec.json.decode((REPLIES / "h100_predicted.json").read_bytes(), type=Prediction)
     results = (
         sound_result(),
@@ -271,7 +271,7 @@ def read_command(data: bytes, scratch: Scratch, rng: random.Random) -> None:
 
 
 def command(scratch: Scratch, words: Sequence[str]) -> None:
-    """``gputrain`` with these words, in the folder."""
+    """Run ``gputrain`` with these words, in the folder."""
     given = [str(scratch.folder / word) if word in _FILES else word for word in words]
     if "-o" in given or "--output" in given or "--record" in given or "--html" in given:
         given = [word for word in given if word not in ("-o", "--output", "--record", "--html")]
@@ -292,7 +292,7 @@ def show(results: Sequence[Result]) -> None:
 
 
 def ignore(sentence: str) -> None:
-    """What is only told."""
+    """Ignore an output that is only reported."""
 
 
 _FILES: Final = ("report.json", "history.jsonl", ".")

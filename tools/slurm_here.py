@@ -65,7 +65,7 @@ PartitionName=high Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10
 
 
 def lacking() -> str:
-    """Why there can be no such Slurm here; empty where there can."""
+    """Say why there can be no such Slurm here; empty if there can."""
     if os.geteuid() != 0:
         return "it takes root to start slurmd"
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_path()) is None]
@@ -130,7 +130,7 @@ class SlurmHere:
         self._kill_steps(node)
 
     def command(self, *words: str) -> str:
-        """What a command of Slurm prints; an empty text where it fails."""
+        """Return the output of a command of Slurm; an empty text if it fails."""
         done = subprocess.run(words, env=self._environment(), capture_output=True, text=True, timeout=60, check=False)
         return done.stdout
 

@@ -29,7 +29,7 @@ OTHER_LIMITS: Final = {
     "test_diffusion[flux.1-dev-lora-bf16]": 25.0,
 }
 MEMORY_LIMIT: Final = 1 * GiB
-"""Of the largest process."""
+"""The memory limit of the largest process."""
 
 
 def limit_of(test: str) -> float | None:
@@ -38,14 +38,14 @@ def limit_of(test: str) -> float | None:
 
 
 def tests() -> list[str]:
-    """Node ids of the tests with a limit."""
+    """Return the node ids of the tests with a limit."""
     command = [*PYTEST, "--collect-only", "benchmarks/test_llm_finetuning.py", "benchmarks/test_diffusion.py"]
     listing = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=100).stdout
     return [line for line in listing.splitlines() if "::" in line and limit_of(line.split("::")[1]) is not None]
 
 
 def timed(nodeid: str) -> tuple[float, int]:
-    """Seconds and bytes of a command that predicts one case."""
+    """Return the seconds and bytes of a command that predicts one case."""
     start = time.perf_counter()
     process = subprocess.Popen([*PYTEST, nodeid], cwd=ROOT, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)

@@ -23,8 +23,8 @@ def arguments_of(builder: Callable[..., Any], args: object) -> str:
         raise BadCase(f"args of {name} is {_described(args)}; give its keyword arguments as a dict, as args={{'width': 64}}")
     for place, value in _foreign(args, "args"):
         raise BadCase(
-            f"{place} of {name} is {_described(value)}, which does not reach the process that trains; give plain values "
-            f"(text, numbers, lists, dicts) from which {name} makes it, or measure with inline=True a function that has it"
+            f"{place} of {name} is {_described(value)}, which cannot be passed to the process that trains; pass plain "
+            f"values (text, numbers, lists, dicts) from which {name} makes it, or measure a closure over it with inline=True"
         )
     try:
         inspect.signature(builder).bind(None, **args)

@@ -14,7 +14,7 @@ from pytest_gputrain.records import Case
 from pytest_gputrain.utils.errors import BadCase
 
 Options = dict[str, Any]
-"""As DeepSpeed's JSON has them: sections in sections."""
+"""Options as in DeepSpeed's JSON: sections in sections."""
 
 _FOREIGN: Final = {
     "optimizer": "which optimizer and learning_rate of the case decide",
@@ -27,7 +27,7 @@ _FOREIGN: Final = {
 """Sections that are refused, and the rest of a sentence about each."""
 
 _ADAMW: Final = ("Adam", "AdamW")
-"""What DeepSpeed calls it: its Adam decays weights as AdamW does, unless told otherwise."""
+"""The names of AdamW in DeepSpeed: its Adam decays weights as AdamW does by default."""
 
 _OFFLOADED: Final = ("offload_optimizer", "offload_param")
 """Sections of ``zero_optimization`` and knobs of the case."""
@@ -68,7 +68,7 @@ def with_config(case: Case, root: Path) -> tuple[Case, Options]:
 
 
 class _Wrong(Exception):
-    """What is wrong with a file, as the rest of a sentence."""
+    """An error in a file, as the rest of a sentence."""
 
 
 def _read(file: Path, name: str) -> Options:

@@ -12,7 +12,7 @@ from pytest_gputrain.cases.validation import ADAPTING, EIGHT_BIT
 from pytest_gputrain.records import Case
 
 LIBRARIES: Final = ("torch", "transformers", "diffusers", "peft", "accelerate", "bitsandbytes", "deepspeed", "triton")
-"""Those that train."""
+"""The libraries that train."""
 
 
 def libraries(case: Case) -> tuple[str, ...]:

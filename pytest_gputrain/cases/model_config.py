@@ -36,13 +36,13 @@ _UNUSED: Final = (
 """Keys that say where a model is from, or what the case decides: they change nothing that trains."""
 
 _MOST_BYTES: Final = 16 * 2**20
-"""Of a file that is read: a folder has weights beside the config, and a slip of the hand names them."""
+"""The largest file that is read: a folder has weights beside the config, and a slip of the hand names them."""
 
 _DENOISERS: Final = ("transformer", "unet")
 """Folders of a pipeline of diffusers that hold what trains."""
 
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-"""What configs call the longest sequence."""
+"""The keys of configs for the longest sequence."""
 
 
 def with_model(case: Case, folder: Path) -> Case:
@@ -87,7 +87,7 @@ def longest_sequence(config: Config) -> int | None:
 
 
 class ConfigError(OneLineError):
-    """What is wrong with a config, as the rest of a sentence."""
+    """An error in a config, as the rest of a sentence."""
 
 
 def read(path: Path) -> tuple[str, Config]:

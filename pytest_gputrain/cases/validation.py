@@ -50,7 +50,7 @@ ADAPTING: Final = ("lora", "qlora")
 
 _OF_ADAPTERS: Final = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "dora")
 ALL_LINEAR: Final = "all-linear"
-"""What peft takes for all linear layers but the head."""
+"""peft's name for all linear layers but the head."""
 
 EIGHT_BIT: Final = ("adamw_8bit", "paged_adamw_8bit")
 """Optimizers of bitsandbytes."""
@@ -102,18 +102,18 @@ each of which breaks the graph: two tiny blocks became 104 graphs. What the para
 _SCALED_LOGITS: Final = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Keys of models that change logits behind the head."""
 
-_BATCHES: Final = "but own code makes its batches by itself; make them so"
+_BATCHES: Final = "but own code makes its own batches; change them there"
 _NOT_OF_OWN_CODE: Final = {
-    "attention": "but own code chooses its attention by itself; set it in its model",
-    "compile": "but own code compiles by itself; call torch.compile in it",
-    "deepspeed_config": "but own code configures DeepSpeed by itself; read the file in it",
+    "attention": "but own code chooses its own attention; set it in its model",
+    "compile": "but own code calls torch.compile itself; call it there",
+    "deepspeed_config": "but own code configures DeepSpeed itself; read the file there",
     "ids": _BATCHES,
     "lengths": _BATCHES,
     "loader_workers": _BATCHES,
-    "loss": "but own code computes its loss by itself; do so in fp32",
-    "loss_chunks": "but own code computes its loss by itself; do so in chunks",
-    "master_weights": "but own code makes its optimizer by itself; keep them in it",
-    "quantized_compute": "but own code quantises by itself; set the type in it",
+    "loss": "but own code computes its own loss; compute it in fp32 there",
+    "loss_chunks": "but own code computes its own loss; compute it in chunks there",
+    "master_weights": "but own code makes its own optimizer; keep master weights in it",
+    "quantized_compute": "but own code quantises its own weights; set the type there",
 }
 """Knobs that nobody but own code itself can follow, and what to do instead."""
 
@@ -254,7 +254,7 @@ def _bad_model(case: Case) -> str | None:
     if positions is not None and case.sequence_length > positions:
         return (
             f"has sequence_length={case.sequence_length}, more than the {positions:,} positions of {case.model} "
-            "(max_position_embeddings); shorten it, or raise that key in the config.json as for such a training"
+            "(max_position_embeddings); shorten it, or raise that key in the config.json"
         )
     if complaint := _bad_input(case, architecture):
         return complaint

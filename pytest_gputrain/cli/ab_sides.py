@@ -34,7 +34,7 @@ class Side:
     name: str
     """``base`` or ``head``."""
     label: str
-    """How sentences name the side: as typed, a revision with its commit."""
+    """The name of the side in sentences: as typed, a revision with its commit."""
     python: str
     folder: Path
     environ: Mapping[str, str]

@@ -250,7 +250,7 @@ def _sessions(path: Path, device: str, stored: Sequence[Baseline]) -> Iterator[P
     alone = [entry for entry in stored if len(entry.runs) > 1 and len({run.session for run in entry.runs}) == 1]
     if alone and device != CPU:
         sentence = (
-            f"all runs of {count(len(alone), 'case')} are of one session each, so they do not tell how much days differ"
+            f"all runs of {count(len(alone), 'case')} come from one session each, so they do not show how much days differ"
         )
         yield Problem(path, 1, sentence, error=False)
 

@@ -35,7 +35,7 @@ _NO_ROCM: Final = (20,)
 
 
 class Check(NamedTuple):
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     status: Status
@@ -180,7 +180,7 @@ def _listed(vendor: Vendor, gpus: Sequence[Gpu], versions: str, remedy: str) -> 
                 "gpus",
                 "warning",
                 f"{count} x {name}, which the catalog does not know",
-                "name the platform that it is to pass for with --gpu-platform",
+                "name its platform with --gpu-platform",
             )
 
 
@@ -226,7 +226,7 @@ def _visible(gpus: Sequence[Gpu]) -> Iterator[Check]:
         yield Check(
             "visible",
             "warning",
-            f"the numbers of {len(kinds)} kinds of GPU are the driver's here, and by speed in other programs",
+            f"CUDA numbers the {len(kinds)} kinds of GPU by speed, and this package by the driver",
             f"set {_ORDER}=PCI_BUS_ID, or choose by UUIDs",
         )
 

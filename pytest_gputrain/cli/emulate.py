@@ -27,10 +27,11 @@ from pytest_gputrain.utils.files import UNREADABLE, write_atomically
 from pytest_gputrain.utils.units import format_bytes
 
 _STARTUP: Final = Path(__file__).parents[1] / "worker" / "startup"
-"""On the program's PYTHONPATH, with a ``sitecustomize`` that has torch record its memory."""
+"""The folder on the program's PYTHONPATH with a ``sitecustomize`` that has torch record its memory."""
 
 _STATE: Final = struct.Struct(f"={2 * boards.MOST_DEVICES + 2}Q")
-"""What the stand-ins share of a process: use and peak of each device, then refusals and the bytes of the last one."""
+"""The state that the stand-ins share of a process: use and peak of each device, then refusals and the bytes of the last
+one."""
 
 _NAMED: Final = 3
 """Lines of the program that are named of one kind."""
@@ -170,8 +171,8 @@ def _report_lines(report: Emulation) -> Iterator[str]:
     """Render the report as lines."""
     if not report.use:
         yield (
-            f"{shlex.join(report.command)} never used the GPU, so there are no figures; it may choose its device by an "
-            "option, or have ended before"
+            f"{shlex.join(report.command)} never used the GPU, so there are no figures; perhaps an option chooses its "
+            "device, or it ended before"
         )
         return
     many = f"{report.gpus} x " if report.gpus > 1 else ""
@@ -202,8 +203,8 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
     device = next((device for device in process.devices if device.gpu == use.gpu), None) if process is not None else None
     if process is None or device is None:
         yield (
-            f"  peak device use {format_bytes(use.peak_bytes)}; what torch allocated is not known, since the process "
-            "ended without Python's own end, or ran without PYTHONPATH"
+            f"  peak device use {format_bytes(use.peak_bytes)}; the memory that torch allocated is not known, because the "
+            "process ended without Python's own end, or ran without PYTHONPATH"
             if process is None
             else f"  peak device use {format_bytes(use.peak_bytes)}, and torch allocated nothing"
         )
@@ -221,7 +222,7 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
             yield f"  not known, and not counted: {', '.join(process.unknown)}"
         yield from _lines_of_peak(device)
         if process.dealt:
-            yield f"  balanced routing is assumed: unknown scores were dealt in turn, by {_lines(process.dealt)}"
+            yield f"  balanced routing is assumed: unknown scores were distributed evenly, by {_lines(process.dealt)}"
         if process.unknown_reads:
             yield f"  zeros were read where a GPU would have computed a value, by {_lines(process.unknown_reads)}"
 

@@ -85,7 +85,7 @@ def _export(options: argparse.Namespace) -> list[str]:
         OSError: the output cannot be written.
     """
     if options.format == "terminal" and options.output is not None:
-        raise ValueError(f"terminal is printed; give the --format that {options.output} is to have")
+        raise ValueError(f"the format terminal is only printed; give another --format for {options.output}")
     if options.published is None:
         written, notes = _of_reports(options)
     else:
@@ -101,7 +101,7 @@ def _export(options: argparse.Namespace) -> list[str]:
 
 def _of_reports(options: argparse.Namespace) -> tuple[str | Mapping[str, str], list[str]]:
     if options.format not in FORMATS:
-        raise ValueError(f"{options.format} draws published tables; give --published, or the command html for reports")
+        raise ValueError(f"{options.format} draws published tables; add --published, or use gputrain html for reports")
     format_ = FORMATS[options.format]
     if not options.reports:
         raise ValueError("nothing to export; give a report of --gpu-json, or --published")
@@ -118,7 +118,7 @@ def _of_reports(options: argparse.Namespace) -> tuple[str | Mapping[str, str], l
 
 def _of_published_tables(options: argparse.Namespace) -> tuple[str, list[str]]:
     if options.format not in published.FORMATS:
-        raise ValueError(f"{options.format} has no form for published tables; give one of {', '.join(published.FORMATS)}")
+        raise ValueError(f"{options.format} cannot show published tables; give one of {', '.join(published.FORMATS)}")
     tables = _chosen(PublishedStore.beside(options.baseline_dir.absolute()).tables, options.published)
     reports = _read(options)
     results = [result for report in reports for result in report.results]
@@ -145,7 +145,7 @@ def _chosen(tables: Sequence[PublishedTable], names: Sequence[str]) -> Sequence[
         if name not in tables_by_name:
             raise ValueError(
                 f"there is no published table {name!r}{did_you_mean(name, tables_by_name)}; known: "
-                f"{', '.join(tables_by_name)} (reports stand before --published)"
+                f"{', '.join(tables_by_name)} (write reports before --published)"
             )
     return [tables_by_name[name] for name in dict.fromkeys(names)] or tables
 

@@ -57,7 +57,7 @@ _LANGUAGE: Final = ("language", "vision_language")
 _MOST_CELLS: Final = 2000
 _TIMEOUT_SECONDS: Final = 600.0
 _EMULATED_SECONDS: Final = 30.0
-"""Of a combination on an emulated GPU: half of that for one billion parameters, several times that for seventy."""
+"""The time of a combination on an emulated GPU: half of that for one billion parameters, several times that for seventy."""
 
 
 def add_to(commands: Any) -> None:
@@ -109,7 +109,9 @@ def main(options: argparse.Namespace) -> int:
         gpus = _gpus(options.gpu)
         axes = dict(sweep.parse_axes(_knobs(options, base), ()))
         if wrong := {"model", sweep.PLATFORMS} & axes.keys():
-            raise ValueError(f"--set {min(wrong)} is not taken here; name the model first, and the GPUs by --gpu")
+            raise ValueError(
+                f"--set {min(wrong)} is not accepted; give the model as the first argument, and the GPUs with --gpu"
+            )
         axes = {knob: axes[knob] for knob in sorted(axes, key="batch_size".__eq__)}  # batches below each other
         named = tuple(knob for knob, values in axes.items() if len(values) > 1 and knob not in ALWAYS_IN_ID)
         cases = [base.replace(**knobs, named=named) for knobs in sweep.combinations(tuple(axes.items()))]
@@ -162,8 +164,8 @@ def _unknown(name: str) -> str:
     near = did_you_mean(name, cached_models(os.environ)) or did_you_mean(name.rpartition("/")[2].lower(), zoo)
     known = "" if near else f"; the zoo has {', '.join(zoo)}"
     return (
-        f"the model {name!r} is unknown{near}: it is no file or folder, and not in the local cache of the hub "
-        f"({hub_cache(os.environ)}), where it would have to be{known}"
+        f"the model {name!r} is unknown{near}: it is not a file, a folder, or a model in the local cache of "
+        f"the hub ({hub_cache(os.environ)}){known}"
     )
 
 
@@ -267,7 +269,7 @@ def _about(name: str) -> tuple[str, ...]:
     if not packing:
         return ()
     return (
-        f"the quantization_config of {name} ({packing}) is not looked at: full and lora keep the weights in the type of the "
+        f"the quantization_config of {name} ({packing}) is ignored: full and lora keep the weights in the type of the "
         "precision, and qlora packs them as NF4",
     )
 

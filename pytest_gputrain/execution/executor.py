@@ -21,7 +21,7 @@ class WantedRuns(NamedTuple):
     suite: str
     task: Task
     runs: int
-    """In all, those that were asked for already included."""
+    """The number of runs in all, including those already requested."""
     soon: bool = False
     """Whether they go before the runs of other tasks."""
 
@@ -102,14 +102,14 @@ def refuse_other_device(case: Case, first: Host, other: Host) -> None:
     """
     if first.device != other.device:
         raise BadCase(
-            f"{case} ran on {first.device} ({first.name}) and on {other.device} ({other.name}), whose figures say nothing "
-            f"of each other; have gpu_fleet_args ask for one kind of {first.platform}"
+            f"{case} ran on {first.device} ({first.name}) and on {other.device} ({other.name}), which cannot be "
+            f"compared; choose one kind of {first.platform} with gpu_fleet_args"
         )
 
 
 def not_started(case: Case, error: OSError) -> BadCase:
     """Return the refusal of a case whose process could not be started."""
     return BadCase(
-        f"{case} was not measured, because its process could not be started: {error}; is there room in the folder for "
-        "temporary files (TMPDIR), and do the limits of this user (ulimit -a) allow it?"
+        f"{case} was not measured, because its process could not be started: {error}; check the free space of the folder "
+        "for temporary files (TMPDIR) and the limits of this user (ulimit -a)"
     )

@@ -27,7 +27,7 @@ from pytest_gputrain.utils.errors import BadCase
 
 _SETTLING_SECONDS: Final = 0.5
 _SETTLING_LOOKS: Final = 4
-"""How often to look who is on the GPUs before whoever is there counts."""
+"""The number of looks at the processes on the GPUs before they count."""
 
 
 class LocalExecutor(Executor[Reply]):
@@ -98,7 +98,7 @@ class LocalExecutor(Executor[Reply]):
         count = min(task.case.gpus, len(visible)) if visible else task.cores
         with _lease(visible[:1] if inline else visible, count) as gpus:
             if len(gpus) > 1 and any(gpu.uuid.startswith("MIG-") for gpu in gpus):
-                raise BadCase(f"{task.case} takes several GPUs, and the parts of a partitioned one do not reach each other")
+                raise BadCase(f"{task.case} takes several GPUs, and parts of one GPU cannot exchange data")
             between, before = drivers.paths(gpus), self._before(task.case, gpus, inline)
             # An inline case has no events, and trains in this process, where the thread that watches would take its time; of
             # several nodes the others cannot be seen from here.
@@ -146,13 +146,13 @@ class LocalExecutor(Executor[Reply]):
             before = drivers.occupancy(gpus, _process_tree())
         if before.holders is None and self._conditions.foreign == "error":
             raise BadCase(
-                f"{case} was not measured: the driver does not tell who is on its GPUs; "
-                "-o gpu_foreign=warn measures it nevertheless"
+                f"{case} was not measured: the driver does not report who uses its GPUs; "
+                "-o gpu_foreign=warn measures it anyway"
             )
         if before.holders and self._conditions.foreign == "error":
             raise BadCase(
-                f"{case} was not measured: {contention.describe_holders(before.holders)} is there already; end that, choose "
-                "other GPUs with --gpu-ids, or measure beside it with -o gpu_foreign=warn"
+                f"{case} was not measured: its GPUs are in use by {contention.describe_holders(before.holders)}; end that, "
+                "choose other GPUs with --gpu-ids, or measure beside it with -o gpu_foreign=warn"
             )
         return before
 

@@ -37,15 +37,15 @@ from pytest_gputrain.utils.git import RunInfo
 
 
 class ResumedReplies(NamedTuple):
-    """What there is of one case."""
+    """The replies that a report has of one case."""
 
     replies: tuple[Reply, ...] = ()
-    """As fresh processes gave them: without what one worker alone took."""
+    """The replies of fresh processes, without the times of one worker alone."""
     one_worker_seconds: tuple[float, ...] = ()
-    """Of the first of them."""
+    """The step times of one worker alone in the first of them."""
     origins: tuple[Origin, ...] = ()
     host: Host | None = None
-    """That the first is of."""
+    """The host of the first reply."""
 
     @property
     def environments(self) -> list[Environment]:
@@ -163,9 +163,9 @@ def _reasons_to_refuse(report: Report, settings: Settings) -> Iterator[str]:
     now = RunInfo.begin(settings.root, settings.written)
     there, here = report.commit.removesuffix("+dirty"), now.commit.removesuffix("+dirty")
     if there and here and there != here:
-        yield f"is of commit {there}, and this is {here}; check that out"
+        yield f"is of commit {there}, and this is {here}; check that commit out"
     if there and here and report.changes != now.changes:
-        yield f"is of {there} with other uncommitted changes than there are now; restore those"
+        yield f"is of {there} with other uncommitted changes; restore them"
     foreign = report.settings.get("foreign", settings.foreign)
     if foreign != settings.foreign:
         yield f"was measured with gpu_foreign={foreign}; give the same"

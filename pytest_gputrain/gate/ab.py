@@ -126,7 +126,7 @@ def verdict_of(
 _BASELINE: Final = re.compile(
     r"(?<![\w./-])(?:(?:its|the) )?baseline(?: of (?:\d{4}-\d\d-\d\d|an unknown day))?(?!\w|[./:-]\w)"
 )
-"""How sentences name what runs are compared with; no file of the user's that is called so."""
+"""The name of the baseline in sentences, which A/B replaces; no file of the user's that is called so."""
 _ADVICE: Final = re.compile(r"; record it(?: again)?(?: with --gpu-baseline-update(?:-new-only)?)?(?: to keep it)?")
 
 

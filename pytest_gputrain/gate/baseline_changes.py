@@ -15,12 +15,12 @@ from pytest_gputrain.utils.units import format_bytes, format_flops, format_perce
 
 
 class Loosened(NamedTuple):
-    """What a baseline lets pass that the one before did not."""
+    """A change of a baseline that lets more pass than before."""
 
     raised: tuple[str, ...]
     """Figures that are higher now."""
     lost: tuple[str, ...]
-    """What is not compared any more, or of another kind."""
+    """Figures that are not compared any more, or have another kind."""
 
 
 _Stored = Baseline | Prediction | EmulatedRun

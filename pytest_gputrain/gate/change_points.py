@@ -50,7 +50,7 @@ class Levels:
     starts: tuple[int, ...]
     """Index of each level's first figure; 0 is the first of them."""
     medians: tuple[float, ...]
-    """Of each level, in the unit of the figures."""
+    """The median of each level, in the unit of the figures."""
     sd: float
     """Noise between neighbours, as a share."""
 

@@ -35,7 +35,7 @@ def describe_holders(holders: Iterable[Holder]) -> str:
 def _describe_holder(holder: Holder) -> str:
     held = "" if holder.bytes is None else format_bytes(holder.bytes)
     if holder.pid is None:
-        return f"somebody unseen with {held or 'memory'} on GPU {holder.gpu}"
+        return f"an unseen process with {held or 'memory'} on GPU {holder.gpu}"
     return f"{holder.name or 'a process'} (pid {holder.pid}{f', {held}' if held else ''}) on GPU {holder.gpu}"
 
 
@@ -104,7 +104,9 @@ def why_not_recorded(replies: Sequence[Measurement | OutOfMemory], baseline: Bas
     if not out:
         others = describe_others(reply for reply in replies if isinstance(reply, Measurement))
         return (
-            f"was measured {others}, so it is not recorded: end that, or choose other GPUs with --gpu-ids" if others else ""
+            f"was measured {others}, so it is not recorded: end the other processes, or choose other GPUs with --gpu-ids"
+            if others
+            else ""
         )
     what = describe_failure(out[0])
     if len(out) < len(replies):

@@ -53,7 +53,7 @@ def judge(case: Case, run: EmulatedRun, recorded: Recorded[EmulatedRun] | None, 
         return Verdict(status="regressed", sentence=f"{case} {'; '.join(worse)}", metrics=metrics)
     if better := _changes(metrics, ("improved",)):
         return Verdict(status="improved", sentence=f"{case} {'; '.join(better)}; {_RECORD}", metrics=metrics)
-    return Verdict(status="pass", sentence=f"{case} takes what is recorded", metrics=metrics)
+    return Verdict(status="pass", sentence=f"{case} takes the recorded memory", metrics=metrics)
 
 
 def _what_does_not_fit(run: EmulatedRun, title: str, what: str) -> str:

@@ -12,7 +12,8 @@ from pytest_gputrain.records import Case, EmulatedRun, Prediction, Target
 from pytest_gputrain.records.fit import Fit
 
 ERROR: Final = 0.04
-"""Of a prediction. Published peaks of cases on one GPU lay within 3.7 % of theirs (docs/prediction-accuracy.md)."""
+"""The error of a prediction. Published peaks of cases on one GPU lay within 3.7 % of theirs
+(docs/prediction-accuracy.md)."""
 
 _GUESSES: Final = 5
 """Batches that are guessed from a line, before the search goes on by halves."""
@@ -87,7 +88,7 @@ def of_training(prediction: Prediction, target: Target) -> Prediction:
 
 
 class Need(NamedTuple):
-    """What is known of a batch."""
+    """The memory that is known of a batch."""
 
     fits: bool
     bytes: int

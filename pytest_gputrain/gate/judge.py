@@ -23,7 +23,7 @@ from pytest_gputrain.records.tolerance import Cap, Tolerance
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Criteria:
-    """What a case is held to."""
+    """The baseline, limits and tolerances of a case."""
 
     case: Case
     scale: Scale
@@ -36,15 +36,15 @@ class Criteria:
     tolerance: Tolerance
     baseline: Baseline | None = None
     hint: str = ""
-    """For a missing baseline, what else is known of it."""
+    """Further information about a missing baseline."""
     prediction: Prediction | None = None
-    """For the platform of a case without a baseline; None where there is none, or where it does not hold."""
+    """The prediction for the platform of a case without a baseline; None if there is none, or if it does not apply."""
     variables: tuple[str, ...] = ()
     """Names of the environment variables that its test has changed."""
     prior: float = PRIOR_SD
     """Standard deviation that is expected between its processes: see `pytest_gputrain.gate.step_times.suite_prior`."""
     row: Published | None = None
-    """Of the case and its platform; None where there is none, or where the case has a baseline."""
+    """The published row of the case and its platform; None if there is none, or if the case has a baseline."""
     published_for: tuple[str, ...] | None = None
     """Platforms that it was published for; None where it is not compared with published figures."""
     wanted: int = 1
@@ -69,7 +69,7 @@ class Criteria:
 
 class Judgement(NamedTuple):
     verdict: Verdict | None
-    """None where the test only measures, and states no limit."""
+    """The verdict; None if the test only measures and states no limit."""
     settled: bool
     """Whether a further reply could not change the verdict. If not, it is the one if there is to be none."""
     asks_suite: bool = False

@@ -115,7 +115,7 @@ def _why_not_judged(cap: Cap, case: Case, reply: Measurement, scale: Scale, cpu_
 
 
 def _why_not_of_this_scale(case: Case, scale: Scale) -> str:
-    return "it is for the model, and this is the tiny scale" if scale == "tiny" and not case.code else ""
+    return "it is meant for the full model, and this is the tiny scale" if scale == "tiny" and not case.code else ""
 
 
 def with_limits(case: Case, verdict: Verdict | None, limits: tuple[LimitVerdict, ...]) -> Verdict | None:

@@ -64,9 +64,10 @@ from pytest_gputrain.records.study import LossCurve, Trend
 from pytest_gputrain.utils.bounds import LEAST_STEPS
 
 _LEAST_LOSSES: Final = 8
-"""Of a level inside of a fifth: with half as many, skewed noise (log-normal) is a trend in 1 % of draws."""
+"""The least number of losses in a level inside of a fifth: with half as many, skewed noise (log-normal) is a trend in 1 % of
+draws."""
 _SIGNIFICANT_BITS: Final = {"fp32": 24, "bf16": 8, "bf16-amp": 8, "fp16-amp": 11}
-"""Of the numbers that a precision computes in, the leading one included."""
+"""The significant bits of the numbers of a precision, including the leading one."""
 _SIGMAS: Final = 5.0
 _LOST_SHARE: Final = 0.1
 _MEDIAN_ERROR: Final = 1.2533

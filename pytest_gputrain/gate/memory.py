@@ -62,7 +62,7 @@ class JudgedPeak(NamedTuple):
 
 
 class _MemoryLimit(NamedTuple):
-    """How much more memory than a baseline's passes, in how many runs."""
+    """The memory above a baseline that passes, and in how many runs."""
 
     ratio: float
     slack: int
@@ -242,7 +242,7 @@ def describe_tensors(phase: TrainingPhase, now: PeaksByPhase, before: PeaksByPha
     if 2 * moved[first] > abs(change):
         return f", most of it {'' if first in new else 'was '}{tensor(named)}"
     some = [kind for kind in kinds if (kind in new) == (first in new)][:_MOST_TENSORS_SHOWN]
-    return f", among it {'' if first in new else 'was '}{_listed([tensor(new.get(kind) or old[kind]) for kind in some])}"
+    return f", including {'' if first in new else 'was '}{_listed([tensor(new.get(kind) or old[kind]) for kind in some])}"
 
 
 def tensor(row: LiveTensor) -> str:

@@ -24,7 +24,7 @@ from pytest_gputrain.storage.published import GATED
 from pytest_gputrain.utils.units import GiB, format_bytes
 
 TOLERANCE: Final = MemoryTolerance(ratio=0.05, bytes=GiB)
-"""Of peak allocated memory, and of what a table prints of memory. Published peaks of cases on one GPU lay within 3.7 % of
+"""The tolerance of peak allocated memory, and of published memory. Published peaks of cases on one GPU lay within 3.7 % of
 their predictions; other versions of the libraries, and workspaces of cuDNN, which are not predicted, add to that."""
 _LARGEST_FLOPS_RATIO: Final = 0.03
 """FLOPs are counted by the same rules in both, so they differ only where other operators run."""

@@ -70,14 +70,14 @@ def judge(
         better.insert(0, f"fits {title} now")
     gone = [phase for phase in before.phase_peak_bytes if phase not in prediction.phase_peak_bytes and phase != "between"]
     if gone or (before.flops_per_step and not prediction.flops_per_step):
-        worse.insert(0, f"trains no more: it has no {' and no '.join(gone) or 'arithmetic'}")
+        worse.insert(0, f"no longer trains: it has no {' and no '.join(gone) or 'arithmetic'}")
     if not worse and (unknown := describe_missing_phases(metrics, "new")):
         sentence = f"{case} has {unknown} in its recorded prediction; {_RECORD}"
         return Verdict(status="new", sentence=sentence, metrics=metrics)
     status: Status = "regressed" if worse else "improved" if better else "pass"
     sentences = worse or better
     if not sentences:
-        return Verdict(status=status, sentence=f"{case} predicts what is recorded", metrics=metrics)
+        return Verdict(status=status, sentence=f"{case} is predicted as recorded", metrics=metrics)
     remedy = f"; {_RECORD}" if status == "improved" else ""
     return Verdict(status=status, sentence=f"{case} {'; '.join(sentences)}{remedy}", metrics=metrics)
 
@@ -167,7 +167,7 @@ def _operators_behind(metric: MetricName, before: Prediction, now: Prediction) -
     if not name or changes[name][0] * total <= 0:
         return ""
     work, calls = changes[name]
-    much = "most of it" if 2 * abs(work) > abs(total) else "among it"
+    much = "most of it" if 2 * abs(work) > abs(total) else "including"
     called = f" in {calls:+} calls" if calls else ""
     sign = "+" if work > 0 else "-"
     return f", {much} {name.removeprefix('aten.')} ({sign}{form(abs(work))}{called})"

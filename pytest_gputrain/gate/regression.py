@@ -57,7 +57,7 @@ from pytest_gputrain.utils.units import format_bytes, format_percent
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Circumstances:
-    """What is known besides the case: its suite, its test and how many runs there may be."""
+    """The circumstances of a case: its suite, its test and the number of runs."""
 
     most: int = MOST_RUNS
     """Runs that there may be."""
@@ -176,7 +176,7 @@ def _from_peak(peak: JudgedPeak) -> _JudgedMetric:
 
 _RECORD: Final = "record it with --gpu-baseline-update"
 _RECORD_NEW: Final = f"{_RECORD}-new-only"
-"""For a case without a baseline: nobody is to accept regressions of others by the way."""
+"""The remedy for a case without a baseline. It does not accept regressions of other cases."""
 
 
 def _without_baseline(case: Case, out: Sequence[OutOfMemory], hint: str, no_scaling: str) -> Verdict:

@@ -39,13 +39,13 @@ WINSOR: Final = 3.0
 """Deviations count for so many s1 at most: one bad process must not widen the limit for all others."""
 LIMIT_SDS: Final = 2.6
 LIMIT_SDS_OF_ONE: Final = 4.0 / math.sqrt(0.65 + 1.15 / 5)
-"""Without re-measurement: 4.0 s at K = 5."""
+"""The limit without re-measurement: 4.0 s at K = 5."""
 SENSITIVITY_SDS: Final = 2.7
 ROUNDING: Final = 1e-9
-"""What the logarithms of equal times may differ by, and more."""
+"""A bound above the rounding of logarithms of equal times."""
 AGREEING: Final = 3
 MANY_CASES: Final = 10
-"""From so many on, a suite tells its own s0 and whether all of it is slower today."""
+"""The number of cases from which a suite has its own s0 and its own shift."""
 LEAST_SHIFT: Final = 0.01
 """A suite's shift from which on it counts."""
 
@@ -54,7 +54,7 @@ Outcome = Literal["pass", "regressed", "improved", "inconclusive"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What runs mean against a baseline's, all in logarithms of the ratio of their times."""
+    """The outcome of runs against those of a baseline, all in logarithms of the ratio of their times."""
 
     outcome: Outcome
     settled: bool
@@ -62,7 +62,7 @@ class Decision:
     suspicious: bool
     """Whether it was not plain at a glance."""
     centre: float
-    """Of the baseline's runs, in their unit: the exponential of c."""
+    """The centre of the baseline's runs, in their unit: the exponential of c."""
     ratios: tuple[float, ...]
     """r_j of every run, in its order."""
     sd: float
@@ -74,7 +74,7 @@ class Decision:
     votes: int
     """Runs beyond the limit, on the side of the outcome or of the median."""
     shift: float
-    """Of the whole suite, as far as it counted."""
+    """The shift of the whole suite, as far as it counted."""
 
 
 def decide(

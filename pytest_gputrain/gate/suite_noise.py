@@ -17,7 +17,7 @@ class SuiteNoise:
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], float] = {}
         self._shift: float | None = None
-        """Of the first runs that are known; None until it is asked for."""
+        """The shift of the first runs that are known; None until it is requested."""
 
     @property
     def lacking(self) -> int:
@@ -68,5 +68,8 @@ def whole_suite(results: Iterable[Result], tolerance: float) -> tuple[bool, str]
         return False, ""
     shift = format_percent(math.expm1(noise.shift))
     if noise.shift > math.log1p(tolerance):
-        return True, f"all cases together regressed: the median case is {shift} off its baseline; what do all share?"
-    return False, f"the median case is {shift} off its baseline: the machine rather than a case"
+        return (
+            True,
+            f"all cases together regressed: the median case is {shift} off its baseline; look for a change that all share",
+        )
+    return False, f"the median case is {shift} off its baseline, which points to the machine and not to a case"

@@ -15,7 +15,7 @@ from pytest_gputrain.records import Case, LossStudy, Measurement, Reply, Result,
 from pytest_gputrain.utils.sanitize import shown
 
 _DETAIL_LINES: Final = 25
-"""At the beginning of a detail, where own code is in a traceback, and at its end, where it tells what was wrong."""
+"""The lines shown of a detail: of its beginning, where a traceback has own code, and of its end, where it has the error."""
 
 
 def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary | None:

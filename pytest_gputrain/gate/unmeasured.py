@@ -14,14 +14,14 @@ from pytest_gputrain.records.recorded import FiguresT, Recorded
 
 
 class Sentences(NamedTuple):
-    """What verdicts say of one kind of figures. Each part follows the case in a sentence."""
+    """The parts of verdicts for one kind of figures. Each part follows the case in a sentence."""
 
     record: str
-    """How figures are recorded: ``record it with --gpu-predict --gpu-baseline-update``."""
+    """The command that records figures: ``record it with --gpu-predict --gpu-baseline-update``."""
     never_recorded: str
     other_case: str
     unchanged: str
-    """That the figures are those that other conditions gave."""
+    """The sentence for figures that equal those under other conditions."""
 
 
 def comparable(

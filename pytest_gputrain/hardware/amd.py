@@ -25,12 +25,13 @@ DEVICE_FILE: Final = Path("/dev/kfd")
 """The Linux kernel's file for compute devices: a container that may use AMD GPUs has it."""
 
 RENDER_NODES: Final = Path("/dev/dri")
-"""Where the kernel shows ``renderD<n>``, one for each GPU or part of one: a container may use those that it was given."""
+"""The folder where the kernel shows ``renderD<n>``, one for each GPU or part of one: a container may use those that it was
+given."""
 
 PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
 ROCM: Final = Path("/opt/rocm")
-"""Where ROCm lies unless ``ROCM_PATH`` says otherwise."""
+"""The folder of ROCm, unless ``ROCM_PATH`` names another."""
 
 _NOT_AVAILABLE: Final = "N/A"
 _WHOLE: Final = "SPX"
@@ -51,7 +52,7 @@ _lock = threading.RLock()
 """The library must not be called from two threads at once."""
 
 _users: list[object] = []
-"""Who has it open: it counts nothing, and the first to shut it down does so for all."""
+"""The users of the library: it counts nothing, and the first to shut it down does so for all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +74,8 @@ class Amd:
         self._violations_read: dict[str, tuple[float, Any]] = {}
         self._left_out: list[str] = []
         self._devices: dict[str, _Device] | None = None
-        """By `Gpu.uuid`, in HIP's order, which need not be amd-smi's: it follows the kernel's nodes, amd-smi's the bus."""
+        """The devices by `Gpu.uuid`, in HIP's order, which need not be amd-smi's: it follows the kernel's nodes, amd-smi's
+        the bus."""
 
     def gpus(self) -> tuple[Gpu, ...]:
         with _lock:

@@ -30,13 +30,14 @@ class Platform:
     pattern: str
     """Regular expression for the driver's name of such a device, case ignored."""
     memory_bytes: int
-    """What it is sold with."""
+    """The nominal memory of the board."""
     usable_bytes: int
-    """What torch calls its total capacity: less than it is sold with, as the driver and error correction take their part."""
+    """The total capacity that torch reports: less than it is sold with, as the driver and error correction take their
+    part."""
     capability: tuple[int, int]
     """CUDA's compute capability, which decides on kernels. Of an AMD device one whose kernels take the same inputs."""
     target: str
-    """What compilers call it: ``sm_90``, ``gfx942``."""
+    """The name of the GPU's architecture for compilers: ``sm_90``, ``gfx942``."""
     multiprocessors: int
     """Streaming multiprocessors, or AMD's compute units: large sums are divided among them."""
     peak_flops: dict[str, float]
@@ -79,11 +80,12 @@ _FAMILY: Final = "(?:(?:NVIDIA|Tesla|GeForce|AMD|Instinct) )*"
 
 _LEAST_MEMORY: Final = 0.90
 _MOST_MEMORY: Final = 1.02
-"""Of the memory that a board is sold with: what drivers told was 0.937 of it, where error correction takes a sixteenth, to
-1.000. Anything else is another board, or a part of one."""
+"""The share of a board's nominal memory that a driver may report: it was 0.937 of it, where error correction takes a
+sixteenth, to 1.000. Anything else is another board, or a part of one."""
 
 _USABLE_SHARE: Final = 0.975
-"""Of the memory of a device whose capacity is not known: no known one without inline error correction has less."""
+"""The usable share of the memory of a device whose capacity is not known: no known one without inline error correction has
+less."""
 
 _AMD_CAPABILITY: Final = (9, 0)
 
@@ -120,7 +122,7 @@ def _platforms() -> Iterator[Platform]:
 
 
 PLATFORMS: Final = {platform.marker: platform for platform in _platforms()}
-"""By marker, in the order of the file."""
+"""The platforms by marker, in the order of the file."""
 
 CPU: Final = "cpu"
 """Marker of a machine without a GPU."""

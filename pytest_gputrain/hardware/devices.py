@@ -47,10 +47,10 @@ class Gpu:
 
 
 class Occupancy(NamedTuple):
-    """What else is on GPUs."""
+    """The other processes on GPUs, and the free memory."""
 
     free_bytes: int | None
-    """Of the one that has least; None where nobody tells."""
+    """The free memory of the GPU that has least; None if the driver does not report it."""
     holders: tuple[Holder, ...] | None
     """Other processes that compute on any of them; None likewise."""
 
@@ -62,7 +62,7 @@ class Reading(NamedTuple):
     """Since a moment that only the driver knows."""
     power_watts: float | None = None
     clock_mhz: int | None = None
-    """Of its multiprocessors, or compute units."""
+    """The clock of its multiprocessors or compute units."""
     utilization: float | None = None
     """Share of a short time before in which a kernel ran."""
     throttling: frozenset[str] | None = None

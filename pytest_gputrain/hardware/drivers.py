@@ -20,7 +20,7 @@ from pytest_gputrain.records import Holder
 from pytest_gputrain.utils.units import GiB, MiB
 
 UNSEEN_BYTES: Final = 2 * GiB
-"""In use on a GPU on which no process is seen: the driver itself takes up to some 600 MiB."""
+"""The memory in use from which an unseen process is assumed: the driver itself takes up to some 600 MiB."""
 
 _IDLE_BYTES: Final = 64 * MiB
 
@@ -68,7 +68,7 @@ def nvidia_binding_fault() -> str:
     try:
         import pynvml  # noqa: F401
     except ImportError as error:
-        return f"{files[0]} is there, but pynvml cannot be imported ({error}): pip install nvidia-ml-py" if files else ""
+        return f"{files[0]} exists, but pynvml cannot be imported ({error}): pip install nvidia-ml-py" if files else ""
     return ""
 
 

@@ -59,7 +59,7 @@ def detect(
     """
     if platform == catalog.CPU:
         if gpu_ids:
-            raise HardwareError("--gpu-ids names GPUs, but --gpu-platform=cpu leaves them alone")
+            raise HardwareError("--gpu-ids names GPUs, but --gpu-platform=cpu uses none")
         return Machine(gpus=(), platform=catalog.CPU)
     listed = drivers.gpus()
     silent = [gpu for gpu in listed if gpu.fault]

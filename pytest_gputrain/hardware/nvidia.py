@@ -11,7 +11,7 @@ from pytest_gputrain.hardware.devices import SELF, UNKNOWN, Gpu, HardwareError, 
 from pytest_gputrain.records import Holder
 
 DEVICE_FILES: Final = Path("/dev")
-"""Where the kernel shows its GPUs, whatever the library says of them."""
+"""The files of GPUs in the kernel, whatever the library says about them."""
 
 _ANCESTORS: Final = {
     "NVML_TOPOLOGY_SINGLE": "PIX",
@@ -51,7 +51,7 @@ _LINK_DEVICES: Final = (0, 1)
 """NVML_NVLINK_DEVICE_TYPE_GPU and _IBMNPU, the CPU of a POWER9: what an NVLink leads to that is no switch."""
 
 _NO_BUS: Final = 0xFF
-"""Of the address that stands for an NVSwitch that this machine does not see."""
+"""The bus in the address of an NVSwitch that this machine does not see."""
 
 
 class Nvidia:

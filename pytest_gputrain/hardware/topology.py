@@ -26,7 +26,7 @@ class Place(NamedTuple):
     cores: str = ""
     """The nearest ones, as Linux writes lists: ``0-19,40-59``; empty where it does not tell."""
     numa_node: int | None = None
-    """None where Linux does not tell, or where there is only one."""
+    """The NUMA node; None if Linux does not report it, or if there is only one."""
 
 
 class Sysfs:

@@ -23,7 +23,7 @@ INTERVAL_SECONDS: Final = 0.2
 _LOOK_AROUND_SECONDS: Final = 2.0
 """Between looks for other processes."""
 _PATIENCE_SECONDS: Final = 5.0
-"""How long to wait for a driver that hangs, as it does where a GPU does."""
+"""The time to wait for a driver that hangs because its GPU does."""
 LEAST_READINGS: Final = 3
 """Within the timed steps; fewer tell nothing of them."""
 
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     """All GPUs of a case at one moment."""
 
     at: float
-    """Of the monotonic clock."""
+    """The time of the monotonic clock."""
     readings: tuple[Reading, ...]
 
 
@@ -89,7 +89,7 @@ class Watch:
 
     @property
     def others(self) -> tuple[Holder, ...]:
-        """Who was there beside the processes of the case, once these were there."""
+        """Return the other processes on the GPUs since those of the case were there."""
         return tuple(self._others.values())
 
 

@@ -31,7 +31,7 @@ _STORES: Final[dict[type[CaseResult], type[SuiteStore[Any, Any]]]] = {
     Predicted: PredictionStore,
     Emulated: EmulationStore,
 }
-"""Where the results of cases as they are declared have their baselines."""
+"""The stores of the baselines, for results of cases as declared."""
 
 
 def note_missing(collector: Collector, tests: CaseTests, expression: str, *, ended: bool) -> None:
@@ -146,7 +146,7 @@ def _described(found: Sequence[_Unclaimed]) -> str:
     more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
     return (
         f"no test asks any more for {count(len(names), 'baseline')}: {', '.join(names[:_MOST_SHOWN])}{more}; "
-        "--gpu-baseline-prune removes what no test asks for"
+        "--gpu-baseline-prune removes such baselines"
     )
 
 

@@ -142,7 +142,8 @@ class CaseSession:
 
     @functools.cached_property
     def _unseen(self) -> str:
-        """A sentence on GPUs of this machine that no case can use; empty where there are none, or cases run elsewhere."""
+        """Return a sentence on GPUs of this machine that no case can use; empty where there are none, or cases run
+        elsewhere."""
         unseen = self.runner.executor.unseen if isinstance(self.runner.executor, LocalExecutor) else ""
         return f"no GPU is used, this machine counts as a CPU: {unseen}; --gpu-platform=cpu accepts that" if unseen else ""
 

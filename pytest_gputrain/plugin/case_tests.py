@@ -49,11 +49,11 @@ class CaseTests:
 
     def __init__(self) -> None:
         self.outcomes: dict[str, Outcome] = {}
-        """By the ids of tests that are over."""
+        """The outcomes by the ids of tests that are over."""
         self.caught: list[str] = []
         """Sentences of failures that did not fail their tests."""
         self.expected: list[str] = []
-        """Those of failures in tests that a mark expects to fail."""
+        """The sentences of failures in tests that a mark expects to fail."""
         self._reasons: Counter[str] = Counter()
         """Why tests were skipped without anybody's decision."""
 
@@ -113,7 +113,7 @@ class WholeFiles:
         self._partial: dict[Path, str] = {}
         """Why not every test of a file was seen."""
         self._ended: dict[str, str] = {}
-        """How tests ended, by id."""
+        """The outcomes of tests, by id."""
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         self._collected[item.path].add(item.nodeid)

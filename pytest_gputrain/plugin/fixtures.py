@@ -52,7 +52,7 @@ _NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 _KNOBS_OF_SCRIPTS: Final = ("model", "platforms", "warmup", "batch_size", "sequence_length")
 _FIGURES: Final = tuple(dict.fromkeys((*Measurement.__struct_fields__, *MEASURED_ONLY)))
-"""What a test may need of the figures of a case."""
+"""The figures of a case that a test may need."""
 
 
 class GpuTrain:
@@ -166,7 +166,7 @@ class GpuTrain:
         unknown = sorted(set(knobs) - set(_KNOBS_OF_SCRIPTS))
         if unknown:
             raise BadCase(
-                f"{unknown[0]} is not an argument of check_script(), because a script takes what it trains with from "
+                f"{unknown[0]} is not an argument of check_script(), because a script reads its settings from "
                 f"its own "
                 f"arguments; known: {', '.join(_KNOBS_OF_SCRIPTS)}"
             )
@@ -303,8 +303,8 @@ def _address(function: StepBuilder, root: Path) -> str:
     if not name.isidentifier():
         shown = name or repr(function)
         raise BadCase(
-            f"{shown} is not a function at the top level of a file, so the worker cannot import it; define it there, "
-            "where args={...} gives it what it uses of the test, or measure it with inline=True"
+            f"{shown} is not a function at the top level of a file, so the worker cannot import it; define it there "
+            "and pass values from the test with args={...}, or measure it with inline=True"
         )
     try:
         file = Path(inspect.getfile(inspect.unwrap(function))).resolve()

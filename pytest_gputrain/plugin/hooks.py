@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["gpu", "gputrain", "gputrain_knobs"]
 
 _PLUGIN: Final[pytest.StashKey[GpuTrainPlugin]] = pytest.StashKey()
-"""Of the configuration, for the fixtures."""
+"""The key of the plugin in the configuration, for the fixtures."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -126,7 +126,7 @@ class GpuTrainPlugin:
 
     @functools.cached_property
     def cases(self) -> CaseSession:
-        """What measures, judges and collects cases.
+        """The session that measures, judges and collects cases.
 
         Raises:
             pytest.UsageError: the options cannot be meant so.

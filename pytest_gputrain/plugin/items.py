@@ -1,4 +1,4 @@
-"""What the hooks and the fixtures read of pytest's objects. Imports nothing else: every project with the plugin has it."""
+"""Reads pytest's objects for the hooks and the fixtures. Imports nothing else: every project with the plugin has it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pytest_gputrain.records import Result
 
 RESULTS: Final[pytest.StashKey[list[Result]]] = pytest.StashKey()
-"""Of an item: what its test has measured and no report has yet."""
+"""The results of an item's test that no report has yet."""
 
 
 def expression_of(config: pytest.Config) -> str:

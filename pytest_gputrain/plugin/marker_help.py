@@ -20,7 +20,7 @@ def lines() -> Iterator[str]:
         f'{LIMIT}(memory="24 GiB", time="0.5 s"): gputrain: fails the test if its case allocates more or takes longer a step'
     )
     yield (
-        f'{TOLERANCE}(time="5 %", memory="3 % + 1 GiB", growth="1 MiB"): gputrain: what passes in this test, instead of '
-        "gpu_time_tolerance and gpu_memory_tolerance of the ini file; growth is what own code may keep more of after every "
-        "step"
+        f'{TOLERANCE}(time="5 %", memory="3 % + 1 GiB", growth="1 MiB"): gputrain: the tolerances of this test, instead of '
+        "gpu_time_tolerance and gpu_memory_tolerance of the ini file; growth is the memory that own code may keep after "
+        "every step"
     )

@@ -50,7 +50,7 @@ def _nearest(item: pytest.Item, name: str) -> dict[str, tuple[Any, str]]:
     for location, marks in _levels(item):
         mine = [mark for mark in marks if mark.name == name]
         if len(mine) > 1:
-            raise BadCase(f"{len(mine)} markers {name} are {location}; give one with all it shall say")
+            raise BadCase(f"{len(mine)} markers {name} are {location}; give one with all values")
         for mark in mine:
             for keyword, value in _read(mark, f"{name} {location}").items():
                 nearest.setdefault(keyword, (value, f"{name} {location}"))

@@ -448,7 +448,7 @@ OPTIONS: Final = (
 )
 
 GONE: Final = {"fleet": "executor", "dry-run": "predict"}
-"""Names that options had before, each with the name of its heir."""
+"""Names that options had before, each with its present name."""
 
 
 def heir_of(name: str, value: str | None) -> str:

@@ -23,7 +23,7 @@ _NOT_IDENTITY: Final = frozenset({"steps", "warmup", "platforms", "named"})
 
 
 class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What to train and how: model x method x precision x parallelism x knobs.
+    """The model to train and how to train it: model x method x precision x parallelism x knobs.
 
     A record only: nothing is checked or looked up here, so that one misspelt case fails its own test instead of the
     whole file (see `pytest_gputrain.cases.validation.problem`).
@@ -34,8 +34,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     or diffusers, or of its folder; results show it as ``NAME#DIGEST``, because other contents make another case. For own
     code, the name of the function."""
     method: str = "full"
-    """What trains: ``full``, ``lora``, ``qlora``, ``pretrain``, ``sft`` or ``dreambooth``; ``custom`` for own code,
-    ``script`` for a script."""
+    """The method of training: ``full``, ``lora``, ``qlora``, ``pretrain``, ``sft`` or ``dreambooth``; ``custom`` for own
+    code, ``script`` for a script."""
     precision: str = "bf16"
     """``fp32``, ``bf16`` (weights stored in bf16), ``bf16-amp`` or ``fp16-amp`` (fp32 weights under autocast). DeepSpeed
     trains ``fp16-amp`` in its own fp16, with fp32 master weights."""
@@ -57,7 +57,7 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     to all of it, and the rest of each row is masked. ``packed``: samples of such lengths fill each row and do not attend to
     each other."""
     ids: str = "uniform"
-    """How the ids of words and categories are drawn: ``uniform``, or ``zipf``, where few ids are frequent and most are
+    """The distribution of the ids of words and categories: ``uniform``, or ``zipf``, where few ids are frequent and most are
     rare."""
     loader_workers: Whole = 0
     """Processes of a DataLoader that draws a new batch for every step. With 0, one batch stays on the device."""
@@ -71,8 +71,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """Whether backward recomputes the blocks. A share p recomputes the first int(n * p) of n blocks, in the order in which
     they run."""
     activation_checkpointing_policy: str = ""
-    """What recomputed blocks keep in addition to their inputs. ``save-attention`` keeps the results of fused attention.
-    ``save-matmuls`` also keeps those of matrix products and convolutions."""
+    """The results that recomputed blocks keep in addition to their inputs. ``save-attention`` keeps the results of fused
+    attention. ``save-matmuls`` also keeps those of matrix products and convolutions."""
     reentrant_checkpointing: bool = False
     """Whether blocks are recomputed by torch's older variant, ``use_reentrant=True``."""
     lora_rank: Whole = 0
@@ -94,9 +94,9 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     transformers 4.49 did: it repeats keys and values for the heads that share them, and leaves out Gemma 2's cap of the
     scores. Empty takes what transformers picks."""
     optimizer: str = "adamw"
-    """By torch: ``adamw`` (torch.optim.AdamW with its defaults), ``adamw-fused``, ``adam``, ``momentum`` (SGD with 0.9) or
-    ``sgd``. By bitsandbytes: ``adamw_8bit`` or ``paged_adamw_8bit``. By transformers: ``adafactor``, as its Trainer makes
-    it."""
+    """The optimizer. By torch: ``adamw`` (torch.optim.AdamW with its defaults), ``adamw-fused``, ``adam``, ``momentum`` (SGD
+    with 0.9) or ``sgd``. By bitsandbytes: ``adamw_8bit`` or ``paged_adamw_8bit``. By transformers: ``adafactor``, as its
+    Trainer makes it."""
     compile: str = "off"
     """``off``, or the mode of ``torch.compile`` for the model that trains: ``default``, ``reduce-overhead``,
     ``max-autotune`` or ``max-autotune-no-cudagraphs``. A CPU traces the graphs and generates no code."""
@@ -152,7 +152,7 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     platforms: tuple[str, ...] = ()
     """The markers of the GPUs that the case is declared for. Empty means any GPU."""
     code: str = ""
-    """For own code, the function that builds the step, as ``path/of/test_file.py::function``. For a script, its path."""
+    """The function of own code that builds the step, as ``path/of/test_file.py::function``. For a script, its path."""
     args: str = ""
     """Keyword arguments of that function, or arguments of the script, as JSON. Empty for none."""
     named: tuple[str, ...] = ()
@@ -227,7 +227,7 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     servers: Whole = 0
     """Further ranks, which serve the tables."""
     nodes: Whole = 1
-    """That the ranks are spread over."""
+    """The number of nodes that the ranks are spread over."""
     root: str
     """Folder that ``case.code`` is relative to."""
     module: str = ""
@@ -237,11 +237,11 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     curve: bool = False
     """Whether the losses are what is wanted: all of them from the first step on, up to the first that is not finite."""
     deepspeed: dict[str, Any] = {}
-    """What the case's ``deepspeed_config`` sets beyond the case, whose file a node of a fleet may not have."""
+    """The options of the case's ``deepspeed_config`` beyond the case. A node of a fleet may not have the file."""
     model_config: dict[str, Any] = {}
     """Content of the config.json that the case's model was read from."""
     growth_bytes: Whole = 0
-    """That own code may keep more of after every round of its accumulation, as its test allows."""
+    """The memory that own code may keep after every round of its accumulation, as its test allows."""
     target: Target | None = None
     """The device to predict for on fake tensors, instead of training."""
     emulated: str = ""
@@ -251,7 +251,7 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def cores(self) -> int:
-        """How many cores of a CPU the case would use: one for each process that trains, serves or loads."""
+        """The number of CPU cores that the case would use: one for each process that trains, serves or loads."""
         return self.processes * (1 + self.case.loaders(beside_gpu=False)) + self.servers
 
     @property

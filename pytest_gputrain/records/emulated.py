@@ -16,7 +16,7 @@ NOT_MADE: Final = (
 
 
 class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"):
-    """What a case took of an emulated GPU. It has no times, and its losses mean nothing.
+    """The figures of a case on an emulated GPU. There are no times, and the losses mean nothing.
 
     It is exact: the same in every process with the same libraries. If the case has several processes, only the first one
     ran.
@@ -57,7 +57,7 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
     not_counted: tuple[str, ...] = ()
     """Memory of libraries that is not known here, such as ``cuDNN's workspaces``."""
     notes: tuple[str, ...] = ()
-    """What was not counted, each as a sentence."""
+    """Sentences that name the memory that was not counted."""
 
     @property
     def conditions(self) -> EmulatedConditions:
@@ -81,7 +81,7 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
 
 
 class EmulatedConditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run on an emulated GPU depends on, beside the case."""
+    """The conditions of a run on an emulated GPU, beside the case."""
 
     packages: dict[str, str]
     device_name: str

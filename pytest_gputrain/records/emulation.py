@@ -9,16 +9,16 @@ class Tensors(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors of one size that were allocated at one place in the code."""
 
     bytes: int
-    """Of each."""
+    """The size of each tensor."""
     count: int
     where: str
     """File and line of the program, and of the library that it called there."""
     part: str
-    """Of training: weights and buffers, forward pass, backward pass, optimizer, or the rest of the program."""
+    """The part of training: weights and buffers, forward pass, backward pass, optimizer, or the rest of the program."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What a part of training allocated of the memory in use at the peak."""
+    """The memory in use at the peak that a part of training allocated."""
 
     name: str
     bytes: int
@@ -33,7 +33,7 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     """Its number among the program's allocations."""
     events: int
     bytes: int
-    """What was asked for and in use then, which torch rounds up to what it allocates."""
+    """The requested bytes in use then, before torch rounds them up to blocks."""
     parts: tuple[Part, ...]
     tensors: tuple[Tensors, ...]
     """The largest, by what they take together."""
@@ -48,18 +48,18 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """What torch's allocator took of one emulated GPU."""
+    """The figures of torch's allocator on one emulated GPU."""
 
     index: int
-    """As the process counts them."""
+    """The number of the GPU in the process."""
     gpu: int
     """Its number among the emulated ones, which CUDA_VISIBLE_DEVICES leaves alone."""
     peak_allocated: int
     peak_reserved: int
     peak: Peak | None
-    """None where the program made too many allocations since, or recorded them itself."""
+    """The peak; None if the program made too many allocations since, or recorded them itself."""
     course: tuple[tuple[int, int, int], ...]
-    """How memory went: numbers of allocations, with the most bytes in use and reserved around each."""
+    """The course of memory: numbers of allocations, with the most bytes in use and reserved around each."""
     refused: tuple[Refused, ...]
 
 
@@ -72,23 +72,23 @@ class AtLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process of the program took of the emulated GPUs."""
+    """The figures of one process of the program on the emulated GPUs."""
 
     process: int
     rank: str | None = None
-    """As torchrun and its like tell it."""
+    """The rank, as torchrun and similar programs set it."""
     devices: tuple[EmulatedDevice, ...] = ()
     """Empty where the process ended without Python's own end, and only the driver's figures are known."""
     unknown: tuple[str, ...] = ()
     """Memory of libraries that is not known and not counted."""
     unknown_reads: tuple[AtLine, ...] = ()
-    """What read values that no kernel computed, and got zeros. Most first."""
+    """The lines that read values that no kernel computed, and got zeros. Most first."""
     dealt: tuple[AtLine, ...] = ()
     """Choices among unknown scores that were dealt in turn, such as those of experts by a router."""
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver saw of one process on one GPU: torch's memory, that of others, and the context."""
+    """The memory of one process on one GPU as the driver sees it: torch's memory, that of others, and the context."""
 
     process: int
     gpu: int
@@ -101,9 +101,9 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str
     marker: str
     gpus: int
-    """How many the program found."""
+    """The number of GPUs that the program found."""
     memory_bytes: int
-    """Of each."""
+    """The size of each tensor."""
     torch: str
     command: tuple[str, ...]
     status: int

@@ -21,7 +21,7 @@ class FitGpu(Struct, frozen=True, kw_only=True):
     marker: str
     title: str
     memory_bytes: Whole
-    """What a program can use of it, the driver's context included."""
+    """The memory that a program can use, including the driver's context."""
 
 
 class FitCell(Struct, frozen=True, kw_only=True):
@@ -31,12 +31,12 @@ class FitCell(Struct, frozen=True, kw_only=True):
     gpu: str
     """Its marker."""
     fit: Fit | None
-    """None where there is no prediction."""
+    """The answer; None if there is no prediction."""
     needed_bytes: Whole | None
-    """What nvidia-smi would show; where the case does not fit, what it would be without limit."""
+    """The memory that nvidia-smi would show; if the case does not fit, that without a limit."""
     prediction: Prediction | None
     emulated: EmulatedRun | None = None
-    """What the case took of an emulated GPU, where that was asked for; the other fields then follow from it, too."""
+    """The memory of the case on an emulated GPU, if requested; the other fields then follow from it, too."""
     failure: str = ""
     """Why there are no figures."""
     remedy: str = ""
@@ -47,12 +47,12 @@ class LargestBatch(Struct, frozen=True, kw_only=True):
     """The largest batch of a case that fits a GPU."""
 
     case: Case
-    """With that batch; with a batch of one where none fits."""
+    """The case with that batch; with a batch of one if none fits."""
     gpu: str
     batch_size: Whole
     """0 where not even one sample fits."""
     needed_bytes: Whole | None
-    """With that batch."""
+    """The memory with that batch."""
     roofline_seconds: float | None
     perhaps: Whole
     """The largest batch that was asked for and is within the error; 0 for none."""
@@ -70,7 +70,7 @@ class FitReport(Struct, frozen=True, kw_only=True):
     model: str
     gpus: tuple[FitGpu, ...]
     error: float
-    """Of predictions, as a ratio: what counts as ``within-error``."""
+    """The error of predictions as a ratio, which decides ``within-error``."""
     knobs: tuple[str, ...]
     """Fields of the cases that tell the cells apart."""
     packages: dict[str, str]

@@ -21,7 +21,7 @@ class Host(Struct, frozen=True, kw_only=True):
     device: str
     """Slug: the folder of its baselines."""
     gpus: Whole
-    """That cases may use."""
+    """The GPUs that cases may use."""
 
     @property
     def device_type(self) -> Literal["cpu", "gpu"]:
@@ -29,7 +29,7 @@ class Host(Struct, frozen=True, kw_only=True):
 
 
 class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the options want every case to run on the machine that runs it."""
+    """The options of every case on the machine that runs it."""
 
     platform: str | None = None
     """Catalog marker that the machine must have; None for any."""
@@ -39,7 +39,7 @@ class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     shared: str
     """Folder that all nodes of a case see."""
     rendezvous: str = ""
-    """As in `pytest_gputrain.execution.launch.torchrun.Cluster`."""
+    """The rendezvous, as in `pytest_gputrain.execution.launch.torchrun.Cluster`."""
 
 
 class Order(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,13 +49,13 @@ class Order(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     task: Task
     conditions: Conditions
     gpus: Whole
-    """Of each node of the task; 0 for a case on CPUs."""
+    """The GPUs of each node of the task; 0 for a case on CPUs."""
     cpus: Whole
-    """Of each node, at least."""
+    """The least number of CPU cores of each node."""
 
 
 class Delivery(Struct, frozen=True, kw_only=True):
-    """What became of an order: a reply, or why the node did not run the case."""
+    """The answer to an order: a reply, or why the node did not run the case."""
 
     format: Whole = FORMAT
     host: Host

@@ -1,10 +1,10 @@
 """Defines the records that pytest and the agents of several nodes exchange as files in the case's folder, which all share.
 
 case.json        the task
-nodes.json       Nodes: over how many; written last
-word.json        Word: rewritten every second by pytest; an agent that hears nothing new for long ends
-endpoint.json    Endpoint: where the agents meet, by that of the first seat
-node{seat}/      made by who takes the seat: joined.json, output.txt, left.json
+nodes.json       Nodes: the nodes of the case; written last
+command.json     Command: rewritten every second by pytest; an agent that gets no new one for long ends
+endpoint.json    Endpoint: the address where the agents meet, by that of the first node
+node{n}/         made by the machine that takes this node of the case: joined.json, output.txt, left.json
 rank{n}/         as of a case on one node; and exit.json, by the agent, of a rank that did not end well
 """
 
@@ -17,57 +17,57 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-NODES, WORD, ENDPOINT, EXIT = "nodes.json", "word.json", "endpoint.json", "exit.json"
+NODES, COMMAND, ENDPOINT, EXIT = "nodes.json", "command.json", "endpoint.json", "exit.json"
 JOINED, LEFT, OUTPUT = "joined.json", "left.json", "output.txt"
 
-WORD_EVERY_SECONDS: Final = 1.0
+COMMAND_EVERY_SECONDS: Final = 1.0
 SILENCE_SECONDS: Final = 30.0
-"""Without a new word for so long, pytest is taken for dead."""
+"""The time without a new command after which pytest counts as dead."""
 
 
 class Nodes(Struct, frozen=True, kw_only=True):
-    """How a case is spread."""
+    """The nodes and processes of a case."""
 
     count: int
     processes: int
-    """Of all nodes together."""
+    """The processes of all nodes together."""
     join_seconds: float
-    """From the start until all nodes must have met."""
+    """The time from the start until all nodes must have met."""
 
-    def processes_of(self, seat: int) -> int:
+    def processes_of(self, node: int) -> int:
         """Return the number of processes of one node; the first ones have one more where they cannot all have as many."""
-        return self.processes // self.count + (seat < self.processes % self.count)
+        return self.processes // self.count + (node < self.processes % self.count)
 
 
-class Word(Struct, frozen=True, kw_only=True):
-    """What pytest wants of the agents; the number tells one word from the next."""
+class Command(Struct, frozen=True, kw_only=True):
+    """A command of pytest to the agents. The number distinguishes it from the one before."""
 
     number: int
-    wish: Literal["train", "stacks", "over"]
+    action: Literal["train", "stacks", "over"]
 
 
 class Endpoint(Struct, frozen=True, kw_only=True):
-    """Where torch's rendezvous is."""
+    """The address of torch's rendezvous."""
 
     host: str
     port: int
 
 
 class Joined(Struct, frozen=True, kw_only=True):
-    """An agent has started on its node."""
+    """A record that an agent has started on its node."""
 
     host: str
 
 
 class Left(Struct, frozen=True, kw_only=True):
-    """An agent has ended, and all that it started."""
+    """A record that an agent has ended, and all processes that it started."""
 
     failure: str = ""
-    """Sentence, where it ended neither because of a rank nor because it was told to."""
+    """A sentence, if it ended for another reason than a rank or a command."""
 
 
 class RankExit(Struct, frozen=True, kw_only=True):
-    """How a rank ended."""
+    """The end of a rank."""
 
     exit_code: int
     """Negative for a signal."""
@@ -78,9 +78,9 @@ class RankExit(Struct, frozen=True, kw_only=True):
 _Record = TypeVar("_Record", bound=Struct)
 
 
-def node_folder(folder: Path, seat: int) -> Path:
-    """Return what belongs to one node of the case in ``folder``."""
-    return folder / f"node{seat}"
+def node_folder(folder: Path, node: int) -> Path:
+    """Return the folder of one node of the case in ``folder``."""
+    return folder / f"node{node}"
 
 
 def write_record(path: Path, what: Any) -> None:

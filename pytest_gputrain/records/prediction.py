@@ -20,7 +20,7 @@ class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     marker: str
     """The marker of the GPU."""
     kind: Literal["cpu", "cuda"]
-    """Which rules apply for kernels, optimizer loops and rounding."""
+    """The rules for kernels, optimizer loops and rounding."""
     memory_bytes: Whole | None = None
     """The memory that the driver can give: some hundred MiB less than a card is sold with. None for no limit."""
     context_bytes: Whole = 0
@@ -30,14 +30,14 @@ class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     capability: tuple[Whole, Whole] = (9, 0)
     """CUDA's compute capability. Below 8.0 there is no flash attention."""
     attention: Literal["current", "unfused"] = "current"
-    """Which kernels attention runs: those of the installed libraries, or plain products as before torch 2.0."""
+    """The kernels of attention: those of the installed libraries, or plain products as before torch 2.0."""
     lists: bool = True
     """Whether optimizers work on lists of tensors, which is the default on a GPU since torch 2.0. Otherwise they update one
     tensor after another."""
     multiprocessors: Whole = 132
     """The number of multiprocessors of the GPU, among which a large sum is divided."""
     workspace_bytes: Whole = 0
-    """What cuBLAS takes from the caching allocator, once for the forward and once for the backward pass."""
+    """The workspace that cuBLAS takes from the caching allocator, once for the forward and once for the backward pass."""
     peak_flops: dict[str, float] = {}
     """FLOP/s by arithmetic: ``fp32`` (that of TF32 if the case allows it), ``bf16`` and ``fp16``."""
     bandwidth: float | None = None
@@ -50,7 +50,7 @@ class LiveTensor(Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes: Whole
     """The memory of all of them."""
     count: Whole
-    """How many they are."""
+    """The number of tensors."""
     operator: str
     """The operator that made them."""
     phase: TrainingPhase
@@ -65,7 +65,7 @@ class LiveTensor(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):
-    """What all calls of one operator in one micro-batch do."""
+    """The work of all calls of one operator in one micro-batch."""
 
     calls: Whole
     """The number of calls."""
@@ -105,11 +105,11 @@ MEASURED_ONLY: Final = (
     "updates",
     "warmup_seconds",
 )
-"""What a `Measurement` has and a `Prediction` has not."""
+"""The fields that a `Measurement` has and a `Prediction` has not."""
 
 
 class FiguresWithoutTimes(Struct, frozen=True, kw_only=True, tag_field="outcome"):
-    """What a prediction and a run on an emulated GPU have in common: no time was measured."""
+    """The common part of a prediction and a run on an emulated GPU, which have no measured times."""
 
     _described: ClassVar[str]
 
@@ -171,7 +171,7 @@ class Prediction(FiguresWithoutTimes, frozen=True, kw_only=True, tag="predicted"
     """The least time of that micro-batch: the sum, over its operators, of the larger of arithmetic and memory traffic at the
     device's peaks."""
     operators: dict[str, OperatorWork]
-    """What each operator does in that micro-batch, recomputation included."""
+    """The work of each operator in that micro-batch, including recomputation."""
     packages: dict[str, str]
     """The version of every training library whose code the case runs, without a local label such as ``+cu130``. For own
     code, of those that it imported."""
@@ -185,7 +185,7 @@ class Prediction(FiguresWithoutTimes, frozen=True, kw_only=True, tag="predicted"
 
 
 class PredictionConditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a prediction depends on, beside the case."""
+    """The conditions of a prediction, beside the case."""
 
     packages: dict[str, str]
     target: Target

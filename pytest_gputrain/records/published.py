@@ -33,7 +33,7 @@ class Figure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Figures(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What a table prints for one case by one framework. Memory is that of one GPU."""
+    """The figures that a table prints for one case by one framework. Memory is that of one GPU."""
 
     step_seconds: Figure | None = None
     """Seconds of one micro-batch."""

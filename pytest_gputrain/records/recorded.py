@@ -15,12 +15,12 @@ FiguresT = TypeVar("FiguresT", bound=Prediction | EmulatedRun)
 
 
 class Recorded(Struct, Generic[FiguresT], frozen=True, kw_only=True):
-    """What is stored for one case on one platform."""
+    """The stored figures of one case on one platform."""
 
     case: Case
     scale: Scale
     figures: tuple[FiguresT, ...]
-    """Those of each set of conditions, the latest recorded last."""
+    """The figures of each set of conditions, the latest recorded last."""
 
     def like(self, figures: FiguresT) -> FiguresT | None:
         """Return what is stored under the same conditions."""

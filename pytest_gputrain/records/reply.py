@@ -13,11 +13,11 @@ from pytest_gputrain.records.prediction import LiveTensor, TrainingPhase
 from pytest_gputrain.records.whole import Whole
 
 Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "reply"]
-"""What a process of a case was doing. ``count`` is the pass that counts allocations."""
+"""The activity of a process of a case. ``count`` is the pass that counts allocations."""
 
 
 StepSeconds = Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)]
-"""Of at least one step; none takes no time."""
+"""The times of at least one step; none is 0."""
 
 
 class Event(Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class Event(Struct, frozen=True, kw_only=True):
     step_seconds: float | None = None
     allocated_bytes: Whole | None = None
     at: float | None = None
-    """Of the host's monotonic clock, where a phase begins."""
+    """The time on the host's monotonic clock when a phase begins."""
 
 
 class Holder(Struct, frozen=True, kw_only=True):
@@ -66,13 +66,13 @@ class Telemetry(Struct, frozen=True, kw_only=True):
 
 
 class Environment(Struct, frozen=True, kw_only=True):
-    """Where a measurement was made. The sentence of a regression names the fields that differ between the run and its
-    baseline."""
+    """The machine and the software of a measurement. The sentence of a regression names the fields that differ between the
+    run and its baseline."""
 
     device_name: str
     """The name that the driver reports (``NVIDIA H100 80GB HBM3``), or ``cpu``."""
     device_type: Literal["cpu", "cuda", "rocm"]
-    """What torch ran on."""
+    """The type of the device that torch used."""
     device_count: Whole
     """The processes of the case, servers included. There are as many GPUs, or shares of a CPU."""
     device_memory_bytes: Whole | None
@@ -113,7 +113,7 @@ class Environment(Struct, frozen=True, kw_only=True):
 
 
 class Rank(Struct, frozen=True, kw_only=True):
-    """What one of several processes of a case measured."""
+    """The figures of one of several processes of a case."""
 
     role: Literal["worker", "server"] = "worker"
     """Whether it trained or served tables."""
@@ -135,12 +135,12 @@ class Rank(Struct, frozen=True, kw_only=True):
 
 
 class Served(Struct, frozen=True, kw_only=True, tag="served", tag_field="outcome"):
-    """What a parameter server replies instead of a measurement: it takes no steps."""
+    """The reply of a parameter server, which takes no steps."""
 
     updates: Whole
     rows: Whole
     model_bytes: Whole
-    """Of its tables' rows, without optimizer states."""
+    """The memory of its tables' rows, without optimizer states."""
     peak_allocated_bytes: Whole
     peak_host_bytes: Whole
 
@@ -211,7 +211,7 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """The number of threads whose tensors were counted one by one. With several, the peak depends on which of them is
     faster."""
     notes: tuple[str, ...] = ()
-    """What was not counted, each as a sentence."""
+    """Sentences that name what was not counted."""
     free_bytes: Whole | None = None
     """Free memory on the fullest of the case's GPUs before the case started."""
     other_processes: Whole | None = None
@@ -221,7 +221,7 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     telemetry: Telemetry | None = None
     """Energy, power and clocks of its GPUs."""
     environment: Environment
-    """Where it was measured."""
+    """The machine and the software of the measurement."""
 
     @property
     def joules_per_step(self) -> float | None:
@@ -274,15 +274,15 @@ class OutOfMemory(Struct, frozen=True, kw_only=True, tag="out_of_memory", tag_fi
     """The case does not fit. This can be a baseline, and it fails a test whose baseline did fit."""
 
     where: Literal["device", "host"]
-    """Which memory ran out."""
+    """The kind of memory that ran out."""
     phase: Phase
-    """What the process was doing."""
+    """The activity of the process."""
     message: str
     """The allocator's own sentence."""
     step: Whole | None = None
     """The timed step, if one had begun."""
     rank: Whole | None = None
-    """Which of several processes ran out of memory."""
+    """The one of several processes that ran out of memory."""
     peak_allocated_bytes: Whole | None = None
     """The highest sum of live tensor storages until then."""
     free_bytes: Whole | None = None
@@ -292,16 +292,16 @@ class OutOfMemory(Struct, frozen=True, kw_only=True, tag="out_of_memory", tag_fi
     holders: tuple[Holder, ...] = ()
     """These processes, and memory in use that no process seems to own."""
     environment: Environment | None = None
-    """Where it ran."""
+    """The machine and the software of the process."""
 
 
 class Crashed(Struct, frozen=True, kw_only=True, tag="crashed", tag_field="outcome"):
     """No valid result: an exception, a failed check, a signal, or a reply that cannot be read."""
 
     sentence: str
-    """What happened."""
+    """A sentence that says what happened."""
     phase: Phase
-    """What the process was doing."""
+    """The activity of the process."""
     step: Whole | None = None
     """The timed step, if one had begun."""
     detail: str = ""
@@ -311,7 +311,7 @@ class Crashed(Struct, frozen=True, kw_only=True, tag="crashed", tag_field="outco
     refused: bool = False
     """Whether nothing broke, but a check found that the case is not what it claims to be."""
     rank: Whole | None = None
-    """Which of several processes crashed."""
+    """The one of several processes that crashed."""
     measured: Measurement | EmulatedRun | None = None
     """The figures of the timed steps, if the case failed after them. They are shown, and never judged or recorded."""
 
@@ -322,13 +322,13 @@ class TimedOut(Struct, frozen=True, kw_only=True, tag="timed_out", tag_field="ou
     timeout_seconds: float
     """The time that it had."""
     phase: Phase
-    """What the process was doing."""
+    """The activity of the process."""
     step: Whole | None = None
     """The timed step, if one had begun."""
     detail: str = ""
     """The Python stacks of the worker at the end, if it could still give them."""
     advice: str = ""
-    """What may help besides more time."""
+    """Advice, in addition to more time."""
     measured: Measurement | EmulatedRun | None = None
     """The figures of the timed steps, as in `Crashed`."""
 
@@ -345,11 +345,11 @@ class Lost(Struct, frozen=True, kw_only=True, tag="lost", tag_field="outcome"):
     cause: Cause
     """Why."""
     sentence: str
-    """What happened and what to do."""
+    """A sentence that says what happened and what to do."""
     job: str = ""
     """The scheduler's id of the job. Empty if it took none."""
     host: str = ""
-    """Where it ran, as far as known."""
+    """The machine that ran it, as far as known."""
     detail: str = ""
     """The end of the job's output."""
 

@@ -16,12 +16,12 @@ from pytest_gputrain.records.whole import Whole
 
 
 class RankSpread(Struct, frozen=True, kw_only=True):
-    """How far the processes of a case are apart, in the run where they are farthest apart."""
+    """The spread of the processes of a case, in the run with the largest spread."""
 
     slowest: Whole | None
     """The rank whose own work takes longest, by the median of its steps. None if the steps do not tell their own work."""
     lag: float | None
-    """How much longer the slowest rank takes than the fastest, as a share of the fastest. None likewise."""
+    """The time that the slowest rank takes longer than the fastest, as a share of the fastest. None likewise."""
     lag_seconds: float | None
     """The same in seconds per step."""
     least_peak_allocated_bytes: Whole
@@ -47,7 +47,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     """The throughput divided by that of as many single workers, as the median over the runs. None unless the test asked for
     it."""
     ranks: RankSpread | None = None
-    """How far the processes are apart. None for one process."""
+    """The spread of the processes. None for one process."""
     first_step_seconds: float | None = None
     """Seconds of the first step of the warm-up, which loads, tunes and (with ``compile``) builds kernels. It is the median
     over the runs, and None without a warm-up."""
@@ -113,7 +113,7 @@ class TrainedResult(CaseResult, frozen=True, kw_only=True):
     replies: tuple[Reply, ...]
     """The reply of each fresh process, at least one."""
     summary: Summary | None = None
-    """None if no process gave figures."""
+    """The summary; None if no process gave figures."""
 
     @property
     def figures(self) -> Measurement | None:
@@ -136,7 +136,7 @@ class BatchSearch(TrainedResult, frozen=True, kw_only=True, tag="batch_search"):
     """A case whose batches ``--gpu-find-batch`` searched. Its figures are those of the fastest batch."""
 
     search: Search
-    """What the search found."""
+    """The results of the search."""
 
 
 class LossStudy(TrainedResult, frozen=True, kw_only=True, tag="loss_study"):
@@ -159,7 +159,7 @@ class UnmeasuredResult(CaseResult, frozen=True, kw_only=True):
 
     @property
     def summary(self) -> None:
-        """None, because nothing was measured."""
+        """Always None, because nothing was measured."""
         return
 
 

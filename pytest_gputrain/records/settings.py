@@ -17,7 +17,7 @@ OUTPUTS: Final = ("json", "html", "summary", "history")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What the command line, the ini file and the defaults add up to."""
+    """The settings of a run, from the command line, the ini file and the defaults."""
 
     baseline_update: Literal["no", "new-only", "all"]
     baseline_prune: bool
@@ -67,7 +67,7 @@ class Settings:
     fleet: Literal["slurm", "ray"] | None
     """The scheduler that runs the cases, of ``--gpu-executor``; None for this machine."""
     fleet_args: tuple[tuple[str, tuple[str, ...]], ...]
-    """What the engine is told beside: a catalog marker, empty for all platforms, and arguments."""
+    """Further arguments for the scheduler: a catalog marker, empty for all platforms, and arguments."""
     fleet_gpus: int
     """GPUs of each node of the fleet."""
     fleet_jobs: int

@@ -17,7 +17,7 @@ class Try(Struct, frozen=True, kw_only=True):
     batch_size: Whole
     """Samples per process."""
     outcome: Literal["fits", "out_of_memory", "timed_out", "capped", "crashed", "lost"]
-    """What happened. ``capped``: the tiny scale trains on fewer samples than requested."""
+    """The outcome. ``capped``: the tiny scale trains on fewer samples than requested."""
     samples_per_second: float | None = None
     """Its throughput."""
     peak_allocated_bytes: Whole | None = None
@@ -27,7 +27,7 @@ class Try(Struct, frozen=True, kw_only=True):
 
 
 class Search(Struct, frozen=True, kw_only=True):
-    """Which micro-batches of a case fit, and which is the fastest."""
+    """The search for the micro-batches that fit, and for the fastest one."""
 
     tries: tuple[Try, ...]
     """All tries in their order, each batch once."""
@@ -40,7 +40,7 @@ class Search(Struct, frozen=True, kw_only=True):
 
 
 Trend = Literal["converging", "flat", "diverging"]
-"""How the losses of a case develop."""
+"""The trend of the losses of a case."""
 
 
 class LossCurve(Struct, frozen=True, kw_only=True):
@@ -55,8 +55,8 @@ class LossCurve(Struct, frozen=True, kw_only=True):
     non_finite_step: Whole | None = None
     """The step, counted from 1, whose loss was not finite."""
     trend: Trend | None = None
-    """How the losses develop."""
+    """The trend of the losses."""
     gap: float | None = None
-    """How far above the fp32 curve it ends, as a share of where that one begins."""
+    """The distance of its end above the fp32 curve, as a share of where that one begins."""
     reason: str = ""
     """Why there is no curve."""

@@ -12,7 +12,7 @@ from pytest_gputrain.utils.units import format_bytes, format_percent, parse_byte
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryTolerance:
-    """How much more memory passes: a share of the baseline, bytes, or a share and bytes on top."""
+    """The tolerance of memory: a share of the baseline, bytes, or a share and bytes on top."""
 
     ratio: float = 0.0
     bytes: int = 0
@@ -58,7 +58,7 @@ def read_memory_tolerance(value: object) -> MemoryTolerance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """How much worse passes."""
+    """The tolerances of a case."""
 
     time: float
     memory: MemoryTolerance
@@ -68,25 +68,25 @@ class Tolerance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cap:
-    """What one figure of a case may be at most."""
+    """The highest value that one figure of a case may have."""
 
     metric: MetricName
     """``peak_allocated_bytes`` or ``step_seconds``."""
     most: float
     stated: str
-    """Where: ``gpu_limit on test_tuning``."""
+    """The place of the limit: ``gpu_limit on test_tuning``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """What a test asks for its own cases."""
+    """The limits and tolerances that a test states for its own cases."""
 
     caps: tuple[Cap, ...] = ()
     time_tolerance: float | None = None
     """Instead of the run's; None for that."""
     memory_tolerance: MemoryTolerance | None = None
     growth_bytes: int = 0
-    """That own code may keep more of after every round of its accumulation."""
+    """The memory that own code may keep after every round of its accumulation."""
 
 
 NO_TERMS: Final = Terms()

@@ -39,7 +39,7 @@ class Change(Struct, frozen=True, kw_only=True):
     runs_since: Whole
     """Runs from ``first`` to the end of the history."""
     differences: tuple[str, ...]
-    """What else differs between these two runs: versions, machine, fields of the case."""
+    """Other differences between these two runs: versions, machine, fields of the case."""
 
 
 class Course(Struct, frozen=True, kw_only=True):

@@ -17,11 +17,11 @@ Status = Literal[
 ]
 """The verdict of a case or of a metric; docs/verdicts.md explains each."""
 FAILING: Final[tuple[Status, ...]] = ("regressed", "over-limit", "failed")
-"""What fails a test."""
+"""The verdicts that fail a test."""
 STRICTLY_FAILING: Final[tuple[Status, ...]] = ("inconclusive", "not-comparable", "new")
-"""What fails a test in addition where a comparison has to be made."""
+"""The verdicts that also fail a test in a strict run."""
 HeldTo = Literal["prediction", "published"]
-"""What a case is compared with on a device that has no baseline yet."""
+"""The kind of figures that a case is compared with on a device that has no baseline yet."""
 MetricName = Literal[
     "step_seconds",
     "peak_allocated_bytes",
@@ -45,7 +45,7 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 
     outcome: Literal["measured", "out_of_memory"]
     out_of: Literal["device", "host"] | None = None
-    """Which memory ran out."""
+    """The kind of memory that ran out."""
     environment: Environment
     date: str
     """UTC, ISO 8601."""
@@ -53,27 +53,27 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     """Id of the pytest run; runs of one session share the machine's mood."""
     commit: str = ""
     variables: tuple[str, ...] = ()
-    """As in `Result`."""
+    """The changed variables, as in `Result`."""
     warmup: Whole = 0
     step_seconds: tuple[float, ...] = ()
     peak_allocated_bytes: Whole | None = None
     phase_peak_bytes: dict[TrainingPhase, Whole] = {}
-    """As in `Measurement`; none where an allocator keeps the peak."""
+    """The peaks of the phases, as in `Measurement`; none if an allocator keeps the peak."""
     largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = {}
-    """As in `Measurement`, without lines of code, which move."""
+    """The largest tensors, as in `Measurement`, without lines of code, which change often."""
     peak_reserved_bytes: Whole | None = None
     peak_host_bytes: Whole | None = None
     model_bytes: Whole | None = None
     flops_per_step: Whole | None = None
     one_worker_seconds: float | None = None
-    """As in `Measurement`: what the scaling efficiency of this run is derived from."""
+    """The step time of one worker, as in `Measurement`. The scaling efficiency of this run follows from it."""
     free_bytes: Whole | None = None
-    """As in `Measurement`."""
+    """The free memory, as in `Measurement`."""
     final_loss: float | None = None
 
 
 class Baseline(Struct, frozen=True, kw_only=True):
-    """What is stored for one case on one device."""
+    """The stored runs of one case on one device."""
 
     device: str
     """Slug of the folder it lies in, or the name of the report it was read from."""
@@ -83,7 +83,7 @@ class Baseline(Struct, frozen=True, kw_only=True):
 
 
 class Published(Struct, frozen=True, kw_only=True):
-    """What others published for one case on one platform: a row of a table in ``baselines/published``."""
+    """The published figures of one case on one platform: a row of a table in ``baselines/published``."""
 
     table: str
     """The name of the table."""
@@ -94,7 +94,7 @@ class Published(Struct, frozen=True, kw_only=True):
     case: Case
     """The case that reproduces the row."""
     outcome: Literal["measured", "out_of_memory", "error"]
-    """What the row reports. ``error`` stands for an error instead of figures."""
+    """The outcome that the row reports. ``error`` stands for an error instead of figures."""
     cells: dict[str, str]
     """The text of every column as printed, by its heading."""
     figures: dict[str, Figures]
@@ -132,7 +132,7 @@ class MetricVerdict(Struct, frozen=True, kw_only=True):
     runs: Whole | None = None
     """Fresh processes of today."""
     votes: Whole | None = None
-    """How many of these are beyond the limit, on the side that has more."""
+    """The number of these that are beyond the limit, on the side that has more."""
 
     @property
     def change(self) -> float | None:
@@ -152,9 +152,9 @@ class LimitVerdict(Struct, frozen=True, kw_only=True):
     value: float | None
     """The median of the runs. Of an even number of runs, the higher of the middle two. None if there are no figures."""
     limit: float
-    """What the test allows."""
+    """The highest allowed value."""
     stated: str
-    """Where the limit is stated, as ``gpu_limit on test_tuning``."""
+    """The place of the limit, as ``gpu_limit on test_tuning``."""
     note: str = ""
     """Why it was not judged."""
     runs: Whole = 0
@@ -162,7 +162,8 @@ class LimitVerdict(Struct, frozen=True, kw_only=True):
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """What the runs of a case mean. ``failed`` stands for a case that gave no figures, because it crashed or timed out."""
+    """The meaning of the runs of a case. ``failed`` stands for a case that gave no figures, because it crashed or timed
+    out."""
 
     status: Status
     """The verdict of the case, which is that of its worst metric."""
@@ -175,7 +176,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     before: Status | None = None
     """For a ``recorded`` case, the verdict that its figures had before they were recorded."""
     held_to: HeldTo | None = None
-    """What a measured case without a baseline was compared with instead."""
+    """The figures that a measured case without a baseline was compared with instead."""
 
     def metric(self, name: MetricName) -> MetricVerdict | None:
         """Return the verdict of a metric, or None."""

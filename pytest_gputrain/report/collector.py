@@ -70,12 +70,12 @@ class Collector:
         self._pending: dict[type[SuiteStore[Any, Any]], defaultdict[tuple[str, str], dict[str, Any]]] = {
             store_type: defaultdict(dict) for store_type in (BaselineStore, PredictionStore, EmulationStore)
         }
-        """What waits to be saved, by store, and there by device and suite."""
+        """The results that wait to be saved, by store, and there by device and suite."""
         self._recorded: dict[Path, int] = {}
         self._unchanged: Counter[Path] = Counter()
-        """How many of these were there with the same figures."""
+        """The number of these that existed with the same figures."""
         self._stored: dict[tuple[str, str, str], _RecordedCase] = {}
-        """What becomes a baseline, by device, suite and key."""
+        """The results that become a baseline, by device, suite and key."""
         self._records_resumed = False
         """Whether a baseline has runs of an earlier session."""
         self._save_at = time.monotonic() + _SAVE_EVERY_SECONDS
@@ -193,7 +193,7 @@ class Collector:
         measured_on_gpus = {result.device for result in self.results if isinstance(result, Measured)} - {CPU}
         on_gpus = any(path.parent.name in measured_on_gpus for path in new)
         if on_gpus and not self._records_resumed:
-            self.notes.append("all runs of these baselines are of this session, so they do not tell how much days differ")
+            self.notes.append("all runs of these baselines come from this session, so they do not show how much days differ")
         kept = () if ran else self._note_kept(is_listing)
         self.notes += filter(None, [uncompared.line(self.results, skipped=skipped, unclaimed=unclaimed)])
         for file, write in ((self.settings.json, json_report.write), (self.settings.html, self._write_page)):
@@ -269,7 +269,7 @@ class Collector:
         unknown = (
             ""
             if self._resumed_report.report.commit and self.session.commit
-            else "; nothing tells whether the code is the same"
+            else "; it is not known whether the code is the same"
         )
         self.notes.append(sentence + unknown)
 

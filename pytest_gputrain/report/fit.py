@@ -126,8 +126,8 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
     yield from report.about
     share = format_percent(report.error, signed=False)
     yield (
-        "memory is what nvidia-smi would show of a process, and without limit where it does not fit; within the error: an "
-        f"error of {share}, which is the largest against published figures, would turn the answer"
+        "memory is that of the process in nvidia-smi; if it does not fit, memory without a limit; within the error: an "
+        f"error of {share}, the largest against published figures, would change the answer"
     )
     yield (
         "the least time is a bound by the peaks of the hardware, not a forecast: published steps on an H100 took 1.8 to 4.6 "
@@ -157,7 +157,7 @@ _ORIGINS: Final[dict[TrainingPhase, str]] = {
     "between": "clipping",
     "optimizer": "optimizer",
 }
-"""What is made in each phase, for the most part."""
+"""The kind of tensors that each phase makes, for the most part."""
 _SHOWN_SHARE: Final = 0.01
 
 

@@ -21,7 +21,7 @@ class Failure(NamedTuple):
     """A test that failed."""
 
     path: Path | None
-    """None for what is no single test's."""
+    """The file of the test; None if the failure is not that of a single test."""
     line: int | None
     """Counted from 1."""
     title: str

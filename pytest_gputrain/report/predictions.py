@@ -63,7 +63,7 @@ def explain(results: Sequence[Result]) -> list[str]:
     lines = [f"predicted for {first.target.marker}{limit}, by {how} ({packages}); nothing was trained"]
     if first.peak_reserved_bytes is not None:
         lines.append(
-            "memory is what the allocator and the driver hold; roofline is the least time of a step at the hardware's peaks"
+            "memory is that of the allocator and of the driver; roofline is the least time of a step at the hardware's peaks"
         )
     unfit = [str(result.case) for result, prediction in predicted if prediction.fits is False]
     if unfit:

@@ -26,10 +26,10 @@ class Metric(NamedTuple):
     """A figure that a table may print and a run may measure."""
 
     field: str
-    """Of `pytest_gputrain.records.published.Figures`."""
+    """The field of `pytest_gputrain.records.published.Figures`."""
     title: str
     measured: Callable[[Result], float | None]
-    """None where it was not measured."""
+    """The measured figure; None if it was not measured."""
 
 
 class ComparedFigure(NamedTuple):
@@ -84,7 +84,7 @@ METRICS: Final = (
     Metric("model_bytes", "model memory", _peak("model_bytes")),
     Metric("peak_host_bytes", "host memory", _peak("peak_host_bytes")),
 )
-"""In the order of display. Nothing here measures the time of an epoch; see `epoch_seconds`."""
+"""The metrics in the order of display. Nothing here measures the time of an epoch; see `epoch_seconds`."""
 
 
 def epoch_seconds(case: Case, samples: int, update_seconds: float) -> float:

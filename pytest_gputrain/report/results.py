@@ -14,7 +14,7 @@ FAILURES: Final[dict[str, str]] = {
     "lost": "lost",
     "refused": "refused",
 }
-"""What tables show of a run without figures."""
+"""The cells of tables for a run without figures."""
 _Kind = TypeVar("_Kind", bound=Result)
 
 
@@ -50,7 +50,7 @@ BY_ATTENTION: Final = (
     "predicted",
     "emulated",
 )
-"""What `verdict_of` gives, with what wants attention first."""
+"""The results of `verdict_of`, the most urgent first."""
 
 
 def verdict_of(result: Result) -> str:

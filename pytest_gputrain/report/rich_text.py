@@ -71,15 +71,15 @@ def case_table(cases: Sequence[str], figures: Mapping[str, Sequence[str]], verdi
     taken += sum(1 + max(map(len, (header, *cells))) for header, cells in figures.items())
     if taken + len(figures) + 1 + longest > width:
         gap = 0
-    room = max(_LEAST_CASE, width - taken - gap * (len(figures) + 1) - 1)
+    case_width = max(_LEAST_CASE, width - taken - gap * (len(figures) + 1) - 1)
     result = table(gap=gap)
-    result.add_column("Case", width=min(longest, room) if longest >= len("Case") else None, overflow="fold")
+    result.add_column("Case", width=min(longest, case_width) if longest >= len("Case") else None, overflow="fold")
     for header in figures:
         result.add_column(header, justify="right", no_wrap=True)
     result.add_column("Verdict", no_wrap=True)
     for number, (case, verdict) in enumerate(zip(cases, verdicts, strict=True)):
         cells = [text(column[number]) for column in figures.values()]
-        result.add_row(text(case, width=room), *cells, verdict)
+        result.add_row(text(case, width=case_width), *cells, verdict)
     return result
 
 

@@ -108,7 +108,7 @@ def explain(results: Sequence[Result]) -> list[str]:
             if curve.outcome == "left_out":
                 reasons[curve.reason].append(curve.precision)
         if any(curve.precision == "fp32" and curve.trend == "diverging" for curve in result.loss_curves):
-            lines.append(f"{result.case} diverges in fp32 already: its recipe does, whatever the precision")
+            lines.append(f"{result.case} diverges in fp32, too, so the cause is the recipe and not the precision")
         trends = {curve.trend for curve in result.loss_curves if curve.trend}
         if trends == {"flat"}:
             lines.append(f"{result.case} is flat in every precision: its loss does not fall")

@@ -132,8 +132,8 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
     if uncompiled:
         first = f"{next(iter(uncompiled))}{_and_more(list(uncompiled))}"
         lines.append(
-            f"{_cases(len(uncompiled))} not compiled: {first} uses torch.compile, which has no effect on a CPU, where "
-            "tensors are counted; what it changes, a GPU shows"
+            f"{_cases(len(uncompiled))} not compiled: {first} uses torch.compile, which has no effect on a CPU, because "
+            "tensors are counted one by one; its effect shows on a GPU"
         )
     lines += predictions.explain(results)
     lines += emulations.explain(results)
@@ -197,7 +197,7 @@ _CHANGES: Final[dict[MetricName, str]] = {
 _WIDTH_OF_ALL_COLUMNS: Final = 92
 _SHOWN_NOTES: Final = 6
 _SHOWN_DIGITS: Final = 4
-"""Of a change as a share: a table shows what a reader compares, and sentences the rest."""
+"""The digits of a change as a share: a table shows what a reader compares, and sentences the rest."""
 _LARGE_SPREAD: Final = 0.10
 """Processes of a case are reported if they differ by more than this share of the least, in own work or in memory."""
 _LARGE_SPREAD_ON_CPU: Final = 1.0

@@ -50,7 +50,7 @@ class EmulatingRunner(UnmeasuredRunner[EmulatedRun]):
         # A worker that runs a script sees the allocator's peaks alone, not what holds them.
         command = shlex.join(["python", case.code, *msgspec.json.decode(case.args or "[]", type=list[str])])
         emulate = f"gputrain emulate --gpu {self.executor.host.platform} -- {command}"
-        sentence = f"{verdict.sentence}; {emulate} tells what is allocated at the peak, and where"
+        sentence = f"{verdict.sentence}; {emulate} shows what is allocated at the peak, and where"
         return msgspec.structs.replace(verdict, sentence=sentence)
 
     def _described(self, figures: EmulatedRun, title: str) -> str:

@@ -31,11 +31,11 @@ MOST_BATCH: Final = 1024
 
 _IMPORT_SECONDS: Final = 5.0
 _SHALLOW_SECONDS: Final = 1.7
-"""Of a model of which three shallow ones are predicted instead (docs/predicted-cases.md)."""
+"""The time of a model that is predicted from three shallow ones (docs/predicted-cases.md)."""
 _BLOCK_SECONDS: Final = 0.15
-"""Of a block of any other, on top of a second."""
+"""The time of a block of any other model, in addition to a second."""
 _UNKNOWN_BLOCKS: Final = 40
-"""Of a model whose blocks nobody counts here."""
+"""The assumed number of blocks of a model whose blocks are not counted here."""
 _FURTHER: Final = 3
 """Predictions that the largest batch of a case on a GPU takes, or a remedy."""
 

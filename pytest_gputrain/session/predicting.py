@@ -38,7 +38,7 @@ class PredictingRunner(UnmeasuredRunner[Prediction]):
 
     def _refuse(self, case: Case) -> None:
         if case.compile != "off":
-            raise CannotRun("is compiled, and a prediction does not know what a compiler makes of it")
+            raise CannotRun("is compiled, and a prediction does not know the compiled code")
 
     def _task(self, request: Request) -> Task:
         return self._tasks.make(request.case, request.module)

@@ -48,7 +48,7 @@ class Prefetcher:
         for expected_task in expected_tasks:
             self._expected_tasks[identity_of(expected_task.task)].append(expected_task)
         self._suite_noise = SuiteNoise()
-        """Not the tests' own: what they know of each other must not depend on what came in when."""
+        """The noise of the suite for guesses only: the tests' own must not depend on the order in which replies come in."""
         self._to_come = set(self._expected_tasks)
         self._put_off: dict[bytes, _HostReplies] = {}
 

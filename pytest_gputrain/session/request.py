@@ -18,7 +18,7 @@ from pytest_gputrain.session.tasks import TaskMaker
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What a test asks of a case."""
+    """The request of a test for a case."""
 
     nodeid: str
     suite: str
@@ -26,7 +26,7 @@ class Request:
     markers: frozenset[str] = frozenset()
     """Names of all markers of the test."""
     expression: str = ""
-    """Of ``-m``."""
+    """The expression of ``-m``."""
     judged: bool
     scaling: bool = False
     """Whether a case of several processes is compared with one worker alone, too."""

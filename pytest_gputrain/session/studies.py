@@ -24,17 +24,17 @@ COMPARED: Final = ("fp32", "bf16-amp", "fp16-amp")
 
 class SearchedBatch(NamedTuple):
     task: Task
-    """With the fastest batch; with the one that crashed, or with 1, where there is none."""
+    """The task with the fastest batch; if there is none, with the one that crashed, or with 1."""
     reply: Reply
-    """Of that task."""
+    """The reply of that task."""
     search: Search
 
 
 class RecordedLosses(NamedTuple):
     task: Task
-    """In the precision of the case."""
+    """The task in the precision of the case."""
     reply: Reply
-    """Of that task."""
+    """The reply of that task."""
     loss_curves: tuple[LossCurve, ...]
 
 

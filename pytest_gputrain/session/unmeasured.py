@@ -37,11 +37,11 @@ class UnmeasuredRunner(CaseRunner, abc.ABC, Generic[FiguresT]):
     """
 
     source: ClassVar[str]
-    """What gives the figures, in a sentence: ``a prediction``."""
+    """The source of the figures, in a sentence: ``a prediction``."""
     failing: ClassVar[str]
-    """What a process that failed did not give."""
+    """The name of the answer that a failed process did not give."""
     processes_trained: ClassVar[int]
-    """For one answer."""
+    """The number of processes that trained for one answer."""
     result_type: ClassVar[type[Predicted | Emulated]]
     store_type: ClassVar[type[RecordedStore[Any]]]
 

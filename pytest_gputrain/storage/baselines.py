@@ -34,7 +34,7 @@ from pytest_gputrain.utils.sanitize import OneLineError
 _RESTORE: Final = "restore it from git, or delete it and record again"
 _RESTORE_ENTRY: Final = "restore it from git, or delete the entry and record it again"
 _RECORD_ENTRY: Final = "delete the entry and record it again"
-_NEWER: Final = "update pytest-gputrain, should a newer version have written it"
+_NEWER: Final = "update pytest-gputrain if a newer version wrote it"
 _MOST_LINES_SHOWN: Final = 6
 
 _Type = TypeVar("_Type")
@@ -74,11 +74,12 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
     entry: ClassVar[str]
     """An entry in a sentence, such as "run"."""
     shared: ClassVar[str]
-    """What entries share, in a sentence."""
+    """The name of the part that entries share, in a sentence."""
     file_type: ClassVar[type[Struct]]
-    """With five fields: format, device, suite, what entries share by reference, and each case in the least memory."""
+    """The record of a file, with five fields: format, device, suite, what entries share by reference, and each case in the
+    least memory."""
     case_type: ClassVar[type[Struct]]
-    """With three fields: case, scale and entries."""
+    """The record of a case, with three fields: case, scale and entries."""
     entry_type: type[_Entry]
     shared_type: ClassVar[type[Struct]]
 
@@ -91,7 +92,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         self.folder = folder.joinpath(*self.parent)
         self._files: dict[tuple[str, str], dict[str, _Record]] = {}
         self.unchanged: Counter[Path] = Counter()
-        """How many records an update found in each file with the same judged figures, and left as they were."""
+        """The number of records in each file whose judged figures were the same, so that an update did not change them."""
 
     def path(self, device: str, suite: str) -> Path:
         """Return the path of a suite's file in the folder.
@@ -397,7 +398,7 @@ def _sound(fields: Any, type_: type[_Type], what: str, refusal: Callable[..., Ba
     try:
         record = msgspec.convert(fields, type_)
     except msgspec.ValidationError as error:
-        raise refusal(f"holds no sound {what}: {error}", _remedy(error, _RESTORE)) from None
+        raise refusal(f"is not valid in the {what}: {error}", _remedy(error, _RESTORE)) from None
     if name := _lost(fields, msgspec.to_builtins(record)):
         raise refusal(f"holds an unknown {name!r} in the {what}", f"{_NEWER}, or {_RESTORE}")
     return record

@@ -22,7 +22,7 @@ KEPT_SECONDS: Final = 30 * 24 * 3600.0
 """Since a prediction was last asked for."""
 
 _READ_BY_LIBRARIES: Final = ("TORCH", "PYTORCH_", "TRANSFORMERS_", "DIFFUSERS_", "HF_", "PEFT_", "BNB_", "DS_")
-"""How environment variables begin that change what libraries do."""
+"""The beginnings of environment variables that change libraries."""
 
 
 class PredictionCache:

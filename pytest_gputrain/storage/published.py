@@ -49,7 +49,7 @@ class Source(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Setup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the rows of one platform were made with, as far as the document says."""
+    """The software and hardware of the rows of one platform, as far as the document names them."""
 
     hardware: str
     software: dict[str, str]
@@ -64,10 +64,10 @@ class Setup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Epoch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a table prints of whole epochs."""
+    """The figures of whole epochs in a table."""
 
     samples: int
-    """In one epoch, over all GPUs."""
+    """The samples of one epoch, over all GPUs."""
     column: str
     """Header of the column that has its time."""
 
@@ -91,13 +91,13 @@ class PublishedTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     title: str
     source: Source
     memory: str
-    """Which memory is printed, and what it is compared with."""
+    """The kind of memory that is printed, and the figure that is compared with it."""
     notes: tuple[str, ...]
     columns: tuple[Column, ...]
     platforms: dict[str, Setup]
-    """By catalog marker."""
+    """The platforms by catalog marker."""
     epoch: Epoch | None = None
-    """None where the table prints no time of an epoch."""
+    """The epoch; None if the table prints no time of an epoch."""
     rows: tuple[_Row, ...]
 
     def published(self, platform: str | None = None) -> tuple[Published, ...]:

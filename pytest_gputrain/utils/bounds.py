@@ -9,6 +9,6 @@ MAX_RUNS: Final = 20
 MOST_RUNS: Final = 5
 """Fresh processes of a case in doubt, unless an option says otherwise."""
 LEAST_RUNS_ON_A_CPU: Final = 5
-"""Of a baseline, for time on a CPU to be judged against it: its processes differ too much for fewer to tell."""
+"""The least number of runs of a baseline for time on a CPU, because its processes differ too much."""
 LEAST_STEPS: Final = 20
-"""Of a loss curve: four losses a fifth (see `pytest_gputrain.gate.loss_trend`)."""
+"""The least number of steps of a loss curve: four losses a fifth (see `pytest_gputrain.gate.loss_trend`)."""

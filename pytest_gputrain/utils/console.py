@@ -13,7 +13,7 @@ _UNBOUNDED: Final = 1000
 
 
 class StandardOutput(NamedTuple):
-    """What standard output can show: its width, and colours."""
+    """The abilities of standard output: its width, and colours."""
 
     width: int
     """Columns; many where no terminal limits them: a file, or the next command."""

@@ -17,10 +17,10 @@ from typing import Final
 import msgspec
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not the JSON of a record: none at all, another's, not UTF-8, nested too deep."""
+"""The errors of msgspec for bytes that are not the JSON of a record: none at all, another's, not UTF-8, nested too deep."""
 
 _MOST_BYTES: Final = 1 << 30
-"""Of a file that is read into memory: a report of 10,000 cases has a tenth of that."""
+"""The most bytes of a file that is read into memory: a report of 10,000 cases has a tenth of that."""
 _PART: Final = ".part"
 _WRITABLE: Final = 0o222
 _WRITABLE_BY_OTHERS: Final = 0o022
@@ -186,7 +186,7 @@ def make_own(folder: Path) -> None:
 
 
 _PATIENCE_SECONDS: Final = 60.0
-"""How long to wait for a lock: files are written in less, and a process that is stopped must not stop others."""
+"""The time to wait for a lock: files are written in less, and a process that is stopped must not stop others."""
 
 
 @contextlib.contextmanager

@@ -20,21 +20,22 @@ _BRANCHES: Final = (
     "BUILDKITE_BRANCH",
     "BRANCH_NAME",
 )
-"""Of GitHub, GitLab, Buildkite and Jenkins, which check a commit out without its branch; a pull request's own first."""
+"""The variables for a branch of GitHub, GitLab, Buildkite and Jenkins, which check a commit out without its branch; a pull
+request's own first."""
 
 _PULL_REQUESTS: Final = ("CI_MERGE_REQUEST_IID", "BUILDKITE_PULL_REQUEST", "CHANGE_ID")
-"""Of GitLab, Buildkite and Jenkins."""
+"""The variables for a pull request of GitLab, Buildkite and Jenkins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInfo:
-    """When and of which commit a run was."""
+    """The time and the commit of a run."""
 
     id: str
     created: str
     """UTC, ISO 8601."""
     commit: str
-    """With ``+dirty`` where tracked files differ from it; empty outside of a repository."""
+    """The commit, with ``+dirty`` if tracked files differ from it; empty outside of a repository."""
     changes: str = ""
     """Tells uncommitted changes of tracked files from others, of files apart that runs write; empty for none."""
     branch: str

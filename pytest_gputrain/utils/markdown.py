@@ -9,7 +9,7 @@ from typing import Final
 from pytest_gputrain.utils.sanitize import shown
 
 _MENTION: Final = re.compile(r"(?<![A-Za-z0-9_])@(?=[A-Za-z0-9])")
-"""What GitHub takes for a mention of somebody, or of a team; not an address, nor ``gemma-7b@tiny``."""
+"""Text that GitHub takes for a mention of somebody, or of a team; not an address, nor ``gemma-7b@tiny``."""
 
 
 def escaped(text: str) -> str:

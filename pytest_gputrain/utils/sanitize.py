@@ -13,7 +13,8 @@ _COMMANDS: Final = (
 """Commands of GitHub's workflows: https://docs.github.com/actions/reference/workflow-commands-for-github-actions."""
 
 _COMMAND: Final = re.compile(rf":(?=:(?:{_COMMANDS})\b)|##(?=\[)", re.I)
-"""In the log of a job the runner obeys a line that begins with ``::error``, and what follows ``##[`` anywhere."""
+"""A workflow command: in the log of a job the runner obeys a line that begins with ``::error``, and text after ``##[``
+anywhere."""
 
 _UNUSUAL: Final = re.compile(r"[^ -~\n\t]")
 _FIGURE: Final = re.compile(r"[-+]?[\d.,]*\s?%?")

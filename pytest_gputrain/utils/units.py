@@ -13,7 +13,7 @@ MiB: Final = 1024**2
 GiB: Final = 1024**3
 
 _MOST: Final = 2**63 - 1
-"""As of `Whole`."""
+"""The highest value, as for `Whole`."""
 
 _BYTE_UNITS: Final = {"b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 

@@ -33,8 +33,8 @@ def described(error: Exception) -> str:
 def ended(name: str, taken: int) -> CheckFailed:
     """Return what to raise for a loop that ended while more steps were asked for."""
     return CheckFailed(
-        f"the loop of {name} ended after {taken} {'step' if taken == 1 else 'steps'}, and more were to be measured; let it "
-        "go on for as long as it is asked to, as `while True:` around its epochs does"
+        f"the loop of {name} ended after {taken} {'step' if taken == 1 else 'steps'}, but more have to be measured; let it "
+        "run for as long as it is asked to, for example with `while True:` around its epochs"
     )
 
 
@@ -195,7 +195,7 @@ class Movement:
             zeros = "" if self._accepts_zeros else ", or one of zeros only"
             raise CheckFailed(
                 f"{len(starved)} of {len(self._trained)} trained tensors got no gradient (first: {starved[0]}){zeros}; "
-                "where that is meant, give them requires_grad_(False)"
+                "if that is intended, give them requires_grad_(False)"
             )
 
 

@@ -28,13 +28,13 @@ class Peaks:
     allocated: int | None
     reserved: int | None
     used: int | None
-    """In use on the whole device at this moment (context and other processes included)."""
+    """The memory in use on the whole device at this moment (context and other processes included)."""
     reset_unseen: bool = False
     """Whether the peaks may be too low: they were reset where `Device.keeping_peaks` could not see it."""
 
 
 class Device(Protocol):
-    """What the worker needs of a device."""
+    """The device of a worker, with the functions that it needs."""
 
     type: Literal["cpu", "cuda", "rocm"]
     torch_device: torch.device
@@ -127,7 +127,7 @@ class Accelerator:
         self._highest: tuple[int, ...] = (0, 0)
         """Allocated and reserved bytes since our own reset, whoever resets torch's."""
         self._last: tuple[int, ...] = (0, 0)
-        """What torch said last, since anybody's reset."""
+        """The last peak that torch reported, since any reset."""
         self._reset_unseen = False
         torch.cuda.set_device(self.torch_device)
         torch.cuda.init()

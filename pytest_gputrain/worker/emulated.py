@@ -132,7 +132,7 @@ def conditions(task: Task, device: Device) -> dict[str, Any]:
 def assumed(dealt: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
     """Yield what the figures rest on where choices among scores that nothing computed were dealt in turn."""
     if dealt:
-        yield f"balanced routing is assumed: unknown scores were dealt in turn, by {_places(dealt)}"
+        yield f"balanced routing is assumed: unknown scores were distributed evenly, by {_places(dealt)}"
 
 
 def read_as_zeros(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:

@@ -34,13 +34,13 @@ _active_counts: list[Callable[[], Count]] = []
 
 @dataclass(slots=True)
 class _Share:
-    """What one thread computed: no other thread adds to it, and recomputation belongs to the thread that repeats it."""
+    """The FLOPs of one thread: no other thread adds to it, and recomputation belongs to the thread that repeats it."""
 
     total: int = 0
     recomputed: int = 0
     by_type: Counter[torch.dtype] = field(default_factory=Counter)
     optimizers: int = 0
-    """How many optimizers take a step at this moment."""
+    """The number of optimizers that take a step at this moment."""
 
 
 class FlopCount(SharedMode):

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 _TIMEOUT: Final = datetime.timedelta(minutes=10)
-"""Of one collective; the parent's time-out ends a case that hangs."""
+"""The time limit of one collective; the parent's time-out ends a case that hangs."""
 
 
 @dataclass

@@ -42,7 +42,7 @@ _BLOCK: Final = 512
 
 
 class Growth:
-    """What is left over at the end of each round: a step, or as many as gradients are accumulated over.
+    """The tensors that are left at the end of each round: a step, or as many as gradients are accumulated over.
 
     Args:
         task: which says how much is allowed.
@@ -200,7 +200,7 @@ class Growth:
 
 
 class _Maker(NamedTuple):
-    """What made a storage."""
+    """The operator and the line that made a storage."""
 
     operator: str
     shape: tuple[int, ...]

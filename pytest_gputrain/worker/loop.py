@@ -15,13 +15,13 @@ class Timed(NamedTuple):
     """Seconds of every step."""
 
     seconds: tuple[float, ...]
-    """By the clock on the wall."""
+    """The time by the wall clock."""
     on_device: tuple[float, ...]
-    """By the device's own clock; none where it has none."""
+    """The time by the device's own clock; None if it has none."""
 
 
 Steps = Generator[bool, None, None]
-"""What is done around the steps of a training: it is resumed before each step and after the last one, and says by what it
+"""The actions around the steps of a training: it is resumed before each step and after the last one, and says by what it
 yields whether the optimizer updates at the step's end."""
 
 

@@ -51,7 +51,7 @@ def loop_of(built: object, case: Case, processes: int, watch: Callable[[nn.Modul
     if framework := _framework_of(built):
         if processes > 1:
             raise CheckFailed(
-                f"{name} returned {type(built).__name__}, which spreads its training by itself; measure one process of it, "
+                f"{name} returned {type(built).__name__}, which starts several processes itself; measure one process of it, "
                 "or write the loop with torch.distributed"
             )
         module = importlib.import_module(f"pytest_gputrain.worker.frameworks.{framework}")
@@ -60,8 +60,8 @@ def loop_of(built: object, case: Case, processes: int, watch: Callable[[nn.Modul
     if not callable(built):
         raise CheckFailed(
             f"{name} returned {type(built).__name__}; it must build everything and return a function that runs one step, "
-            f"yield after each step of its own loop, return a Trainer of transformers, or what "
-            "adapters.lightning(trainer, module, loader) returns"
+            f"yield after each step of its own loop, return a Trainer of transformers, or "
+            "return adapters.lightning(trainer, module, loader)"
         )
     return FunctionLoop(built, note)
 

@@ -264,7 +264,7 @@ class Measuring:
                 self._check_without_step = functools.partial(_unwatched, figures, training, movement, steps=steps - 1)
         with (
             uncompiled(self._case),
-            own.witnessed() if own else contextlib.nullcontext(),
+            own.recording_threads() if own else contextlib.nullcontext(),
             count_flops() as flops,
             movement.watching() if movement else contextlib.nullcontext(),
         ):

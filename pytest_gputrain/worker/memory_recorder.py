@@ -57,8 +57,8 @@ class Recorder:
         backend = self._torch.cuda.get_allocator_backend()
         if backend != "native":
             raise RuntimeError(
-                f"an emulated GPU tells what torch's own allocator takes, and this program chose {backend}; "
-                "take backend:... out of PYTORCH_ALLOC_CONF, or leave the allocator as it is"
+                f"an emulated GPU reports the memory of torch's own allocator, but this program chose {backend}; "
+                "take backend:... out of PYTORCH_ALLOC_CONF, or do not change the allocator"
             )
         self._torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, context="alloc", stacks="python")
         self._values = tracked_values()
@@ -258,16 +258,16 @@ _OWN: Final = os.path.dirname(os.path.abspath(__file__))
 """The operators that `emulated_values` replaced call torch's own."""
 
 
-def _load_program_lines() -> Any:
-    """Import the module from the package beside this one, which the program's environment may lack."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values", "program_lines.py")
-    spec: Any = importlib.util.spec_from_file_location("_gputrain_program_lines", path)
+def load(name: str) -> Any:
+    """Import a module of the package `emulated_values`, which the program's environment may lack."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values", f"{name}.py")
+    spec: Any = importlib.util.spec_from_file_location(f"_gputrain_{name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-_program_lines = _load_program_lines()
+_program_lines = load("program_lines")
 
 
 def _part(frames: list[dict[str, Any]]) -> str:

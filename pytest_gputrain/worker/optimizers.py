@@ -12,7 +12,7 @@ from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import is_gpu
 
 MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
-"""From the parameters that train and their learning rate."""
+"""A function that makes an optimizer from the parameters that train and their learning rate."""
 
 
 def _adamw_8bit(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
@@ -39,8 +39,8 @@ def _check_release(parameters: list[nn.Parameter]) -> None:
     known = hasattr(torch.ops.bitsandbytes, name)
     if not known or not torch._C._dispatch_has_kernel_for_dispatch_key(f"bitsandbytes::{name}", "CPU"):
         raise CheckFailed(
-            f"bitsandbytes {bitsandbytes.__version__} has optimizers for GPUs only, which a CPU cannot train by and a "
-            "prediction does not see; install 0.50.2 or newer"
+            f"bitsandbytes {bitsandbytes.__version__} has optimizers for GPUs only, so neither a CPU nor a "
+            "prediction can use them; install 0.50.2 or newer"
         )
 
 
@@ -73,4 +73,4 @@ OPTIMIZERS: Final[dict[str, MakeOptimizer]] = {
     "momentum": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9, weight_decay=1e-4),
     "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate),
 }
-"""By the case's ``optimizer``."""
+"""The functions by the case's ``optimizer``."""

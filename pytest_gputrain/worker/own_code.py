@@ -12,19 +12,19 @@ from pytest_gputrain.worker.flops import FlopCount
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.growth import Growth
 from pytest_gputrain.worker.precision import check_precision, weights_by_type
+from pytest_gputrain.worker.thread_operators import ThreadOperators, started_processes
 from pytest_gputrain.worker.threads import countable_threads
 from pytest_gputrain.worker.training import Trainable
-from pytest_gputrain.worker.witness import Witness, started_processes
 
 _BLIND: Final = (
-    "other threads were not looked at for operators that are not counted, because this version of torch cannot tell or the "
-    "step uses torch's profiler itself"
+    "other threads were not searched for operators that are not counted, because this version of torch cannot do so, or "
+    "the step uses torch's profiler itself"
 )
-_PROCESSES: Final = "what processes hold and compute that it starts itself, such as a DataLoader's, is not counted"
+_PROCESSES: Final = "memory and FLOPs of processes that it starts, such as those of a DataLoader, are not counted"
 
 
 class Checked(NamedTuple):
-    """What passed."""
+    """The results of the checks that passed."""
 
     notes: tuple[str, ...]
     """Sentences on what was not counted."""
@@ -45,7 +45,7 @@ class OwnCode:
         self._alone = group.size == 1
         self.growth = Growth(task, group)
         self._processes: list[str] = []
-        self._witness = Witness()
+        self._thread_operators = ThreadOperators()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[OwnCode]:
@@ -53,17 +53,17 @@ class OwnCode:
         with countable_threads(), self.growth.following(), started_processes() as self._processes:
             yield self
 
-    def witnessed(self) -> contextlib.AbstractContextManager[None]:
+    def recording_threads(self) -> contextlib.AbstractContextManager[None]:
         """Provide a context for the step whose FLOPs are counted."""
-        return self._witness.watching()
+        return self._thread_operators.recording()
 
     def check(
         self, flops: FlopCount, training: Trainable, allocated: Callable[[], int | None]
     ) -> Generator[bool, None, Checked]:
-        """Ask it of the timed steps and the witnessed one.
+        """Ask it of the timed steps and the recorded one.
 
         Args:
-            flops: of the witnessed step.
+            flops: of the recorded step.
             allocated: bytes in tensors now, where an allocator knows.
 
         Raises:
@@ -71,7 +71,7 @@ class OwnCode:
                 more memory.
         """
         products = {str(operator).replace(".", "::") for operator in flops.formulas}
-        missed = self._witness.missed(
+        missed = self._thread_operators.missed(
             flops.threads,
             matters=lambda name: self._counts_memory or name in products,
             # Of several processes the threads that exchange tensors run operators, too.
@@ -86,7 +86,7 @@ class OwnCode:
         weights = weights_by_type(training.model) if training.model is not None else {}
         check_precision(name, self._case.precision, weights, {} if missed else flops.by_type)
         notes = [
-            _BLIND if flops.threads and self._witness.was_blind else "",
+            _BLIND if flops.threads and self._thread_operators.are_unknown else "",
             f"FLOPs are not known, because a step {missed}; a pool of concurrent.futures is counted" if missed else "",
             _PROCESSES if self._processes else "",
             (yield from self.growth.check(training, allocated)),

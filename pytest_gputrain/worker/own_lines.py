@@ -32,7 +32,7 @@ class OwnLines:
     def __init__(self, folders: Iterable[Path]) -> None:
         self._folders = [folder.resolve() for folder in folders]
         self._names: dict[str, str] = {}
-        """Of files as frames name them."""
+        """The names of files as in frames."""
 
     def current(self) -> str:
         """Return ``tests/test_mine.py:41``, or nothing where no line of the user's runs."""

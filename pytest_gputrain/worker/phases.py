@@ -30,9 +30,9 @@ class Phases:
         self._entered = entered
         self._thread = 0
         self._outside: TrainingPhase = "forward"
-        """What runs outside of backward passes and optimizers."""
+        """The phase outside of backward passes and optimizers."""
         self._optimizers: list[int] = []
-        """Those that step now, by the backward pass that they step in."""
+        """The optimizers that step now, by the backward pass that they step in."""
 
     def __enter__(self) -> Phases:
         self._hooks = [

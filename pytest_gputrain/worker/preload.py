@@ -26,7 +26,7 @@ from pytest_gputrain.worker.libraries import load_for
 
 _PRIVATE_READ: Final = 65_536
 _OF_DRIVERS: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
-"""How the files begin through which a process reaches GPUs."""
+"""The beginnings of the files through which a process reaches GPUs."""
 
 
 def serve(requests: int, answers: int) -> None:

@@ -32,7 +32,8 @@ from pytest_gputrain.worker.training import StepBuilder
 SEED: Final = 20_240_101
 
 _LIBRARY_OUT_OF_MEMORY: Final = re.compile("(CUBLAS|CUDNN|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED", re.I)
-"""How libraries tell that their workspace did not fit, which happens a few MiB before torch's allocator finds no memory."""
+"""The messages of libraries whose workspace did not fit, which happens a few MiB before torch's allocator finds no
+memory."""
 
 
 def run(
@@ -77,8 +78,8 @@ def run(
     except SystemExit as error:
         line = own_lines(task, builder).of_traceback(error.__traceback__)
         return Crashed(
-            sentence=f"sys.exit() was called{f' (at {line})' if line else ''}, which ends the process that trains; keep "
-            'what a script does by itself below `if __name__ == "__main__":`',
+            sentence=f"sys.exit() was called{f' (at {line})' if line else ''}, which ends the process that trains; move "
+            'the code that only the script should run below `if __name__ == "__main__":`',
             phase=progress.phase,
             step=progress.step,
         )

@@ -23,12 +23,12 @@ from pytest_gputrain.worker.group import ALONE
 from pytest_gputrain.worker.progress import Progress
 
 _STARTUP: Final = Path(__file__).parent / "startup"
-"""On the script's PYTHONPATH, with a ``sitecustomize`` that has it recorded."""
+"""The folder on the script's PYTHONPATH with the ``sitecustomize`` that records it."""
 _LAST_BYTES: Final = 4096
-"""Of what the script wrote to its standard error, of which a sentence has the last line."""
+"""The most bytes of the script's standard error that are read; a sentence has the last line."""
 _LEAST_STEPS: Final = 2
-"""From the second step on the optimizer has its states."""
-_NOT_LOOKED_AT: Final = "a script's losses, precision, FLOPs and whether it keeps more and more memory are not looked at"
+"""The least number of steps: from the second step on the optimizer has its states."""
+_NOT_LOOKED_AT: Final = "the losses, precision, FLOPs and memory growth of a script are not checked"
 
 
 class _DeviceUse(Struct):
@@ -38,7 +38,7 @@ class _DeviceUse(Struct):
 
 
 class _Recorded(Struct):
-    """What a process of the script wrote."""
+    """The record that a process of the script wrote."""
 
     process: int
     cuda: str | None
@@ -52,7 +52,7 @@ class _Recorded(Struct):
     unknown: list[str]
     dealt: list[dict[str, str | int]] = []
     unknown_reads: list[dict[str, str | int]] = []
-    """Of values that nobody knows, as an emulated GPU computes none."""
+    """The reads of unknown values, because an emulated GPU computes none."""
 
 
 def run_script(task: Task, progress: Progress, folder: Path) -> Reply | EmulatedRun:
@@ -92,7 +92,7 @@ def _reply(task: Task, status: int, recorded: list[_Recorded], stderr: Path) -> 
         raise CheckFailed(f"{name} ended {how}{f': {last}' if last else ''}")
     if not recorded:
         raise CheckFailed(
-            f"{name} never imported torch, or ended without Python's own end (os._exit), so nothing is known of its memory"
+            f"{name} never imported torch, or ended without Python's own end (os._exit), so its memory is not known"
         )
     if not users:
         build = "" if any(process.cuda for process in recorded) else ", because its torch is built without CUDA"
@@ -102,7 +102,7 @@ def _reply(task: Task, status: int, recorded: list[_Recorded], stderr: Path) -> 
         )
     if len(users) > 1:
         raise CheckFailed(
-            f"{name} used the GPU in {len(users)} processes, and the memory of several is not added up; let it train in one"
+            f"{name} used the GPU in {len(users)} processes, and their memory together is not known; let it train in one"
         )
     (process,) = users
     device = Accelerator(0, emulated=bool(task.emulated))

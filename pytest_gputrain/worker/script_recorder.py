@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import importlib.util
 import json
 import os
 import sys
 import time
 import weakref
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -34,7 +32,9 @@ def install(torch: ModuleType, memory_recorder: Any) -> None:
     if "GPUTRAIN_EMULATED_DEVICE" in os.environ:
         torch.cuda._lazy_call(recorder.track_values)
     recorder.follow_optimizers()
-    sys.meta_path.insert(0, _FrameworkFinder(recorder))
+    after_import = memory_recorder.load("after_import").after_import
+    for module, follow in FRAMEWORKS.items():
+        after_import(module, getattr(recorder, follow))
     atexit.register(recorder.write)
 
 
@@ -154,31 +154,3 @@ class _Recorder:
                 trainer.callbacks.remove(steps)
 
         module.Trainer.fit = followed
-
-
-class _FrameworkFinder:
-    """Finds the modules of frameworks as Python would, and has their trainers tell of their steps."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        self._recorder = recorder
-        self._looking = False
-
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in FRAMEWORKS or self._looking:
-            return None
-        self._looking = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._looking = False
-        if spec is None or spec.loader is None:
-            return spec
-        loader: Any = spec.loader
-        execute = loader.exec_module
-
-        def execute_and_follow(module: ModuleType) -> None:
-            execute(module)
-            getattr(self._recorder, FRAMEWORKS[name])(module)
-
-        loader.exec_module = execute_and_follow
-        return spec

@@ -1,8 +1,9 @@
-"""Runs torchrun's elastic agent for a node of a case: ``python -P -m pytest_gputrain.worker.torchrun_agent FOLDER [SEAT
+"""Runs torchrun's elastic agent for a node of a case: ``python -P -m pytest_gputrain.worker.torchrun_agent FOLDER [NODE
 HOST]``.
 
-Without a seat, Slurm's number of this task is the seat, and Slurm's name of the node is the host. The agent runs this node's
-ranks and reports the exit of each one that failed. It ends with all of them when pytest says so or is no longer heard.
+Without NODE and HOST, Slurm's number of this task is the number of the node, and Slurm's name of the node is the host. The
+agent runs this node's ranks and reports the exit of each one that failed. It ends with all of them when pytest says so, or
+when pytest gives no new command for long.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from pytest_gputrain.records.node_protocol import (
+    COMMAND,
     ENDPOINT,
     EXIT,
     JOINED,
     LEFT,
     NODES,
     SILENCE_SECONDS,
-    WORD,
+    Command,
     Endpoint,
     Joined,
     Left,
     Nodes,
     RankExit,
-    Word,
     node_folder,
     read_record,
     write_record,
@@ -40,7 +41,7 @@ from pytest_gputrain.utils.linux import PARENT, die_with_parent, oom_kills
 
 _POLL_SECONDS: Final = 0.1
 _KILLED_SECONDS: Final = 5.0
-"""What killed processes may take to be gone."""
+"""The time in which killed processes have to be gone."""
 
 
 class Agent:
@@ -48,15 +49,15 @@ class Agent:
 
     Args:
         folder: the case's.
-        seat: number of this node among the case's.
+        node: number of this node among those of the case.
         host: name or address that the other nodes reach this one by.
     """
 
-    def __init__(self, folder: Path, seat: int, host: str) -> None:
+    def __init__(self, folder: Path, node: int, host: str) -> None:
         self._folder = folder
-        self._seat = seat
+        self._node = node
         self._host, _, self._port = host.partition(":")
-        self._own = node_folder(folder, seat)
+        self._own = node_folder(folder, node)
         self._leaving = threading.Lock()
         self._kills_before = oom_kills()
 
@@ -88,11 +89,11 @@ class Agent:
         configuration = LaunchConfig(
             min_nodes=nodes.count,
             max_nodes=nodes.count,
-            nproc_per_node=nodes.processes_of(self._seat),
+            nproc_per_node=nodes.processes_of(self._node),
             run_id=self._folder.name,
             rdzv_backend="c10d",
             rdzv_endpoint=self._endpoint(nodes.join_seconds),
-            rdzv_configs={"join_timeout": seconds, "read_timeout": seconds, "is_host": self._seat == 0},
+            rdzv_configs={"join_timeout": seconds, "read_timeout": seconds, "is_host": self._node == 0},
             max_restarts=0,
             monitor_interval=_POLL_SECONDS,
             # Its folder for temporary files would stay behind elsewhere.
@@ -113,14 +114,14 @@ class Agent:
             TimeoutError: it has not.
         """
         path = self._folder / ENDPOINT
-        if self._seat == 0:
+        if self._node == 0:
             own = Endpoint(host=self._host, port=int(self._port) if self._port else _free_port())
             write_record(path, own)
             return f"{own.host}:{own.port}"
         deadline = time.monotonic() + seconds
         while (endpoint := read_record(path, Endpoint)) is None:
             if time.monotonic() >= deadline:
-                raise TimeoutError("the first node has not told where to meet")
+                raise TimeoutError("the first node has not written its address")
             time.sleep(_POLL_SECONDS)
         return f"{endpoint.host}:{endpoint.port}"
 
@@ -130,12 +131,12 @@ class Agent:
         stacks_asked = False
         while True:
             time.sleep(_POLL_SECONDS)
-            word = read_record(self._folder / WORD, Word)
-            if word is None or word.wish == "over" or time.monotonic() - last_heard > SILENCE_SECONDS:
+            command = read_record(self._folder / COMMAND, Command)
+            if command is None or command.action == "over" or time.monotonic() - last_heard > SILENCE_SECONDS:
                 self._leave("", {})
-            if word.number != last_number:
-                last_number, last_heard = word.number, time.monotonic()
-            if word.wish == "stacks" and not stacks_asked:
+            if command.number != last_number:
+                last_number, last_heard = command.number, time.monotonic()
+            if command.action == "stacks" and not stacks_asked:
                 stacks_asked = True
                 self._ask_for_stacks()
 
@@ -184,11 +185,11 @@ def main(arguments: list[str]) -> NoReturn:
         SystemExit: neither the arguments nor Slurm tell which of the nodes this one is.
     """
     die_with_parent()
-    folder, *seat = arguments
-    if not seat:
+    folder, *node_and_host = arguments
+    if not node_and_host:
         host = reachable(os.environ.get("SLURMD_NODENAME", ""))
-        seat = [os.environ["SLURM_PROCID"], host]
-    Agent(Path(folder), int(seat[0]), seat[1]).run()
+        node_and_host = [os.environ["SLURM_PROCID"], host]
+    Agent(Path(folder), int(node_and_host[0]), node_and_host[1]).run()
 
 
 def reachable(name: str) -> str:

@@ -47,7 +47,7 @@ class Trainable(Protocol):
 
     @property
     def model(self) -> nn.Module | None:
-        """What trains; None where own code does not let the worker watch it. Known when the first step is asked for."""
+        """The model that trains; None if own code does not let the worker watch it. It is known from the first step on."""
 
     @property
     def trainable_parameters(self) -> int | None:
@@ -194,7 +194,7 @@ class Training:
 
 @dataclass(kw_only=True)
 class Setup:
-    """What the function of your own code gets to build its step with."""
+    """The argument of your own code's function, with everything to build its step."""
 
     case: Case
     """The case."""
@@ -268,7 +268,7 @@ class OwnCodeTraining:
 
     @functools.cached_property
     def model(self) -> nn.Module | None:
-        """What the user's code lets the worker watch, once that has been asked for its first step."""
+        """The model that the user's code lets the worker watch, from the first step on."""
         if len(self._watched) > 1:
             raise CheckFailed(f"{self._name} called setup.watch() with {len(self._watched)} models; wrap them in one")
         return self._watched[0] if self._watched else None

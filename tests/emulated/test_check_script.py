@@ -158,5 +158,7 @@ def test_a_script_s_choices_among_unknown_scores_are_dealt_in_turn(tmp_path, emu
     emulate(tmp_path)
     (result,) = json.loads((tmp_path / "report.json").read_bytes())["results"]
     notes = result["reply"]["notes"]
-    assert any(note.startswith("balanced routing is assumed: unknown scores were dealt in turn") for note in notes), notes
+    assert any(note.startswith("balanced routing is assumed: unknown scores were distributed evenly") for note in notes), (
+        notes
+    )
     assert any(note.startswith("zeros were read") and "choosing.py:14" in note for note in notes), notes

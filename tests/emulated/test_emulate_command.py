@@ -71,6 +71,19 @@ def test_a_loop_is_told_its_peak_its_lines_and_its_output(emulate):
     assert max(reserved for _, _, reserved in device["course"]) == device["peak_reserved"]
 
 
+def test_a_program_that_first_looks_whether_torch_is_there_is_recorded(emulate):
+    done, report = emulate("""
+        import importlib.util
+
+        assert importlib.util.find_spec("torch")
+        import torch
+
+        kept = torch.ones(1 << 20, dtype=torch.uint8, device="cuda")
+    """)
+    assert done.returncode == 0, done.stderr
+    assert only_device(report)["peak_allocated"] == 1 << 20
+
+
 def test_two_runs_allocate_and_reserve_the_same(emulate):
     code = """
         import random, torch
@@ -128,7 +141,7 @@ def test_a_program_that_ends_without_pythons_end_leaves_the_drivers_figures(emul
     assert done.returncode == 3
     assert [use["peak_bytes"] for use in report["use"]] == [4 * GIB + boards.CONTEXT_BYTES]
     assert report["processes"] == []
-    assert "what torch allocated is not known" in done.stderr
+    assert "the memory that torch allocated is not known" in done.stderr
 
 
 def test_a_program_may_fork_before_it_uses_the_gpu(emulate):
@@ -290,7 +303,7 @@ def test_twenty_runs_end_with_the_programs_own_status(emulate, status, end):
 def test_another_allocator_is_refused_with_what_to_do(emulate):
     done, _ = emulate("import torch; torch.ones(1, device='cuda')", PYTORCH_ALLOC_CONF="backend:cudaMallocAsync")
     assert done.returncode == 1
-    assert "tells what torch's own allocator takes, and this program chose cudaMallocAsync; take backend:" in done.stderr
+    assert "own allocator, but this program chose cudaMallocAsync; take backend:" in done.stderr
 
 
 @pytest.mark.parametrize("way", ["graph", "compile"])

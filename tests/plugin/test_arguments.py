@@ -54,15 +54,15 @@ def test_long(gputrain):
 
 REFUSED = {
     "{'width': object()}": (
-        "args['width'] of build is an object, which does not reach the "
-        "process that trains; give plain values (text, numbers, lists, dicts) from which "
-        "build makes it, or measure with inline=True a function that has it"
+        "args['width'] of build is an object, which cannot be passed to the "
+        "process that trains; pass plain values (text, numbers, lists, dicts) from which "
+        "build makes it, or measure a closure over it with inline=True"
     ),
-    "{'width': 8, 'names': [lambda: 0]}": "args['names'][0] of build is a lambda, which does not reach",
-    "{'width': tmp_path}": "args['width'] of build is a PosixPath, which does not reach",
-    "{'width': dict}": "args['width'] of build is the class dict, which does not reach",
-    "{'width': {8: 1}}": "a name in args['width'] of build is 8, which does not reach",
-    "{'width': float('nan')}": "args['width'] of build is nan, which does not reach",
+    "{'width': 8, 'names': [lambda: 0]}": "args['names'][0] of build is a lambda, which cannot be passed",
+    "{'width': tmp_path}": "args['width'] of build is a PosixPath, which cannot be passed",
+    "{'width': dict}": "args['width'] of build is the class dict, which cannot be passed",
+    "{'width': {8: 1}}": "a name in args['width'] of build is 8, which cannot be passed",
+    "{'width': float('nan')}": "args['width'] of build is nan, which cannot be passed",
     "{'widht': 8}": "build does not take these args after its setup: missing a required argument: 'width'",
     "{'width': 8, 'deep': 8}": "build does not take these args after its setup: got an unexpected keyword argument 'deep'",
     "[8]": "args of build is a list; give its keyword arguments as a dict, as args={'width': 64}",

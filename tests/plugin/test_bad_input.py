@@ -136,7 +136,7 @@ EDITS: dict[str, tuple[Callable[[str], str], str]] = {
     ),
     "type": (
         lambda text: text.replace('"peak_allocated_bytes": 37580963840', '"peak_allocated_bytes": "35 GiB"'),
-        "* holds no sound run for *: Expected `int*",
+        "* is not valid in the run for *: Expected `int*",
     ),
     "field": (lambda text: text.replace('"runs"', '"rnus"'), "* is not a baseline file: *"),
     "negative": (

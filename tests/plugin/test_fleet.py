@@ -303,7 +303,7 @@ def test_a_node_that_is_not_what_was_asked_for_loses_the_case(project: Project, 
 def test_what_a_node_refuses_is_told_with_its_name(project: Project, scheduler: ImmediateScheduler) -> None:
     project.occupied(free_bytes=2**30, processes=1)
     sentence = only_sentence(project.run(*FLEET, "-k", "gemma", "-o", "gpu_foreign=error"), f"test_tuning[{GEMMA}]")
-    assert "is there already" in sentence
+    assert "its GPUs are in use by" in sentence
     assert "(on " in sentence
 
 

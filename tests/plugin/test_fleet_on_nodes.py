@@ -229,7 +229,7 @@ def test_a_node_that_dies_loses_its_case_and_no_other(nodes: Nodes, shared: Path
         node = nodes.here.add_node(third=1)
         engine, name = nodes.engine("third=1"), "Ray"
     outcome = outcome_of(engine, order("sleeps", shared), shared, then=lambda: nodes.here.kill_node(node))
-    assert f"{name}'s job {outcome.job} ran on" in lost(outcome, "node_died").sentence
+    assert f"the node of {name}'s job {outcome.job} died" in lost(outcome, "node_died").sentence
     assert_no_worker(shared.parent)
     measurement(outcome_of(nodes.engine(), order("sound", shared), shared))
     if nodes.name == "slurm":
@@ -292,7 +292,7 @@ def test_a_job_that_makes_room_for_another_is_preempted(nodes: Nodes, shared: Pa
         nodes.here.command("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
 
     outcome = outcome_of(nodes.engine("--partition=low"), order("sleeps", shared), shared, then=need_all)
-    lost(outcome, "preempted", "for the sake of another")
+    lost(outcome, "preempted", "was ended for another job")
 
 
 @only_slurm

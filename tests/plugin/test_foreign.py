@@ -64,7 +64,7 @@ def test_error_measures_nothing_beside_others(recorded_suite: Project) -> None:
     result = recorded_suite.run("-o", "gpu_foreign=error", "-k", "gemma")
     result.assert_outcomes(failed=1, deselected=2)
     (sentence,) = failures(result).values()
-    assert f"{GEMMA} was not measured: {WHO} is there already" in sentence
+    assert f"{GEMMA} was not measured: its GPUs are in use by {WHO}" in sentence
     assert len(recorded_suite.launches) == launched
     recorded_suite.occupied(free_bytes=78 * GiB)
     recorded_suite.run("-o", "gpu_foreign=error", "-k", "gemma").assert_outcomes(passed=1, deselected=2)

@@ -373,7 +373,10 @@ def test_a_day_on_which_all_cases_are_slower_fails_once_and_not_each_case(many: 
     assert len(many.launches) - before == 12, "ten are asked before one is called slower, and none twice"
     assert set(many.verdicts().values()) == {"inconclusive"}
     sentence = only_sentence(result, "all_cases_together")
-    assert sentence == "all cases together regressed: the median case is +5.0 % off its baseline; what do all share?"
+    assert (
+        sentence
+        == "all cases together regressed: the median case is +5.0 % off its baseline; look for a change that all share"
+    )
     result.stdout.fnmatch_lines([f"FAILED gputrain::all_cases_together - {sentence}"])
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert sentence in many.report()["notes"]
@@ -396,7 +399,9 @@ def test_a_slower_case_among_many_fails_alone_also_on_a_slower_day(many: Project
     many.answer(recorded(slower=1.15), to=slow)
     result = many.run()
     assert list(failures(result)) == [f"test_many[{slow}]"]
-    result.stdout.fnmatch_lines(["the median case is +2.0 % off its baseline: the machine rather than a case"])
+    result.stdout.fnmatch_lines(
+        ["the median case is +2.0 % off its baseline, which points to the machine and not to a case"]
+    )
 
 
 def test_a_new_case_in_front_leaves_the_others_the_noise_of_their_suite(h100: Project) -> None:

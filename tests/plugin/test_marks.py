@@ -99,8 +99,8 @@ def test_at_tiny_scale_a_limit_is_told_as_not_judged(project: Project) -> None:
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(
         [
-            "3 cases with the limit of peak memory not judged: it is for the model, and this is the tiny scale",
-            "3 cases with the limit of step time not judged: it is for the model, and this is the tiny scale",
+            "3 cases with the limit of peak memory not judged: it is meant for the full model, and this is the tiny scale",
+            "3 cases with the limit of step time not judged: it is meant for the full model, and this is the tiny scale",
         ]
     )
 

@@ -196,7 +196,7 @@ def test_functions_that_a_worker_could_not_find_are_refused(h100: Project, tmp_p
     (elsewhere / "far_recipes.py").write_text(BUILD)
     h100.ini(f"pythonpath = {elsewhere}")
     top, below = "is not a function at the top level of a file", f"does not lie in a file below {h100.path}"
-    remedies = "define it there, where args={...} gives it what it uses of the test, or measure it with inline=True"
+    remedies = "define it there and pass values from the test with args={...}, or measure it with inline=True"
     refused = {
         "lambda setup: None": f"test_it.<locals>.<lambda> {top}*; {remedies}",
         "local": f"test_it.<locals>.local {top}*",
@@ -420,11 +420,11 @@ def test_what_is_not_compiled_on_a_cpu_and_what_is_not_counted_is_told_once(proj
     project.write(squares=SQUARES, test_noted=NOTED, test_plain=BUILD + CHECKED.format(name="plain"))
     result = project.run("--gpu-json=report.json")
     result.assert_outcomes(passed=2)
-    notes = [line for line in result.outlines if "torch.compile" in line or "such as a DataLoader's" in line]
+    notes = [line for line in result.outlines if "torch.compile" in line or "such as those of a DataLoader" in line]
     assert sorted(notes) == [
-        "1 case: what processes hold and compute that it starts itself, such as a DataLoader's, is not counted: loader-fp32",
-        "2 cases not compiled: decorated-fp32 (and 1 more) uses torch.compile, which has no effect on a CPU, where tensors "
-        "are counted; what it changes, a GPU shows",
+        "1 case: memory and FLOPs of processes that it starts, such as those of a DataLoader, are not counted: loader-fp32",
+        "2 cases not compiled: decorated-fp32 (and 1 more) uses torch.compile, which has no effect on a CPU, because "
+        "tensors are counted one by one; its effect shows on a GPU",
     ]
     uncompiled = {entry["key"] for entry in project.report()["results"] if entry["replies"][0]["uncompiled"]}
     assert uncompiled == {"decorated-fp32@tiny", "in_place-fp32@tiny"}

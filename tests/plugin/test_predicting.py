@@ -246,7 +246,7 @@ def test_compiled(gputrain):
     assert skips(result) == {
         "test_time": "needs median_step_seconds, which cannot be predicted",
         "test_closure": "runs inline, but a prediction needs a process of its own",
-        "test_compiled": "is compiled, and a prediction does not know what a compiler makes of it",
+        "test_compiled": "is compiled, and a prediction does not know the compiled code",
     }
 
 

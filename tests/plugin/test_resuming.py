@@ -42,7 +42,7 @@ def test_a_run_that_was_ended_goes_on_where_it_was(suite: Project) -> None:
     result = suite.run("--gpu-resume=first.json", "--gpu-json=report.json")
     result.assert_outcomes(passed=3)
     assert launched(suite, before) == [LLAMA_2]
-    result.stdout.fnmatch_lines(["2 cases taken from *first.json; nothing tells whether the code is the same"])
+    result.stdout.fnmatch_lines(["2 cases taken from *first.json; it is not known whether the code is the same"])
     origins = {
         result["key"]: [(origin["session"], origin["runs"]) for origin in result["resumed"]]
         for result in suite.report()["results"]
@@ -211,7 +211,7 @@ def test_figures_of_another_code_are_refused(suite: Project) -> None:
     test.write_text(SUITE + "# changed\n")
     before = len(suite.launches)
     commit = suite.git("rev-parse", "--short=12", "HEAD")
-    refused = f"*clean.json is of {commit} with other uncommitted changes than there are now; restore those, or leave * out*"
+    refused = f"*clean.json is of {commit} with other uncommitted changes; restore them, or leave * out*"
     result = suite.run("--gpu-resume=clean.json")
     result.stderr.fnmatch_lines([f"ERROR: --gpu-resume: {refused}"])
     suite.run("--gpu-json=dirty.json").assert_outcomes(passed=3)
@@ -221,7 +221,7 @@ def test_figures_of_another_code_are_refused(suite: Project) -> None:
     suite.git("commit", "-qam", "second")
     after = suite.git("rev-parse", "--short=12", "HEAD")
     suite.run("--gpu-resume=clean.json").stderr.fnmatch_lines(
-        [f"*is of commit {commit}, and this is {after}; check that out, or*"]
+        [f"*is of commit {commit}, and this is {after}; check that commit out, or*"]
     )
     assert len(suite.launches) == before + 3
 

@@ -49,9 +49,7 @@ REFUSED = {
     '"none.py"': "none.py is not a Python file below",
     '"../train.py"': "../train.py is not a Python file below",
     '"train.py", 8': "the argument 8 of train.py is not text, as arguments of a command line are; write '8'",
-    '"train.py", precision="fp32"': (
-        "precision is not an argument of check_script(), because a script takes what it trains"
-    ),
+    '"train.py", precision="fp32"': ("precision is not an argument of check_script(), because a script reads its settings"),
 }
 """Arguments of a script, and what is said of them."""
 

@@ -34,7 +34,7 @@ def test_an_update_records_every_case_that_ran_and_replaces_the_figures_of_befor
     assert [run["peak_allocated_bytes"] for run in runs] == [35 * GiB] * 5
     assert [run["step_seconds"] for run in runs] == [recorded()["step_seconds"]] * 5
     path = suite.baseline_file("tuning", H100_FOLDER)
-    told = "all runs of these baselines are of this session, so they do not tell how much days differ"
+    told = "all runs of these baselines come from this session, so they do not show how much days differ"
     result.stdout.fnmatch_lines([f"3 baselines recorded in {path}; review the difference in git", told])
     assert [file for file in (suite.path / "baselines").rglob("*") if file.is_file()] == [path], "nothing stray"
     suite.answer(recorded(slower=2, bigger=5 * GiB))
@@ -47,7 +47,7 @@ def test_an_update_records_every_case_that_ran_and_replaces_the_figures_of_befor
 
 def test_what_is_measured_here_is_recorded_once_without_a_warning_and_then_passes(project: Project) -> None:
     project.write(test_mine=MINE)
-    assert "of this session" not in project.run(UPDATE).stdout.str()
+    assert "come from this session" not in project.run(UPDATE).stdout.str()
     (entry,) = project.baselines("mine").values()
     assert len(entry["runs"]) == 1
     project.run("--gpu-strict", "--gpu-json=report.json").assert_outcomes(passed=1)

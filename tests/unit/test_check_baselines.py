@@ -188,7 +188,7 @@ def test_runs_of_one_session_on_a_gpu_are_warned_of_and_pass(tmp_path: Path, cap
     path = BaselineStore(tmp_path).update(folder, "llm", {str(CASE): gpu})
     assert main(["check-baselines", str(tmp_path)]) == 0
     assert capsys.readouterr().out == (
-        f"{path}:1: warning: all runs of 1 case are of one session each, so they do not tell how much days differ\n"
+        f"{path}:1: warning: all runs of 1 case come from one session each, so they do not show how much days differ\n"
     )
     several = baseline(*(baseline_run(session=session) for session in "ab"), case=Case(**CASE.identity()))
     BaselineStore(tmp_path).update(folder, "llm", {str(CASE): several})

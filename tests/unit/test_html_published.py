@@ -144,7 +144,7 @@ def test_bars_of_tables_need_the_extra_and_the_tables(
 ) -> None:
     code, out, err = run(capsys, report_of(tmp_path, measured(LLAMA)), "--format", "html")
     assert (code, out) == (2, "")
-    assert err == "gputrain: html draws published tables; give --published, or the command html for reports\n"
+    assert err == "gputrain: html draws published tables; add --published, or use gputrain html for reports\n"
     monkeypatch.setattr(page, "_NEEDED", ("matplotlob",))
     code, out, err = run(capsys, "--published", "--format", "html")
     assert (code, out) == (2, "")

@@ -36,7 +36,7 @@ def test_three_of_three_processes_over_a_limit_decide(cap: Cap, over: dict[str, 
 OVER = _run(0.6, 25)
 OVER_ON_CPU = _run(0.6, 25, environment=cpu_environment())
 IN_THREADS = _run(gib=25, environment=cpu_environment(), counted_threads=2)
-TINY = "it is for the model, and this is the tiny scale"
+TINY = "it is meant for the full model, and this is the tiny scale"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_prediction_is_held_against_limits_of_memory_at_full_scale(gib: int, s
         metric="step_seconds", status="not-judged", value=None, limit=0.5, stated=STATED, note="a prediction has no time"
     )
     (tiny,) = judge_exact([MEMORY], CASE, round(gib * GiB), scale="tiny", what="a prediction")
-    assert (tiny.status, tiny.note) == ("not-judged", "it is for the model, and this is the tiny scale")
+    assert (tiny.status, tiny.note) == ("not-judged", TINY)
 
 
 def test_a_prediction_over_a_limit_is_told_as_one() -> None:

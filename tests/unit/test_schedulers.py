@@ -326,7 +326,7 @@ def test_a_task_that_hangs_on_its_node_is_ended_some_time_after_the_case_should_
     now[0] += 1790 + SPARE_SECONDS
     assert engine.jobs([job])[job].doing == "running"
     now[0] += 1
-    why = "it ran for more than 2,390 s, which --gpu-timeout is part of"
+    why = "it ran for more than 2,390 s, which is --gpu-timeout and ten minutes"
     assert engine.jobs([job]) == {job: Job("cancelled", why, "host7")}
     assert ended == [(stream, True)]
     engine.cancel([])

@@ -16,17 +16,17 @@ from pytest_gputrain.execution.launch.torchrun import Cluster, on_nodes
 from pytest_gputrain.hardware import drivers
 from pytest_gputrain.records import Crashed, Task
 from pytest_gputrain.records.node_protocol import (
+    COMMAND,
     EXIT,
     JOINED,
     LEFT,
     NODES,
     OUTPUT,
-    WORD,
+    Command,
     Joined,
     Left,
     Nodes,
     RankExit,
-    Word,
     node_folder,
     read_record,
     write_record,
@@ -92,13 +92,13 @@ def agents(tmp_path: Path, agent: Agent, clock: list[float]) -> Any:
     return started
 
 
-def _join(folder: Path, seat: int, host: str) -> None:
-    node_folder(folder, seat).mkdir(exist_ok=True)
-    write_record(node_folder(folder, seat) / JOINED, Joined(host=host))
+def _join(folder: Path, node: int, host: str) -> None:
+    node_folder(folder, node).mkdir(exist_ok=True)
+    write_record(node_folder(folder, node) / JOINED, Joined(host=host))
 
 
 @pytest.mark.parametrize(("rendezvous", "host"), [("first:29500", "first:29500"), ("", "this-host")])
-def test_the_agent_of_this_node_gets_the_first_seat_and_all_others_are_told(
+def test_the_agent_of_this_node_gets_the_first_node_and_all_others_are_told(
     tmp_path: Path, agent: Any, clock: list[float], rendezvous: str, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torchrun.socket, "gethostname", lambda: "this-host")
@@ -107,20 +107,20 @@ def test_the_agent_of_this_node_gets_the_first_seat_and_all_others_are_told(
     assert (module, arguments) == ("pytest_gputrain.worker.torchrun_agent", [str(tmp_path), "0", host])
     assert environment == {"A": "1", PARENT: "7"}
     assert read_record(tmp_path / NODES, Nodes) == Nodes(count=2, processes=4, join_seconds=10)
-    assert read_record(tmp_path / WORD, Word) == Word(number=1, wish="train")
+    assert read_record(tmp_path / COMMAND, Command) == Command(number=1, action="train")
     assert (tmp_path / "node0" / OUTPUT).exists()
 
 
 def test_the_agents_hear_again_and_again_that_pytest_lives(tmp_path: Path, agents: Any, clock: list[float]) -> None:
-    def heard() -> Word | None:
+    def heard() -> Command | None:
         assert agents.trouble() is None
-        return read_record(tmp_path / WORD, Word)
+        return read_record(tmp_path / COMMAND, Command)
 
-    assert heard() == Word(number=1, wish="train")
-    clock[0] += torchrun.WORD_EVERY_SECONDS
-    assert heard() == Word(number=2, wish="train")
+    assert heard() == Command(number=1, action="train")
+    clock[0] += torchrun.COMMAND_EVERY_SECONDS
+    assert heard() == Command(number=2, action="train")
     agents.ask_for_stacks()
-    assert heard() == heard() == Word(number=3, wish="stacks")
+    assert heard() == heard() == Command(number=3, action="stacks")
 
 
 def test_nodes_that_do_not_come_in_time_are_missed(tmp_path: Path, agent: Any, clock: list[float]) -> None:
@@ -151,7 +151,7 @@ def test_an_agent_that_fails_or_is_gone_ends_the_case_with_what_agents_printed(
         detail="of the first; of the second",
         exit_code=3,
     )
-    write_record(tmp_path / "node0" / LEFT, Left())  # not without a word: its ranks tell the rest
+    write_record(tmp_path / "node0" / LEFT, Left())  # it has reported: its ranks tell the rest
     assert agents.trouble() is None
     write_record(tmp_path / "node1" / LEFT, Left(failure="node second is on fire"))
     assert (agents.trouble().sentence, agents.trouble().exit_code) == ("node second is on fire", None)
@@ -165,7 +165,7 @@ def test_agents_are_told_that_the_case_is_over_and_waited_for(
     _join(tmp_path, 1, "second")
     agent.exit_code = 0
     agents.close()
-    assert read_record(tmp_path / WORD, Word) == Word(number=2, wish="over")
+    assert read_record(tmp_path / COMMAND, Command) == Command(number=2, action="over")
     assert clock[0] == pytest.approx(1000 + torchrun._CLOSING_SECONDS, abs=0.2)  # for the second, in vain
     assert agent.ended == 1
     write_record(tmp_path / "node1" / LEFT, Left())
@@ -200,7 +200,7 @@ def test_a_distant_rank_is_known_by_what_lies_in_its_folder(tmp_path: Path, agen
         write_record(folder / EXIT, RankExit(exit_code=exit_code, killed_for_memory=killed))
         assert (process.poll(), process.killed_for_memory(0)) == (exit_code, killed)
     process.ask_for_stacks()
-    assert read_record(tmp_path / WORD, Word) == Word(number=1, wish="stacks")
+    assert read_record(tmp_path / COMMAND, Command) == Command(number=1, action="stacks")
 
 
 # Slurm
@@ -226,14 +226,14 @@ def test_slurm_starts_what_runs_in_an_allocation_of_several_nodes(
 def test_srun_is_what_failed_and_what_to_look_at(tmp_path: Path, agent: Any, clock: list[float]) -> None:
     agents = _agents(tmp_path, rendezvous="")
     agents.start()
-    assert not (tmp_path / "node0").exists(), "each agent takes a seat of its own"
+    assert not (tmp_path / "node0").exists(), "each agent takes a node number of its own"
     assert (tmp_path / OUTPUT).exists()
     clock[0] += 10
     assert agents.trouble().sentence.endswith("(there: none); see whether srun could start there")
     agent.exit_code = 1
     assert agents.trouble().sentence == "srun ended with exit code 1 before the case was over"
-    for seat in range(2):
-        _join(tmp_path, seat, "node")
+    for node in range(2):
+        _join(tmp_path, node, "node")
     agents.close()
     assert clock[0] == 1010.0, "srun has waited for them"
 
@@ -291,8 +291,8 @@ def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
 
 
 @pytest.fixture
-def seat(tmp_path: Path, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> node_service._NodeOfCase:
-    """The second seat of a case, which the node "second" has taken."""
+def node_of_case(tmp_path: Path, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> node_service._NodeOfCase:
+    """The second node of a case, which the node "second" has taken."""
     folder = tmp_path / "case"
     folder.mkdir()
     (folder / "case.json").write_bytes(msgspec.json.encode(TASK))
@@ -302,44 +302,44 @@ def seat(tmp_path: Path, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> node_
     return node_service._NodeOfCase(folder, 1, "second")
 
 
-def test_a_seat_is_taken_until_its_agent_ends_and_the_case_is_over(tmp_path: Path, agent: Any, seat: Any) -> None:
+def test_a_node_takes_part_until_its_agent_ends_and_the_case_is_over(tmp_path: Path, agent: Any, node_of_case: Any) -> None:
     folder = tmp_path / "case"
-    assert seat.title == str(CASE)
+    assert node_of_case.title == str(CASE)
     ((_, arguments, environment, *_),) = agent.started
     assert arguments == [str(folder), "1", "second"]
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
-    assert seat.is_running()
+    assert node_of_case.is_running()
     agent.exit_code = -signal.SIGKILL
-    assert seat.is_running(), "the case is still there"
+    assert node_of_case.is_running(), "the case is still there"
     left = folder / "node1" / LEFT
     gone = Left(failure="the agent of node second ended by SIGKILL before the case was over")
     assert read_record(left, Left) == gone
     left.unlink()
-    assert seat.is_running()
+    assert node_of_case.is_running()
     assert not left.exists(), "told once"
     shutil.rmtree(folder)
-    assert not seat.is_running()
+    assert not node_of_case.is_running()
 
 
-def test_an_agent_that_has_told_why_it_left_is_not_told_of_again(tmp_path: Path, agent: Any, seat: Any) -> None:
+def test_an_agent_that_has_told_why_it_left_is_not_told_of_again(tmp_path: Path, agent: Any, node_of_case: Any) -> None:
     left = tmp_path / "case" / "node1" / LEFT
     write_record(left, Left(failure="its own words"))
     agent.exit_code = 1
-    seat.is_running()
+    node_of_case.is_running()
     assert read_record(left, Left) == Left(failure="its own words")
 
 
-def test_a_node_that_is_ended_tells_so_and_ends_its_agent(tmp_path: Path, agent: Any, seat: Any) -> None:
-    seat.leave()
+def test_a_node_that_is_ended_tells_so_and_ends_its_agent(tmp_path: Path, agent: Any, node_of_case: Any) -> None:
+    node_of_case.leave()
     assert agent.ended == 1
     ended = Left(failure="`gputrain node` on node second was ended before the case was over")
     assert read_record(tmp_path / "case" / "node1" / LEFT, Left) == ended
 
 
-def test_a_seat_of_a_case_that_is_over_is_left(tmp_path: Path) -> None:
-    seat = node_service._NodeOfCase(tmp_path / "case", 1, "second")
-    assert (seat.title, seat.is_running()) == ("a case that is over (case)", False)
-    seat.leave()
+def test_a_node_of_a_case_that_is_over_is_left(tmp_path: Path) -> None:
+    node_of_case = node_service._NodeOfCase(tmp_path / "case", 1, "second")
+    assert (node_of_case.title, node_of_case.is_running()) == ("a case that is over (case)", False)
+    node_of_case.leave()
 
 
 # ``gputrain node``
@@ -390,7 +390,7 @@ def test_a_node_that_cannot_take_part_tells_why(
     assert why in left.failure
 
 
-def test_every_seat_is_taken_once_and_the_first_never(
+def test_every_node_is_taken_once_and_the_first_never(
     tmp_path: Path, of_gpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for taken in (["node1"], ["node1", "node2"], ["node1", "node2"]):
@@ -401,7 +401,7 @@ def test_every_seat_is_taken_once_and_the_first_never(
 @pytest.mark.parametrize(("count", "processes", "shares"), [(2, 16, [8, 8]), (2, 3, [2, 1]), (3, 8, [3, 3, 2])])
 def test_processes_are_spread_evenly(count: int, processes: int, shares: list[int]) -> None:
     nodes = Nodes(count=count, processes=processes, join_seconds=1)
-    assert [nodes.processes_of(seat) for seat in range(count)] == shares
+    assert [nodes.processes_of(node) for node in range(count)] == shares
 
 
 @pytest.mark.parametrize(("name", "host"), [("localhost", "localhost"), ("n1.invalid", "this-host"), ("", "this-host")])

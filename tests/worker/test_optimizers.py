@@ -73,7 +73,7 @@ def test_an_old_bitsandbytes_is_told(monkeypatch):
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: False)
     reply = run(LLAMA.replace(optimizer="adamw_8bit"))
     assert isinstance(reply, Crashed)
-    assert "has optimizers for GPUs only, which a CPU cannot train by and a prediction does not see" in reply.sentence
+    assert "has optimizers for GPUs only, so neither a CPU nor a prediction can use them" in reply.sentence
 
 
 def test_their_libraries_are_known():

@@ -72,8 +72,8 @@ def test_a_generator_is_measured_like_a_function_and_closed_after_its_last_step(
     ("steps", "sentence"),
     [
         (0, "the loop of mine never yields; write `yield` after each step"),
-        (1, "the loop of mine ended after 1 step, and more were to be measured"),
-        (5, "the loop of mine ended after 5 steps, and more were to be measured"),
+        (1, "the loop of mine ended after 1 step, but more have to be measured"),
+        (5, "the loop of mine ended after 5 steps, but more have to be measured"),
     ],
 )
 def test_a_loop_that_ends_too_early_says_how_many_steps_it_gave(steps, sentence):

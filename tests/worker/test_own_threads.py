@@ -149,7 +149,7 @@ def test_what_a_thread_of_torch_s_own_computes_is_counted():
 def test_where_an_allocator_counts_memory_only_products_of_other_threads_matter():
     def checked(step):
         own = OwnCode(Task(case=MINE, scale="tiny", device_type="gpu", root="."), ALONE, counts_memory=False)
-        with own.running(), own.witnessed(), count_flops() as flops:
+        with own.running(), own.recording_threads(), count_flops() as flops:
             step()
         checking = own.check(flops, SimpleNamespace(model=None, losses=[]), lambda: None)
         with pytest.raises(StopIteration) as end:  # without further steps
@@ -173,14 +173,14 @@ def test_operators_of_a_step_that_profiles_itself_are_still_counted():
 
     reply = measured(MINE, lambda setup: profiled)
     (note,) = reply.notes
-    assert note.startswith("other threads were not looked at")
+    assert note.startswith("other threads were not searched")
 
 
 def test_processes_that_a_step_starts_are_told_once():
     loader = DataLoader(torch.ones(4, 4), num_workers=1)
     reply = measured(MINE.replace(warmup=0), lambda setup: lambda: sum(float(batch.sum()) for batch in loader))
     (note,) = reply.notes
-    assert "such as a DataLoader's, is not counted" in note
+    assert "such as those of a DataLoader, are not counted" in note
 
 
 def test_threads_and_processes_are_as_before_afterwards():

@@ -162,7 +162,7 @@ def test_what_a_compiler_makes_of_a_case_and_a_wrong_model_are_not_predicted(mon
         return reply
 
     compiled = refusal(LLAMA.replace(compile="default")).sentence
-    assert "a prediction does not know what a compiler makes of it; set compile to off" in compiled
+    assert "a prediction does not know the compiled code; set compile to off" in compiled
     wrong = mock.Mock(side_effect=ValueError("not this one"))
     monkeypatch.setattr("pytest_gputrain.worker.training.check_parameters", wrong)
     assert (refusal(LLAMA).sentence, refusal(LLAMA).phase) == ("ValueError: not this one", "build")

@@ -32,8 +32,8 @@ with open({log!r}, "w") as log:
 command = sys.argv[len(options) + 1:]
 count = int(dict(option.lstrip("-").partition("=")[::2] for option in options)["ntasks"])
 agents = [
-    subprocess.Popen(command, env=os.environ | {{"SLURM_PROCID": str(seat), "SLURMD_NODENAME": f"127.0.0.{{seat + 1}}"}})
-    for seat in range(count)
+    subprocess.Popen(command, env=os.environ | {{"SLURM_PROCID": str(node), "SLURMD_NODENAME": f"127.0.0.{{node + 1}}"}})
+    for node in range(count)
 ]
 sys.exit(max(agent.wait() for agent in agents))
 """

@@ -168,7 +168,7 @@ def test_a_denoiser_without_what_the_zoo_s_model_is_conditioned_on_trains(class_
         (
             "UNet2DConditionModel",
             {"in_channels": 9},
-            "has in_channels=9 and out_channels=4 in its config.json: what it takes",
+            "has in_channels=9 and out_channels=4 in its config.json: its inputs",
         ),
         (
             "UNet2DConditionModel",

@@ -21,11 +21,11 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One network of a model."""
 
     library: Literal["transformers", "diffusers", "own"]
-    """Where the class is from; ``own`` for one of the family's module."""
+    """The library of the class; ``own`` for one of the family's module."""
     model_class: str = ""
     """Empty where ``config`` names it, as a config.json does: the worker then completes the facts."""
     config_class: str = ""
-    """For transformers."""
+    """The config's class in transformers."""
     parameters: dict[Scale, int]
     """Count by scale, tied ones once: the published one at full size."""
     source: str
@@ -58,7 +58,7 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One model of the zoo."""
 
     title: str
-    """As published tables print it."""
+    """The name of the model as published tables print it."""
     family: str = ""
     """Module of `pytest_gputrain.worker.zoo` that builds it: the name of the file it was read from."""
     needs: tuple[Literal["sequence_length", "resolution", "frames"], ...] = ()
@@ -76,7 +76,7 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     step: dict[str, Any] = {}
     """Facts of the training step that the family's module reads."""
     loss: Literal["fp32", "logits"] = "logits"
-    """Of a language model whose case does not say."""
+    """The loss of a language model whose case names none."""
     parts: dict[str, Part]
     """The first is what trains; the others run in the forward pass, frozen."""
 
@@ -86,7 +86,7 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def repetitions(self) -> int:
-        """How often the full-size model repeats its blocks; 0 where it does not."""
+        """The number of times that the full-size model repeats its blocks; 0 if it does not."""
         part = self.trained_part
         return min((part.config[key] // blocks for key, blocks in part.repeats.items()), default=0)
 
@@ -126,7 +126,7 @@ class Published(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Its count of parameters as published: ``8,190,735,360``, or less precisely ``8.1B``."""
     source: str
     targets: tuple[str, ...] | str = "all-linear"
-    """What LoRA adapts; ``all-linear`` for all linear layers but the head."""
+    """The layers that LoRA adapts; ``all-linear`` for all linear layers but the head."""
     config: dict[str, Any]
 
     @property

@@ -1,8 +1,8 @@
 """Runs the order in a folder, and leaves the delivery there.
 
-    python -m pytest_gputrain.execution.fleet.job FOLDER [HOST [seat]]
+    python -m pytest_gputrain.execution.fleet.job FOLDER [HOST [node]]
 
-HOST is this node as the others reach it, where the scheduler starts no agents; ``seat`` makes it one of the others.
+HOST is this node as the others reach it, where the scheduler starts no agents; ``node`` makes it one of the other nodes.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def _run_order(order: Order, folder: Path, rendezvous: str) -> Delivery:
         return Delivery(host=host, refusal=str(error))
 
 
-def main(folder: Path, host: str = "", seat: str = "") -> None:
+def main(folder: Path, host: str = "", node: str = "") -> None:
     # A scheduler ends a job so. What is open is then closed, and no folder of the case stays on the node.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    if host:  # started by a process of the scheduler's that may be killed, which srun and its kin look after
+    if host:  # started by a process of the scheduler's that may be killed; srun and similar commands end it then
         die_with_parent()
-    if seat:
+    if node:
         serve(folder, host, print)
     else:
         deliver(folder, host)

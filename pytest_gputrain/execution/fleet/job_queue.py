@@ -38,7 +38,7 @@ ASK_SECONDS: Final = 4.0
 """Between questions to the scheduler, at most, and between attempts to submit to a full queue."""
 
 GRACE_SECONDS: Final = 75.0
-"""From the end of a job until its delivery must be seen: network file systems look again after up to a minute."""
+"""The time from the end of a job until its delivery must be seen: network file systems look again after up to a minute."""
 
 LEAST_WAITING: Final = 8
 """Jobs that may wait in the scheduler's queue however few run."""
@@ -59,9 +59,9 @@ class _Ticket:
     job: str = ""
     """Empty before it is submitted."""
     since: float = 0.0
-    """When it was submitted, or began to wait again."""
+    """The time when it was submitted, or began to wait again."""
     seen: Job | None = None
-    """What the scheduler said last."""
+    """The scheduler's last answer."""
     ended: float | None = None
     outcome: Delivery | Lost | None = None
 
@@ -103,7 +103,7 @@ class Fleet:
         self._dropped: list[str] = []
         """Jobs that were to be cancelled."""
         self._progress = now()
-        """When a job last began, ended, or was taken by the scheduler."""
+        """The time when a job last began, ended, or was taken by the scheduler."""
         self._refused: QueueFull | Unreachable | None = None
         self._silent_since: float | None = None
         self._ask_at = self._submit_at = -math.inf
@@ -270,7 +270,7 @@ class Fleet:
             return
         cause: Cause = "queue_full" if isinstance(refusal, QueueFull) else "unreachable"
         what = "takes no further job" if isinstance(refusal, QueueFull) else "does not answer"
-        remedy = "a lower gpu_fleet_jobs asks for fewer at once" if isinstance(refusal, QueueFull) else self._unreachable
+        remedy = "a lower gpu_fleet_jobs submits fewer at once" if isinstance(refusal, QueueFull) else self._unreachable
         while self._to_submit:
             ticket = self._to_submit.popleft()
             self._lose(ticket, cause, f"{self._scheduler.name} {what} for {self._waited} ({refusal}); {remedy}")
@@ -327,9 +327,9 @@ class Fleet:
                 return
             ticket.ended = now if ticket.ended is None else ticket.ended
             if job.doing == "node_died":
-                self._lose(ticket, "node_died", f"the node died that {named} ran on{in_brackets}; {_AGAIN}")
+                self._lose(ticket, "node_died", f"the node of {named} died{in_brackets}; {_AGAIN}")
             elif job.doing == "preempted":
-                self._lose(ticket, "preempted", f"{named} was ended for the sake of another{on}{why}; {_AGAIN}")
+                self._lose(ticket, "preempted", f"{named} was ended for another job{on}{why}; {_AGAIN}")
             elif job.doing == "cancelled":
                 self._lose(ticket, "cancelled", f"{named} was cancelled{on}{why}; {_AGAIN}")
             elif job.doing == "forgotten" and now - ticket.ended >= GRACE_SECONDS:
@@ -350,7 +350,9 @@ class Fleet:
         except OSError:  # not there yet, or a network file system is not
             return
         except UNREADABLE as error:
-            self._lose(ticket, "no_delivery", f"its delivery cannot be read: {error}; is the same version on all machines?")
+            self._lose(
+                ticket, "no_delivery", f"its delivery cannot be read: {error}; do all machines have the same version?"
+            )
             return
         self._progress = self._now()
         if delivery.unfit:

@@ -24,10 +24,10 @@ from pytest_gputrain.utils.units import format_seconds
 
 _ADDRESS: Final = "--address="
 _NODE_SECONDS: Final = 30.0
-"""From a task's end for no reason of its own until its node counts as alive: Ray takes some time to miss one."""
+"""The time from a task's end for no reason of its own until its node counts as alive: Ray takes some time to miss one."""
 _CONNECT_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 25.0
-"""For cancelled tasks to leave nothing on their nodes."""
+"""The time in which cancelled tasks have to end their processes."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,10 +41,10 @@ class _Run:
     """Resources of each node."""
     nodes: int
     most_seconds: float
-    """That it may run."""
+    """The most seconds that it may run."""
     began_at: float = 0.0
     group: Any = None
-    seats: Sequence[Any] = ()
+    other_nodes: Sequence[Any] = ()
     node: str = ""
     host: str = ""
     got: list[str | bytes] = field(default_factory=list)
@@ -66,10 +66,10 @@ class Ray:
     name = "Ray"
     ask_seconds = 0.25
     remedies: Mapping[Literal["held", "refused", "unreachable", "undelivered"], str] = {
-        "held": "see `ray status`, and gpu_fleet_args for what is asked",
-        "refused": "see gpu_fleet_args for what is asked of a node",
+        "held": "see `ray status`, and check the request in gpu_fleet_args",
+        "refused": "check the request in gpu_fleet_args",
         "unreachable": "see `ray status`",
-        "undelivered": "the log of its node tells more",
+        "undelivered": "see the log of its node",
     }
 
     def __init__(self, arguments: Sequence[str]) -> None:
@@ -90,7 +90,7 @@ class Ray:
 
     def submit(self, order: Order, folder: Path) -> str:
         asked = self._requested(order)
-        group, seats = None, []
+        group, other_nodes = None, []
         shared = str(folder) if order.task.nodes > 1 else ""
         with self._answering():
             options = {**_options(asked), "max_retries": 0}
@@ -100,9 +100,10 @@ class Ray:
 
                 group = placement_group([dict(asked)] * order.task.nodes, strategy="STRICT_SPREAD")
                 places = [PlacementGroupSchedulingStrategy(group, at) for at in range(order.task.nodes)]
-                sit = self._ray.remote(ray_task.sit)
-                seats = [
-                    sit.options(**options, scheduling_strategy=place).remote(sys.executable, shared) for place in places[1:]
+                serve_node = self._ray.remote(ray_task.serve_node)
+                other_nodes = [
+                    serve_node.options(**options, scheduling_strategy=place).remote(sys.executable, shared)
+                    for place in places[1:]
                 ]
                 options["scheduling_strategy"] = places[0]
             do = self._ray.remote(ray_task.do).options(**options, num_returns="streaming")
@@ -115,7 +116,7 @@ class Ray:
             nodes=order.task.nodes,
             most_seconds=order.conditions.timeout_seconds + SPARE_SECONDS,
             group=group,
-            seats=seats,
+            other_nodes=other_nodes,
         )
         return number
 
@@ -187,7 +188,7 @@ class Ray:
         return {name: amount for name, amount in (asked | site).items() if amount}
 
     def _cancel(self, run: _Run, **how: bool) -> None:
-        for task in (run.answers, *run.seats):
+        for task in (run.answers, *run.other_nodes):
             with contextlib.suppress(Exception):  # over already, or nobody there
                 self._ray.cancel(task, **how)
 
@@ -218,7 +219,7 @@ class Ray:
             while run.over is None and self._ray.wait([run.answers], timeout=0)[0]:
                 self._take(run, self._ray.get(next(run.answers)))
         except StopIteration:
-            run.over = ("ended", "Ray tells nothing of it")
+            run.over = ("ended", "Ray reports nothing about it")
         except errors.TaskCancelledError:
             run.over = ("cancelled", "")
         except errors.NodeDiedError as error:
@@ -229,7 +230,7 @@ class Ray:
             self._cancel(run, force=True)  # what hangs on its node heeds nothing else
             run.over = (
                 "cancelled",
-                f"it ran for more than {format_seconds(run.most_seconds)}, which --gpu-timeout is part of",
+                f"it ran for more than {format_seconds(run.most_seconds)}, which is --gpu-timeout and ten minutes",
             )
         if run.over is not None:
             run.ended_at = time.monotonic()

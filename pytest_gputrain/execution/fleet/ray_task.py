@@ -19,7 +19,7 @@ from pytest_gputrain.execution.fleet.scheduler import DELIVERY, ORDER, OUTPUT
 
 _LOOK_SECONDS: Final = 0.1
 _END_SECONDS: Final = 20.0
-"""For a process to close what is open when it is told to end."""
+"""The time in which a process has to end after its signal."""
 _OUTPUT_BYTES: Final = 8_000
 
 
@@ -51,9 +51,9 @@ def do(python: str, order: bytes, shared: str) -> Iterator[str | bytes]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def sit(python: str, shared: str) -> None:
+def serve_node(python: str, shared: str) -> None:
     """Take part in the order in ``shared``, on another node than its first, until it is delivered."""
-    process = _start(python, [shared, _address(), "seat"], subprocess.DEVNULL)
+    process = _start(python, [shared, _address(), "node"], subprocess.DEVNULL)
     _wait(process, lambda: not Path(shared).exists() or Path(shared, DELIVERY).exists())
 
 

@@ -9,17 +9,17 @@ from typing import Final, Literal, NamedTuple, Protocol
 from pytest_gputrain.records import Order
 
 SPARE_SECONDS: Final = 600.0
-"""That a job may run beyond the time limit of its case: to start, to wait for devices, to end."""
+"""The time that a job may run beyond the limit of its case: to start, to wait for devices, to end."""
 
 Doing = Literal["waiting", "held", "running", "ended", "node_died", "preempted", "cancelled", "forgotten"]
-"""What a job does.
+"""The state of a job.
 
 waiting     its turn has not come, or its machines are busy
 held        something else than its turn keeps it from starting; it may never start
 running     on its nodes, or about to leave them
 ended       by itself, whether well or not
 node_died   it was running on a node that is gone
-preempted   ended for the sake of another job
+preempted   ended for another job
 cancelled   ended by the scheduler or by somebody, for another reason
 forgotten   the scheduler does not know it, or not any more
 """
@@ -32,9 +32,9 @@ class Job(NamedTuple):
     why: str = ""
     """The scheduler's own words for it: a reason, an exit code."""
     host: str = ""
-    """Where it runs or ran; empty where that is not known."""
+    """The node of the job; empty if it is not known."""
     final: bool = False
-    """Of one that ended: whether a delivery that is not there will not come any more."""
+    """Whether the job has ended and a missing delivery cannot come any more."""
 
 
 class QueueFull(Exception):
@@ -53,11 +53,11 @@ class Scheduler(Protocol):
     """A scheduler of one kind. It is asked from one thread."""
 
     name: str
-    """As sentences call it."""
+    """The name of the scheduler in sentences."""
     ask_seconds: float
     """Least time between questions: how often the scheduler may be asked."""
     remedies: Mapping[Literal["held", "refused", "unreachable", "undelivered"], str]
-    """What to do about jobs that do not start, are not taken, nobody answers for, or end without a delivery: ends of
+    """The remedies for jobs that do not start, are not taken, nobody answers for, or end without a delivery: ends of
     sentences."""
 
     def submit(self, order: Order, folder: Path) -> str:

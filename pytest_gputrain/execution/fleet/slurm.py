@@ -22,7 +22,7 @@ from pytest_gputrain.utils.linux import PARENT
 _COMMAND_SECONDS: Final = 60.0
 
 _MOST_IDS: Final = 500
-"""In one command."""
+"""The most ids in one command."""
 
 _JOB: Final = '#!/bin/sh\nexec "$@"\n'
 
@@ -44,7 +44,7 @@ _STATES: Final[Mapping[str, Doing]] = {
     **dict.fromkeys(("CANCELLED", "TIMEOUT", "DEADLINE", "REVOKED"), "cancelled"),
     "PREEMPTED": "preempted",
 }
-"""Those that are not here, pending and its kin, are told apart by their reasons."""
+"""The meaning of Slurm's states. Pending and similar states are missing: their reasons decide."""
 
 
 class Slurm:
@@ -61,8 +61,8 @@ class Slurm:
     name = "Slurm"
     ask_seconds = 4.0
     remedies: Mapping[Literal["held", "refused", "unreachable", "undelivered"], str] = {
-        "held": "see `scontrol show partition`, and gpu_fleet_args for what is asked",
-        "refused": "see gpu_fleet_args for what is asked of the site",
+        "held": "see `scontrol show partition`, and check the request in gpu_fleet_args",
+        "refused": "check the request in gpu_fleet_args",
         "unreachable": "see `scontrol ping`",
         "undelivered": "all machines need the folder of gpu_shared, and the same Python environment, under the same path",
     }

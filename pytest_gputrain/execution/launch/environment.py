@@ -21,7 +21,7 @@ _OF_LAUNCHERS: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", 
 """Left over from a launcher that pytest itself runs under, they would confuse the ranks."""
 
 _OF_PYTEST: Final = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION", "PYTEST_XDIST_")
-"""How the variables begin that pytest and xdist change by themselves."""
+"""The beginnings of the variables that pytest and xdist change themselves."""
 
 
 class SessionEnvironment:

@@ -71,10 +71,10 @@ class ForkServer:
 
 
 class _Surroundings(NamedTuple):
-    """What a process has from its start, and hands to those that are forked from it."""
+    """The properties that a process has from its start and passes on to its forks."""
 
     is_own_code: bool
-    """Which finds torch imported; a case of the zoo finds the libraries of others, too."""
+    """Whether the fork finds only torch imported; a case of the zoo also finds other libraries."""
     variables: frozenset[tuple[str, str]]
     limits: tuple[tuple[int, int], ...]
     cores: frozenset[int]

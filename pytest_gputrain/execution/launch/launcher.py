@@ -35,7 +35,7 @@ from pytest_gputrain.records import (
 from pytest_gputrain.utils.signals import undisturbed
 
 _ADVICE: Final = ", and a function that trains in a loop of its own has to yield after each step"
-"""To who waits for a function that does not return."""
+"""The advice after a time-out of a function that does not return."""
 
 Watch = Callable[[Event], None]
 

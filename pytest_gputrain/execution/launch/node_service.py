@@ -27,7 +27,7 @@ _POLL_SECONDS: Final = 0.2
 
 
 def serve(shared: Path, host: str, say: Callable[[str], None]) -> None:
-    """Take a seat in every case of this user that appears in ``shared``, until interrupted.
+    """Take part in every case of this user that appears in ``shared``, until interrupted.
 
     A case is code that this process runs, so those of others are left alone.
 
@@ -47,11 +47,11 @@ def serve(shared: Path, host: str, say: Callable[[str], None]) -> None:
                 if folder not in nodes_of_cases and _is_of(folder, owner) and (number := _claim_node(folder)) is not None:
                     nodes_of_cases[folder] = _NodeOfCase(folder, number, host)
                     say(nodes_of_cases[folder].title)
-            nodes_of_cases = {folder: seat for folder, seat in nodes_of_cases.items() if seat.is_running()}
+            nodes_of_cases = {folder: node for folder, node in nodes_of_cases.items() if node.is_running()}
             time.sleep(_POLL_SECONDS)
     finally:
-        for seat in nodes_of_cases.values():
-            seat.leave()
+        for node in nodes_of_cases.values():
+            node.leave()
 
 
 def _is_of(folder: Path, owner: int) -> bool:
@@ -64,14 +64,14 @@ def _is_of(folder: Path, owner: int) -> bool:
 
 
 def _claim_node(folder: Path) -> int | None:
-    """Claim a seat of the case in ``folder`` that is nobody else's now; None where there is none. The first is pytest's
-    own."""
+    """Claim a node number of the case in ``folder`` that no other machine has; None if there is none. The first is that of
+    pytest's machine."""
     with contextlib.suppress(FileNotFoundError):
         nodes = read_record(folder / NODES, Nodes)
-        for seat in range(1, nodes.count if nodes else 0):
+        for number in range(1, nodes.count if nodes else 0):
             with contextlib.suppress(FileExistsError):
-                node_folder(folder, seat).mkdir()
-                return seat
+                node_folder(folder, number).mkdir()
+                return number
     return None
 
 
@@ -96,7 +96,7 @@ class _NodeOfCase:
             self._tell(f"node {host} cannot take part: {error}")
 
     def is_running(self) -> bool:
-        """Tell whether the case is still there; report an agent that has ended without a word."""
+        """Tell whether the case is still there; report an agent that has ended without a report."""
         if self._agent and (exit_code := self._agent.poll()) is not None:
             self._agent = None
             if not self._left.exists():

@@ -36,16 +36,16 @@ from pytest_gputrain.utils.linux import oom_kills
 from pytest_gputrain.utils.units import format_bytes
 
 _OF_LIBRARIES: Final = re.compile(r"^Failed to load CPU gemm_4bit.*\n?", re.MULTILINE)
-"""What bitsandbytes prints whenever it is imported on a CPU without an optional package."""
+"""The line that bitsandbytes prints whenever it is imported on a CPU without an optional package."""
 _POLL_SECONDS: Final = 0.02
 _STACKS_SECONDS: Final = 1.0
 _TAIL_BYTES: Final = 8_000
 _MOST_OUTPUT_BYTES: Final = 1 << 20
-"""Of what a worker prints; looked at as often as its progress."""
+"""The most output of a worker that is kept; it is checked as often as its progress."""
 _AFTER_THE_STEPS: Final[frozenset[Phase]] = frozenset({"check", "reply"})
 """Phases in which to run out of memory says nothing of the steps, which have fitted."""
 _SCARCE_BYTES: Final = 1 << 20
-"""With less free than this, a worker may not have been able to reply."""
+"""The free space below which a worker may not have been able to reply."""
 
 
 class Rank:

@@ -23,18 +23,18 @@ from pytest_gputrain.execution.launch.ranks import Rank, exit_text, follow, tail
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.records import Crashed, EmulatedRun, Event, Prediction, Reply, Task
 from pytest_gputrain.records.node_protocol import (
+    COMMAND,
+    COMMAND_EVERY_SECONDS,
     EXIT,
     JOINED,
     LEFT,
     NODES,
     OUTPUT,
-    WORD,
-    WORD_EVERY_SECONDS,
+    Command,
     Joined,
     Left,
     Nodes,
     RankExit,
-    Word,
     node_folder,
     read_record,
     write_record,
@@ -42,13 +42,13 @@ from pytest_gputrain.records.node_protocol import (
 from pytest_gputrain.utils.linux import PARENT
 
 JOIN_SECONDS: Final = 300.0
-"""From a case's start until all its nodes must be there; at most half of the case's time-out."""
+"""The time from a case's start until all its nodes must be there; at most half of the case's time-out."""
 
 _GRACE_SECONDS: Final = 2.0
 """A rank that lost its partner tells so at once; that the partner was killed comes from an agent, a moment later."""
 
 _CLOSING_SECONDS: Final = 15.0
-"""What agents may take to end when they are told to."""
+"""The time in which agents have to end."""
 
 _POLL_SECONDS: Final = 0.1
 
@@ -60,7 +60,7 @@ class Cluster:
     """Describes where cases of several nodes run."""
 
     nodes: int
-    """That the case takes."""
+    """The number of nodes of the case."""
     shared: Path
     """Folder that all nodes see."""
     rendezvous: str = ""
@@ -121,9 +121,9 @@ class _Agents:
         self._nodes = nodes
         self._cluster = cluster
         self._environment = environment
-        self._node_folders = [node_folder(folder, seat) for seat in range(nodes.count)]
+        self._node_folders = [node_folder(folder, node) for node in range(nodes.count)]
         self._process: FreshProcess | None = None
-        self._word = Word(number=0, wish="train")
+        self._command = Command(number=0, action="train")
         self._spoke = self._began = time.monotonic()
 
     def start(self) -> None:
@@ -144,10 +144,10 @@ class _Agents:
         return _RemoteProcess(folder / f"rank{number}", self)
 
     def trouble(self) -> Crashed | None:
-        """Find what ends the case although no rank tells of it. Asked again and again: it also tells the agents to go on."""
-        if time.monotonic() - self._spoke >= WORD_EVERY_SECONDS:
-            self._say(self._word.wish)
-        departures = [read_record(seat / LEFT, Left) for seat in self._node_folders]
+        """Find what ends the case although no rank reports it. Asked again and again: it also tells the agents to go on."""
+        if time.monotonic() - self._spoke >= COMMAND_EVERY_SECONDS:
+            self._say(self._command.action)
+        departures = [read_record(node / LEFT, Left) for node in self._node_folders]
         for agent in departures:
             if agent and agent.failure:
                 return self._crashed(agent.failure)
@@ -157,7 +157,7 @@ class _Agents:
             return self._crashed(f"{what} ended {exit_text(exit_code)} before the case was over", exit_code)
         if time.monotonic() - self._began < self._nodes.join_seconds:
             return None
-        hosts = [joined.host for joined in (read_record(seat / JOINED, Joined) for seat in self._node_folders) if joined]
+        hosts = [joined.host for joined in (read_record(node / JOINED, Joined) for node in self._node_folders) if joined]
         missing = self._nodes.count - len(hosts)
         if not missing:
             return None
@@ -186,16 +186,16 @@ class _Agents:
             self._process.end()
 
     def _gone(self) -> bool:
-        taken = [seat for seat in self._node_folders if seat.exists()]
+        taken = [node for node in self._node_folders if node.exists()]
         ended = self._process is None or self._process.poll() is not None
-        # The agent of this node may have been killed without a word; srun has waited for those that it started.
-        told_by = [] if self._cluster.by_slurm else taken[1:]
-        return ended and all((seat / LEFT).exists() for seat in told_by)
+        # The agent of this node may have been killed without a report; srun has waited for those that it started.
+        reporting = [] if self._cluster.by_slurm else taken[1:]
+        return ended and all((node / LEFT).exists() for node in reporting)
 
-    def _say(self, wish: Literal["train", "stacks", "over"]) -> None:
-        self._word = Word(number=self._word.number + 1, wish=wish)
+    def _say(self, action: Literal["train", "stacks", "over"]) -> None:
+        self._command = Command(number=self._command.number + 1, action=action)
         self._spoke = time.monotonic()
-        write_record(self._folder / WORD, self._word)
+        write_record(self._folder / COMMAND, self._command)
 
     def _crashed(self, sentence: str, exit_code: int | None = None) -> Crashed:
         output = "".join(map(tail, sorted(self._folder.glob(f"**/{OUTPUT}"))))
@@ -226,10 +226,10 @@ class _RemoteProcess(Process):
         """Do nothing: the agent ends it."""
 
 
-def start_agent(folder: Path, seat: int, host: str, environment: Mapping[str, str]) -> FreshProcess:
-    """Start the agent of this node for the case in ``folder``, whose seat has been taken."""
-    with open(node_folder(folder, seat) / OUTPUT, "wb") as output:
-        return run_module(_AGENT, [str(folder), str(seat), host], environment, output, output)
+def start_agent(folder: Path, node: int, host: str, environment: Mapping[str, str]) -> FreshProcess:
+    """Start the agent of this node for the case in ``folder``, whose node number this machine has taken."""
+    with open(node_folder(folder, node) / OUTPUT, "wb") as output:
+        return run_module(_AGENT, [str(folder), str(node), host], environment, output, output)
 
 
 def _start_by_slurm(folder: Path, count: int, environment: Mapping[str, str]) -> FreshProcess:

@@ -15,23 +15,23 @@ UUID_PREFIX: Final = bytes.fromhex("656d756c")
 """Begins the UUID of each emulated GPU (``emul`` in ASCII), so that it is never taken for a real one, in a lease say."""
 
 CONTEXT_BYTES: Final = 520 * MiB
-"""What a process takes of the device by its first call: the driver's context and torch's kernels. A guess: it depends on the
-driver, and nobody tells it."""
+"""The memory that the first call of a process takes: the driver's context and torch's kernels. An assumption: it depends on
+the driver, and nobody tells it."""
 
 MOST_DEVICES: Final = 16
 
 
 class _Multiprocessor(NamedTuple):
-    """What CUDA's programming guide tells of a compute capability, in its table of technical specifications."""
+    """The properties of a compute capability in CUDA's programming guide, in its table of technical specifications."""
 
     shared_kib: int
     """Shared memory."""
     shared_block_kib: int
-    """Of which a block can have."""
+    """The shared memory of a block."""
     threads: int
     blocks: int
     l2_mib: int
-    """Of one device of it: not in that table, and no operator of torch reads it."""
+    """The level-2 cache of one such device: not in that table, and no operator of torch reads it."""
 
 
 _MULTIPROCESSORS: Final = {
@@ -90,7 +90,8 @@ _NAMES: Final = {
     "v100_pcie_32gb": "Tesla V100-PCIE-32GB",
     "v100s": "Tesla V100S-PCIE-32GB",
 }
-"""By marker, as the driver tells them. An AMD device has none: torch's CUDA build has no kernels for it."""
+"""The boards' names by marker, as the driver reports them. An AMD device has none: torch's CUDA build has no kernels for
+it."""
 
 
 class Board(NamedTuple):
@@ -137,7 +138,7 @@ def find_kernels(chosen: Board, architectures: Iterable[str], torch_version: str
     major, minor = chosen.capability
     names = list(architectures)
     if not names:
-        raise CannotEmulate(f"torch {torch_version} does not tell which GPUs it has kernels for; install PyPI's build of it")
+        raise CannotEmulate(f"torch {torch_version} does not say for which GPUs it has kernels; install PyPI's build of it")
     compiled = [int(name.removeprefix("sm_")) for name in names if name.startswith("sm_") and name[-1].isdigit()]
     fitting = [number for number in compiled if number // 10 == major and number % 10 <= minor]
     if not fitting:

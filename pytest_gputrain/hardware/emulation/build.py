@@ -42,7 +42,7 @@ _MANIFEST: Final = "manifest.json"
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _FLAGS: Final = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-D_GNU_SOURCE")
 _SECONDS: Final = 120.0
-"""For the compiler to make one library, which takes it less than one."""
+"""The time limit of the compiler for one library; it takes less than one second."""
 
 
 _UNUSED_SECONDS: Final = 30 * 86400.0
@@ -50,10 +50,10 @@ _UNUSED_SECONDS: Final = 30 * 86400.0
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies in a folder of stand-ins."""
+    """The contents of a folder of stand-ins."""
 
     digests: dict[str, str]
-    """Of each library's bytes, by its name."""
+    """The digest of each library's bytes, by its name."""
     architectures: tuple[str, ...]
 
 

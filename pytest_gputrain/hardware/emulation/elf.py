@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 _MAGIC: Final = b"\x7fELF\x02\x01"
-"""Of 64-bit little-endian files, the only kind read here."""
+"""The first bytes of 64-bit little-endian files, the only kind read here."""
 
 _SYMTAB, _DYNAMIC, _DYNSYM, _VERNEED, _VERSYM = 2, 6, 11, 0x6FFFFFFE, 0x6FFFFFFF
 """Types of sections."""

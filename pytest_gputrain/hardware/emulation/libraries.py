@@ -31,7 +31,7 @@ PREFIXES: Final = {
     "nvrtc": ("nvrtc",),
     "nvshmem_host": ("nvshmem",),
 }
-"""How the names of each library's functions begin; the longest that fits decides."""
+"""The prefixes of the names of each library's functions; the longest that fits decides."""
 
 _SONAME: Final = re.compile(rf"lib({'|'.join(map(re.escape, PREFIXES))})\.so\.\d+")
 
@@ -42,7 +42,8 @@ _LOOKED_UP: Final = re.compile(rb"(?<=\0)(?:nvml[A-Z]\w{2,60}|cu[A-Z][a-z]\w{2,6
 """Names of functions among the constants of a library that looks them up while it runs."""
 
 _ARCHITECTURES: Final = re.compile(rb"(?:(?:sm|compute)_\d+[af]?)(?: (?:sm|compute)_\d+[af]?)*(?=\0)")
-"""What torch was compiled for, as ``torch.cuda.get_arch_list`` tells it; the compiler may put other text right before it."""
+"""The architectures that torch was compiled for, as ``torch.cuda.get_arch_list`` returns them; the compiler may put other
+text right before it."""
 
 Functions = dict[str, str]
 """Names of functions, with the version of each; empty where the library has no versions."""
@@ -84,7 +85,7 @@ def read_torch(folder: Path) -> Torch:
     try:
         text = (folder / "version.py").read_text()
     except OSError as error:
-        raise CannotEmulate(f"torch in {folder} does not tell its version: {error.strerror}") from None
+        raise CannotEmulate(f"torch in {folder} does not say its version: {error.strerror}") from None
     version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
     cuda = re.search(r"^cuda\b[^=\n]*= '(\d+)\.(\d+)'", text, re.MULTILINE)
     if version is None or cuda is None or not (folder / "lib" / "libtorch_cuda.so").exists():

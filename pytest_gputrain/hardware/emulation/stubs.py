@@ -10,12 +10,13 @@ from pytest_gputrain.hardware.emulation.libraries import Functions
 
 
 class _Workspace(NamedTuple):
-    """Where a function answers how large a workspace is: by numbers of parameters from 1, as values of a type in C."""
+    """The parameters in which a function returns the size of a workspace: by numbers of parameters from 1, as values of a
+    type in C."""
 
     parameters: tuple[int, ...]
     type: str = "size_t"
     of: str = ""
-    """What it is told as, where that is not the workspaces of its library."""
+    """The name of the workspace in reports, if it is not that of its library."""
 
 
 _WORKSPACES: Final = {
@@ -81,10 +82,11 @@ _OUTCOMES: Final = {
     "cusolverDnXsyevBatched": 16,
     "cusolverDnXgeev": 22,
 }
-"""Which parameter says on the device how a factorization went: an integer, 0 where it succeeded. torch raises for others."""
+"""The parameter that holds on the device whether a factorization succeeded: an integer, 0 if it did. torch raises for
+others."""
 
 _SIZES: Final = ("ufferSize", "orkspaceSize", "GetWorkspace", "CompressedSize", "workEstimation", "MatGetSize", "geam2Nnz")
-"""In the names of other functions that answer with a size, among them those that decide how large a result is. They fail."""
+"""The parts of names of other functions that return a size, including the size of a result. They fail."""
 
 _REFUSED: Final = {"cusolver": 9, "cusparse": 10, "cusparseLt": 10, "cublas": 15, "cublasLt": 15, "cudnn": 3000}
 """The libraries' own numbers for what they do not support."""

@@ -29,7 +29,7 @@ class Format(NamedTuple):
 
     export: Export
     reads: str
-    """Which tool reads the format, for the help."""
+    """The tool that reads the format, for the help."""
     timed: bool = False
     """Whether it has no form for cases without times."""
     many: bool = False

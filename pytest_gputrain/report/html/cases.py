@@ -56,7 +56,7 @@ TONES: Final = {
     "predicted": "plain",
     "emulated": "plain",
 }
-"""How a verdict looks, those first that want attention first."""
+"""The colours of verdicts, the most urgent first."""
 _RANK: Final = {verdict: rank for rank, verdict in enumerate(TONES)}
 
 
@@ -92,7 +92,7 @@ class Cases:
     columns: tuple[str, ...]
     """Titles of the figures that at least one row has."""
     rows: tuple[Row, ...]
-    """In the order of the tests, sorted by attention."""
+    """The rows, the most urgent first, and otherwise in the order of the tests."""
     counts: dict[str, int]
     """The number of cases by verdict."""
     suites: dict[str, dict[str, int]]

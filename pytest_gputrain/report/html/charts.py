@@ -378,7 +378,7 @@ _BAR: Final = 17
 _NAME: Final = 20
 _NAME_LINE: Final = 14
 _NAME_LETTERS: Final = 50
-"""As many as fit the width; longer names take several lines."""
+"""The number of letters that fit the width; longer names take several lines."""
 
 
 def axis_unit(kind: str, most: float) -> tuple[float, str]:

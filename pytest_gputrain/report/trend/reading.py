@@ -55,7 +55,7 @@ class Series:
     offsets: array[int]
     """The offset in bytes of each line, counted over all files one after the other."""
     figures: dict[str, array[float]]
-    """By metric; not a number where the line has none."""
+    """The figures by metric; not a number if the line has none."""
 
     @classmethod
     def empty(cls, metrics: Iterable[str]) -> Series:

@@ -17,7 +17,7 @@ HIGHER_IS_BETTER: Final = (
     "clock_mhz",
     "gpu_utilization",
 )
-"""Of all other metrics less is better."""
+"""The metrics of which more is better. Of all others less is better."""
 
 _NOISY: Final = (*HIGHER_IS_BETTER, "_seconds", "joules_per_sample", "power_watts")
 

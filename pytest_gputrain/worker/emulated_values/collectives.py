@@ -1,4 +1,4 @@
-"""What processes tell each other by NCCL, of which its stand-in really exchanges what is small."""
+"""Keeps the values that processes exchange by NCCL, whose stand-in really exchanges small data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .contents import Contents, is_small, on_host
 from .evaluation import flat
 
 _EXCHANGED_BYTES: Final = 1 << 20
-"""Of all ranks together, as in nccl.c."""
+"""The most bytes of all ranks together, as in nccl.c."""
 
 _FROM_ANOTHER: Final = ("broadcast_", "recv_", "recv_any_source_", "scatter_")
 """Whether what they tell is known, another rank knows."""

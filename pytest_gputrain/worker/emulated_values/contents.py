@@ -1,4 +1,4 @@
-"""What is known of the contents of an emulated GPU's memory, by address."""
+"""Keeps the known contents of an emulated GPU's memory, by address."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 MOST_BYTES: Final = 1 << 20
-"""Of a tensor of integers or booleans that is computed."""
+"""The most bytes of a computed tensor of integers or booleans."""
 
 MOST_FLOATS: Final = 4096
 
 MOST_DEALT_BYTES: Final = 256 << 20
-"""Of a tensor that follows from where experts' tokens were dealt: the loops over experts read masks of tokens by experts."""
+"""The most bytes of a tensor that follows from the choice of experts: the loops over experts read masks of tokens by
+experts."""
 
 _CPU: Final = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from .contents import Contents, Known, is_small, on_host
 _OTHERWISE: Final[dict[str, Callable[..., Any]]] = {
     "aten::histc": lambda values, *others: torch.histc(values.double(), *others)
 }
-"""What the CPU has of operators for fewer types."""
+"""The operators that the CPU has for fewer types."""
 
 _SEED: Final = 20240607
 

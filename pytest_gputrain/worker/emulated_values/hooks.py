@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .after_import import after_import
 from .contents import Contents
 
 
@@ -49,8 +47,8 @@ def follow_triton(contents: Contents) -> None:
 
         module.JITFunction.run = run_and_forget
 
-    _after_import("torch._inductor.runtime.triton_heuristics", follow_compiled)
-    _after_import("triton.runtime.jit", follow_own)
+    after_import("torch._inductor.runtime.triton_heuristics", follow_compiled)
+    after_import("triton.runtime.jit", follow_own)
 
 
 def follow_libraries(replace_new: Callable[[], None], replacing: Callable[[], bool]) -> None:
@@ -79,34 +77,3 @@ def follow_libraries(replace_new: Callable[[], None], replacing: Callable[[], bo
 def _take_the_first(tuner: Any, *arguments: Any, **keywords: Any) -> dict[Any, float]:
     """Find all configurations of a compiled kernel equally fast, of which torch then takes the first."""
     return dict.fromkeys(tuner.launchers, 0.0)
-
-
-def _after_import(name: str, action: Callable[[Any], None]) -> None:
-    if name in sys.modules:
-        action(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Finder(name, action))
-
-
-class _Finder:
-    """Finds a module as Python would, and has something done when it has been imported."""
-
-    def __init__(self, name: str, action: Callable[[Any], None]) -> None:
-        self._name = name
-        self._action = action
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
-
-            def execute_and_act(module: Any) -> None:
-                execute(module)
-                self._action(module)
-
-            loader.exec_module = execute_and_act
-        return spec

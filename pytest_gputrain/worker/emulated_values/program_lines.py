@@ -16,7 +16,7 @@ _LIBRARIES: Final = tuple(
 )
 
 BACKWARD: Final = "backward pass"
-"""In place of a line: autograd's threads run without the program's frames."""
+"""The text in place of a line: autograd's threads run without the program's frames."""
 
 
 def is_library(file: str) -> bool:
@@ -39,7 +39,7 @@ def describe_line(file: str, line: int, function: str) -> str:
 
 
 class CountsByLine:
-    """How often something happened at each line of the program."""
+    """A count of events at each line of the program."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()

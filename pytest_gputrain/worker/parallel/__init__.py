@@ -23,7 +23,7 @@ ENGINES: Final[dict[str, type[Engine]]] = {
     "zero3": Zero,
     "ps": ParameterServer,
 }
-"""By ``Case.parallel``."""
+"""The engines by ``Case.parallel``."""
 
 NEEDS_GROUP: Final = frozenset(ENGINES) - {"single"}
 """Engines that want torch.distributed ready even for one process."""

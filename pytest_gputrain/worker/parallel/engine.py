@@ -32,7 +32,7 @@ class EngineOptions:
     deepspeed: Mapping[str, Any]
     """Further options of the engines of DeepSpeed."""
     make_optimizer: MakeOptimizer
-    """From the parameters that train."""
+    """The function that makes the optimizer from the parameters that train."""
 
 
 class Engine(abc.ABC):

@@ -42,7 +42,7 @@ _SIZES: Final = frozenset(
 _ALIGNMENT: Final = 64
 
 _INITIAL_SCALE_POWER: Final = 10
-"""As `Precision.scaler` starts: DeepSpeed's own 2**16 drops the first updates of a fresh model."""
+"""The first scale, as in `Precision.scaler`: DeepSpeed's own 2**16 drops the first updates of a fresh model."""
 
 
 class Zero(Engine):

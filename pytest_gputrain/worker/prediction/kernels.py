@@ -20,7 +20,7 @@ _ATEN: Final = torch.ops.aten
 _UNSORTED_ROWS: Final = 3072
 """Up to so many rows, the gradient of an embedding is added up without sorting them."""
 _OFTEN: Final = 32
-"""Where each row of the table is used so often, the parts are added up in place."""
+"""The uses of each row of a table from which the parts are added up in place."""
 _SORTING: Final = 1279
 """Bytes of a scan."""
 _SEGMENT_ROWS: Final = 10

@@ -24,7 +24,7 @@ from pytest_gputrain.worker.prediction.operators import tensors_in
 from pytest_gputrain.worker.prediction.values import LIMIT, answer, forget, keep, value_of
 
 COMPILED: Final = (
-    "a prediction does not know what torch.compile makes of the code; measure it instead, or leave torch.compile out"
+    "a prediction does not know the code that torch.compile makes; measure it instead, or leave torch.compile out"
 )
 
 
@@ -77,7 +77,7 @@ def dynamo_patches() -> Iterator[Any]:
 
 
 class PythonCalls(TorchFunctionMode):
-    """What is decided before an operator is called.
+    """The calls that are decided before an operator is called.
 
     Args:
         gpu: label of the GPU that is predicted for; None for a CPU.
@@ -137,7 +137,7 @@ class PythonCalls(TorchFunctionMode):
             return value
         if not tensor.is_floating_point() or tensor.numel() > LIMIT:
             raise CheckFailed(
-                "the case reads what a tensor holds (Tensor.numpy), which a prediction does not know: measure it instead"
+                "the case reads the content of a tensor (Tensor.numpy), which a prediction does not know: measure it instead"
             )
         with _disable_current_modes():
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -158,7 +158,7 @@ _CHECKS: Final = {
     torch.isinf: False,
     Tensor.isinf: False,
 }
-"""What a training asks of its losses and gradients, by what it wants to hear."""
+"""The checks of losses and gradients in a training, with the answers that it expects."""
 
 
 def _is_cuda(device: Any) -> bool:

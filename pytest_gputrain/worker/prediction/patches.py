@@ -14,8 +14,6 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 from unittest import mock
@@ -28,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
 
 from pytest_gputrain.records import Target
+from pytest_gputrain.worker.emulated_values.after_import import after_import
 from pytest_gputrain.worker.prediction import attention, engines, norms, own_code, zero
 from pytest_gputrain.worker.prediction.shapes import forget_shape
 from pytest_gputrain.worker.prediction.values import forget_all, keep, value_of
@@ -64,9 +63,8 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
         }
         if gpu is not None:
             libraries["transformers.training_args"] = lambda: own_code.trainer_patches(gpu)
-        when_imported = _PatchWhenImported(libraries, stack)
-        sys.meta_path.insert(0, when_imported)
-        stack.callback(when_imported.close)
+        for name, make in libraries.items():
+            patch_when_imported(name, make, stack)
         if target.kind == "cuda":
             for patch in _gpu_patches(device):
                 stack.enter_context(patch)
@@ -82,43 +80,20 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
         yield
 
 
-class _PatchWhenImported(MetaPathFinder):
-    """Applies the patches of each library once it is there: the zoo's are imported before, and own code's when it likes.
+def patch_when_imported(name: str, make: Callable[[], Iterator[Any]], stack: contextlib.ExitStack) -> None:
+    """Apply a library's patches once it is there: the zoo's is imported before, and own code's when it likes.
 
     Args:
-        libraries: patches by the name of what they change.
+        name: the module that tells that the library is there.
+        make: returns the patches.
         stack: undoes them.
     """
 
-    def __init__(self, libraries: dict[str, Callable[[], Iterator[Any]]], stack: contextlib.ExitStack) -> None:
-        self._libraries = libraries
-        self._stack = stack
-        for name in [name for name in libraries if name in sys.modules]:
-            self._patch(name)
+    def patch(module: ModuleType) -> None:
+        for each in make():
+            stack.enter_context(each)
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name not in self._libraries:
-            return None
-        other_finders = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in other_finders)), None)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_patch(module: ModuleType) -> None:
-            execute(module)
-            self._patch(name)
-
-        spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
-        return spec
-
-    def close(self) -> None:
-        sys.meta_path.remove(self)
-        self._libraries.clear()
-
-    def _patch(self, name: str) -> None:
-        for patch in self._libraries.pop(name, tuple)():
-            self._stack.enter_context(patch)
+    stack.callback(after_import(name, patch))
 
 
 def _to_list(self: FakeTensor) -> Any:

@@ -21,8 +21,8 @@ from pytest_gputrain.worker.checks import CheckFailed, local
 from pytest_gputrain.worker.trace import Trace, peaks
 
 _REMEDY: Final = (
-    "the host, whose memory is none of the GPU's; move the model by .to(setup.device), and give setup.device instead of cpu "
-    "to a library that moves it"
+    "the host, whose memory is not that of the GPU; move the model by .to(setup.device), and give setup.device instead of "
+    "cpu to a library that moves it"
 )
 
 
@@ -31,7 +31,7 @@ _Storages = dict[int, tuple[torch.device, int]]
 
 
 class Placement:
-    """What optimizers step while it is entered, where that is, and which other threads compute.
+    """The parameters that optimizers step while it is entered, their devices, and the other threads that compute.
 
     Args:
         gpu: label of the GPU that is predicted for; None for a CPU.
@@ -40,7 +40,7 @@ class Placement:
     def __init__(self, gpu: torch.device | None) -> None:
         self._gpu = gpu
         self._stepped: dict[int, _Storages] = {}
-        """By parameter: whoever moves the model between steps gives it another storage."""
+        """The stepped storages by parameter: whoever moves the model between steps gives it another storage."""
         self._threads: set[str] = set()
 
     def __enter__(self) -> Placement:
@@ -77,7 +77,7 @@ class Placement:
     def _refusal(self) -> CheckFailed:
         return CheckFailed(
             f"the case computes in the thread {min(self._threads)!r}, and a prediction follows only the one that calls the "
-            "step: let other threads only load onto the host what the step then moves, or measure the case instead"
+            "step: use other threads only to load data onto the host, or measure the case instead"
         )
 
     def _see(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

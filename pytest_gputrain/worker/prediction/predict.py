@@ -51,7 +51,7 @@ def predict(
         whole: the model itself runs, however deep it is.
     """
     if task.case.compile != "off" and task.target is not None and task.target.kind == "cuda":
-        sentence = f"{task.case} is compiled, and a prediction does not know what a compiler makes of it; set compile to off"
+        sentence = f"{task.case} is compiled, and a prediction does not know the compiled code; set compile to off"
         return Crashed(sentence=sentence, phase=progress.phase)
     # All that is imported stays: collections need not look at it.
     freezes = gc.get_freeze_count() == 0

@@ -16,14 +16,14 @@ from pytest_gputrain.worker.prediction.operators import Temporaries
 
 _ATEN: Final = torch.ops.aten
 _THREADS: Final = 512
-"""Of a block, at most."""
+"""The most threads of a block."""
 _WARP: Final = 32
 _MOST_THREADS: Final = 2048
 _FEWER_THREADS: Final = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
-"""Of a multiprocessor, by the compute capabilities that have fewer than others."""
+"""The threads of a multiprocessor, by the compute capabilities that have fewer than others."""
 _VECTOR: Final = 4
 _LEAST_VALUES: Final = 16
-"""Of a thread, where the values are split among blocks."""
+"""The least values of a thread, if the values are split among blocks."""
 _MOST_VALUES: Final = 256
 _ACCUMULATED_IN: Final = 4
 """Bytes of fp32, in which halves are added up too."""

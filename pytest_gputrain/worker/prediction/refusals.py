@@ -17,8 +17,9 @@ from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.run import crash
 
 _TWO_DEVICES: Final = (
-    "an operator gets tensors of two devices, which fails on a GPU as well: one is on setup.device, the other on cpu, the "
-    "host, where a tensor is that names no device or only setup.device.type; make it on setup.device, or move it there"
+    "an operator gets tensors of two devices, which fails on a GPU as well: one is on setup.device, the other on cpu, "
+    "the host. A tensor is on the host if it names no device or only setup.device.type; make it on setup.device, or move it "
+    "there"
 )
 _MEMORY: Final = "the case reads the memory of a tensor, which a prediction does not have: measure it instead"
 _UNKNOWN: Final = "the case calls an operator that a prediction does not know ({}): measure it instead"
@@ -32,7 +33,7 @@ _SENTENCES: Final = (
     ("There was no rule registered for HigherOrderOperator", _UNKNOWN),
     ("no fake impl or Meta kernel registered", _UNKNOWN),
 )
-"""What torch says of fakes, and what that means."""
+"""torch's errors about fake tensors, and the sentences for them."""
 
 _INTERNAL: Final = (Path(torch.__file__).parent, Path(__file__).parents[2])
 
@@ -51,7 +52,7 @@ def refusal(error: Exception, progress: Progress, *, own_code: bool) -> Crashed:
 
 def _sentence(error: Exception) -> str | None:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        return f"the case reads what a tensor holds ({error.func}), which a prediction does not know: measure it instead"
+        return f"the case reads the content of a tensor ({error.func}), which a prediction does not know: measure it instead"
     message = str(error)
     return next((sentence.format(_first_line(message)) for words, sentence in _SENTENCES if words in message), None)
 

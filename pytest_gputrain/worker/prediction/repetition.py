@@ -28,7 +28,7 @@ ALL: Final = ""
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What one run on fakes showed.
+    """The observations of one run on fake tensors.
 
     Attributes:
         device: trace of the device's memory, in order.
@@ -96,16 +96,16 @@ _CONTEXT: Final = 2
 class _Allocation(NamedTuple):
     tensor: LiveTensor
     before: tuple[Any, ...]
-    """What happened last before: tensors that were made, bytes that were freed."""
+    """The last event before: tensors that were made, bytes that were freed."""
 
 
 class _Line(NamedTuple):
     """A trace, event by event."""
 
     symbols: list[int]
-    """What happens: a mark, or an `_Allocation` that is made or freed."""
+    """The events: a mark, or an `_Allocation` that is made or freed."""
     numbers: list[int]
-    """Which allocation; 0 for a mark."""
+    """The numbers of the allocations; 0 for a mark."""
 
     @classmethod
     def read(cls, trace: Trace, symbols: dict[Any, int]) -> _Line:

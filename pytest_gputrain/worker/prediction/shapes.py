@@ -46,7 +46,7 @@ class Result:
 
 @dataclass(slots=True)
 class Call:
-    """What a call of an operator returned, and will return again.
+    """The results of an operator's call, which an equal call returns again.
 
     Attributes:
         results: in order.
@@ -71,7 +71,7 @@ class Shapes:
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        """By what tells shapes from each other."""
+        """The numbers by the properties that distinguish shapes."""
         self._calls: dict[Any, Call] = {}
         self._fresh: dict[torch.device, dict[str, Any]] = {}
         """Attributes of a new fake."""

@@ -18,7 +18,7 @@ from pytest_gputrain.worker.prediction.operators import Operator, tensors_in
 LIMIT: Final = 2**18
 """Elements of the largest tensor whose values are kept: activations are not."""
 _INTEGER_BYTES: Final = 2**26
-"""Of the largest storage of whole numbers that are kept: token ids and masks of a batch of 8 million tokens."""
+"""The bytes of the largest storage of whole numbers that are kept: token ids and masks of a batch of 8 million tokens."""
 
 _ATEN: Final = torch.ops.aten
 _INTEGERS: Final = frozenset({torch.bool, torch.uint8, torch.int32, torch.int64})
@@ -28,7 +28,7 @@ _MAKERS: Final = frozenset(
 )
 """Operators without tensor arguments whose result is known."""
 _SHUFFLED: Final = _ATEN.randperm
-"""Of all samples of a data set, and always known."""
+"""The operator that shuffles the samples of a data set. Its values are always known."""
 _SCALAR: Final = _ATEN._local_scalar_dense.default
 _INDEX: Final = _ATEN.index.Tensor
 _SELECT: Final = _ATEN.masked_select.default
@@ -157,7 +157,7 @@ def _count(mask: Tensor) -> int:
     value = value_of(mask)
     if value is None:
         raise RuntimeError(
-            "a mask decides on the shape of a result, and a prediction does not know what it holds: measure the case instead"
+            "a mask decides the shape of a result, and a prediction does not know its content: measure the case instead"
         )
     with _disable_current_modes():
         return int(value.sum())

@@ -11,48 +11,34 @@ import importlib
 import importlib.util
 import os
 import sys
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
-class _TorchFinder:
-    """Finds torch as Python would, and has the recorder start when it has been imported."""
+def _check(torch: ModuleType) -> None:
+    """Refuse another torch than the one whose libraries have stand-ins."""
+    expected = os.environ.get("GPUTRAIN_EMULATED_TORCH")
+    found = os.path.dirname(torch.__file__ or "")
+    if expected and os.path.realpath(found) != os.path.realpath(expected):
+        raise ImportError(
+            f"gputrain emulates a GPU for the torch in {expected}, and this program imports the one in {found}; "
+            "run the gputrain that is installed beside it"
+        )
 
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        expected = os.environ.get("GPUTRAIN_EMULATED_TORCH")
-        found = os.path.dirname(spec.origin or "")
-        if expected and os.path.realpath(found) != os.path.realpath(expected):
-            raise ImportError(
-                f"gputrain emulates a GPU for the torch in {expected}, and this program imports the one in {found}; "
-                "run the gputrain that is installed beside it"
-            )
-        loader: Any = spec.loader
-        execute = loader.exec_module
 
-        def execute_and_record(module: ModuleType) -> None:
-            execute(module)
-            memory_recorder = _load("memory_recorder")
-            if "GPUTRAIN_SCRIPT_STATE" in os.environ:
-                _load("script_recorder").install(module, memory_recorder)
-            else:
-                memory_recorder.install(module)
-
-        loader.exec_module = execute_and_record
-        return spec
+def _record(torch: ModuleType) -> None:
+    memory_recorder = _load("memory_recorder")
+    if "GPUTRAIN_SCRIPT_STATE" in os.environ:
+        _load("script_recorder").install(torch, memory_recorder)
+    else:
+        memory_recorder.install(torch)
 
 
 def _load(name: str) -> Any:
     path = os.path.join(os.path.dirname(_FOLDER), f"{name}.py")
-    spec: Any = importlib.util.spec_from_file_location(f"_gputrain_{name}", path)
+    spec: Any = importlib.util.spec_from_file_location(f"_gputrain_{os.path.basename(name)}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -72,5 +58,5 @@ def _import_hidden() -> None:
             sys.modules["sitecustomize"] = own
 
 
-sys.meta_path.insert(0, _TorchFinder())
+_load("emulated_values/after_import").after_import("torch", _record, before=_check)
 _import_hidden()

@@ -30,7 +30,7 @@ FAMILIES: Final[dict[str, Callable[[Architecture, Case, Scale], Workload]]] = {
     "vision_language": VisionLanguageModel,
     "word_vectors": WordVectorModel,
 }
-"""By name of the family's file of facts."""
+"""The families by the name of their file of facts."""
 
 
 def build(case: Case, scale: Scale, architecture: Architecture | None = None) -> Workload:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 _OLD: Final = "transformers_4_49"
-"""Without the word sdpa, which transformers refuses to a model whose scores are capped."""
+"""The name of the old attention. It lacks the word sdpa, which transformers refuses for a model whose scores are capped."""
 
 
 def named_attention(attention: str) -> str:

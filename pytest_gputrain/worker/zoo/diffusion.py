@@ -25,7 +25,7 @@ TINY_BATCH_SIZE: Final = 4
 """Samples above it are left out at tiny scale, where 96 of them would take seconds a step."""
 
 PIXELS_PER_LATENT: Final = 8
-"""Of all the autoencoders: they halve an image's sides three times."""
+"""The scale of all autoencoders: they halve an image's sides three times."""
 
 SIDE_MULTIPLE: Final = 2 * PIXELS_PER_LATENT
 """Transformers take patches of 2x2 latents."""
@@ -61,7 +61,7 @@ class ImageDiffusion(Workload):
         taken, given = self.facts["in_channels"], self.facts.get("out_channels")
         if given not in (None, taken):
             raise CheckFailed(
-                f"{case.model} has in_channels={taken} and out_channels={given} in its config.json: what it takes beside "
+                f"{case.model} has in_channels={taken} and out_channels={given} in its config.json: its inputs beside "
                 "noisy latents is not known"
             )
         super().__init__(architecture, case, scale)
@@ -267,7 +267,7 @@ DENOISERS: Final[dict[str, type[ImageDiffusion]]] = {
     "FluxTransformer2DModel": Flux,
     "Flux2Transformer2DModel": Flux2,
 }
-"""By diffusers' class."""
+"""The denoisers by diffusers' class."""
 
 
 def ddpm_times(samples: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -147,4 +147,4 @@ def transformers_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 LOSSES: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {"logits": next_token_loss, "fp32": transformers_loss}
-"""By the case's ``loss``, or that of its architecture."""
+"""The losses by the case's ``loss``, or that of its architecture."""

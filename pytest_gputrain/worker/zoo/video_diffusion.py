@@ -134,4 +134,4 @@ CONDITIONS: Final[dict[str, Callable[[int, dict[str, int], dict[str, Any]], dict
     "HunyuanVideoTransformer3DModel": _hunyuan,
     "WanTransformer3DModel": _wan,
 }
-"""What each model is conditioned on, by its class: from the samples, the tokens of text and image, and its facts."""
+"""The conditions of each model, by its class: from the samples, the tokens of text and image, and its facts."""

@@ -19,7 +19,7 @@ TINY_SHRINK: Final = 6
 """Both sides of an image are divided by it, as LLaVA's tiles are: a tiny image has as many of them as the full one."""
 TINY_TEXT_LENGTH: Final = 32
 TINY_BATCH_SIZE: Final = 4
-"""In bf16, 16 samples take over a second a step on one CPU thread."""
+"""The batch at tiny scale: in bf16, 16 samples take over a second per step on one CPU thread."""
 
 LEAD: Final = 1
 """Text tokens before the image: the start of the sequence, or of the image."""
@@ -80,7 +80,7 @@ class VisionLanguageModel(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class Image(abc.ABC):
-    """How a model takes an image of ``width`` x ``height`` pixels."""
+    """The shape of an image of ``width`` x ``height`` pixels in a model."""
 
     facts: dict[str, Any]
     width: int
@@ -206,4 +206,4 @@ IMAGES: Final[dict[str, type[Image]]] = {
     "LlavaNextForConditionalGeneration": TiledImage,
     "Qwen2VLForConditionalGeneration": PatchedImage,
 }
-"""By class of the model."""
+"""The classes of images, by class of the model."""

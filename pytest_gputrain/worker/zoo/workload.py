@@ -25,7 +25,7 @@ class Batch:
     """One micro-batch on the device; every step trains on it."""
 
     inputs: dict[str, Tensor]
-    """By the names that the family's loss knows."""
+    """The inputs by the names that the family's loss knows."""
     samples: int
     sequence_length: int = 0
     """Tokens per sample, padding included; 0 where samples are not token sequences."""
@@ -43,7 +43,7 @@ class Workload(abc.ABC):
     own: ClassVar[tuple[type[nn.Module], ...]] = ()
     """Modules that are the family's own; its facts name them by class."""
     model: nn.Module
-    """What trains. The caller puts its adapted form here."""
+    """The model that trains. The caller puts its adapted form here."""
     encoders: dict[str, nn.Module]
     """Frozen networks that run in the forward pass, by name of their part."""
 

@@ -17,11 +17,11 @@ from torch.autograd import profiler
 _SILENT: Final = "99"
 
 
-class Witness:
-    """Operators by thread, as the operating system numbers those.
+class ThreadOperators:
+    """The operators that ran on each thread, by the number of the thread in the operating system.
 
     Attributes:
-        operators: of each thread the names, in no order that can be relied on; nothing if this torch cannot tell.
+        operators: the names of the operators of each thread, in no particular order; empty if this torch cannot report them.
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class Witness:
         self._names = _names_of_threads()
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Provide a context whose operators are noted."""
+    def recording(self) -> Iterator[None]:
+        """Provide a context that records its operators."""
         try:
             config = _ExperimentalConfig(profile_all_threads=True)
         except TypeError:  # before torch 2.7
@@ -45,11 +45,11 @@ class Witness:
                 self.operators.setdefault(event.device_resource_id(), []).append(name)
 
     def missed(self, counted: Collection[int], *, matters: Callable[[str], bool], others: bool) -> str:
-        """Tell of operators that ran on other threads than ``counted``; empty where none did.
+        """Describe operators that ran on other threads than ``counted``; empty if none did.
 
         Args:
-            counted: the threads on which operators were seen.
-            matters: tells of which operators.
+            counted: the threads on which operators were counted.
+            matters: says whether an operator matters.
             others: whether threads that Python did not start count, too.
         """
         for thread, operators in self.operators.items():
@@ -59,8 +59,8 @@ class Witness:
         return ""
 
     @property
-    def was_blind(self) -> bool:
-        """Whether there were other threads, of which torch told nothing."""
+    def are_unknown(self) -> bool:
+        """Whether there were other threads whose operators torch did not report."""
         return not self.operators and threading.active_count() > 1
 
     def _describe(self, thread: int) -> str:
