@@ -106,7 +106,7 @@ class Sizes:
 class Denoiser(Workload):
     """Random weights by the constructors, the attention that diffusers picks.
 
-    The model learns the velocity between latents and noise (arXiv:2210.02747), or as a row says the noise (arXiv:2006.11239).
+    The model learns the velocity between latents and noise (arXiv:2210.02747), or the noise where a row says so.
     """
 
     def __init__(self, architecture: Architecture, case: Case, scale: Scale) -> None:
@@ -145,19 +145,28 @@ class Denoiser(Workload):
             for path, module in model.named_modules():
                 if path.rpartition(".")[2] in model._keep_in_fp32_modules:
                     module.float()
+                    for layer in module.children():  # zeros before training, which let no gradient through
+                        if isinstance(layer, nn.Linear):
+                            layer.reset_parameters()
         whole: nn.Module = model
         return whole
 
     def checkpoint_activations(self, share: float) -> None:
         """Recompute the blocks in backward, or the first ``share`` of them; of a UNet its stages."""
-        if self.architecture.blocks[:1] == ("down_blocks",):
+        if "mid_block" in self.architecture.blocks:
             recompute_stages(self, share)
         else:
             super().checkpoint_activations(share)
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The model's repeated blocks; Stable Cascade has a list of them for each stage."""
+        return [block for blocks in super().blocks for block in (blocks if isinstance(blocks, nn.ModuleList) else (blocks,))]
+
     def batch(self, device: torch.device) -> Batch:
-        """Draw random latents with noise of the same shape, times (batch), and what the model is conditioned on, by the names
-        of its arguments: those of an entry of a dictionary or list have a dot.
+        """Draw random latents with noise of the same shape, times (batch), and what the model is conditioned on.
+
+        The latter goes by the names of its arguments; that of an entry of a dictionary or list has a dot.
 
         Noise and times are drawn here, so that every step trains on the same. All tokens of the text are real.
         """
@@ -351,9 +360,8 @@ def _pixart(sizes: Sizes) -> Conditions:
     if sizes.facts["sample_size"] == 128 if added is None else added:
         resolution = torch.tensor(sizes.pixels, dtype=torch.get_default_dtype()).repeat(sizes.samples, 1)
         size = {"resolution": resolution, "aspect_ratio": resolution[:, :1] / resolution[:, 1:]}
-    else:
-        size = {"resolution": None, "aspect_ratio": None}
-    return {**_caption(sizes), **{f"added_cond_kwargs.{name}": value for name, value in size.items()}}
+        return {**_caption(sizes), **{f"added_cond_kwargs.{name}": value for name, value in size.items()}}
+    return {**_caption(sizes), "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
 
 
 def _sana(sizes: Sizes) -> Conditions:
