@@ -285,6 +285,12 @@ def test_a_deep_model_shows_what_follows_from_shallow_ones(name):
     assert extrapolate(lambda repetitions: shallow.run(architecture.repeated(repetitions)), DEEP) == deep
 
 
+def test_parameters_that_a_class_makes_on_the_host_are_moved():
+    with torch.device("meta"):
+        model = zoo.build(case_of("stable-video-diffusion"), "tiny").model
+    assert {value.device.type for value in model.parameters()} == {"meta"}
+
+
 def test_arguments_with_a_dot_are_entries():
     assert nested({"a": 1, "b.x": 2, "b.y": 3, "c.0": 4, "c.1": 5}) == {"a": 1, "b": {"x": 2, "y": 3}, "c": [4, 5]}
 

@@ -141,6 +141,11 @@ class Denoiser(Workload):
 
     def build_part(self, name: str) -> nn.Module:
         model: Any = super().build_part(name)
+        device = torch.get_default_device()
+        for module in model.modules():
+            # A parameter that a constructor makes by torch.Tensor is on the host whatever the default device.
+            if any(value.device != device for value in module.parameters(recurse=False)):
+                module.to(device)
         if self._sizes.step.get("keeps_fp32"):  # what does not run in another type, and is loaded so by diffusers
             for path, module in model.named_modules():
                 if path.rpartition(".")[2] in model._keep_in_fp32_modules:
