@@ -10,6 +10,7 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.libraries import how_to_install, missing
 from pytest_gputrain.cases.validation import problem
 from pytest_gputrain.execution.prediction_pool import PredictionPool
 from pytest_gputrain.gate.fit import Need, fit_of, largest_batch, loads_in_parts, of_training, tight
@@ -55,7 +56,8 @@ class Sorted(NamedTuple):
 
 
 def possible(cases: Sequence[Case], gpus: Sequence[str]) -> Sorted:
-    """Sort out cases that make no sense, and precisions that a GPU does not compute in."""
+    """Sort out cases that make no sense or need a library that is not installed, and precisions that a GPU does not compute
+    in."""
     complaints: defaultdict[str, list[Case]] = defaultdict(list)
     sound = []
     for case in cases:
@@ -64,6 +66,10 @@ def possible(cases: Sequence[Case], gpus: Sequence[str]) -> Sorted:
             sound.append(case)
         else:
             complaints[sentence.removeprefix(f"the case {case} ")].append(case)
+    if names := missing(sound):
+        lacking_one = [case for case in sound if missing([case])]
+        complaints[f"cannot be predicted without {' and '.join(names)}; {how_to_install(names)}"] = lacking_one
+        sound = [case for case in sound if case not in lacking_one]
     left_out = [f"{_named(wrong)} {complaint}" for complaint, wrong in complaints.items()]
     asked = []
     for gpu in gpus:
