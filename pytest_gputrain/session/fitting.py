@@ -18,7 +18,7 @@ from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.prediction import needed_bytes
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS
 from pytest_gputrain.hardware.targets import allowing_tf32, target_of
-from pytest_gputrain.records import Case, Prediction
+from pytest_gputrain.records import Case, Crashed, Prediction
 from pytest_gputrain.records.fit import FitCell, LargestBatch
 from pytest_gputrain.session.remedies import remedy
 from pytest_gputrain.session.tasks import full_size_task
@@ -35,6 +35,11 @@ _SHALLOW_SECONDS: Final = 1.7
 """Of a model of which three shallow ones are predicted instead (docs/predicted-cases.md)."""
 _BLOCK_SECONDS: Final = 0.15
 """Of a block of any other, on top of a second."""
+_TOKEN_SECONDS: Final = {
+    **dict.fromkeys(("falcon_mamba", "mamba", "recurrent_gemma"), 0.035),
+    "jamba": 0.1,  # whose blocks repeat by eights
+}
+"""Of each token of a sequence, by ``model_type``: layers that transformers computes token by token without further kernels."""
 _UNKNOWN_BLOCKS: Final = 40
 """Of a model whose blocks nobody counts here."""
 _FURTHER: Final = 3
@@ -101,12 +106,14 @@ def seconds_of(asked: Sequence[Asked], processes: int, *, further: bool) -> floa
 
 def _seconds(case: Case) -> float:
     architecture = architectures()[case.model]
-    layers = architecture.repetitions or architecture.trained_part.config.get("num_hidden_layers", 0)
+    config = architecture.trained_part.config
+    tokens = case.sequence_length * _TOKEN_SECONDS.get(str(config.get("model_type")), 0)
+    layers = architecture.repetitions or config.get("num_hidden_layers", 0)
     if not isinstance(layers, int):  # in a config.json that the worker will refuse
         layers = 0
     if layers and case.parallel in ("single", "fsdp"):
-        return _SHALLOW_SECONDS
-    return 1 + _BLOCK_SECONDS * (layers or _UNKNOWN_BLOCKS)
+        return _SHALLOW_SECONDS + tokens
+    return 1 + _BLOCK_SECONDS * (layers or _UNKNOWN_BLOCKS) + tokens
 
 
 class Fitting:
@@ -154,6 +161,8 @@ class Fitting:
         """Do the jobs, as many at once as the pool has processes, and return their answers in order."""
         numbered = list(enumerate(jobs))
         answers: dict[int, _Answer] = {}
+        if numbered:
+            self._note(what, 0, len(numbered))
         for (number, _), answer in self._pool.map(lambda job: work(job[1]), numbered):
             answers[number] = answer
             self._note(what, len(answers), len(numbered))
@@ -227,6 +236,8 @@ class Fitting:
         if in_parts and isinstance(reply, Prediction) and reply.refused is not None and reply.refused.phase == "build":
             unlimited = msgspec.structs.replace(target, memory_bytes=None)
             reply = self._pool.predict(full_size_task(case, self._root, target=unlimited))
+        if isinstance(reply, Crashed) and reply.refused:
+            raise BadCase(reply.sentence)  # which names the model, and is the same for all of its cases
         if not isinstance(reply, Prediction):
             raise BadCase(f"{case} {describe_failure(reply, 'prediction')}")
         return of_training(reply, target) if in_parts else reply

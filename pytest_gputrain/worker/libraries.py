@@ -56,6 +56,8 @@ def load(
     Raises:
         ImportError: a library is missing or broken.
     """
+    if model_config:
+        declare(case.model, dict(model_config))
     if names := missing([case]):
         raise ModuleNotFoundError(f"no module named {' or '.join(names)}")
     with _uncollected():
@@ -69,8 +71,6 @@ def load(
             return
         if not beside_gpu:
             _load_users_of_gpu(case)
-            if model_config:
-                declare(case.model, dict(model_config))
         elif model_config:
             return
         from pytest_gputrain.worker.checks import CheckFailed

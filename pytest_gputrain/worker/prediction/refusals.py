@@ -40,13 +40,14 @@ _INTERNAL: Final = (Path(torch.__file__).parent, Path(__file__).parents[2])
 def refusal(error: Exception, progress: Progress, *, own_code: bool) -> Crashed:
     """Turn an exception in a prediction into a reply."""
     crashed = crash(error, progress)
-    sentence = str(error) if isinstance(error, CheckFailed) else _sentence(error) or crashed.sentence
-    detail = "" if isinstance(error, CheckFailed) else crashed.detail
+    refused = isinstance(error, CheckFailed)
+    sentence = str(error) if refused else _sentence(error) or crashed.sentence
+    detail = "" if refused else crashed.detail
     if own_code:
         place = _place(error)
         sentence = f"{sentence.rstrip('.')}, at {place}" if place else sentence
         detail = detail and _without_internals(error)
-    return msgspec.structs.replace(crashed, sentence=sentence, detail=detail)
+    return msgspec.structs.replace(crashed, sentence=sentence, detail=detail, refused=refused)
 
 
 def _sentence(error: Exception) -> str | None:

@@ -6,6 +6,7 @@ What is found is what the facts of the zoo's other models state, so that nothing
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
 from collections.abc import Collection, Sequence
@@ -86,6 +87,7 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
         )
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     config_class = CONFIG_MAPPING[kind]
+    _check_spelling(name, config_class, given)
     for key in _REQUIRED:
         if not _is_told(config_class, key, given.keys()):
             raise CheckFailed(f"{name} lacks the key {key} in its config.json, so its size is not known; add it")
@@ -122,6 +124,23 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
         blocks=(path,),
         idle={"full": _IDLE, "tiny": _IDLE},
     )
+
+
+def _check_spelling(name: str, config_class: Any, given: dict[str, Any]) -> None:
+    """Check that no count is misspelt: a class ignores keys that it does not know, and takes its own default instead.
+
+    Raises:
+        CheckFailed: a key is nearly the name of a count that is not given.
+    """
+    known = {*inspect.signature(config_class).parameters, *config_class.attribute_map}
+    absent = {config_class.attribute_map.get(key, key) for key in _COUNTS} - given.keys()
+    for key in given:
+        near = difflib.get_close_matches(key, sorted(absent), n=1, cutoff=0.85)
+        if near and key not in known and not hasattr(config_class, key):
+            raise CheckFailed(
+                f"{name} has the key {key} in its config.json, which {config_class.__name__} does not know and would ignore "
+                f"(did you mean {near[0]!r}?)"
+            )
 
 
 def _check_counts(name: str, given: dict[str, Any], names: dict[str, str]) -> None:
