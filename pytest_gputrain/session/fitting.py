@@ -37,7 +37,7 @@ _BLOCK_SECONDS: Final = 0.15
 """Of a block of any other, on top of a second."""
 _TOKEN_SECONDS: Final = {
     **dict.fromkeys(("falcon_mamba", "mamba", "recurrent_gemma"), 0.035),
-    "jamba": 0.1,  # whose blocks repeat by eights
+    **dict.fromkeys(("jamba", "rwkv"), 0.1),
 }
 """Of each token of a sequence, by ``model_type``: layers that transformers computes token by token without further kernels."""
 _UNKNOWN_BLOCKS: Final = 40

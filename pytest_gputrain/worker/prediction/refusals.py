@@ -41,7 +41,7 @@ def refusal(error: Exception, progress: Progress, *, own_code: bool) -> Crashed:
     """Turn an exception in a prediction into a reply."""
     crashed = crash(error, progress)
     refused = isinstance(error, CheckFailed)
-    sentence = str(error) if refused else _sentence(error) or crashed.sentence
+    sentence = str(error) if refused else sentence_of_fakes(error) or crashed.sentence
     detail = "" if refused else crashed.detail
     if own_code:
         place = _place(error)
@@ -50,7 +50,8 @@ def refusal(error: Exception, progress: Progress, *, own_code: bool) -> Crashed:
     return msgspec.structs.replace(crashed, sentence=sentence, detail=detail, refused=refused)
 
 
-def _sentence(error: Exception) -> str | None:
+def sentence_of_fakes(error: Exception) -> str | None:
+    """Return why a prediction cannot run what may train all the same; None where it is another exception."""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return f"the case reads what a tensor holds ({error.func}), which a prediction does not know: measure it instead"
     message = str(error)
