@@ -40,6 +40,8 @@ _TOKEN_SECONDS: Final = {
     **dict.fromkeys(("jamba", "rwkv"), 0.1),
 }
 """Of each token of a sequence, by ``model_type``: layers that transformers computes token by token without further kernels."""
+_LINEAR_SECONDS: Final = 0.4
+"""Of a block of linear attention, which transformers computes in many pieces."""
 _UNKNOWN_BLOCKS: Final = 40
 """Of a model whose blocks nobody counts here."""
 _FURTHER: Final = 3
@@ -107,13 +109,15 @@ def seconds_of(asked: Sequence[Asked], processes: int, *, further: bool) -> floa
 def _seconds(case: Case) -> float:
     architecture = architectures()[case.model]
     config = architecture.trained_part.config
-    tokens = case.sequence_length * _TOKEN_SECONDS.get(str(config.get("model_type")), 0)
+    kinds = config.get("layer_types")
+    linear = kinds.count("linear_attention") if isinstance(kinds, list) else 0
+    more = _LINEAR_SECONDS * linear + case.sequence_length * _TOKEN_SECONDS.get(str(config.get("model_type")), 0)
     layers = architecture.repetitions or config.get("num_hidden_layers", 0)
     if not isinstance(layers, int):  # in a config.json that the worker will refuse
         layers = 0
     if layers and case.parallel in ("single", "fsdp"):
-        return _SHALLOW_SECONDS + tokens
-    return 1 + _BLOCK_SECONDS * (layers or _UNKNOWN_BLOCKS) + tokens
+        return _SHALLOW_SECONDS + more
+    return 1 + _BLOCK_SECONDS * (layers or _UNKNOWN_BLOCKS) + more
 
 
 class Fitting:
