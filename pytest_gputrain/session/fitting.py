@@ -39,7 +39,7 @@ _TOKEN_SECONDS: Final = {
     **dict.fromkeys(("falcon_mamba", "mamba", "recurrent_gemma"), 0.035),
     **dict.fromkeys(("jamba", "rwkv"), 0.1),
 }
-"""Of each token of a sequence, by ``model_type``: layers that transformers computes token by token without further kernels."""
+"""Of each token of a sequence, by ``model_type``: layers that transformers computes token by token in torch."""
 _LINEAR_SECONDS: Final = 0.4
 """Of a block of linear attention, which transformers computes in many pieces."""
 _UNKNOWN_BLOCKS: Final = 40

@@ -206,7 +206,8 @@ def test_any_content_is_a_case_or_one_sentence(tmp_path: Path, content: bytes) -
 def test_layers_that_run_token_by_token_are_told_to_take_minutes(tmp_path: Path) -> None:
     def seconds(kind: str, tokens: int) -> float:
         written(tmp_path / f"{kind}.json", LLAMA | {"model_type": kind})
-        return seconds_of([Asked(resolved(tmp_path, f"{kind}.json").replace(sequence_length=tokens), "h100")], 1, further=False)
+        case = resolved(tmp_path, f"{kind}.json").replace(sequence_length=tokens)
+        return seconds_of([Asked(case, "h100")], 1, further=False)
 
     assert seconds("llama", 2048) < 10
     assert seconds("falcon_mamba", 2048) > 60

@@ -98,8 +98,8 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
     layers: int = getattr(config, layers_key)
     if layers_key in given and given[layers_key] != layers:
         raise CheckFailed(
-            f"{name} has {layers_key}={given[layers_key]!r} in its config.json, but {config_class.__name__} makes it {layers} "
-            "of the other keys; how it is built is not known"
+            f"{name} has {layers_key}={given[layers_key]!r} in its config.json, but {config_class.__name__} makes it "
+            f"{layers} of the other keys; how it is built is not known"
         )
     # What the class adds by itself is a part of the facts where the rest depends on it.
     facts = {**given, layers_key: layers, "vocab_size": config.vocab_size}
