@@ -170,13 +170,13 @@ def test_markdown_and_a_page_have_the_same_cells(once: Path) -> None:
     [
         (
             ("llama-3.1-8c", "--gpu=h100"),
-            "the model 'llama-3.1-8c' is unknown (did you mean 'llama-3.1-8b'?): it is no file",
+            "the model 'llama-3.1-8c' is unknown (did you mean 'llama-3.1-8b'?): it is not a file",
         ),
         (("small", "--gpu=rtx_409"), "the GPU 'rtx_409' is unknown (did you mean 'rtx_4090'?); known: "),
         (("small", "--gpu=,"), "--gpu names none; give some of "),
         (("small", "--gpu=h100", "--method=lroa"), "the method 'lroa' is unknown (did you mean 'lora'?); known: "),
         (("small", "--gpu=h100", "--set=lora_rnak=8"), "'lora_rnak' is not a knob of a case (did you mean 'lora_rank'?)"),
-        (("small", "--gpu=h100", "--set=model=sdxl"), "--set model is not taken here"),
+        (("small", "--gpu=h100", "--set=model=sdxl"), "--set model is not accepted"),
         (("small", "--gpu=h100", "--batch=1", "--set=batch_size=2"), "batch_size is given twice; give all of its values at"),
         (("small", "--gpu=h100", "--batch=0"), "a case has batch_size=0; it must be at least 1"),
         (("small", "--gpu=h100", "--gpus=8"), "asks for 8 GPUs, but parallel='single' uses one; choose a parallelism"),
