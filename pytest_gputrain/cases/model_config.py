@@ -171,8 +171,8 @@ def _complaint(config: Config) -> str | None:
     if isinstance(class_name, str):
         if class_name in denoisers():
             return None
-        hint, known = did_you_mean(class_name, denoisers()), ", ".join(denoisers())
-        return f"has _class_name={class_name!r}, a class whose inputs are not known{hint}; known: {known}"
+        hint = did_you_mean(class_name, denoisers()) or f"; known are {', '.join(sorted(denoisers()))}"
+        return f"has _class_name={class_name!r}, a class whose inputs are not known{hint}"
     if not isinstance(config.get("model_type"), str):
         return (
             "has neither model_type, by which transformers finds a class, nor _class_name, by which diffusers does; give "

@@ -367,8 +367,10 @@ def many(h100: Project) -> Project:
 
 def test_a_day_on_which_all_cases_are_slower_fails_once_and_not_each_case(many: Project) -> None:
     many.answer(recorded(slower=1.05))
+    before = len(many.launches)
     result = many.run("--gpu-json=report.json", "--junitxml=junit.xml")
     result.assert_outcomes(passed=12, failed=1)
+    assert len(many.launches) - before == 12, "ten are asked before one is called slower, and none twice"
     assert set(many.verdicts().values()) == {"inconclusive"}
     sentence = only_sentence(result, "all_cases_together")
     assert (
@@ -383,21 +385,23 @@ def test_a_day_on_which_all_cases_are_slower_fails_once_and_not_each_case(many: 
     (entry,) = (case for case in suite if list(case.iter("failure")))
     assert (entry.get("classname"), entry.get("name")) == ("gputrain", "all_cases_together")
     assert next(entry.iter("failure")).get("message") == sentence
-
-
-def test_ten_cases_are_asked_before_one_is_called_slower_and_none_twice(many: Project) -> None:
-    many.answer(recorded(slower=1.05))
-    assert len(_launches(many)) == 12
     two = [f"test_many.py::test_many[gemma-7b-lora-bf16-batch_size={size}]" for size in (4, 5)]
     assert len(_launches(many, *two)) == 6  # too few to tell a slower day
 
 
-def test_a_slower_case_among_many_fails_alone(many: Project) -> None:
+def test_a_slower_case_among_many_fails_alone_also_on_a_slower_day(many: Project) -> None:
     slow = "gemma-7b-lora-bf16-batch_size=1"
     many.answer(recorded(slower=1.05), to=slow)
     result = many.run()
     assert list(failures(result)) == [f"test_many[{slow}]"]
     assert "all cases together" not in result.stdout.str()
+    many.answer(recorded(slower=1.02))
+    many.answer(recorded(slower=1.15), to=slow)
+    result = many.run()
+    assert list(failures(result)) == [f"test_many[{slow}]"]
+    result.stdout.fnmatch_lines(
+        ["the median case is +2.0 % off its baseline, which points to the machine and not to a case"]
+    )
 
 
 def test_a_new_case_in_front_leaves_the_others_the_noise_of_their_suite(h100: Project) -> None:
@@ -418,14 +422,3 @@ def test_a_new_case_in_front_leaves_the_others_the_noise_of_their_suite(h100: Pr
         stored["cases"].pop(first, None)
         file.write_text(json.dumps(stored))
     assert limits[1] == pytest.approx(limits[0], rel=1e-3)
-
-
-def test_a_slower_case_on_a_slower_day_fails_alone(many: Project) -> None:
-    slow = "gemma-7b-lora-bf16-batch_size=1"
-    many.answer(recorded(slower=1.02))
-    many.answer(recorded(slower=1.15), to=slow)
-    result = many.run()
-    assert list(failures(result)) == [f"test_many[{slow}]"]
-    result.stdout.fnmatch_lines(
-        ["the median case is +2.0 % off its baseline, which points to the machine and not to a case"]
-    )

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from leftovers import wait_until
 from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction
 
 from pytest_gputrain.execution.launch import case_folder, ranks
@@ -431,13 +431,6 @@ def _runs(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def _gone(pid: int) -> bool:
-    deadline = time.monotonic() + 10
-    while _runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not _runs(pid)
-
-
 @pytest.mark.parametrize(
     "script",
     [
@@ -453,7 +446,7 @@ def test_a_worker_ends_with_what_it_started(script: str) -> None:
         assert process.poll() is None
         process.end()
         assert process.poll() == -signal.SIGKILL
-        assert _gone(child)
+        wait_until(lambda: not _runs(child), 10)
         assert _runs(other)
         process.end()  # of one that has ended already
 
@@ -465,7 +458,7 @@ def test_daemons_of_a_case_end_with_it_and_others_stay(tmp_path: Path) -> None:
             _, daemon = stack.enter_context(_family(script, **{CASE_FOLDER: str(folder)}))
             _, other = stack.enter_context(_family(script, **{CASE_FOLDER: f"{folder}2"}))
             shutil.rmtree(folder)  # nor does it matter who was here before
-        assert _gone(daemon)
+        wait_until(lambda: not _runs(daemon), 10)
         assert _runs(other)
 
 

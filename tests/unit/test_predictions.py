@@ -52,6 +52,9 @@ def test_peaks_of_every_phase_are_exact_and_what_the_allocator_holds_has_a_toler
         assert f" in {phase}," in verdict.sentence
     for ratio, of_reserved in ((1.019, "pass"), (1.03, "regressed"), (0.985, "pass"), (0.97, "improved")):
         assert judged(prediction(peak_reserved_bytes=round(35 * GiB * ratio)), prediction()).status == of_reserved
+    for more, of_bytes in ((MiB, "pass"), (MiB + 1, "regressed"), (-MiB, "pass"), (-MiB - 1, "improved")):
+        now = prediction(peak_reserved_bytes=35 * GiB + more)
+        assert judge(CASE, now, recorded(prediction()), MemoryTolerance(bytes=MiB), "H100").status == of_bytes
 
 
 def _peaks(**phases: int) -> dict[str, int]:

@@ -3,10 +3,10 @@
 import contextlib
 import os
 import signal
-import time
 
 import psutil
 import pytest
+from leftovers import wait_until
 from preloaded_worker import PRELOADED
 
 from pytest_gputrain import Case
@@ -74,7 +74,7 @@ def test_libraries_are_imported_once(preloaded):
 @pytest.mark.slow
 def test_each_environment_of_tasks_gets_a_source_and_closing_leaves_none(monkeypatch, preloaded):
     preloaded.close()
-    assert _gone()
+    wait_until(lambda: not children())
     began = dict(os.environ)
     monkeypatch.setenv("OF_ANOTHER_TEST", "1")
     for variables in ({"OMP_PLACES": "cores"}, {}):
@@ -87,14 +87,7 @@ def test_each_environment_of_tasks_gets_a_source_and_closing_leaves_none(monkeyp
         assert "OF_ANOTHER_TEST" not in source.environ()
     assert len(children()) == 2
     preloaded.close()
-    assert _gone()
-
-
-def _gone():
-    deadline = time.monotonic() + 10
-    while children() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not children()
+    wait_until(lambda: not children())
 
 
 class Killing:
@@ -151,4 +144,4 @@ def test_a_fresh_interpreter_serves_where_imports_take_too_long(preloaded, tmp_p
     preloaded.close()
     task = Task(case=CLICKS, scale="tiny", device_type="cpu", root=".")
     assert preloaded.fork(task, tmp_path, 0, dict(os.environ), 0.0) is None
-    assert _gone()
+    wait_until(lambda: not children())

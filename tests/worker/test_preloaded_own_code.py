@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
+from leftovers import wait_until
 from preloaded_worker import PRELOADED
 
 from pytest_gputrain import Case
@@ -154,16 +154,9 @@ def test_a_prediction_is_that_of_a_fresh_interpreter(run, preloaded, tmp_path):
     assert first == second == fresh
 
 
-def _gone(pid):
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not psutil.pid_exists(pid)
-
-
 def test_what_a_case_leaves_running_is_ended(run, tmp_path):
     run("orphan")
-    assert _gone(int((tmp_path / "orphan.txt").read_text()))
+    wait_until(lambda: not psutil.pid_exists(int((tmp_path / "orphan.txt").read_text())))
     run("marked")
     mark = os.fsencode((tmp_path / "marked.txt").read_text())
     assert mark

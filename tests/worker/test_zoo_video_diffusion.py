@@ -13,7 +13,7 @@ from zoo_examples import example, measured, refused
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.validation import PRECISIONS
 from pytest_gputrain.worker import checks
-from pytest_gputrain.worker.zoo import video_diffusion
+from pytest_gputrain.worker.zoo import denoiser
 
 VIDEO = [model for model, architecture in architectures().items() if architecture.family == "video_diffusion"]
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -72,7 +72,8 @@ def test_tiny_videos_are_cut_down_but_never_enlarged():
 def test_a_video_that_does_not_fit_is_told_one_that_does(name, width, height, frames):
     def size(width, height, frames):
         case = example(name, resolution=f"{width}x{height}", frames=frames)
-        return video_diffusion.latent_size(architectures()[name], case, "full")
+        sizes = denoiser.sizes(architectures()[name], case, "full")
+        return sizes.frames, sizes.height, sizes.width
 
     try:
         latent_frames, latent_height, latent_width = size(width, height, frames)
@@ -103,7 +104,7 @@ def test_a_video_that_does_not_fit_is_told_one_that_does(name, width, height, fr
     ],
 )
 def test_a_video_that_does_not_fit_fails_before_anything_is_built(monkeypatch, field, sentence):
-    monkeypatch.setattr(video_diffusion.VideoDiffusion, "build_part", None)
+    monkeypatch.setattr(denoiser.Denoiser, "build_part", None)
     assert refused(example("wan2.1-i2v", **field)) == sentence
 
 

@@ -135,13 +135,54 @@ class Published(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return int(self.published.replace(",", "")) if "," in self.published else None
 
 
+class Denoiser(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A class of denoisers of diffusers that is known by a config.json alone."""
+
+    pipeline: str
+    """That of diffusers by which latents, texts and further inputs have their shapes."""
+    needs: tuple[Literal["resolution", "frames"], ...] = ("resolution",)
+    targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    """What LoRA adapts: by default what the training scripts of diffusers adapt of most."""
+    blocks: tuple[str, ...] = ()
+    """As of `Architecture`; ``down_blocks`` first for a UNet, and none where diffusers recomputes nothing."""
+    counts: tuple[str, ...] = ("num_layers",)
+    """Keys that count blocks which are all alike."""
+    idle: tuple[str, ...] = ()
+    """As of `Architecture`; ``{last}`` stands for the number of the last of ``num_layers``."""
+    step: dict[str, Any]
+    tiny: dict[str, Any]
+
+    def architecture(self, model_class: str) -> Architecture:
+        """Return what is known of a model of the class."""
+        part = Part(
+            library="diffusers",
+            model_class=model_class,
+            parameters={},
+            source=self.pipeline,
+            config={},
+            tiny=self.tiny,
+            repeats=dict.fromkeys(self.counts, 1),
+        )
+        return Architecture(
+            title=model_class,
+            family=_DENOISERS.stem,
+            needs=self.needs,
+            trainable={},
+            idle={"full": self.idle, "tiny": self.idle},
+            lora=Lora(rank=8, alpha=8, dropout=0.0, targets=self.targets),
+            blocks=self.blocks,
+            step=self.step,
+            parts={"denoiser": part},
+        )
+
+
 def configured(
     title: str, config: dict[str, Any], source: str, parameters: int | None = None, lora: Lora | None = None
 ) -> Architecture:
     """Return what is known of a model from the keys of its config.json alone.
 
     What only the class in the library knows, the worker adds: class, scale for a CPU, blocks and default targets of LoRA.
-    How a denoiser of diffusers trains is taken from the first model of the zoo that has the same class.
+    How a denoiser of diffusers trains is taken from the first model of the zoo that has the same class, or from its class.
     """
     part = Part(
         library="diffusers" if "_class_name" in config else "transformers",
@@ -169,12 +210,17 @@ def configured(
 
 @functools.cache
 def denoisers() -> dict[str, Architecture]:
-    """Return the first model of the zoo of each class of diffusers."""
+    """Return each class of diffusers that a model may have: its first model of the zoo, or what is known of the class."""
     models = [model for model in _families().values() if model.trained_part.library == "diffusers"]
-    return {model.trained_part.model_class: model for model in reversed(models)}
+    classes = msgspec.json.decode(_DENOISERS.read_bytes(), type=dict[str, Denoiser])
+    return {
+        **{name: known.architecture(name) for name, known in classes.items()},
+        **{model.trained_part.model_class: model for model in reversed(models)},
+    }
 
 
 _PUBLISHED: Final = Path(__file__).with_name("published.json")
+_DENOISERS: Final = Path(__file__).with_name("denoiser.json")
 
 
 @functools.cache
@@ -182,7 +228,7 @@ def _families() -> dict[str, Architecture]:
     return {
         name: msgspec.structs.replace(architecture, family=path.stem)
         for path in sorted(Path(__file__).parent.glob("*.json"))
-        if path != _PUBLISHED
+        if path not in (_PUBLISHED, _DENOISERS)
         for name, architecture in msgspec.json.decode(path.read_bytes(), type=dict[str, Architecture]).items()
     }
 

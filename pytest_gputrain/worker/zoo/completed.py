@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -167,24 +168,39 @@ def _denoiser(name: str, architecture: Architecture) -> Architecture:
 
     with torch.device("meta"):
         model: Any = kind(**copy.deepcopy(facts))
-    double, single = facts.get("num_layers") or 1, facts.get("num_single_layers") or 0
+    like = denoisers()[model_class]
+    config = {**model.config, **facts}
     completed = msgspec.structs.replace(
         part,
         model_class=model_class,
-        config={**model.config, **facts},
+        config=config,
         parameters={"full": sum(value.numel() for value in model.parameters()), **part.parameters},
-        tiny=tiny_denoiser(denoisers()[model_class].trained_part, dict(model.config)),
-        repeats={"num_layers": 1, "num_single_layers": single // double} if single and single % double == 0 else {},
+        tiny=tiny_denoiser(like.trained_part, dict(model.config)),
+        repeats=_repeated_counts({key: config[key] for key in like.trained_part.repeats if config.get(key)}),
     )
-    idle = denoisers()[model_class].idle
+    idle = like.idle
     if model_class == "SD3Transformer2DModel":  # whose last block lets go of what the text asks
-        idle = {
-            scale: (
-                rf".*transformer_blocks\.{completed.facts(scale)['num_layers'] - 1}\.attn\.(add_q_proj|norm_added_q)\..*",
-            )
-            for scale in SCALES
-        }
-    return msgspec.structs.replace(architecture, parts={part_name: completed}, idle=idle)
+        idle = dict.fromkeys(SCALES, (r".*transformer_blocks\.{last}\.attn\.(add_q_proj|norm_added_q)\..*",))
+    return msgspec.structs.replace(
+        architecture,
+        parts={part_name: completed},
+        idle={
+            scale: tuple(name.replace("{last}", str(completed.facts(scale).get("num_layers", 0) - 1)) for name in names)
+            for scale, names in idle.items()
+        },
+    )
+
+
+_FEW: Final = 5
+"""Repetitions that are no fewer than those of the shallow models that a deeper one is compared with."""
+
+
+def _repeated_counts(counts: dict[str, int]) -> dict[str, int]:
+    """Return how many blocks make one repetition, by the keys that count them: of each as many, or of the most alone."""
+    repetitions = math.gcd(*counts.values())
+    if repetitions > _FEW:
+        return {key: count // repetitions for key, count in counts.items()}
+    return {max(counts, key=lambda key: counts[key]): 1} if counts else {}
 
 
 def _on_meta(part: Part) -> nn.Module:

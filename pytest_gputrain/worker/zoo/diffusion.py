@@ -159,17 +159,7 @@ class UNet(ImageDiffusion):
         super().__init__(architecture, case, scale)
 
     def checkpoint_activations(self, share: float) -> None:
-        """Recompute residual and transformer blocks as diffusers does: all but the first block in the middle.
-
-        A share is one of the stages, those on the way down first, then the middle, then those on the way up.
-        """
-        model: Any = self.model
-        model.enable_gradient_checkpointing(self.checkpointed)
-        stages = [*model.down_blocks, model.mid_block, *model.up_blocks]
-        for stage in stages[share_of(len(stages), share, str(self.case)) :]:
-            for module in stage.modules():
-                if hasattr(module, "gradient_checkpointing"):
-                    module.gradient_checkpointing = False
+        recompute_stages(self, share)
 
     def conditions(self) -> dict[str, Tensor]:
         if not self.facts.get("addition_embed_type"):
@@ -268,6 +258,20 @@ DENOISERS: Final[dict[str, type[ImageDiffusion]]] = {
     "Flux2Transformer2DModel": Flux2,
 }
 """The denoisers by diffusers' class."""
+
+
+def recompute_stages(workload: Workload, share: float) -> None:
+    """Recompute a UNet's residual and transformer blocks as diffusers does: all but the first block in the middle.
+
+    A share is one of the stages, those on the way down first, then the middle, then those on the way up.
+    """
+    model: Any = workload.model
+    model.enable_gradient_checkpointing(workload.checkpointed)
+    stages = [*model.down_blocks, model.mid_block, *model.up_blocks]
+    for stage in stages[share_of(len(stages), share, str(workload.case)) :]:
+        for module in stage.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = False
 
 
 def ddpm_times(samples: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -159,14 +159,26 @@ def tiny_denoiser(like: Part, facts: dict[str, Any]) -> dict[str, Any]:
     if facts.get("dual_attention_layers"):
         tiny["dual_attention_layers"] = [0]
     if stages := facts.get("block_out_channels"):
-        # A UNet has a list with one entry for each stage, or one number for all.
-        tiny |= {"block_out_channels": [16, *[32] * (len(stages) - 1)], "layers_per_block": 1, "attention_head_dim": 4}
-        if isinstance(facts.get("transformer_layers_per_block"), list | tuple):
-            tiny["transformer_layers_per_block"] = [min(count, 2) for count in facts["transformer_layers_per_block"]]
-        if facts.get("projection_class_embeddings_input_dim"):
+        # Of a UNet, whose lists have one entry for each stage. Where the groups of its norms are fixed, they are 32.
+        first = 16 if facts.get("norm_num_groups") else 32
+        tiny |= {"block_out_channels": [first, *[32] * (len(stages) - 1)]}
+        tiny |= {key: value for key, value in _TINY_UNET.items() if key in facts and value != facts[key]}
+        for key, most in _MOST_OF_A_STAGE.items():
+            value = facts.get(key)
+            if value is not None:
+                tiny[key] = [min(count, most) for count in value] if isinstance(value, list | tuple) else min(value, most)
+        if facts.get("addition_embed_type") == "text_time":
             # Six sizes beside 32 numbers of the text.
             tiny |= {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 80}
     return tiny
+
+
+_TINY_UNET: Final = {"layers_per_block": 1, "attention_head_dim": 4}
+_MOST_OF_A_STAGE: Final = {
+    **dict.fromkeys(("num_attention_heads", "motion_num_attention_heads"), 4),
+    "transformer_layers_per_block": 2,
+    **dict.fromkeys(("down_num_layers_per_block", "up_num_layers_per_block"), 1),
+}
 
 
 def _is_count(value: object) -> bool:
