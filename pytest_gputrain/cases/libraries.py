@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from pytest_gputrain.cases.architectures.facts import architectures
@@ -26,6 +28,17 @@ def libraries(case: Case) -> tuple[str, ...]:
     used |= {"transformers"} if case.optimizer == "adafactor" else set()
     used |= {"deepspeed"} if case.parallel.startswith("zero") else set()
     return tuple(name for name in LIBRARIES if name in used)
+
+
+def missing(cases: Iterable[Case]) -> tuple[str, ...]:
+    """Return the training libraries that some of the cases need and that are not installed; nothing is imported."""
+    needed = {name for case in cases if not case.code for name in libraries(case)}
+    return tuple(name for name in LIBRARIES if name in needed and importlib.util.find_spec(name) is None)
+
+
+def how_to_install(names: Sequence[str]) -> str:
+    """Return the rest of a sentence about libraries that are missing."""
+    return f"install {'it' if len(names) == 1 else 'them'} with: pip install {' '.join(names)}"
 
 
 def versions() -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.libraries import how_to_install, missing
 from pytest_gputrain.cases.validation import problem
 from pytest_gputrain.execution.prediction_pool import PredictionPool
 from pytest_gputrain.gate.fit import Need, fit_of, largest_batch, loads_in_parts, of_training, tight
@@ -17,7 +18,7 @@ from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.prediction import needed_bytes
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS
 from pytest_gputrain.hardware.targets import allowing_tf32, target_of
-from pytest_gputrain.records import Case, Prediction
+from pytest_gputrain.records import Case, Crashed, Prediction
 from pytest_gputrain.records.fit import FitCell, LargestBatch
 from pytest_gputrain.session.remedies import remedy
 from pytest_gputrain.session.tasks import full_size_task
@@ -34,6 +35,13 @@ _SHALLOW_SECONDS: Final = 1.7
 """The time of a model that is predicted from three shallow ones (docs/predicted-cases.md)."""
 _BLOCK_SECONDS: Final = 0.15
 """The time of a block of any other model, in addition to a second."""
+_TOKEN_SECONDS: Final = {
+    **dict.fromkeys(("falcon_mamba", "mamba", "recurrent_gemma"), 0.035),
+    **dict.fromkeys(("jamba", "rwkv"), 0.1),
+}
+"""The time of each token of a sequence, by ``model_type``: layers that transformers computes token by token in torch."""
+_LINEAR_SECONDS: Final = 0.4
+"""The time of a block of linear attention, which transformers computes in many pieces."""
 _UNKNOWN_BLOCKS: Final = 40
 """The assumed number of blocks of a model whose blocks are not counted here."""
 _FURTHER: Final = 3
@@ -55,7 +63,8 @@ class Sorted(NamedTuple):
 
 
 def possible(cases: Sequence[Case], gpus: Sequence[str]) -> Sorted:
-    """Sort out cases that make no sense, and precisions that a GPU does not compute in."""
+    """Sort out cases that make no sense or need a library that is not installed, and precisions that a GPU does not compute
+    in."""
     complaints: defaultdict[str, list[Case]] = defaultdict(list)
     sound = []
     for case in cases:
@@ -64,6 +73,10 @@ def possible(cases: Sequence[Case], gpus: Sequence[str]) -> Sorted:
             sound.append(case)
         else:
             complaints[sentence.removeprefix(f"the case {case} ")].append(case)
+    if names := missing(sound):
+        lacking_one = [case for case in sound if missing([case])]
+        complaints[f"cannot be predicted without {' and '.join(names)}; {how_to_install(names)}"] = lacking_one
+        sound = [case for case in sound if case not in lacking_one]
     left_out = [f"{_named(wrong)} {complaint}" for complaint, wrong in complaints.items()]
     asked = []
     for gpu in gpus:
@@ -95,12 +108,16 @@ def seconds_of(asked: Sequence[Asked], processes: int, *, further: bool) -> floa
 
 def _seconds(case: Case) -> float:
     architecture = architectures()[case.model]
-    layers = architecture.repetitions or architecture.trained_part.config.get("num_hidden_layers", 0)
+    config = architecture.trained_part.config
+    kinds = config.get("layer_types")
+    linear = kinds.count("linear_attention") if isinstance(kinds, list) else 0
+    more = _LINEAR_SECONDS * linear + case.sequence_length * _TOKEN_SECONDS.get(str(config.get("model_type")), 0)
+    layers = architecture.repetitions or config.get("num_hidden_layers", 0)
     if not isinstance(layers, int):  # in a config.json that the worker will refuse
         layers = 0
     if layers and case.parallel in ("single", "fsdp"):
-        return _SHALLOW_SECONDS
-    return 1 + _BLOCK_SECONDS * (layers or _UNKNOWN_BLOCKS)
+        return _SHALLOW_SECONDS + more
+    return 1 + _BLOCK_SECONDS * (layers or _UNKNOWN_BLOCKS) + more
 
 
 class Fitting:
@@ -148,6 +165,8 @@ class Fitting:
         """Do the jobs, as many at once as the pool has processes, and return their answers in order."""
         numbered = list(enumerate(jobs))
         answers: dict[int, _Answer] = {}
+        if numbered:
+            self._note(what, 0, len(numbered))
         for (number, _), answer in self._pool.map(lambda job: work(job[1]), numbered):
             answers[number] = answer
             self._note(what, len(answers), len(numbered))
@@ -221,6 +240,8 @@ class Fitting:
         if in_parts and isinstance(reply, Prediction) and reply.refused is not None and reply.refused.phase == "build":
             unlimited = msgspec.structs.replace(target, memory_bytes=None)
             reply = self._pool.predict(full_size_task(case, self._root, target=unlimited))
+        if isinstance(reply, Crashed) and reply.refused:
+            raise BadCase(reply.sentence)  # which names the model, and is the same for all of its cases
         if not isinstance(reply, Prediction):
             raise BadCase(f"{case} {describe_failure(reply, 'prediction')}")
         return of_training(reply, target) if in_parts else reply

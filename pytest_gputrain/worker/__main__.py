@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from pytest_gputrain.cases.libraries import how_to_install, missing
 from pytest_gputrain.records import FORMAT, Crashed, EmulatedRun, Measurement, Prediction, Reply, Served, Task
 from pytest_gputrain.records.node_protocol import write_record
 from pytest_gputrain.utils.linux import die_with_parent
@@ -56,11 +57,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
         from pytest_gputrain.worker.group import Group
         from pytest_gputrain.worker.run import run
     except ImportError as error:
-        missing = error.name or "torch"
-        reply = Crashed(
-            sentence=f"{sys.executable} cannot import {missing} ({error}); install it, or pytest-gputrain[suite]",
-            phase="import",
-        )
+        reply = Crashed(sentence=_cannot_import(task, error), phase="import")
     else:
         random.seed(0)
         numpy.random.seed(0)
@@ -89,6 +86,13 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _cannot_import(task: Task, error: ImportError) -> str:
+    """Say which libraries are not installed, all at once; or which one is broken."""
+    if names := missing([task.case]):
+        return f"{sys.executable} cannot import {' and '.join(names)}; {how_to_install(names)} (or pytest-gputrain[suite])"
+    return f"{sys.executable} cannot import {error.name or 'torch'} ({error}); install it, or pytest-gputrain[suite]"
 
 
 def redirect(folder: Path) -> None:

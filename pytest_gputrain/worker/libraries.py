@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
+from pytest_gputrain.cases.libraries import missing
 from pytest_gputrain.cases.model_config import declare
 from pytest_gputrain.cases.validation import ADAPTING, EIGHT_BIT
 from pytest_gputrain.records import Case, Task
@@ -55,6 +56,10 @@ def load(
     Raises:
         ImportError: a library is missing or broken.
     """
+    if model_config:
+        declare(case.model, dict(model_config))
+    if names := missing([case]):
+        raise ModuleNotFoundError(f"no module named {' or '.join(names)}")
     with _uncollected():
         import pytest_gputrain.worker.run  # noqa: F401
 
@@ -66,8 +71,6 @@ def load(
             return
         if not beside_gpu:
             _load_users_of_gpu(case)
-            if model_config:
-                declare(case.model, dict(model_config))
         elif model_config:
             return
         from pytest_gputrain.worker.checks import CheckFailed
@@ -82,7 +85,7 @@ def load(
 def _load_users_of_gpu(case: Case) -> None:
     """Import the libraries of the case that use a GPU when they are imported."""
     if case.method in ADAPTING or case.optimizer in EIGHT_BIT:
-        _load_bitsandbytes()
+        _load_bitsandbytes()  # which peft imports too, where it is installed
     if case.method in ADAPTING:
         importlib.import_module("peft")
     if case.optimizer == "adafactor":

@@ -137,12 +137,13 @@ class Training:
         if case.parallel != "single":
             # The same weights everywhere, other samples in each process, whatever the engine drew in between.
             torch.manual_seed(seed + group.rank)
+        random_state = torch.get_rng_state()
         with _default_dtype(precision.weights):
             batch = self._workload.batch(device)
         self._loader: Loader | None = None
         self._inputs = batch.inputs
         if case.loader_workers:
-            self._loader = self._loading(case, device, precision, seed + group.rank)
+            self._loader = self._loading(case, device, precision, random_state)
         self.samples = batch.samples
         self.sequence_length = batch.sequence_length
         self.tokens = batch.tokens
@@ -160,11 +161,15 @@ class Training:
     def step(self, update: bool) -> None:
         self.losses.append(self._engine.step(self._loss, update).clone())
 
-    def _loading(self, case: Case, device: torch.device, precision: Precision, seed: int) -> Loader:
-        """Have batches like this one loaded instead."""
+    def _loading(self, case: Case, device: torch.device, precision: Precision, random_state: Tensor) -> Loader:
+        """Have this batch loaded instead; of a GPU, which draws other random numbers, batches like it.
+
+        Args:
+            random_state: of the host, from which the batch is drawn.
+        """
 
         def draw() -> dict[str, Tensor]:
-            torch.manual_seed(seed)
+            torch.set_rng_state(random_state)
             with _default_dtype(precision.weights):
                 return self._workload.batch(torch.device("cpu")).inputs
 

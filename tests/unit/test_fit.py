@@ -160,6 +160,17 @@ def test_what_cannot_be_is_told_once_and_what_can_be_stays() -> None:
     ]
 
 
+def test_libraries_that_are_missing_are_named_together_and_the_rest_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("peft", "bitsandbytes") else name)
+    cases = [Case(model="qwen3-8b", method=method, sequence_length=512) for method in ("full", "lora", "qlora")]
+    asked, left_out = possible(cases, ["h100"])
+    assert [case.method for case, _ in asked] == ["full"]
+    assert left_out == [
+        "the case qwen3-8b-lora-bf16 (and 1 alike) cannot be predicted without peft and bitsandbytes; install them with: "
+        "pip install peft bitsandbytes"
+    ]
+
+
 def report(*cells: FitCell, **fields: Any) -> FitReport:
     given = {
         "generator": "pytest-gputrain 0",

@@ -191,6 +191,17 @@ def test_any_content_is_a_case_or_one_sentence(tmp_path: Path, content: bytes) -
     msgspec.json.encode(Task(case=case, scale="full", device_type="cpu", root=".", model_config=config_of(case)))
 
 
+def test_layers_that_run_token_by_token_are_told_to_take_minutes(tmp_path: Path) -> None:
+    def seconds(kind: str, tokens: int) -> float:
+        written(tmp_path / f"{kind}.json", LLAMA | {"model_type": kind})
+        case = resolved(tmp_path, f"{kind}.json").replace(sequence_length=tokens)
+        return seconds_of([Asked(case, "h100")], 1, further=False)
+
+    assert seconds("llama", 2048) < 10
+    assert seconds("falcon_mamba", 2048) > 60
+    assert seconds("falcon_mamba", 2048) > 1.5 * seconds("falcon_mamba", 1024)
+
+
 def test_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(BadCase, match=r"m\.json cannot be read \(No such file or directory\); give a path that is relative"):
         resolved(tmp_path, "m.json")

@@ -134,6 +134,18 @@ def test_losses_are_those_of_the_same_batch_without_a_loader():
     assert kept.input_seconds is None
 
 
+def test_the_batch_of_a_process_that_trains_alone_is_the_one_that_it_keeps_without_a_loader():
+    case = IMAGES.replace(loader_workers=0)
+    torch.manual_seed(7)
+    kept = recipe.Training(case, "tiny", CPU)._inputs
+    torch.manual_seed(7)
+    training = recipe.Training(IMAGES, "tiny", CPU)
+    loaded = training._loader.next()
+    training.leave()
+    assert loaded.keys() == kept.keys()
+    assert all(torch.equal(loaded[name], kept[name]) for name in kept)
+
+
 def loaders_of(pid):
     return [child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
 

@@ -16,7 +16,9 @@ from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Task
 from pytest_gputrain.worker import checks, methods
 from pytest_gputrain.worker import training as recipe
+from pytest_gputrain.worker.__main__ import _cannot_import
 from pytest_gputrain.worker.flops import count_flops
+from pytest_gputrain.worker.libraries import load_for
 
 LLAMA = Case(model="llama-3.1-8b", batch_size=2, sequence_length=8192, activation_checkpointing=True, steps=2, warmup=1)
 PLAIN = LLAMA.replace(activation_checkpointing=False)
@@ -81,6 +83,16 @@ def test_model_bytes_are_two_per_parameter_in_bf16():
     # The rotary frequencies are fp32 buffers: the table and the original of it that transformers keeps.
     head_dim = 64 // 4
     assert once(LLAMA).model_bytes == 2 * once(LLAMA).parameters + 2 * 4 * head_dim // 2
+
+
+def test_libraries_that_are_missing_are_named_at_once(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("peft", "bitsandbytes") else name)
+    task = Task(case=LLAMA.replace(method="qlora"), scale="tiny", device_type="cpu", root=".")
+    with pytest.raises(ModuleNotFoundError) as failure:
+        load_for(task)
+    assert _cannot_import(task, failure.value).endswith(
+        " cannot import peft and bitsandbytes; install them with: pip install peft bitsandbytes (or pytest-gputrain[suite])"
+    )
 
 
 def test_the_environment_names_the_libraries_that_are_there():

@@ -283,9 +283,41 @@ def test_keys_that_a_class_derives_of_others_are_left_to_it():
     assert architecture_of("mamba2#test").trained_part.facts("tiny")["num_hidden_layers"] == 2
 
 
+NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "hidden_size": 4096,
+    "num_hidden_layers": 52,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+}
+"""Nemotron-H 8B as the hub has it: its class derives the number of layers of the pattern."""
+
+
+def test_layers_that_a_class_derives_of_another_key_are_counted_by_that():
+    declare("nemotron#test", NEMOTRON_H)
+    part = architecture_of("nemotron#test").trained_part
+    assert part.parameters["full"] == 8_100_852_736, "published as 8.1B"
+    assert len(part.facts("tiny")["layers_block_type"]) == 8, "as many as have one of every kind"
+    declare("longcat#test", {"model_type": "longcat_flash", "hidden_size": 256, "num_layers": 6, "n_routed_experts": 16})
+    part = architecture_of("longcat#test").trained_part
+    assert part.repeats == {"num_layers": 1}
+    assert part.facts("tiny")["num_layers"] == 2
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
+        (
+            {"model_type": "nemotron_h", "hidden_size": 64},
+            "lacks the key num_hidden_layers in its config.json",
+        ),
+        (
+            NEMOTRON_H | {"hybrid_override_pattern": "M-M-M-M*-"},
+            "has num_hidden_layers=52 in its config.json, but NemotronHConfig makes it 9 of the other keys",
+        ),
+        (
+            {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_key_value_heds": 8},
+            r"has the key num_key_value_heds in its config.json, .* would ignore \(did you mean 'num_key_value_heads'\?\)",
+        ),
         ({"model_type": "qwen9"}, r"has model_type='qwen9', which transformers [\d.]+ does not have \(did you mean 'qwen"),
         (
             {"model_type": "bert"},

@@ -22,7 +22,7 @@ from pytest_gputrain.worker.prediction.kernels import temporaries
 from pytest_gputrain.worker.prediction.layouts import layouts
 from pytest_gputrain.worker.prediction.patches import patched
 from pytest_gputrain.worker.prediction.placement import Placement
-from pytest_gputrain.worker.prediction.refusals import refusal
+from pytest_gputrain.worker.prediction.refusals import refusal, sentence_of_fakes
 from pytest_gputrain.worker.prediction.repetition import ALL, Observed, extrapolate
 from pytest_gputrain.worker.prediction.tracker import TENSOR_RATES, YOCTOSECONDS, Tracker, Work
 from pytest_gputrain.worker.progress import Progress
@@ -62,7 +62,8 @@ def predict(
         observed = None if whole or builder is not None else _from_shallow_models(task, progress)
         return _prediction(task, observed or PredictionRun(task, progress, builder).run())
     except Exception as error:
-        return of_config(refusal(error, progress, own_code=is_own_code(task.case, builder)), task)
+        crashed = refusal(error, progress, own_code=is_own_code(task.case, builder))
+        return crashed if sentence_of_fakes(error) else of_config(crashed, task)
     finally:
         if freezes:
             gc.unfreeze()

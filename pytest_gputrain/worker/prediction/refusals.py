@@ -41,16 +41,18 @@ _INTERNAL: Final = (Path(torch.__file__).parent, Path(__file__).parents[2])
 def refusal(error: Exception, progress: Progress, *, own_code: bool) -> Crashed:
     """Turn an exception in a prediction into a reply."""
     crashed = crash(error, progress)
-    sentence = str(error) if isinstance(error, CheckFailed) else _sentence(error) or crashed.sentence
-    detail = "" if isinstance(error, CheckFailed) else crashed.detail
+    refused = isinstance(error, CheckFailed)
+    sentence = str(error) if refused else sentence_of_fakes(error) or crashed.sentence
+    detail = "" if refused else crashed.detail
     if own_code:
         place = _place(error)
         sentence = f"{sentence.rstrip('.')}, at {place}" if place else sentence
         detail = detail and _without_internals(error)
-    return msgspec.structs.replace(crashed, sentence=sentence, detail=detail)
+    return msgspec.structs.replace(crashed, sentence=sentence, detail=detail, refused=refused)
 
 
-def _sentence(error: Exception) -> str | None:
+def sentence_of_fakes(error: Exception) -> str | None:
+    """Return why a prediction cannot run what may train all the same; None where it is another exception."""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return f"the case reads the content of a tensor ({error.func}), which a prediction does not know: measure it instead"
     message = str(error)

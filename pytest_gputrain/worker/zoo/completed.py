@@ -6,10 +6,11 @@ What is found is what the facts of the zoo's other models state, so that nothing
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -87,23 +88,27 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
         )
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     config_class = CONFIG_MAPPING[kind]
+    _check_spelling(name, config_class, given)
     for key in _REQUIRED:
-        if not {key, config_class.attribute_map.get(key, key)} & given.keys():
+        if not _is_told(config_class, key, given.keys()):
             raise CheckFailed(f"{name} lacks the key {key} in its config.json, so its size is not known; add it")
-    _check_counts(name, given, config_class.attribute_map)
-    given = {
-        key: value
-        for key, value in config_class._decode_special_floats(given).items()
-        if not _is_computed(config_class, key)
-    }
-    config = config_class(**copy.deepcopy(given))
-    layers_key = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    layers: int = config.num_hidden_layers
+    names: dict[str, str] = config_class.attribute_map
+    _check_counts(name, given, names)
+    given, config = _config(config_class, config_class._decode_special_floats(given))
+    layers_key = _layers_key(config)
+    layers: int = getattr(config, layers_key)
+    if layers_key in given and given[layers_key] != layers:
+        raise CheckFailed(
+            f"{name} has {layers_key}={given[layers_key]!r} in its config.json, but {config_class.__name__} makes it "
+            f"{layers} of the other keys; how it is built is not known"
+        )
     # What the class adds by itself is a part of the facts where the rest depends on it.
     facts = {**given, layers_key: layers, "vocab_size": config.vocab_size}
+    if layers_key in _sources(config_class, "num_hidden_layers"):
+        facts.pop("num_hidden_layers", None)
     per_layer = None if _is_computed(config_class, "layer_types") else getattr(config, "layer_types", None)
     if isinstance(per_layer, list):
-        facts["layer_types"] = list(per_layer)
+        facts[names.get("layer_types", "layer_types")] = list(per_layer)
     completed = msgspec.structs.replace(part, model_class=model_class, config_class=config_class.__name__, config=facts)
     model = _on_meta(completed)
     path, blocks = _blocks(name, model, layers)
@@ -120,6 +125,23 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
         blocks=(path,),
         idle={"full": _IDLE, "tiny": _IDLE},
     )
+
+
+def _check_spelling(name: str, config_class: Any, given: dict[str, Any]) -> None:
+    """Check that no count is misspelt: a class ignores keys that it does not know, and takes its own default instead.
+
+    Raises:
+        CheckFailed: a key is nearly the name of a count that is not given.
+    """
+    known = {*inspect.signature(config_class).parameters, *config_class.attribute_map}
+    absent = {config_class.attribute_map.get(key, key) for key in _COUNTS} - given.keys()
+    for key in given:
+        near = difflib.get_close_matches(key, sorted(absent), n=1, cutoff=0.85)
+        if near and key not in known and not hasattr(config_class, key):
+            raise CheckFailed(
+                f"{name} has the key {key} in its config.json, which {config_class.__name__} does not know and would ignore "
+                f"(did you mean {near[0]!r}?)"
+            )
 
 
 def _check_counts(name: str, given: dict[str, Any], names: dict[str, str]) -> None:
@@ -150,10 +172,44 @@ def _check_counts(name: str, given: dict[str, Any], names: dict[str, str]) -> No
         )
 
 
-def _is_computed(config_class: type, key: str) -> bool:
-    """Tell whether a class derives a key of others, and takes no value for it, though it may write one."""
-    names: dict[str, str] = getattr(config_class, "attribute_map", {})
+def _config(config_class: Any, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return the keys that a class takes, and the config that it makes of them.
+
+    A class writes keys that it derives of others; when it reads them, it translates some of them (an older form of a list
+    of layers), and takes no value for the others.
+    """
+    try:
+        return given, config_class(**copy.deepcopy(given))
+    except AttributeError:
+        given = {key: value for key, value in given.items() if not _is_computed(config_class, key)}
+        return given, config_class(**copy.deepcopy(given))
+
+
+def _layers_key(config: Any) -> str:
+    """Return the key that counts the model's blocks: another where the class derives ``num_hidden_layers`` of it."""
+    key: str = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    return next((source for source in sorted(_sources(type(config), key)) if type(getattr(config, source)) is int), key)
+
+
+def _is_told(config_class: Any, key: str, given: Collection[str]) -> bool:
+    """Tell whether the given keys have one by any of its names, or what the class derives it of."""
+    sources = _sources(config_class, key)
+    own = config_class.attribute_map.get(key, key)
+    return key in given or own in given or any(name in sources or _sources(config_class, name) & sources for name in given)
+
+
+def _sources(config_class: Any, key: str) -> set[str]:
+    """Return what a class derives a key of; nothing where it takes the key as it is."""
+    names: dict[str, str] = config_class.attribute_map
     found = getattr(config_class, names.get(key, key), None)
+    if not isinstance(found, property) or found.fget is None:
+        return set()
+    return {names.get(name, name) for name in found.fget.__code__.co_names} & {*inspect.signature(config_class).parameters}
+
+
+def _is_computed(config_class: Any, key: str) -> bool:
+    """Tell whether a class derives a key of others, and takes no value for it, though it may write one."""
+    found = getattr(config_class, config_class.attribute_map.get(key, key), None)
     return isinstance(found, property) and found.fset is None
 
 

@@ -7,6 +7,7 @@ transformers has for the keys:
 - Widths: 64, of feed-forward layers 128, of experts 32; 512 tokens; 256 positions.
 - Attention: 4 heads; for keys and values as many, one, or else 2; a head as wide as makes 64 of them all, or 32 where the
   full size makes more or less.
+- Linear attention: 4 heads of 16; for keys as many or 2.
 - State-space layers: 4 heads that are together as wide as the layer; states of 16, chunks of 32, at most 2 groups.
 - Experts: 8, of which at most 2 take a token; 2 groups of them, of which one is chosen.
 - Windows of attention: 32 tokens, so that they are shorter than a tiny sample.
@@ -52,6 +53,8 @@ _MOST: Final = {
         32,
     ),
     **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 16),
+    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(("linear_num_heads", "linear_num_value_heads"), HEADS),
     **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
     "num_attention_heads": HEADS,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
@@ -65,6 +68,9 @@ _MOST: Final = {
 """Largest value of each key."""
 
 _KEY_HEADS: Final = ("num_key_value_heads", "num_kv_heads")
+
+_HEADS: Final = (*_KEY_HEADS, "linear_num_key_heads", "head_dim")
+"""Keys whose values depend on others."""
 
 _STATE_HEADS: Final = {
     "mamba_n_heads": "mamba_d_head",
@@ -98,16 +104,20 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
     def shrunk(key: str, value: int, heads: int = heads) -> int:
         if key in _KEY_HEADS:
             return HEADS if value == heads else min(value, 2)
+        if key == "linear_num_key_heads":
+            return HEADS if value == full("linear_num_value_heads") else min(value, 2)
         if key == "head_dim":
             if value == full("qk_rope_head_dim"):  # of which it is another name where attention is compressed
                 return min(value, _MOST["qk_rope_head_dim"])
             return 16 if value * heads == full("hidden_size") else 32
         return min(value, _MOST[key])
 
-    for key in (*_MOST, *_KEY_HEADS, "head_dim"):
+    for key in (*_MOST, *_HEADS):
         value = full(key)
         if _is_count(value) and shrunk(key, value) != value:
             tiny[names.get(key, key)] = shrunk(key, value)
+        elif isinstance(each := shallow.get(key), list) and all(map(_is_count, each)):  # one for each layer
+            tiny[key] = [shrunk(key, count) for count in each]
     tiny |= _tiny_state_space(full)
     for name, value in shallow.items():
         if isinstance(value, dict) and value and all(map(str.isdecimal, value)):  # by numbers of layers
@@ -118,6 +128,8 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
                 }
                 for number, entry in value.items()
             }
+    if _is_count(facts.get("qk_head_dim")):  # the sum of what has positions and what has none
+        tiny["qk_head_dim"] = sum(tiny.get(key) or full(key) or 0 for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
     if _is_count(scalar := full("query_pre_attn_scalar")):
         tiny["query_pre_attn_scalar"] = tiny.get("head_dim") or full("head_dim") or scalar
     words = tiny.get("vocab_size", facts["vocab_size"])
@@ -186,7 +198,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_scaled(key: str, value: object) -> bool:
-    return _is_count(value) and key in (*_MOST, *_KEY_HEADS, "head_dim")
+    return _is_count(value) and key in (*_MOST, *_HEADS)
 
 
 def _tiny_rope(rope: dict[str, Any], width: float) -> dict[str, Any]:
