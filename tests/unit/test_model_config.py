@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pytest_gputrain import Case
@@ -174,6 +174,7 @@ _VALUES = st.recursive(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(content=st.binary(max_size=64) | st.dictionaries(_KEYS, _VALUES).map(lambda config: json.dumps(config).encode()))
+@example(content=b'{"model_type": "", "_class_name": null}')
 def test_any_content_is_a_case_or_one_sentence(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "any.json").write_bytes(content)
     case, complaint = None, ""

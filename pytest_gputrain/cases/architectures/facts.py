@@ -185,7 +185,7 @@ def configured(
     How a denoiser of diffusers trains is taken from the first model of the zoo that has the same class, or from its class.
     """
     part = Part(
-        library="diffusers" if "_class_name" in config else "transformers",
+        library="diffusers" if isinstance(config.get("_class_name"), str) else "transformers",
         parameters={} if parameters is None else {"full": parameters},
         source=source,
         config=config,
