@@ -204,19 +204,24 @@ class Denoiser(Workload):
         latents, noise, time = (conditions.pop(name) for name in ("latents", "noise", "time"))
         if step.get("objective") == "epsilon":
             noisy = (conditions.pop("signal") * latents + conditions.pop("spread") * noise).to(noise.dtype)
+            noisy = self._beside_condition(noisy, conditions)
             time = time * step["timesteps"] / TIMESTEPS if "timesteps" in step else time
             return epsilon_loss(self._denoised(noisy, time, conditions), noise)
         start, end = (noise, latents) if step["time_ends_at"] == "latents" else (latents, noise)
         way = time.view(-1, *[1] * (latents.dim() - 1))
         noisy = ((1 - way) * start + way * end).to(start.dtype)
+        noisy = self._beside_condition(noisy, conditions)
         velocity = self._denoised(noisy, step.get("timesteps", TIMESTEPS) * time, conditions)
         return functional.mse_loss(velocity.float(), (end - start).float())
 
+    def _beside_condition(self, noisy: Tensor, conditions: dict[str, Any]) -> Tensor:
+        """Return noisy latents with the channels that the model takes beside them. Nobody keeps those without."""
+        if "condition" not in conditions:
+            return noisy
+        return torch.cat([noisy, conditions.pop("condition")], dim=self._sizes.step["layout"].index("c"))
+
     def _denoised(self, noisy: Tensor, time: Tensor, conditions: dict[str, Any]) -> Tensor:
-        shape = noisy.shape
-        if "condition" in conditions:
-            axis = self._sizes.step["layout"].replace("(", "").replace(")", "").index("c")
-            noisy = torch.cat([noisy, conditions.pop("condition")], dim=axis)
+        shape = self._sizes.latents(self._channels)
         if self._sizes.step.get("casts_time"):
             time = time.to(noisy.dtype)
         sample = list(noisy.unbind()) if self._sizes.step.get("takes_list") else noisy
@@ -228,7 +233,7 @@ class Denoiser(Workload):
             predicted, _ = predicted.chunk(2, dim=1)
         if predicted.shape != shape:
             raise CheckFailed(
-                f"{self.case.model} gives {tuple(predicted.shape)} for latents of {tuple(shape)}: what its config.json "
+                f"{self.case.model} gives {tuple(predicted.shape)} for latents of {shape}: what its config.json "
                 "describes is not known"
             )
         return predicted
