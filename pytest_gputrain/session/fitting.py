@@ -36,8 +36,8 @@ _SHALLOW_SECONDS: Final = 1.7
 _BLOCK_SECONDS: Final = 0.15
 """The time of a block of any other model, in addition to a second."""
 _TOKEN_SECONDS: Final = {
-    **dict.fromkeys(("falcon_mamba", "mamba", "recurrent_gemma"), 0.035),
-    **dict.fromkeys(("jamba", "rwkv"), 0.1),
+    **dict.fromkeys(("falcon_mamba", "mamba", "recurrent_gemma"), 0.045),
+    **dict.fromkeys(("jamba", "rwkv"), 0.12),
 }
 """The time of each token of a sequence, by ``model_type``: layers that transformers computes token by token in torch."""
 _LINEAR_SECONDS: Final = 0.4
