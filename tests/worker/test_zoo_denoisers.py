@@ -278,7 +278,7 @@ REPEATING = [
     if CLASSES[class_name].trained_part.repeats and name != "cogvideox-5b-i2v"  # which takes videos of one size alone
 ]
 RUN_WHOLE = {"pixart-alpha", "pixart-sigma", "sana-1.6b", "sana-sprint", "sana-video"}
-"""Models that show what does not follow from shallow ones to the last event when all of them trains: they run as they are."""
+"""Models that do not follow from shallow ones to the last event when all of them trains: they run as they are."""
 
 
 @pytest.mark.slow
