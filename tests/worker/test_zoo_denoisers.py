@@ -22,7 +22,10 @@ from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.zoo.completed import architecture_of
 from pytest_gputrain.worker.zoo.denoiser import nested
 
-pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning:torch"),  # Kandinsky's, in fp32
+]
 
 CLASSES = {name: like for name, like in denoisers().items() if not like.trained_part.config}
 
@@ -245,7 +248,6 @@ def test_full_size_latents_are_those_of_the_pipeline(name, resolution, frames, l
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning:torch")  # Kandinsky's, in fp32
 def test_models_train_and_are_predicted_to_the_byte(name, method):
     needs_torchvision(name)
     compare(case_of(name, method, activation_checkpointing=method == "lora" and bool(CLASSES[CONFIGS[name][0]].blocks)))
@@ -270,7 +272,13 @@ def test_the_recomputed_blocks_are_those_that_diffusers_recomputes(name):
     assert {id(block) for block in seen} == {id(block) for block in workload.blocks}
 
 
-REPEATING = [name for name in CONFIGS if CLASSES[CONFIGS[name][0]].trained_part.repeats]
+REPEATING = [
+    name
+    for name, (class_name, _) in CONFIGS.items()
+    if CLASSES[class_name].trained_part.repeats and name != "cogvideox-5b-i2v"  # which takes videos of one size alone
+]
+RUN_WHOLE = {"pixart-alpha", "pixart-sigma", "sana-1.6b", "sana-sprint", "sana-video"}
+"""Models that do not follow from shallow ones to the last event when all of them trains: they run as they are."""
 
 
 @pytest.mark.slow
@@ -282,7 +290,8 @@ def test_a_deep_model_shows_what_follows_from_shallow_ones(name):
     architecture = architecture_of(case.model)
     deep = PredictionRun(task_of(case), Progress(None)).run(architecture.repeated(DEEP))
     shallow = PredictionRun(task_of(case), Progress(None))
-    assert extrapolate(lambda repetitions: shallow.run(architecture.repeated(repetitions)), DEEP) == deep
+    observed = extrapolate(lambda repetitions: shallow.run(architecture.repeated(repetitions)), DEEP)
+    assert observed == (None if name in RUN_WHOLE else deep)
 
 
 def test_parameters_that_a_class_makes_on_the_host_are_moved():
