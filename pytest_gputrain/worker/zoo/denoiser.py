@@ -110,10 +110,12 @@ class Denoiser(Workload):
     """
 
     def __init__(self, architecture: Architecture, case: Case, scale: Scale) -> None:
-        # First, because a full-size build takes minutes.
+        # Before the build, which takes minutes at full size: a wrong size is refused at once.
         self._sizes = sizes(architecture, case, scale)
         facts, step = self._sizes.facts, self._sizes.step
-        taken: int = facts.get("in_channels") or facts["in_visual_dim"]
+        taken: int = facts.get("in_channels", facts.get("in_visual_dim"))
+        if not taken:
+            raise CheckFailed(f"{case.model} has in_channels={taken!r} in its config.json; give the channels of its latents")
         given = facts.get("out_channels")
         self._channels: int = step.get("latent_channels") or (given if given and step.get("takes_condition") else taken)
         known = (None, self._channels, *([2 * self._channels] if step.get("learns_variance") else []))
