@@ -156,7 +156,15 @@ PUBLISHED = {
 """Counts as published, in the name of the model or where it is said."""
 
 QUICK = {"qwen-image", "ltx-video", "stable-cascade-prior"}
-MODELS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CONFIGS]
+COSMOS = [pytest.mark.slow, pytest.mark.recipes]
+"""Diffusers resizes a mask of Cosmos by torchvision, which `tox -e recipes` installs."""
+
+
+def marked(name, *marks):
+    return pytest.param(name, marks=COSMOS if CONFIGS[name][0] == "CosmosTransformer3DModel" else marks, id=name)
+
+
+MODELS = [marked(name, *[] if name in QUICK else [pytest.mark.slow]) for name in CONFIGS]
 
 
 def case_of(name, method="full", **knobs):
@@ -170,11 +178,6 @@ def case_with(class_name, keys, **knobs):
     needs = {"resolution": "512x512", "frames": 17}
     fields = {field: needs[field] for field in denoisers()[class_name].needs}
     return Case(model=model, batch_size=2, steps=2, warmup=1, **{**fields, **knobs})
-
-
-def needs_torchvision(name):
-    if CONFIGS[name][0] == "CosmosTransformer3DModel":
-        pytest.importorskip("torchvision", reason="diffusers resizes a mask of Cosmos by it", exc_type=ImportError)
 
 
 def test_there_is_a_model_of_every_class():
@@ -230,8 +233,8 @@ def test_texts_are_as_long_as_the_pipeline_has_them_by_default(class_name):
         ("ltx-video", "704x480", 161, (21 * 15 * 22, 128)),
         ("cogvideox-2b", "720x480", 49, (13, 16, 60, 90)),
         ("cogvideox-1.5-5b-i2v", "1360x768", 81, (22, 16, 96, 170)),
-        ("cosmos-7b", "1280x704", 121, (16, 16, 88, 160)),
-        ("cosmos-2-2b-v2w", "1280x704", 93, (16, 24, 88, 160)),
+        pytest.param("cosmos-7b", "1280x704", 121, (16, 16, 88, 160), marks=COSMOS),
+        pytest.param("cosmos-2-2b-v2w", "1280x704", 93, (16, 24, 88, 160), marks=COSMOS),
         ("kandinsky-5-lite", "768x512", 121, (31, 64, 96, 16)),
         ("skyreels-v2-14b-i2v", "960x544", 97, (16, 25, 68, 120)),
         ("animatediff-v2", "512x512", 16, (4, 16, 64, 64)),
@@ -239,7 +242,6 @@ def test_texts_are_as_long_as_the_pipeline_has_them_by_default(class_name):
     ],
 )
 def test_full_size_latents_are_those_of_the_pipeline(name, resolution, frames, latents):
-    needs_torchvision(name)
     needs = {"frames": frames} if frames else {}
     with torch.device("meta"):
         inputs = zoo.build(case_of(name, resolution=resolution, **needs), "full").batch(torch.device("meta")).inputs
@@ -249,7 +251,6 @@ def test_full_size_latents_are_those_of_the_pipeline(name, resolution, frames, l
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_and_are_predicted_to_the_byte(name, method):
-    needs_torchvision(name)
     compare(case_of(name, method, activation_checkpointing=method == "lora" and bool(CLASSES[CONFIGS[name][0]].blocks)))
 
 
@@ -257,9 +258,8 @@ LISTED = [name for name, (class_name, _) in CONFIGS.items() if CLASSES[class_nam
 """Models that recompute blocks; but for UNets, of which diffusers itself does it."""
 
 
-@pytest.mark.parametrize("name", [name for name in LISTED if "mid_block" not in CLASSES[CONFIGS[name][0]].blocks])
+@pytest.mark.parametrize("name", [marked(name) for name in LISTED if "mid_block" not in CLASSES[CONFIGS[name][0]].blocks])
 def test_the_recomputed_blocks_are_those_that_diffusers_recomputes(name):
-    needs_torchvision(name)
     workload = zoo.build(case_of(name), "tiny")
     seen = []
 
@@ -282,9 +282,8 @@ RUN_WHOLE = {"pixart-alpha", "pixart-sigma", "sana-1.6b", "sana-sprint", "sana-v
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REPEATING)
+@pytest.mark.parametrize("name", [marked(name) for name in REPEATING])
 def test_a_deep_model_shows_what_follows_from_shallow_ones(name):
-    needs_torchvision(name)
     case = case_of(name, activation_checkpointing=True)
     load(case, predicted=True)
     architecture = architecture_of(case.model)
