@@ -113,7 +113,7 @@ class Denoiser(Workload):
         # Before the build, which takes minutes at full size: a wrong size is refused at once.
         self._sizes = sizes(architecture, case, scale)
         facts, step = self._sizes.facts, self._sizes.step
-        taken: int = facts.get("in_channels", facts.get("in_visual_dim"))
+        taken = facts.get("in_channels", facts.get("in_visual_dim"))
         if not taken:
             raise CheckFailed(f"{case.model} has in_channels={taken!r} in its config.json; give the channels of its latents")
         given = facts.get("out_channels")
