@@ -24,6 +24,12 @@ from pytest_gputrain.storage.hub_cache import snapshot as snapshot_of
 RECORDED = Path(__file__).parents[1] / "plugin" / "replies" / "h100_predicted.json"
 
 
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All libraries that train, which these tests do not need."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+
 def predicted(needs: int, *, memory: int = 80 * GiB, allocated: int | None = None, build: int = 0) -> Prediction:
     """Of a GPU without a context."""
     prediction = msgspec.json.decode(RECORDED.read_bytes(), type=Prediction)
@@ -148,6 +154,7 @@ def test_the_search_ends_where_memory_is_no_line(held: Callable[[int], int]) -> 
     assert len(tries) == len(set(tries)) < 25
 
 
+@pytest.mark.usefixtures("installed")
 def test_what_cannot_be_is_told_once_and_what_can_be_stays() -> None:
     llama = Case(model="llama-3.1-8b", sequence_length=512, named=("batch_size",))
     wrong = [llama.replace(gpus=8, batch_size=size) for size in (1, 2)]
@@ -249,6 +256,7 @@ def test_a_case_that_may_fit_is_told_only_what_makes_it_surely_fit(checkpointed:
     assert remedy(case, predicted(78 * GiB), changed, may_fit=True) == told
 
 
+@pytest.mark.usefixtures("installed")
 def test_the_knobs_that_people_use_are_taken_by_the_command() -> None:
     words = "--batch=1 --precision=bf16 --optimizer=adamw,adamw_8bit,paged_adamw_8bit,adafactor,sgd --checkpointing=true,0.5"
     knobs = (
