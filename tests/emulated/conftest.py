@@ -1,4 +1,4 @@
-"""The stand-ins that tests of this folder run on, and programs on an emulated GPU."""
+"""The stand-ins that tests of this folder run on, and programs and tests on an emulated GPU."""
 
 import json
 import os
@@ -33,6 +33,13 @@ def stand_ins(torch):
         pytest.skip(str(error))
 
 
+def _run(folder, command, variables):
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environ = {name: value for name, value in os.environ.items() if name not in ("CI", "GPUTRAIN_PARENT")}
+    environ |= {"PYTHONPATH": path, "COLUMNS": "400", **variables}
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=600)
+
+
 @pytest.fixture
 def emulate(stand_ins, tmp_path):
     """Run a program on an emulated GPU: its completed process, and the report."""
@@ -41,11 +48,24 @@ def emulate(stand_ins, tmp_path):
         script, report = tmp_path / "train.py", tmp_path / "report.json"
         script.write_text(textwrap.dedent(code))
         command = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", gpu, f"--gpus={gpus}"]
-        command += ["--json", str(report)]
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environ = {**os.environ, "PYTHONPATH": path, **variables}
-        program = [*command, "--", sys.executable, script.name, *arguments]
-        done = subprocess.run(program, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=300)
+        program = ["--json", str(report), "--", sys.executable, script.name, *arguments]
+        done = _run(tmp_path, [*command, *program], variables)
         return done, json.loads(report.read_bytes()) if report.exists() else None
+
+    return run
+
+
+@pytest.fixture
+def run_tests(stand_ins, tmp_path):
+    """Run pytest in a folder on an emulated H100: its completed process, and the results of its report by test."""
+    (tmp_path / "tox.ini").write_text("[pytest]\n")
+
+    def run(*arguments, emulated=True, **variables):
+        options = ["-q", "-p", "no:cacheprovider", "--rootdir=.", "--gpu-json=report.json"]
+        options += ["--gpu-platform=h100", "--gpu-emulate"] if emulated else []
+        done = _run(tmp_path, [sys.executable, "-m", "pytest", *options, *arguments], variables)
+        report = tmp_path / "report.json"
+        results = json.loads(report.read_bytes())["results"] if report.exists() else []
+        return done, {result["nodeid"].partition("::")[2]: result for result in results}
 
     return run

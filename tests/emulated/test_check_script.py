@@ -1,18 +1,10 @@
 """`check_script` with real scripts on an emulated GPU. Needs a CUDA build of torch, and no GPU."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from recipes import patched
-
-import pytest_gputrain
-
-ROOT = Path(pytest_gputrain.__file__).parents[1]
 
 SCRIPT = """
 import os
@@ -66,71 +58,46 @@ PAGE = re.compile(
 )
 
 
-@pytest.fixture(scope="module")
-def emulate(stand_ins):
-    """Run the tests of a folder on an emulated H100, and return what they printed."""
-
-    def emulate(folder, *arguments):
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--gpu-emulate", "--gpu-platform=h100"]
-        return subprocess.run(
-            [*command, "--rootdir=.", "--gpu-json=report.json", *arguments],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": path, "COLUMNS": "400"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=600,
-        ).stdout
-
-    return emulate
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, emulate):
-    """Run the tests: what they printed, and the report."""
-    folder = tmp_path_factory.mktemp("scripts")
-    (folder / "train.py").write_text(SCRIPT)
-    (folder / "idle.py").write_text("import torch")
-    (folder / "test_scripts.py").write_text(TESTS)
-
-    def run(*arguments):
-        out = emulate(folder, *arguments)
-        return out, {result["key"]: result for result in json.loads((folder / "report.json").read_bytes())["results"]}
-
-    return run
+@pytest.fixture
+def run(tmp_path, run_tests):
+    """Run the tests: what they printed, and their results."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "idle.py").write_text("import torch")
+    (tmp_path / "test_scripts.py").write_text(TESTS)
+    return run_tests
 
 
 def test_scripts_are_held_to_what_is_recorded(run):
-    out, results = run("--gpu-baseline-update", "-k", "plain or fused")
-    assert "2 passed" in out
-    plain, fused = (results[f"train.py-4-2048{more}"] for more in ("", "-fused"))
+    done, results = run("--gpu-baseline-update", "-k", "plain or fused")
+    assert "2 passed" in done.stdout
+    plain, fused = (results[f"test_trains[{name}]"] for name in ("plain", "fused"))
     assert plain["reply"]["peak_allocated_bytes"] > fused["reply"]["peak_allocated_bytes"] > 0
-    out, results = run("-k", "plain")
-    assert "1 passed" in out
-    assert results["train.py-4-2048"]["verdict"]["status"] == "pass"
+    done, results = run("-k", "plain")
+    assert "1 passed" in done.stdout
+    assert results["test_trains[plain]"]["verdict"]["status"] == "pass"
 
 
 def test_what_gives_no_figures_fails_with_one_sentence(run):
-    out, results = run("-k", "not plain and not fused")
+    done, results = run("-k", "not plain and not fused")
+    out = done.stdout
     assert "4 failed" in out
     assert "train.py used the GPU in 2 processes" in out
-    assert results["train.py-4-200000"]["reply"]["fits"] is False
+    assert results["test_does_not_fit"]["reply"]["fits"] is False
     assert "train.py took too few steps to be measured: 0 could" in out
     assert "idle.py never used the GPU; let it choose" in out
 
 
-def test_the_recipe_of_a_script_has_its_figure_and_fails_for_its_regression(tmp_path, emulate):
+def test_the_recipe_of_a_script_has_its_figure_and_fails_for_its_regression(tmp_path, run_tests):
     page = PAGE.search((Path(__file__).parents[2] / "docs/own-loops-script.md").read_text())
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks/test_train.py").write_text(page["test"])
     script = tmp_path / "train.py"
     script.write_text(page["program"])
-    out = emulate(tmp_path, "benchmarks", "--gpu-baseline-update")
+    out = run_tests("benchmarks", "--gpu-baseline-update")[0].stdout
     assert "1 passed" in out
     assert f" {page['peak']} " in out
     script.write_text(patched(page["program"], page["regression"]))
-    out = emulate(tmp_path, "benchmarks")
+    out = run_tests("benchmarks")[0].stdout
     assert "1 failed" in out
     assert " ".join(page["sentence"].split()) in " ".join(out.split())
 
@@ -152,13 +119,10 @@ for step in range(3):
 """
 
 
-def test_a_script_s_choices_among_unknown_scores_are_dealt_in_turn(tmp_path, emulate):
+def test_a_script_s_choices_among_unknown_scores_are_dealt_in_turn(tmp_path, run_tests):
     (tmp_path / "choosing.py").write_text(CHOOSING)
     (tmp_path / "test_choosing.py").write_text("def test(gputrain):\n    gputrain.check_script('choosing.py')\n")
-    emulate(tmp_path)
-    (result,) = json.loads((tmp_path / "report.json").read_bytes())["results"]
-    notes = result["reply"]["notes"]
-    assert any(note.startswith("balanced routing is assumed: unknown scores were distributed evenly") for note in notes), (
-        notes
-    )
-    assert any(note.startswith("zeros were read") and "choosing.py:14" in note for note in notes), notes
+    _, results = run_tests()
+    notes = "\n".join(results["test"]["reply"]["notes"])
+    assert re.search("^balanced routing is assumed: unknown scores were distributed evenly", notes, re.MULTILINE)
+    assert re.search(r"^zeros were read.*choosing\.py:14", notes, re.MULTILINE)

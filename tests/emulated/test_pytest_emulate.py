@@ -1,6 +1,5 @@
 """`pytest --gpu-emulate` with real workers. Needs a CUDA build of torch, and no GPU."""
 
-import json
 import os
 import subprocess
 import sys
@@ -73,38 +72,15 @@ SUITE = """
 
 
 @pytest.fixture
-def run(stand_ins, tmp_path):
-    """Run pytest in a project with the suite: its completed process, and the results of its report by test."""
+def run(run_tests, tmp_path):
     (tmp_path / "test_own.py").write_text(textwrap.dedent(SUITE))
-    (tmp_path / "tox.ini").write_text("[pytest]\n")
-
-    def start(*arguments, **variables):
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environ = {name: value for name, value in os.environ.items() if name not in ("CI", "GPUTRAIN_PARENT")}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--gpu-json=report.json", *arguments]
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env={**environ, "PYTHONPATH": path, **variables},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        report = tmp_path / "report.json"
-        results = json.loads(report.read_bytes())["results"] if report.exists() else []
-        return done, {result["nodeid"].partition("::")[2]: result for result in results}
-
-    return start
-
-
-EMULATE = ("--gpu-platform=h100", "--gpu-emulate")
+    return run_tests
 
 
 def test_every_figure_is_the_same_to_the_byte_in_another_run(run):
-    first, recorded = run(*EMULATE, "--gpu-baseline-update", "-k", "not large and not failing")
+    first, recorded = run("--gpu-baseline-update", "-k", "not large and not failing")
     assert first.returncode == 0, first.stdout
-    second, judged = run(*EMULATE, "--gpu-strict", "-k", "not large and not failing")
+    second, judged = run("--gpu-strict", "-k", "not large and not failing")
     assert second.returncode == 0, second.stdout
     for name, result in judged.items():
         assert result["reply"] == recorded[name]["reply"]
@@ -112,22 +88,21 @@ def test_every_figure_is_the_same_to_the_byte_in_another_run(run):
     weights = 4 * 2 * (4096 * 4096 + 4096)
     own, two = judged["test_own"]["reply"], judged["test_two"]["reply"]
     assert own["model_bytes"] == weights
-    assert (
-        4 * weights < own["peak_allocated_bytes"] < 6 * weights
-    )  # weights, gradients, two moments, and what the update takes for a moment
+    # Weights, gradients, two moments, and what the update takes for a moment.
+    assert 4 * weights < own["peak_allocated_bytes"] < 6 * weights
     assert two["processes"] == 2
     assert two["peak_allocated_bytes"] - own["peak_allocated_bytes"] >= weights  # the reducer's buckets
 
 
 def test_what_does_not_fit_fails_with_the_allocators_sentence(run):
-    done, results = run(*EMULATE, "-k", "large")
+    done, results = run("-k", "large")
     assert done.returncode == 1
     assert not results["test_too_large"]["reply"]["fits"]
     assert "does not fit H100 (79.1 GiB): CUDA out of memory. Tried to allocate 81.00 GiB" in done.stdout
 
 
 def test_figures_are_kept_where_a_case_fails_afterwards(run):
-    done, results = run(*EMULATE, "-k", "failing", "--gpu-baseline-update")
+    done, results = run("-k", "failing", "--gpu-baseline-update")
     assert done.returncode == 1
     assert "was emulated (" in done.stdout
     assert " allocated), but failed afterwards (check): ValueError: no luck" in done.stdout
@@ -140,7 +115,7 @@ def test_figures_are_kept_where_a_case_fails_afterwards(run):
 def test_a_run_that_measures_refuses_stand_ins(run, stand_ins):
     board = boards.board("h100")
     description = boards.describe(board, kernels=boards.find_kernels(board, stand_ins.architectures, "2"))
-    done, results = run("-k", "own", **emulated_environment({}, stand_ins, description))
+    done, results = run("-k", "own", emulated=False, **emulated_environment({}, stand_ins, description))
     assert done.returncode == 1
     assert "this worker found stand-ins of CUDA's libraries" in done.stdout
     assert [reply["outcome"] for reply in results["test_own"]["replies"]] == ["crashed"]
@@ -150,7 +125,7 @@ def test_a_test_that_takes_the_stand_ins_away_gets_no_figures(run, tmp_path):
     (tmp_path / "conftest.py").write_text(
         "import pytest\n\n@pytest.fixture(autouse=True)\ndef bare(monkeypatch):\n    monkeypatch.setenv('LD_PRELOAD', '')\n"
     )
-    done, results = run(*EMULATE, "-k", "own")
+    done, results = run("-k", "own")
     assert done.returncode == 1
     sentence = results["test_own"]["reply"]["sentence"]
     # Without NVIDIA's packages, torch cannot even be imported.

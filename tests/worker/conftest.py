@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -8,13 +9,22 @@ import time
 import pytest
 import torch
 from leftovers import FAULTS, Leftovers, wait_for
-from preloaded_worker import PRELOADED
+from several_processes import PRELOADED
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_process_stays():
     yield
     PRELOADED.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap():
+    """A prediction collects garbage first, which takes longer than the rest of it where all libraries are on the heap."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

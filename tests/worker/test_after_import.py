@@ -40,13 +40,6 @@ def test_a_program_may_look_for_the_module_before_it_imports_it(latecomer):
     assert len(calls) == 2
 
 
-def test_an_imported_module_is_not_waited_for(latecomer):
-    importlib.import_module(latecomer)
-    before = list(sys.meta_path)
-    assert seen(latecomer)[0] == [("after", True)]
-    assert sys.meta_path == before
-
-
 def test_several_may_wait_for_one_module(latecomer):
     (one, _), (two, _) = seen(latecomer), seen(latecomer)
     importlib.import_module(latecomer)
@@ -61,11 +54,6 @@ def test_nothing_is_called_once_the_waiting_stopped(latecomer):
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     importlib.import_module(latecomer)
     assert calls == []
-
-
-def test_a_module_that_does_not_exist_is_not_found(latecomer):
-    seen("no_such_module_anywhere")
-    assert importlib.util.find_spec("no_such_module_anywhere") is None
 
 
 def test_an_import_that_fails_may_be_tried_again(latecomer, tmp_path):

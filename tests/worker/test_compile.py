@@ -1,33 +1,19 @@
 """Compiled blocks and a loss by chunks: the same training by other means."""
 
-import os
 import weakref
 
-import preloaded_worker
 import pytest
+import several_processes
 import torch
-from one_process import losses_of_one_process
-from several_processes import engine
+from several_processes import engine, losses_of_one_process
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo_examples import EXAMPLES, measured, once, predicted_on_cpu, refused
+from zoo_examples import MINE, compare, example, measured, once, predicted, refused, task_of, trained
 
-from pytest_gputrain import Case
 from pytest_gputrain.execution.launch import launcher
-from pytest_gputrain.records import Crashed, Task
+from pytest_gputrain.records import Crashed
 from pytest_gputrain.worker import compiling, measuring
-from pytest_gputrain.worker import training as recipe
-from pytest_gputrain.worker.run import SEED
 
-LLAMA = Case(
-    model="llama-3.1-8b",
-    method="lora",
-    precision="fp32",
-    batch_size=2,
-    sequence_length=8192,
-    activation_checkpointing=True,
-    steps=3,
-    warmup=2,
-)
+LLAMA = example("llama-3.1-8b", "lora", precision="fp32", activation_checkpointing=True, steps=3, warmup=2)
 
 
 # torch's compiler provokes warnings of torch, and warns of what it traces; raised as here they would end it.
@@ -41,9 +27,18 @@ def _as_new():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "checkpointing"), [("full", 0.5), ("lora", False), ("lora", True)])
-def test_compiled_blocks_train_as_they_do_otherwise(method, checkpointing):
-    case = LLAMA.replace(method=method, activation_checkpointing=checkpointing)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            LLAMA.replace(method=method, activation_checkpointing=share)
+            for method, share in (("full", 0.5), ("lora", False), ("lora", True))
+        ),
+        example("resnet-50", precision="fp32"),  # which has no blocks
+    ],
+    ids=str,
+)
+def test_compiled_blocks_train_as_they_do_otherwise(case):
     compiled, plain = measured(case.replace(compile="default")), measured(case)
     assert compiled.losses == pytest.approx(plain.losses, rel=1e-4)
     # transformers' own checkpointing asks for the gradient of the embedded tokens, which nobody needs where they are frozen.
@@ -60,13 +55,6 @@ def test_alike_blocks_are_compiled_once_and_nothing_falls_back():
     assert counters["stats"]["unique_graphs"] > 0
     assert counters["stats"]["unique_graphs"] < 3
     assert not counters["graph_break"]
-
-
-@pytest.mark.slow
-def test_a_model_without_blocks_compiles():
-    case = next(case for case in EXAMPLES if case.model == "resnet-50")
-    compiled, plain = (measured(case.replace(compile=mode, steps=2, warmup=1)) for mode in ("default", "off"))
-    assert compiled.losses == pytest.approx(plain.losses, rel=0.02)
 
 
 def test_lists_of_blocks_are_compiled_block_by_block():
@@ -87,21 +75,11 @@ def test_lists_of_blocks_are_compiled_block_by_block():
 @pytest.mark.parametrize("knobs", [engine(name) for name in ("ddp", "fsdp", "zero0", "zero1", "zero2")])
 def test_compiled_blocks_train_in_several_processes(knobs):
     case = LLAMA.replace(**knobs, gpus=2, compile="default")
-    assert preloaded_worker.measured(case).losses == pytest.approx(losses_of_one_process(case), rel=1e-4)
-
-
-def _weights_after(case, updates=2):
-    torch.manual_seed(SEED)
-    training = recipe.Training(case, "tiny", torch.device("cpu"))
-    for _ in range(updates):
-        training.step(True)
-    return {name: value.detach().clone() for name, value in training.model.named_parameters() if value.requires_grad}
+    assert several_processes.measured(case).losses == pytest.approx(losses_of_one_process(case), rel=1e-4)
 
 
 # Gemma ties its head to its embedding.
-@pytest.mark.parametrize(
-    ("model", "chunks"), [("llama-3.1-8b", 2), ("llama-3.1-8b", 7), ("gemma-7b", 7), ("phi-3-mini-128k", 2)]
-)
+@pytest.mark.parametrize(("model", "chunks"), [("llama-3.1-8b", 2), ("llama-3.1-8b", 7), ("gemma-7b", 7)])
 def test_a_loss_by_chunks_is_the_loss(model, chunks):
     case = LLAMA.replace(model=model, method="full", steps=1, warmup=1)
     whole, parts = once(case), measured(case.replace(loss_chunks=chunks))
@@ -113,10 +91,14 @@ def test_a_loss_by_chunks_is_the_loss(model, chunks):
 
 def test_gradients_of_a_loss_by_chunks_are_its_gradients():
     case = LLAMA.replace(method="full", optimizer="sgd", learning_rate=0.1)
-    whole, parts = _weights_after(case), _weights_after(case.replace(loss_chunks=5))
-    assert whole.keys() == parts.keys()
-    for name, value in whole.items():
-        torch.testing.assert_close(parts[name], value, rtol=1e-4, atol=1e-6)
+
+    def weights(chunks):
+        training = trained(case.replace(loss_chunks=chunks))
+        for _ in range(2):
+            training.step(True)
+        return dict(training.model.named_parameters())
+
+    torch.testing.assert_close(weights(5), weights(1), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-amp", "fp16-amp"])
@@ -131,14 +113,12 @@ def test_logits_of_one_chunk_exist_at_a_time():
     """Where the tiny vocabulary's are the peak; half of them is less than a block takes."""
     for precision in ("fp32", "bf16"):
         case = LLAMA.replace(method="full", precision=precision, batch_size=16, steps=1, warmup=0)
-        whole, halves = (predicted_on_cpu(case.replace(loss_chunks=chunks)).peak_allocated_bytes for chunks in (1, 2))
+        whole, halves = (predicted(case.replace(loss_chunks=chunks)).peak_allocated_bytes for chunks in (1, 2))
         assert halves < 0.9 * whole
-    # fp32 is quick on a CPU: what is predicted is what is there.
-    case = case.replace(precision="fp32", loss_chunks=2)
-    assert measured(case).peak_allocated_bytes == predicted_on_cpu(case).peak_allocated_bytes
+    compare(case.replace(precision="fp32", loss_chunks=2))  # fp32 is quick on a CPU
 
 
-def test_an_inline_case_that_failed_leaves_nothing_to_the_next(tmp_path):
+def test_an_inline_case_that_failed_leaves_nothing_to_the_next():
     """Its traceback holds frames, and these hold tensors."""
     seen = []
 
@@ -155,10 +135,7 @@ def test_an_inline_case_that_failed_leaves_nothing_to_the_next(tmp_path):
 
         return step
 
-    task = Task(
-        case=Case(model="build", method="custom", code="x.py::build"), scale="full", device_type="cpu", root=os.curdir
-    )
-    reply = launcher.inline(task, build)
+    reply = launcher.inline(task_of(MINE), build)
     assert isinstance(reply, Crashed)
     del build
     assert [reference() for reference in seen] == [None, None]
@@ -183,14 +160,6 @@ def test_a_case_that_fits_only_compiled_has_its_figures(monkeypatch):
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert "OutOfMemoryError" in refused(case.replace(compile="off"))
     assert "did not change in 5 steps" in refused(case.replace(learning_rate=0.0))
-
-
-def test_a_compiler_that_fails_is_told(monkeypatch):
-    def broken(*args, **kwargs):
-        raise RuntimeError("no compiler here")
-
-    monkeypatch.setattr(torch.nn.Module, "compile", broken)
-    assert "no compiler here" in refused(LLAMA.replace(compile="default"))
 
 
 @pytest.mark.parametrize(("importing", "seen"), [("transformers.integrations", False), ("mine", True)])

@@ -3,18 +3,17 @@
 import math
 
 import pytest
+from zoo_examples import MINE, run
 
-from pytest_gputrain.records import Case, Crashed, Measurement, Task
-from pytest_gputrain.worker.progress import Progress
-from pytest_gputrain.worker.run import run
+from pytest_gputrain import Case
+from pytest_gputrain.records import Crashed, Measurement
 
 STEPS = 24
 ZOO = Case(model="llama-3.1-8b", method="lora", sequence_length=32, learning_rate=1e-3)
 
 
 def _curve(case, builder=None, steps=STEPS):
-    task = Task(case=case.replace(steps=steps, warmup=0), scale="tiny", device_type="cpu", root=".", curve=True)
-    return run(task, Progress(None), builder)
+    return run(case.replace(steps=steps, warmup=0), builder, curve=True)
 
 
 def _own(losses, taken, **fields):
@@ -29,7 +28,7 @@ def _own(losses, taken, **fields):
 
         return step
 
-    return _curve(Case(model="own", method="custom", precision="fp32", **fields), build)
+    return _curve(MINE.replace(**fields), build)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4, 40])
@@ -40,8 +39,7 @@ def test_a_curve_has_every_loss_from_the_first_on(accumulation):
     assert reply.losses == tuple(losses[:STEPS])
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("step", [1, 2, 3, 10, STEPS])
+@pytest.mark.parametrize(("step", "bad"), [(1, math.nan), (2, math.inf), (3, -math.inf), (10, math.nan), (STEPS, math.inf)])
 def test_a_curve_ends_before_the_first_loss_that_is_not_finite(bad, step):
     losses = [1.0] * (step - 1) + [bad] + [1.0] * 100
     taken = []
@@ -54,7 +52,7 @@ def test_a_curve_ends_before_the_first_loss_that_is_not_finite(bad, step):
 def test_a_step_without_a_loss_has_no_curve():
     reply = _own([None] * 100, [])
     assert isinstance(reply, Crashed)
-    assert reply.sentence == "own returns no loss from its step, so it has no curve; return the loss of every step"
+    assert reply.sentence == "mine returns no loss from its step, so it has no curve; return the loss of every step"
 
 
 def test_curves_of_one_case_are_the_same_and_fall_from_the_same_weights_in_each_precision():

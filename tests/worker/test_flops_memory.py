@@ -5,9 +5,9 @@ import gc
 
 import pytest
 import torch
-from test_prediction_suite import CASES
+from test_prediction_suite import ONE_OF_EACH_FAMILY
+from zoo_examples import DEVICE, task_of
 
-from pytest_gputrain.records import Task
 from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.compiling import uncompiled
 from pytest_gputrain.worker.flops import count_flops
@@ -17,11 +17,11 @@ from pytest_gputrain.worker.run import SEED
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for _, case in CASES], ids=str)
+@pytest.mark.parametrize("case", ONE_OF_EACH_FAMILY, ids=str)
 def test_a_step_holds_as_much_while_its_flops_are_counted(case):
     load(case)
     torch.manual_seed(SEED)
-    training = build(Task(case=case, scale="tiny", device_type="cpu", root="."), torch.device("cpu"))
+    training = build(task_of(case), DEVICE)
 
     def peak_of_step(counting):
         # Cycles, in which exceptions of libraries hold tensors, must not die in the midst of one of the two.

@@ -3,183 +3,153 @@
 import copy
 import gc
 import mmap
-import textwrap
 
 import numpy
 import pytest
 import torch
-from zoo_examples import run as run_here
+from zoo_examples import MINE, measured, refused, run, stepping, task_of
 
 from pytest_gputrain import Case
-from pytest_gputrain.records import Crashed, Measurement, Task
+from pytest_gputrain.records import Crashed, Measurement
 from pytest_gputrain.utils.units import KiB, MiB
-from pytest_gputrain.worker import run as worker_run
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.group import ALONE
 from pytest_gputrain.worker.growth import Growth, resident_bytes
-from pytest_gputrain.worker.progress import Progress
 
-MINE = Case(model="mine", method="custom", code="inline", precision="fp32", steps=3, warmup=1)
+MINE = MINE.replace(steps=3)
 LARGE = 256 * KiB // 4
 
 
-def run(step, case=MINE, growth_bytes=0, root="."):
-    task = Task(case=case, scale="tiny", device_type="cpu", root=str(root), growth_bytes=growth_bytes)
-    return worker_run.run(task, Progress(None), lambda setup: step)
+def keeping(make, every=1):
+    """A builder of steps of which each, or every so many, keeps one thing more."""
+    kept, calls = [], []
+
+    def step():
+        calls.append(1)
+        if len(calls) % every == 0:
+            kept.append(make())
+
+    return lambda setup: step
 
 
-def keeping(size, kept):
-    return lambda: kept.append(torch.ones(size))
+def _large():
+    return torch.ones(LARGE)
 
 
 class Sound:
     """Steps that keep nothing, or not more and more."""
 
     @staticmethod
-    def plain():
-        model = torch.nn.Linear(64, 64)
-        optimizer = torch.optim.AdamW(model.parameters())
-
-        def step():
-            loss = model(torch.ones(8, 64)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        return step
+    def plain(setup):
+        return stepping(torch.nn.Linear(64, 64), torch.ones(8, 64))
 
     @staticmethod
-    def metrics():
-        step, kept = Sound.plain(), []
+    def metrics(setup):
+        step, kept = Sound.plain(setup), []
         return lambda: kept.append(step().detach().clone())
 
     @staticmethod
-    def late_average():
-        step, model, calls, averages = Sound.plain(), torch.nn.Linear(64, 64), [], []
-
-        def averaged():
-            loss = step()
-            calls.append(1)
-            if len(calls) == 2:
-                averages.append(copy.deepcopy(model))
-            return loss
-
-        return averaged
+    def late_average(setup):
+        step, model, averages = Sound.plain(setup), torch.nn.Linear(64, 64), []
+        yield step()
+        averages.append(copy.deepcopy(model))
+        while True:
+            yield step()
 
     @staticmethod
-    def variable_lengths():
-        lengths, held = iter([5, 9, 2, 8, 1, 7, 3, 6] * 9), {}
-
-        def step():
-            held["batch"] = torch.ones(next(lengths), 4 * KiB)
-
-        return step
+    def variable_lengths(setup):
+        for length in [5, 9, 2, 8, 1, 7, 3, 6] * 9:
+            batch = torch.ones(length, 4 * KiB)
+            yield
+            batch.add_(1)
 
     @staticmethod
-    def a_cache_that_fills():
+    def a_cache_that_fills(setup):
         cache = {}
-
-        def step():
+        while True:
             cache.setdefault(len(cache) % 3 if len(cache) < 3 else 0, torch.ones(LARGE))
-
-        return step
+            yield
 
     @staticmethod
-    def cycles():
+    def cycles(setup):
         def step():
             cycle = [torch.ones(LARGE)]
             cycle.append(cycle)
 
         return step
 
-
-@pytest.mark.parametrize("how", [value.__name__ for value in vars(Sound).values() if isinstance(value, staticmethod)])
-def test_sound_steps_pass(how):
-    reply = run(getattr(Sound, how)())
-    assert isinstance(reply, Measurement), reply
-    assert reply.notes == ()
-
-
-def test_a_tensor_that_every_step_keeps_fails_the_case():
-    reply = run(keeping(LARGE, []))
-    assert isinstance(reply, Crashed)
-    assert reply.phase == "count"
-    assert "mine keeps 256 KiB more of tensors after every step, most of it float32 [65536] (256 KiB) made by aten.ones" in (
-        reply.sentence
-    )
-    assert reply.sentence.endswith('allow it with @pytest.mark.gpu_tolerance(growth="320 KiB")')
-
-
-def test_the_line_of_the_user_s_file_is_named(tmp_path):
-    file = tmp_path / "test_leaking.py"
-    file.write_text(
-        textwrap.dedent(
-            """\
-            import torch
-
-            KEEP = []
-
-
-            def build(setup):
-                model, x = torch.nn.Linear(256, 256), torch.ones(64, 256)
-
-                def step():
-                    KEEP.append(model(x).square().mean())
-
-                return step
-            """
-        )
-    )
-    case = MINE.replace(code="test_leaking.py::build")
-    reply = worker_run.run(Task(case=case, scale="tiny", device_type="cpu", root=str(tmp_path)), Progress(None))
-    assert isinstance(reply, Crashed)
-    assert (
-        "made by aten.addmm in test_leaking.py:10; do not keep them (a loss that is kept without detach()" in reply.sentence
-    )
-
-
-def experts(forgets):
-    def build(setup):
+    @staticmethod
+    def experts_that_are_seldom_chosen(setup, forgets=True):
         model = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(12))
-        optimizer, turns = torch.optim.AdamW(model.parameters()), iter(range(99))
+        optimizer = torch.optim.AdamW(model.parameters())
         setup.watch(model)
-
-        def step():
-            loss = model[next(turns) % 12](torch.ones(8, 64)).square().mean()
+        for turn in range(99):
+            loss = model[turn % 12](torch.ones(8, 64)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=forgets)
-            return loss
+            yield loss
 
-        return step
+    @staticmethod
+    def experts_that_keep_gradients(setup):
+        return Sound.experts_that_are_seldom_chosen(setup, forgets=False)
 
-    return build
-
-
-def sparse(setup):
-    table = torch.nn.Embedding(1000, 64, sparse=True)
-    optimizer, rows = torch.optim.SparseAdam(list(table.parameters())), iter(range(50, 1000, 50))
-
-    def step():
-        optimizer.zero_grad()
-        loss = table(torch.arange(next(rows))).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
+    @staticmethod
+    def sparse_gradients_that_differ_in_size(setup):
+        table = torch.nn.Embedding(1000, 64, sparse=True)
+        optimizer = torch.optim.SparseAdam(list(table.parameters()))
+        for rows in range(50, 1000, 50):
+            optimizer.zero_grad()
+            loss = table(torch.arange(rows)).square().mean()
+            loss.backward()
+            optimizer.step()
+            yield loss
 
 
-@pytest.mark.parametrize("build", [experts(True), experts(False), sparse], ids=["experts", "with gradients", "sparse"])
-def test_experts_that_are_seldom_chosen_and_gradients_that_differ_in_size_are_no_growth(build):
-    reply = run_here(MINE.replace(steps=9), build)
-    assert isinstance(reply, Measurement), reply
+SOUND = [value for value in vars(Sound).values() if isinstance(value, staticmethod)]
+
+
+@pytest.mark.parametrize("build", SOUND, ids=lambda build: build.__name__)
+def test_sound_steps_pass(build):
+    assert measured(MINE.replace(steps=9), build).notes == ()
 
 
 def test_growth_of_a_case_of_the_zoo_is_its_own():
     gc.collect()
-    assert isinstance(run_here(Case(model="word2vec", precision="fp32", optimizer="sgd", steps=2, warmup=1)), Measurement)
+    measured(Case(model="word2vec", precision="fp32", optimizer="sgd", steps=2, warmup=1))
+
+
+KEPT = "mine keeps 256 KiB more of tensors after every"
+
+
+def test_a_tensor_that_every_step_keeps_fails_the_case():
+    reply = run(MINE, keeping(_large))
+    assert isinstance(reply, Crashed)
+    assert reply.phase == "count"
+    assert f"{KEPT} step, most of it float32 [65536] (256 KiB) made by aten.ones" in reply.sentence
+    assert reply.sentence.endswith('allow it with @pytest.mark.gpu_tolerance(growth="320 KiB")')
+
+
+LEAKING = """\
+import torch
+
+KEEP = []
+
+
+def build(setup):
+    model, x = torch.nn.Linear(256, 256), torch.ones(64, 256)
+
+    def step():
+        KEEP.append(model(x).square().mean())
+
+    return step
+"""
+
+
+def test_the_line_of_the_user_s_file_is_named(tmp_path):
+    (tmp_path / "test_leaking.py").write_text(LEAKING)
+    sentence = refused(MINE.replace(code="test_leaking.py::build"), root=str(tmp_path))
+    assert "made by aten.addmm in test_leaking.py:10; do not keep them (a loss that is kept without detach()" in sentence
 
 
 def test_what_an_optimizer_collects_is_kept():
@@ -189,45 +159,33 @@ def test_what_an_optimizer_collects_is_kept():
             self.state[weight].setdefault("past", []).append(weight.detach().clone())
             return super().step(closure)
 
-    weight = torch.nn.Parameter(torch.ones(LARGE))
-    optimizer = Collects([weight], lr=0.1)
+    def build(setup):
+        weight = torch.nn.Parameter(torch.ones(LARGE))
+        optimizer = Collects([weight], lr=0.1)
+        while True:
+            weight.grad = torch.ones(LARGE)
+            optimizer.step()
+            yield
 
-    def step():
-        weight.grad = torch.ones(LARGE)
-        optimizer.step()
-
-    reply = run(step)
-    assert isinstance(reply, Crashed), reply
-    assert "mine keeps 256 KiB more of tensors after every step" in reply.sentence
+    assert f"{KEPT} step" in refused(MINE, build)
 
 
 def test_growth_is_judged_by_rounds_of_an_accumulation():
-    kept, calls = [], []
-
-    def step():
-        calls.append(1)
-        if len(calls) % 4 == 0:
-            kept.append(torch.ones(LARGE))
-
-    reply = run(step, MINE.replace(gradient_accumulation=4, steps=4))
-    assert isinstance(reply, Crashed)
-    assert "keeps 256 KiB more of tensors after every round of 4 steps" in reply.sentence
+    assert f"{KEPT} round of 4 steps" in refused(MINE.replace(gradient_accumulation=4, steps=4), keeping(_large, every=4))
 
 
 @pytest.mark.parametrize(("allowed", "kind"), [(256 * KiB, Measurement), (256 * KiB - 1, Crashed)])
 def test_growth_that_the_test_allows_passes(allowed, kind):
-    assert isinstance(run(keeping(LARGE, []), growth_bytes=allowed), kind)
+    assert isinstance(run(MINE, keeping(_large), growth_bytes=allowed), kind)
 
 
 def test_a_curve_is_of_steps_and_not_of_growth():
-    task = Task(case=MINE, scale="tiny", device_type="cpu", root=".", curve=True)
-    step = keeping(LARGE, [])
-    assert isinstance(worker_run.run(task, Progress(None), lambda setup: lambda: step() or 1.0), Measurement)
+    step = keeping(_large)(None)
+    assert isinstance(run(MINE, lambda setup: lambda: step() or 1.0, curve=True), Measurement)
 
 
 def test_further_rounds_leave_the_peak_as_it_is():
-    assert run(Sound.plain()).peak_allocated_bytes == run(Sound.plain()).peak_allocated_bytes
-    cycles = run(Sound.cycles()).peak_allocated_bytes
+    cycles = measured(MINE, Sound.cycles).peak_allocated_bytes
     assert cycles == 2 * LARGE * 4, "garbage of two rounds, as long as nothing collects it"
 
 
@@ -238,33 +196,19 @@ def fresh(size):
     return memory
 
 
-def numbers(kept, size=6 * MiB):
-    return lambda: kept.append(fresh(size))
-
-
 def test_memory_of_the_process_that_every_step_keeps_fails_the_case_or_is_told_in_few_steps():
-    reply = run(numbers([]), MINE.replace(steps=10))
+    build = keeping(lambda: fresh(6 * MiB))
+    reply = run(MINE.replace(steps=10), build)
     assert isinstance(reply, Crashed)
     assert reply.phase == "check"
     assert "the process of mine grows by 6.0" in reply.sentence
     assert "in 10 of 10 timed steps" in reply.sentence
-    (note,) = run(numbers([]), MINE.replace(steps=3)).notes
+    (note,) = measured(MINE, build).notes
     assert note.startswith("the process grew by 6.0")
-    allowed = run(numbers([]), MINE.replace(steps=10), growth_bytes=8 * MiB)
+    allowed = run(MINE.replace(steps=10), build, growth_bytes=8 * MiB)
     assert isinstance(allowed, Measurement)
     assert allowed.notes == ()
-
-
-def test_memory_that_the_process_takes_now_and_then_passes():
-    kept, calls = [], []
-
-    def step():
-        calls.append(1)
-        if len(calls) % 3 == 0:
-            kept.append(fresh(8 * MiB))
-
-    reply = run(step, MINE.replace(steps=12))
-    assert isinstance(reply, Measurement), reply
+    measured(MINE.replace(steps=12), keeping(lambda: fresh(8 * MiB), every=3))  # now and then
 
 
 def test_resident_memory_is_read():
@@ -277,7 +221,7 @@ class Steps:
     """A stand-in for a training on a device whose allocator knows what lives."""
 
     def __init__(self, more):
-        self.bytes, self.more, self.losses, self.kept = 0, more, [], []
+        self.bytes, self.more, self.losses, self.kept = 0, iter(more), [], []
 
     def step(self, update):
         self.kept.append(torch.ones(LARGE))
@@ -293,20 +237,14 @@ class Steps:
                 return end.value
 
 
-def timed(grown, steps=6):
-    """The growth of timed steps that take such bytes."""
-    training = Steps(iter(grown))
-    growth = Growth(Task(case=MINE, scale="tiny", device_type="gpu", root="."), ALONE)
-    for _ in range(steps):
+@pytest.mark.parametrize("grown", [[MiB] * 9, [MiB, 0] * 9, [MiB] * 6 + [0] * 3, [64] * 9])
+def test_on_a_gpu_the_timed_steps_tell_of_growth_that_goes_on(grown):
+    training = Steps(grown)
+    growth = Growth(task_of(MINE, device_type="gpu"), ALONE)
+    for _ in range(6):
         growth.begin_step()
         training.step(True)
         growth.end_step(training, training.bytes)
-    return growth, training
-
-
-@pytest.mark.parametrize("grown", [[MiB] * 9, [MiB, 0] * 9, [MiB] * 6 + [0] * 3, [64] * 9])
-def test_on_a_gpu_the_timed_steps_tell_of_growth_that_goes_on(grown):
-    growth, training = timed(grown)
     if grown == [MiB] * 9:
         with pytest.raises(CheckFailed, match=r"mine keeps 1\.00 MiB more of tensors after every step, most of it float32"):
             training.check(growth)

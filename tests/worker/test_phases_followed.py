@@ -22,21 +22,7 @@ class Network(torch.autograd.Function):
         return torch.ones_like(ctx.saved_tensors[0]) * gradient
 
 
-def phases_of(step):
-    """The phases of a step in the order in which they began."""
-    with AllocationCounter() as counter:
-        torch.zeros(1)
-        counter.begin_step()
-        step()
-    return tuple(counter.peaks().by_phase)
-
-
-@pytest.fixture
-def weight():
-    return torch.zeros(8, requires_grad=True)
-
-
-def test_a_plain_step(weight):
+def plain(weight):
     optimizer = torch.optim.Adam([weight])
 
     def step():
@@ -44,19 +30,20 @@ def test_a_plain_step(weight):
         torch.nn.utils.clip_grad_norm_([weight], 1.0)
         optimizer.step()
 
-    assert phases_of(step) == ("build", "forward", "backward", "between", "optimizer")
+    return step
 
 
-def test_an_optimizer_that_steps_in_backward_is_the_optimizer_and_without_an_update_nothing_is(weight):
-    before = dict(_global_optimizer_pre_hooks)
-    assert phases_of(lambda: Network.apply(weight).backward()) == ("build", "forward", "backward")
+def without_an_update(weight):
+    return lambda: Network.apply(weight).backward()
+
+
+def in_backward(weight):
     optimizer = torch.optim.Adam([weight])
     weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    assert phases_of(lambda: Network.apply(weight).backward()) == ("build", "forward", "backward", "optimizer")
-    assert _global_optimizer_pre_hooks == before, "hooks are gone afterwards"
+    return without_an_update(weight)
 
 
-def test_a_backward_pass_in_a_closure_is_backward_and_its_forward_is_the_optimizer_s(weight):
+def in_a_closure(weight):
     optimizer = torch.optim.LBFGS([weight], max_iter=1)
 
     def closure():
@@ -64,11 +51,10 @@ def test_a_backward_pass_in_a_closure_is_backward_and_its_forward_is_the_optimiz
         loss.backward()
         return loss
 
-    # After its step torch ends a span of its profiler, which is an operator, too.
-    assert phases_of(lambda: optimizer.step(closure)) == ("build", "forward", "optimizer", "backward", "between")
+    return lambda: optimizer.step(closure)
 
 
-def test_another_thread_changes_no_phase(weight):
+def in_another_thread(weight):
     optimizer = torch.optim.Adam([weight])
     weight.grad = torch.zeros(8)
 
@@ -78,10 +64,34 @@ def test_another_thread_changes_no_phase(weight):
         other.join()
         torch.zeros(1)
 
-    assert phases_of(step) == ("build", "forward")
+    return step
 
 
-def test_an_optimizer_that_raised_ends_with_its_step(weight):
+@pytest.mark.parametrize(
+    ("how", "phases"),
+    [
+        (plain, "forward backward between optimizer"),
+        (without_an_update, "forward backward"),
+        (in_backward, "forward backward optimizer"),
+        # The forward pass is the optimizer's. After its step torch ends a span of its profiler, which is an operator, too.
+        (in_a_closure, "forward optimizer backward between"),
+        (in_another_thread, "forward"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_phases_begin_in_the_order_of_the_step(how, phases):
+    before = dict(_global_optimizer_pre_hooks)
+    step = how(torch.zeros(8, requires_grad=True))
+    with AllocationCounter() as counter:
+        torch.zeros(1)
+        counter.begin_step()
+        step()
+    assert list(counter.peaks().by_phase) == ["build", *phases.split()]
+    assert _global_optimizer_pre_hooks == before, "hooks are gone afterwards"
+
+
+def test_an_optimizer_that_raised_ends_with_its_step():
+    weight = torch.zeros(8, requires_grad=True)
     optimizer = torch.optim.Adam([weight])
 
     def failing():

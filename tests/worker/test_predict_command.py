@@ -5,7 +5,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -14,7 +14,7 @@ from pytest_gputrain.cli.main import main
 from pytest_gputrain.execution import emulated
 from pytest_gputrain.hardware.emulation.libraries import read_torch
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "model_type": "qwen3",
     "vocab_size": 1024,
     "hidden_size": 256,
@@ -29,12 +29,12 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path, monkeypatch):
     """A folder with the config of a small model, and no cache from elsewhere."""
     return enter(tmp_path, monkeypatch)
 
 
-def enter(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+def enter(folder, patch):
     (folder / "small").mkdir()
     (folder / "small" / "config.json").write_text(json.dumps(SMALL))
     # What auto_map names, and nobody may run.
@@ -50,7 +50,7 @@ WORDS = ("small", "--method=full", "--sequence=512", "--gpu=h100,rtx_4090", "--o
 
 
 @pytest.fixture(scope="module")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def once(tmp_path_factory):
     """The folder of an answer to `WORDS` in all forms, of its cache, and of the names of what its process had imported."""
     libraries = {"torch", "transformers", "numpy", "pytest"}
     code = (
@@ -64,33 +64,44 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def cells_of(folder: Path) -> list[dict[str, Any]]:
-    cells: list[dict[str, Any]] = json.loads((folder / "answer.json").read_text())["cells"]
-    return cells
-
-
-def answer(*words: str) -> dict[str, Any]:
+def answer(*words):
     assert main(["predict", *words, "--json=answer.json"]) == 0
-    answered: dict[str, Any] = json.loads(Path("answer.json").read_text())
-    return answered
+    return json.loads(Path("answer.json").read_text())
 
 
-def cells(answered: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    return {(c["case"]["method"], c["case"].get("batch_size", 1), c["gpu"]): c for c in answered["cells"]}
+def test_an_answer_adds_up_in_all_forms_and_the_parent_imports_no_library_that_trains(once):
+    assert (once / "imported.txt").read_text() == "set()"
+    prediction = json.loads((once / "answer.json").read_text())["cells"][0]["prediction"]
+    assert sum(prediction["peak_bytes_by_origin"].values()) == prediction["phase_peak_bytes"][prediction["peak_phase"]]
+    assert prediction["peak_bytes_by_origin"]["build"] >= prediction["model_bytes"]
+    rows = [line for line in (once / "answer.md").read_text().splitlines() if line.startswith("| full | 1 |")]
+    assert rows[0].count(" MiB fits |") == 2
+    page = (once / "answer.html").read_text()
+    assert page.count('<span class="badge good">') == 2
+    assert "light-dark(" in page
+    tags = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: tags.append(dict(attributes))
+    parser.feed(page)
+    assert not [a for a in tags for name in ("src", "href") if not (a.get(name) or "#").startswith(("#", "data:"))]
+
+
+def test_the_second_time_nothing_is_predicted_again(once, monkeypatch):
+    again = mock.Mock(side_effect=AssertionError("predicted again"))
+    monkeypatch.setattr("pytest_gputrain.execution.launch.launcher.predict", again)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(once / "cache"))
+    assert answer(*WORDS) == json.loads((once / "answer.json").read_text())
 
 
 @pytest.mark.slow
-def test_a_grid_of_a_config_is_predicted_and_told(capsys: pytest.CaptureFixture[str]) -> None:
-    answered = answer(
-        "small/config.json", "--method=full,lora", "--batch=1,4", "--sequence=512", "--gpu=h100,rtx_4090", "--only-cells"
-    )
-    found = cells(answered)
-    assert set(found) == {(m, b, g) for m in ("full", "lora") for b in (1, 4) for g in ("h100", "rtx_4090")}
-    assert {cell["fit"] for cell in found.values()} == {"fits"}
-    needed = {key: cell["needed_bytes"] for key, cell in found.items()}
+def test_a_grid_of_a_config_is_predicted_and_told(capsys):
+    words = ("--method=full,lora", "--batch=1,4", "--sequence=512", "--gpu=h100,rtx_4090", "--only-cells")
+    answered = answer("small/config.json", *words)
+    cells = {(c["case"]["method"], c["case"].get("batch_size", 1), c["gpu"]): c for c in answered["cells"]}
+    assert set(cells) == {(m, b, g) for m in ("full", "lora") for b in (1, 4) for g in ("h100", "rtx_4090")}
+    assert {cell["fit"] for cell in cells.values()} == {"fits"}
+    needed = {key: cell["needed_bytes"] for key, cell in cells.items()}
     assert needed["full", 4, "h100"] > needed["full", 1, "h100"] > 0.5 * GiB  # of which most is the context
-    made = found["full", 4, "h100"]["prediction"]["peak_bytes_by_origin"]
-    assert set(made) >= {"build", "forward"}
     assert answered["packages"].keys() >= {"torch", "transformers", "peft"}
     out, err = capsys.readouterr()
     assert "Memory of small" in out
@@ -99,43 +110,29 @@ def test_a_grid_of_a_config_is_predicted_and_told(capsys: pytest.CaptureFixture[
     assert "\x1b" not in err  # no bar where nobody watches
 
 
-def test_the_sum_of_what_is_at_the_peak_is_the_peak_of_its_phase(once: Path) -> None:
-    prediction = cells_of(once)[0]["prediction"]
-    assert sum(prediction["peak_bytes_by_origin"].values()) == prediction["phase_peak_bytes"][prediction["peak_phase"]]
-    assert prediction["peak_bytes_by_origin"]["build"] >= prediction["model_bytes"]
+T4 = ("small", "--method=full", "--gpu=t4", "--precision=fp32")
 
 
 @pytest.mark.slow
-def test_the_largest_batch_fits_and_the_next_does_not() -> None:
-    common = ("small", "--method=full", "--gpu=t4", "--precision=fp32", "--set=sequence_length=4096")
-    (largest,) = answer(*common)["largest"]
+def test_the_largest_batch_fits_and_the_next_does_not():
+    (largest,) = answer(*T4, "--set=sequence_length=4096")["largest"]
     batch = largest["batch_size"]
     assert 1 < batch < 1024
-    around = answer(*common, f"--batch={batch},{batch + 1}", "--only-cells")
+    around = answer(*T4, "--set=sequence_length=4096", f"--batch={batch},{batch + 1}", "--only-cells")
     assert [cell["fit"] == "fits" for cell in around["cells"]] == [True, False]
 
 
 @pytest.mark.slow
-def test_a_change_makes_the_smallest_unfit_batch_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    answered = answer("small", "--method=full", "--gpu=t4", "--precision=fp32", "--sequence=4096", "--batch=16,32")
-    first, second = answered["cells"]
+def test_a_change_makes_the_smallest_unfit_batch_fit(capsys):
+    first, second = answer(*T4, "--sequence=4096", "--batch=16,32")["cells"]
     assert first["fit"] == second["fit"] == "does-not-fit"
     assert "makes it fit" in first["remedy"]
     assert second["remedy"] == ""
     assert f"does not fit T4: {first['remedy']}" in capsys.readouterr().out
 
 
-def test_the_second_time_nothing_is_predicted_again(once: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **keywords: object) -> None:
-        raise AssertionError("predicted again")
-
-    monkeypatch.setattr("pytest_gputrain.execution.launch.launcher.predict", refuse)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(once / "cache"))
-    assert answer(*WORDS) == json.loads((once / "answer.json").read_text())
-
-
 @pytest.mark.slow
-def test_a_model_in_the_cache_of_the_hub_is_taken_from_there(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_the_cache_of_the_hub_is_taken_from_there(project, monkeypatch):
     snapshot = project / "hub" / "models--me--tiny-qwen" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (project / "small" / "config.json").rename(snapshot / "config.json")
@@ -145,107 +142,70 @@ def test_a_model_in_the_cache_of_the_hub_is_taken_from_there(project: Path, monk
 
 
 @pytest.mark.slow
-def test_a_batch_of_many_tokens_is_predicted() -> None:
+def test_a_batch_of_many_tokens_is_predicted():
     """transformers looks at all positions for packed samples."""
     (cell,) = answer("small", "--method=full", "--batch=256", "--sequence=4096", "--gpu=b300", "--only-cells")["cells"]
     assert cell["failure"] == ""
     assert cell["fit"] is not None
 
 
-def test_markdown_and_a_page_have_the_same_cells(once: Path) -> None:
-    rows = [line for line in (once / "answer.md").read_text().splitlines() if line.startswith("| full | 1 |")]
-    assert rows[0].count(" MiB fits |") == 2
-    page = (once / "answer.html").read_text()
-    assert page.count('<span class="badge good">') == 2
-    assert "light-dark(" in page
-    tags: list[tuple[str, dict[str, str | None]]] = []
-    parser = HTMLParser()
-    parser.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))  # type: ignore[method-assign]
-    parser.feed(page)
-    assert not [a for _, a in tags for name in ("src", "href") if not (a.get(name) or "#").startswith(("#", "data:"))]
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (
-            ("llama-3.1-8c", "--gpu=h100"),
-            "the model 'llama-3.1-8c' is unknown (did you mean 'llama-3.1-8b'?): it is not a file",
-        ),
-        (("small", "--gpu=rtx_409"), "the GPU 'rtx_409' is unknown (did you mean 'rtx_4090'?); known: "),
-        (("small", "--gpu=,"), "--gpu names none; give some of "),
-        (("small", "--gpu=h100", "--method=lroa"), "the method 'lroa' is unknown (did you mean 'lora'?); known: "),
-        (("small", "--gpu=h100", "--set=lora_rnak=8"), "'lora_rnak' is not a knob of a case (did you mean 'lora_rank'?)"),
-        (("small", "--gpu=h100", "--set=model=sdxl"), "--set model is not accepted"),
-        (("small", "--gpu=h100", "--batch=1", "--set=batch_size=2"), "batch_size is given twice; give all of its values at"),
-        (("small", "--gpu=h100", "--batch=0"), "a case has batch_size=0; it must be at least 1"),
-        (("small", "--gpu=h100", "--gpus=8"), "asks for 8 GPUs, but parallel='single' uses one; choose a parallelism"),
-        (("small", "--gpu=t4"), "T4 does not compute in bf16; choose precision=fp16-amp or fp32 for it"),
-        (("sdxl", "--gpu=h100"), "sets no resolution, which sdxl needs, as resolution='512x512'"),
-        (("small/nothing.json", "--gpu=h100"), "the model 'small/nothing.json' is unknown"),
-        (("broken.json", "--gpu=h100"), "broken.json has neither model_type"),
-        (
-            ("small", "--gpu=h100", "--batch=" + ",".join(map(str, range(1, 2002))), "--method=full"),
-            "2,001 combinations are",
-        ),
-    ],
-)
-def test_bad_input_is_one_sentence_and_status_2(
-    words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("broken.json").write_text("{}")
-    assert main(["predict", *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert sentence in err
-    assert err.count("\n") == 1
-
-
-def test_emulation_needs_the_cuda_build_of_torch_and_says_so_before_anything_runs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_cuda() -> None:
-        read_torch(Path("torch"))
-
-    Path("torch").mkdir()
-    Path("torch/version.py").write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
-    monkeypatch.setattr(emulated.libraries, "find_torch", no_cuda)
-    assert main(["predict", "small", "--gpu=h100", "--emulate"]) == 2
-    told = capsys.readouterr().err
-    assert "is not a CUDA build; install PyPI's" in told
-    assert told.count("\n") == 1
-
-
 @pytest.mark.slow
-def test_the_loss_is_that_of_transformers_unless_another_is_named(once: Path) -> None:
-    as_transformers, in_own_type = cells_of(once)[0], answer(*WORDS, "--set=loss=logits")["cells"][0]
+def test_the_loss_is_that_of_transformers_unless_another_is_named(once):
+    as_transformers = json.loads((once / "answer.json").read_text())["cells"][0]
+    in_own_type = answer(*WORDS, "--set=loss=logits")["cells"][0]
     assert as_transformers["case"]["loss"] == "fp32"
     assert as_transformers["needed_bytes"] > in_own_type["needed_bytes"]
 
 
 @pytest.mark.slow
-def test_qlora_is_judged_by_its_training_and_not_by_a_build_in_full_width() -> None:
+def test_qlora_is_judged_by_its_training_and_not_by_a_build_in_full_width():
     (cell,) = answer("llama-3.1-8b", "--gpu=rtx_4090", "--method=qlora", "--checkpointing=true", "--only-cells")["cells"]
     assert cell["fit"] == "fits"
     assert cell["needed_bytes"] < 13 * GiB, "the weights alone are 15 GiB in 16 bits"
 
 
-def test_a_sequence_longer_than_the_table_of_positions_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", "pangu-350m", "--gpu=v100", "--precision=fp16-amp", "--sequence=2000", "--method=full"]) == 2
-    assert (
-        "has a table of 1,024 positions, too few for sequence_length=2000; set it to at most 1024" in capsys.readouterr().err
-    )
-
-
 @pytest.mark.slow
-def test_a_combination_that_cannot_be_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    answered = answer(
-        *("small", "--method=full", "--gpu=h100", "--sequence=512", "--only-cells"),
-        *("--parallel=single,fsdp", "--set=reshard_after_forward=true"),
-    )
+def test_a_combination_that_cannot_be_does_not_stop_the_others(capsys):
+    sharded = ("--parallel=single,fsdp", "--set=reshard_after_forward=true")
+    answered = answer("small", "--method=full", "--gpu=h100", "--sequence=512", "--only-cells", *sharded)
     assert [cell["case"]["parallel"] for cell in answered["cells"]] == ["fsdp"]
     assert "asks for reshard_after_forward, which parallel='single' does not do" in capsys.readouterr().out
 
 
-def test_the_parent_imports_no_library_that_trains(once: Path) -> None:
-    assert (once / "imported.txt").read_text() == "set()"
+MANY = ",".join(map(str, range(1, 2002)))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("llama-3.1-8c --gpu=h100", "the model 'llama-3.1-8c' is unknown (did you mean 'llama-3.1-8b'?): it is not a file"),
+        ("small --gpu=rtx_409", "the GPU 'rtx_409' is unknown (did you mean 'rtx_4090'?); known: "),
+        ("small --gpu=,", "--gpu names none; give some of "),
+        ("small --gpu=h100 --method=lroa", "the method 'lroa' is unknown (did you mean 'lora'?); known: "),
+        ("small --gpu=h100 --set=lora_rnak=8", "'lora_rnak' is not a knob of a case (did you mean 'lora_rank'?)"),
+        ("small --gpu=h100 --set=model=sdxl", "--set model is not accepted"),
+        ("small --gpu=h100 --batch=1 --set=batch_size=2", "batch_size is given twice; give all of its values at"),
+        ("small --gpu=h100 --batch=0", "a case has batch_size=0; it must be at least 1"),
+        ("small --gpu=h100 --gpus=8", "asks for 8 GPUs, but parallel='single' uses one; choose a parallelism"),
+        ("small --gpu=t4", "T4 does not compute in bf16; choose precision=fp16-amp or fp32 for it"),
+        ("sdxl --gpu=h100", "sets no resolution, which sdxl needs, as resolution='512x512'"),
+        ("small/nothing.json --gpu=h100", "the model 'small/nothing.json' is unknown"),
+        ("broken.json --gpu=h100", "broken.json has neither model_type"),
+        (f"small --gpu=h100 --batch={MANY} --method=full", "2,001 combinations are"),
+        (
+            "pangu-350m --gpu=v100 --precision=fp16-amp --sequence=2000 --method=full",
+            "has a table of 1,024 positions, too few for sequence_length=2000; set it to at most 1024",
+        ),
+        ("small --gpu=h100 --emulate", "is not a CUDA build; install PyPI's"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(words, sentence, capsys, monkeypatch):
+    Path("broken.json").write_text("{}")
+    Path("torch").mkdir()
+    Path("torch/version.py").write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
+    monkeypatch.setattr(emulated.libraries, "find_torch", lambda: read_torch(Path("torch")))
+    assert main(["predict", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (told,) = [line for line in err.splitlines() if "may take about" not in line]
+    assert sentence in told

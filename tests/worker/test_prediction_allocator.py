@@ -39,39 +39,24 @@ def test_sizes_and_segments(wanted, allocated, reserved):
     assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
 
 
-def test_small_blocks_share_a_segment_and_the_pools_do_not_mix():
+@pytest.mark.parametrize(
+    ("first", "freed", "then", "reserved"),
+    [
+        ([0.5] * 4, [], [], 2),  # small blocks share a segment
+        ([0.5] * 4, [], [1 / 2048], 4),
+        ([15], [0], [1], 16 + 2),  # the pools do not mix
+        ([40, 12, 20], [0, 1, 2], [12, 13, 25, 15], 72),  # the best fit, and what is left over
+        ([5] * 4, [0, 2, 1, 3], [20], 20),  # neighbours merge
+        ([5] * 4, [0, 2], [10], 30),  # fragments cannot be joined
+    ],
+)
+def test_what_is_free_is_used_again(first, freed, then, reserved):
     allocator = Allocator()
-    for _ in range(4):
-        allocator.allocate(512 * KiB)
-    assert allocator.reserved == 2 * MiB
-    allocator.allocate(512)
-    assert allocator.reserved == 4 * MiB
-    allocator = Allocator()
-    allocator.free(allocator.allocate(15 * MiB))
-    allocator.allocate(MiB)
-    assert allocator.reserved == 16 * MiB + 2 * MiB
-
-
-def test_the_best_fit_is_taken_and_what_is_left_over_is_used():
-    allocator = Allocator()
-    blocks = [allocator.allocate(size * MiB) for size in (40, 12, 20)]
-    for block in blocks:
-        allocator.free(block)
-    assert allocator.allocate(12 * MiB) is blocks[1]
-    assert allocator.allocate(13 * MiB).segment == blocks[2].segment
-    allocator.allocate(25 * MiB)
-    allocator.allocate(15 * MiB)
-    assert allocator.reserved == 72 * MiB
-
-
-@pytest.mark.parametrize(("freed", "wanted", "reserved"), [((0, 2, 1, 3), 20, 20), ((0, 2), 10, 30)])
-def test_neighbours_merge_and_fragments_cannot_be_joined(freed, wanted, reserved):
-    allocator = Allocator()
-    blocks = [allocator.allocate(5 * MiB) for _ in range(4)]
-    assert allocator.reserved == 20 * MiB
+    blocks = [allocator.allocate(int(size * MiB)) for size in first]
     for place in freed:
         allocator.free(blocks[place])
-    allocator.allocate(wanted * MiB)
+    for size in then:
+        allocator.allocate(int(size * MiB))
     assert allocator.reserved == reserved * MiB
 
 

@@ -5,10 +5,9 @@ import sys
 
 import msgspec
 import pytest
+from test_prediction_repetition import full
 from test_prediction_suite import declared
 
-from pytest_gputrain.hardware.targets import target_of
-from pytest_gputrain.records import Task
 from pytest_gputrain.utils.units import GiB
 
 SCRIPT = """
@@ -29,8 +28,7 @@ LARGEST = ["llama-3.1-70b-lora-bf16-fsdp", "flux.1-dev-lora-bf16"]
 @pytest.mark.parametrize("name", LARGEST)
 def test_a_prediction_holds_less_than_a_gibibyte_however_large_the_model(name):
     (case,) = {case for _, case in [*declared(), *declared(several=True)] if str(case) == name}
-    task = Task(case=case, scale="full", device_type="cpu", root=".", target=target_of("h100"), processes=case.gpus)
-    command = [sys.executable, "-c", SCRIPT, msgspec.json.encode(task).decode()]
+    command = [sys.executable, "-c", SCRIPT, msgspec.json.encode(full(case)).decode()]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
     predicted, held = map(int, output.split()[-2:])
     assert held < 1 * GiB < predicted

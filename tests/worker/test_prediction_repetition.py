@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 from test_prediction_suite import declared
+from zoo_examples import task_of
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.hardware.targets import target_of
-from pytest_gputrain.records import Crashed, Prediction, Task
+from pytest_gputrain.records import Crashed, Prediction
 from pytest_gputrain.worker.libraries import load
-from pytest_gputrain.worker.prediction import predict as predict_module
 from pytest_gputrain.worker.prediction import tracker as tracker_module
 from pytest_gputrain.worker.prediction.predict import PredictionRun, predict
 from pytest_gputrain.worker.prediction.repetition import extrapolate
@@ -32,12 +32,12 @@ def repeating():
     return list(cases.values())
 
 
+def full(case):
+    return task_of(case, scale="full", target=target_of("h100"))
+
+
 CASES = repeating()
 QUICK = {"qwen3-30b-a3b-lora-bf16", "llama-2-13b-full-bf16-fsdp"}
-
-
-def task_of(case):
-    return Task(case=case, scale="full", device_type="cpu", root=".", target=target_of("h100"), processes=case.gpus)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -49,8 +49,8 @@ def test_a_deep_model_shows_what_follows_from_shallow_ones(case):
     load(case, predicted=True)
     architecture = architecture_of(case.model)
     # What a first run leaves behind must not count for both.
-    deep = PredictionRun(task_of(case), Progress(None)).run(architecture.repeated(DEEP))
-    shallow = PredictionRun(task_of(case), Progress(None))
+    deep = PredictionRun(full(case), Progress(None)).run(architecture.repeated(DEEP))
+    shallow = PredictionRun(full(case), Progress(None))
     runs = []
 
     def run(count):
@@ -94,30 +94,31 @@ PHI = next(case for case in CASES if case.model == "phi-3-mini-128k")
 
 @pytest.mark.slow
 def test_a_prediction_runs_shallow_models_only_and_is_the_whole_ones(depths):
-    prediction = predict(task_of(PHI), Progress(None))
+    prediction = predict(full(PHI), Progress(None))
     assert depths == [2, 3, 4]
     assert isinstance(prediction, Prediction)
-    assert prediction == predict(task_of(PHI), Progress(None), whole=True)
+    assert prediction == predict(full(PHI), Progress(None), whole=True)
     assert depths[3:] == [None]
     assert prediction.parameters == architectures()[PHI.model].trained_part.parameters["full"]
 
 
-@pytest.mark.parametrize("change", [{"activation_checkpointing": 0.5}, {"parallel": "ddp", "gpus": 2}])
-def test_what_depends_on_the_depth_otherwise_runs_whole(depths, change, monkeypatch):
-    monkeypatch.setitem(architectures(), PHI.model, architectures()[PHI.model].repeated(DEEP))
-    assert isinstance(predict(task_of(PHI.replace(**change)), Progress(None)), Prediction)
-    assert depths == [None]
-
-
-def test_a_tiny_model_runs_whole(depths):
-    assert isinstance(predict(msgspec.structs.replace(task_of(PHI), scale="tiny"), Progress(None)), Prediction)
+@pytest.mark.parametrize(
+    ("knobs", "fields"),
+    [({"activation_checkpointing": 0.5}, {}), ({"parallel": "ddp", "gpus": 2}, {}), ({}, {"scale": "tiny"})],
+    ids=["share", "ddp", "tiny"],
+)
+def test_what_depends_on_the_depth_otherwise_and_a_tiny_model_run_whole(depths, knobs, fields, monkeypatch):
+    if not fields:
+        monkeypatch.setitem(architectures(), PHI.model, architectures()[PHI.model].repeated(DEEP))
+    task = msgspec.structs.replace(full(PHI.replace(**knobs)), **fields)
+    assert isinstance(predict(task, Progress(None)), Prediction)
     assert depths == [None]
 
 
 def test_what_fails_in_a_shallow_model_leaves_nothing_to_the_whole_one(depths, monkeypatch):
     """A call whose work was not counted is not remembered without it."""
     monkeypatch.setitem(architectures(), PHI.model, architectures()[PHI.model].repeated(DEEP))
-    whole = predict(task_of(PHI), Progress(None), whole=True)
+    whole = predict(full(PHI), Progress(None), whole=True)
     count, calls = tracker_module.Tracker._measure, []
 
     def failing(self, call, operator, *others):
@@ -127,7 +128,7 @@ def test_what_fails_in_a_shallow_model_leaves_nothing_to_the_whole_one(depths, m
         count(self, call, operator, *others)
 
     monkeypatch.setattr(tracker_module.Tracker, "_measure", failing)
-    assert predict(task_of(PHI), Progress(None)) == whole
+    assert predict(full(PHI), Progress(None)) == whole
     assert depths == [None, 2, None]
 
 
@@ -138,14 +139,14 @@ def test_a_model_whose_parameters_are_not_those_of_its_shallow_ones_runs_whole_a
     monkeypatch.setitem(
         architectures(), PHI.model, msgspec.structs.replace(architecture, parts={**architecture.parts, "model": wrong})
     )
-    reply = predict(task_of(PHI), Progress(None))
+    reply = predict(full(PHI), Progress(None))
     assert depths == [2, 3, 4, None]
     assert isinstance(reply, Crashed)
     assert f"but {PHI.model} has {wrong.parameters['full']:,}" in reply.sentence
 
 
 def test_what_does_not_follow_runs_whole(depths, monkeypatch):
-    monkeypatch.setattr(predict_module, "extrapolate", lambda run, repetitions: None)
+    monkeypatch.setattr("pytest_gputrain.worker.prediction.predict.extrapolate", lambda run, repetitions: None)
     monkeypatch.setitem(architectures(), PHI.model, architectures()[PHI.model].repeated(DEEP))
-    assert isinstance(predict(task_of(PHI.replace(method="full")), Progress(None)), Prediction)
+    assert isinstance(predict(full(PHI.replace(method="full")), Progress(None)), Prediction)
     assert depths == [None]

@@ -1,6 +1,5 @@
 """Cases of several processes on fakes: what the first of them allocates, against what real ones recorded and count now."""
 
-import gc
 import itertools
 
 import msgspec
@@ -9,18 +8,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from preloaded_worker import measured
-from several_processes import CPU, engine, needs_deepspeed, predicted, replied
-from test_prediction_suite import H100, ROOT, STORE, declared
+from several_processes import LLAMA, engine, measured, needs_deepspeed
+from test_prediction_suite import ROOT, STORE, declared
+from zoo_examples import CPU, H100, predicted, replied
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.identity import key_of
-from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.gate.memory import SHARED_CPU_RATIO
 from pytest_gputrain.hardware.targets import target_of
-from pytest_gputrain.records import Crashed, Prediction, Task
+from pytest_gputrain.records import Crashed, Prediction
 from pytest_gputrain.storage.published import PublishedStore
-from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.prediction.engines import assigned
 
 # A worker does not fail for what DeepSpeed and FSDP warn of, and neither do these.
@@ -30,19 +27,9 @@ RECORDED = [(suite, case) for suite, case in declared(several=True) if STORE.get
 ONE_OF_EACH = {(suite, case.parallel): (suite, case) for suite, case in reversed(RECORDED)}.values()
 """Of each suite and parallelism."""
 
-LLAMA = Case(model="llama-3.1-8b", precision="fp32", batch_size=2, sequence_length=32, learning_rate=1e-2, steps=1, warmup=0)
+LLAMA = LLAMA.replace(steps=1, warmup=0)
 PUBLISHED = {table.name: table for table in PublishedStore(ROOT / "baselines" / "published").tables}["pangu-deepspeed"]
 CLICKS = Case(model="ctr-dnn", precision="fp32", batch_size=1000, optimizer="adam", parallel="ps", gpus=2, servers=1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_heap():
-    """A prediction collects garbage first, which takes longer than the rest of it where all libraries are on the heap."""
-    load(LLAMA)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.slow
@@ -141,6 +128,19 @@ def test_memory_grows_with_the_buckets_as_published():
 
 
 @pytest.mark.slow
+def test_at_full_size_all_blocks_are_there_after_forward():
+    case = LLAMA.replace(precision="bf16", parallel="fsdp", gpus=8)
+    default, kept, let_go = (
+        predicted(case.replace(reshard_after_forward=value), H100, scale="full") for value in (None, False, True)
+    )
+    blocks = 2 * 32 * 218_112_000
+    assert kept.phase_peak_bytes["forward"] - default.phase_peak_bytes["forward"] > 0.8 * blocks
+    assert kept.phase_peak_bytes["optimizer"] == default.phase_peak_bytes["optimizer"]
+    # The head and the embedding lie outside of the blocks.
+    assert let_go.phase_peak_bytes["forward"] <= default.phase_peak_bytes["forward"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("knobs", [engine("zero2"), engine("zero3", offload_param=True)])
 def test_what_deepspeed_offloads_is_on_the_host(knobs):
     case = LLAMA.replace(gpus=2, precision="bf16", **knobs)
@@ -151,20 +151,23 @@ def test_what_deepspeed_offloads_is_on_the_host(knobs):
     assert here.peak_allocated_bytes - there.peak_allocated_bytes > 0.9 * masters
 
 
-@pytest.mark.slow
-@needs_deepspeed
-def test_the_same_in_a_process_of_its_own():
-    case = LLAMA.replace(parallel="zero3", precision="bf16", gpus=8)
-    task = Task(case=case, scale="tiny", device_type="cpu", root=".", processes=8, target=H100)
-    alone = launcher.predict(task, timeout_seconds=120)
-    assert isinstance(alone, Prediction), alone
-    assert msgspec.json.encode(alone) == msgspec.json.encode(predicted(case, H100))
-
-
 OWN = Case(model="own", method="custom", precision="fp32", code="here", parallel="ddp", gpus=2)
 
 
-def exchanging(exchange):
+EXCHANGES = {
+    "all_reduce": (dist.all_reduce, False),
+    "broadcast": (lambda counts: dist.broadcast(counts, 1), False),
+    "recv": (lambda counts: dist.recv(counts, 1), False),
+    "all_to_all": (lambda counts: dist.all_to_all_single(counts, counts.clone()), False),
+    "object": (lambda counts: dist.all_gather_object([None, None], 1), False),
+    "broadcast by the first": (lambda counts: dist.broadcast(counts, 0), True),
+    "barrier": (lambda counts: dist.barrier(), True),
+}
+
+
+@pytest.mark.parametrize("target", [CPU, H100], ids=lambda target: target.kind)
+@pytest.mark.parametrize(("exchange", "known"), EXCHANGES.values(), ids=EXCHANGES)
+def test_what_another_process_would_send_is_not_made_up(exchange, known, target):
     def build(setup):
         model = torch.nn.Linear(8, 1, device=setup.device)
         setup.watch(model)
@@ -179,31 +182,11 @@ def exchanging(exchange):
 
         return step
 
-    return build
-
-
-@pytest.mark.parametrize("target", [CPU, H100], ids=lambda target: target.kind)
-@pytest.mark.parametrize(
-    "exchange",
-    [
-        dist.all_reduce,
-        lambda counts: dist.broadcast(counts, 1),
-        lambda counts: dist.recv(counts, 1),
-        lambda counts: dist.all_to_all_single(counts, counts.clone()),
-        lambda counts: dist.all_gather_object([None, None], 1),
-    ],
-    ids=["all_reduce", "broadcast", "recv", "all_to_all", "object"],
-)
-def test_what_another_process_would_send_is_not_made_up(exchange, target):
-    reply = replied(OWN, target, exchanging(exchange))
-    assert isinstance(reply, Crashed), reply
-    assert "which a prediction does not know: measure it instead" in reply.sentence
-    assert reply.phase == "count"
-
-
-@pytest.mark.parametrize("exchange", [lambda counts: dist.broadcast(counts, 0), lambda counts: dist.barrier()])
-def test_what_the_first_process_sends_it_knows(exchange):
-    assert isinstance(replied(OWN, H100, exchanging(exchange)), Prediction)
+    reply = replied(OWN, target, build)
+    assert isinstance(reply, Prediction if known else Crashed), reply
+    if not known:
+        assert "which a prediction does not know: measure it instead" in reply.sentence
+        assert reply.phase == "count"
 
 
 def test_own_code_gets_the_buckets_of_ddp():
@@ -221,11 +204,9 @@ def test_own_code_gets_the_buckets_of_ddp():
 
         return step
 
-    options = {}
-    reply = replied(OWN, H100, build)
-    assert isinstance(reply, Prediction), reply
-    weights = 4 * 1024 * 1024
-    assert reply.peak_allocated_bytes == pytest.approx(3 * weights, rel=0.01), "weights, gradients and a bucket for them"
+    options, weights = {}, 4 * 1024 * 1024
+    # Weights, gradients and a bucket for them.
+    assert predicted(OWN, H100, build).peak_allocated_bytes == pytest.approx(3 * weights, rel=0.01)
     options = {"gradient_as_bucket_view": True}
     reply = replied(OWN, H100, build)
     assert isinstance(reply, Crashed), reply

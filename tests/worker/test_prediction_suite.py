@@ -5,28 +5,21 @@ parted: `pytest_gputrain.worker.prediction.layouts` is the place for it.
 """
 
 import functools
-import gc
 import importlib.util
 from pathlib import Path
 
 import msgspec
 import pytest
+from zoo_examples import H100, predicted
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.hardware.targets import target_of
-from pytest_gputrain.records import Prediction, Target, Task
 from pytest_gputrain.storage.baselines import BaselineStore
 from pytest_gputrain.storage.recorded import PredictionStore
-from pytest_gputrain.utils.units import GiB
-from pytest_gputrain.worker.libraries import load
-from pytest_gputrain.worker.prediction.predict import predict
-from pytest_gputrain.worker.progress import Progress
 
 ROOT = Path(__file__).parents[2]
 STORE = BaselineStore(ROOT / "baselines")
-CPU = Target(marker="cpu", kind="cpu")
-H100 = Target(marker="h100", kind="cuda", memory_bytes=80 * GiB)
 
 
 def declared(several=False):
@@ -44,26 +37,14 @@ CASES = list(declared())
 ONE_OF_EACH_FAMILY = {architectures()[case.model].family: case for _, case in CASES}.values()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _small_heap():
-    """A prediction collects garbage first, which takes longer than the rest of it where all libraries are on the heap."""
-    for _, case in CASES:
-        load(case)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+@functools.cache
+def first(case):
+    return uncompiled(case)
 
 
-def predicted(case, target=CPU, scale="tiny"):
-    # Nothing is compiled while a worker counts memory either.
-    task = Task(case=case.replace(compile="off"), scale=scale, device_type="cpu", root=".", target=target)
-    reply = predict(task, Progress(None))
-    assert isinstance(reply, Prediction), reply
-    return reply
-
-
-first = functools.cache(predicted)
+def uncompiled(case, *options, **fields):
+    """What is predicted: nothing is compiled while a worker counts memory either."""
+    return predicted(case.replace(compile="off"), *options, **fields)
 
 
 @pytest.mark.slow
@@ -85,8 +66,8 @@ def test_no_case_leaves_a_trace_in_the_next():
     """In the same process, in another order, and between predictions by the other rules."""
     alone = [first(case) for case in ONE_OF_EACH_FAMILY]
     for case, expected in reversed(list(zip(ONE_OF_EACH_FAMILY, alone, strict=True))):
-        on_gpu = predicted(case, H100)
-        assert msgspec.json.encode(predicted(case)) == msgspec.json.encode(expected)
+        on_gpu = uncompiled(case, H100)
+        assert msgspec.json.encode(uncompiled(case)) == msgspec.json.encode(expected)
         assert on_gpu.fidelity == "cuda-rules"
 
 
@@ -95,7 +76,7 @@ def test_no_case_leaves_a_trace_in_the_next():
 @pytest.mark.slow
 def test_a_tuned_case_takes_no_more_memory_than_the_published_one(case):
     published = PredictionStore(ROOT / "baselines").suite("h100", "llm_finetuning")[str(case)].figures[-1]
-    tuned = predicted(case, target_of("h100"), "full")
+    tuned = uncompiled(case, target_of("h100"), scale="full")
     assert tuned.target == published.target
     assert tuned.peak_allocated_bytes < published.peak_allocated_bytes
     assert tuned.peak_reserved_bytes < published.peak_reserved_bytes

@@ -1,22 +1,97 @@
-"""Workers forked from a process that has imported their libraries: the same figures as fresh ones, and the same ends."""
+"""Workers forked from a process that has imported their libraries: what a case finds and measures is as in a fresh one.
+
+How the parent asks for a fork, and what it does where none comes, `tests/unit/test_fork_server.py` tests.
+"""
 
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
 from leftovers import wait_until
-from preloaded_worker import PRELOADED
+from several_processes import CLICKS, PRELOADED
+from several_processes import run as run_zoo
+from zoo_examples import task_of
 
 from pytest_gputrain import Case
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.execution.launch.fork_server import ForkServer
-from pytest_gputrain.records import Crashed, Measurement, Task, TimedOut
+from pytest_gputrain.hardware.targets import target_of
+from pytest_gputrain.records import Crashed, Measurement, Prediction
+from pytest_gputrain.worker import preload
 
-CLICKS = Case(model="ctr-dnn", precision="fp32", batch_size=50, optimizer="adam", steps=2, warmup=1)
-"""Imports torch alone."""
-LLAMA = Case(model="llama-3.1-8b", method="lora", precision="bf16", batch_size=2, sequence_length=32, steps=2, warmup=1)
+PROGRAM = """
+import atexit, os, random, signal, subprocess, sys
+from pathlib import Path
+
+import numpy, torch
+from torch import nn
+from torch.nn import functional
+
+FOUND = {
+    "modules": sorted(name for name in sys.modules if name.partition(".")[0] in ("transformers", "deepspeed", "wave")),
+    "variable": os.environ.get("LEFT_BEHIND"),
+    "default": str(torch.get_default_dtype()),
+    "threads": torch.get_num_threads(),
+    "drawn": [random.random(), float(numpy.random.rand()), float(torch.rand(1))],
+    "hash": hash("text"),
+    "directory": os.getcwd(),
+    "path": [path for path in sys.path if "site-packages" not in path],
+    "softmax": functional.softmax.__name__,
+    "frozen": torch.is_grad_enabled(),
+    "session": os.getsid(0) == os.getpid(),
+    "standard_input": os.readlink("/proc/self/fd/0"),
+}
+
+
+def tell(setup):
+    Path("found.txt").write_text(repr(FOUND))
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32)).to(setup.device)
+    batch = torch.randn(4, 32, device=setup.device)
+    kept = torch.zeros(numpy.random.randint(1, 10**6), device=setup.device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    setup.watch(model)
+    while True:
+        loss = (model(batch) - batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+
+
+def litter(setup):
+    import wave  # noqa: F401
+
+    os.environ["LEFT_BEHIND"] = "1"
+    os.chdir("/")
+    sys.path.insert(0, "/nowhere")
+    functional.softmax = print
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.set_grad_enabled(True)
+    return lambda: 1.0
+
+
+def leaves(setup):
+    atexit.register(Path("atexit.txt").write_text, "called")
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    Path("marked.txt").write_text(os.environ["GPUTRAIN_CASE_FOLDER"])
+    # No fresh interpreter, so its environment does not name the case; in a session of its own; its parent has ended.
+    if not os.fork():
+        os.setsid()
+        if not os.fork():
+            Path("orphan.txt").write_text(str(os.getpid()))
+            signal.pause()
+        os._exit(0)
+    os.wait()
+    while not Path("orphan.txt").exists() or not Path("orphan.txt").read_text():
+        pass
+    return lambda: 1.0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +102,26 @@ def preloaded():
     source.close()
 
 
-def run(case, preloaded, *, timeout_seconds=120.0, watch=lambda event: None, root="."):
-    task = Task(case=case, scale="tiny", device_type="cpu", processes=case.gpus, root=str(root))
-    return launcher.in_process(task, gpus=(), timeout_seconds=timeout_seconds, watch=watch, fork_server=preloaded)
+@pytest.fixture
+def own_task(tmp_path, monkeypatch):
+    """Makes the task to run a function of the program."""
+    (tmp_path / "code.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+
+    def make(name, **fields):
+        case = Case(model=name, method="custom", precision="fp32", steps=2, warmup=1, code=f"code.py::{name}")
+        return task_of(case, root=str(tmp_path), **fields)
+
+    return make
 
 
-def children():
-    """The processes of the source, without those that other tests of this process have left (torch's, or zombies)."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            found += [child] if "pytest_gputrain.worker.preload" in child.cmdline() else []
-    return found
+def run(task, source):
+    return launcher.in_process(task, gpus=(), timeout_seconds=120, fork_server=source)
+
+
+# What a case finds and measures
+
+LLAMA = Case(model="llama-3.1-8b", method="lora", precision="bf16", batch_size=2, sequence_length=32, steps=2, warmup=1)
 
 
 @pytest.mark.slow
@@ -52,96 +135,110 @@ def children():
     ids=str,
 )
 def test_figures_are_those_of_a_fresh_interpreter(preloaded, case):
-    fresh, first, second = run(case, None), run(case, preloaded), run(case, preloaded)
-    for forked in (first, second):
+    fresh, *forked = (run(task_of(case), source) for source in (None, preloaded, preloaded))
+    for reply in forked:
+        assert isinstance(reply, Measurement), reply
+        for figure in ("peak_allocated_bytes", "flops_per_step", "losses", "environment"):
+            assert getattr(reply, figure) == getattr(fresh, figure), figure
+
+
+@pytest.mark.slow
+def test_own_code_finds_and_measures_what_it_would_in_a_fresh_interpreter_whatever_another_left(
+    own_task, preloaded, tmp_path
+):
+    fresh, found = run(own_task("tell"), None), (tmp_path / "found.txt").read_text()
+    assert "'variable': None" in found
+    for _ in range(2):
+        (tmp_path / "found.txt").unlink()
+        forked = run(own_task("tell"), preloaded)
         assert isinstance(forked, Measurement), forked
-        assert forked.peak_allocated_bytes == fresh.peak_allocated_bytes
-        assert forked.flops_per_step == fresh.flops_per_step
-        assert forked.losses == fresh.losses
-        assert forked.environment == fresh.environment
+        assert (tmp_path / "found.txt").read_text() == found
+        for figure in ("phase_peak_bytes", "peak_allocated_bytes", "largest", "flops_per_step", "losses", "environment"):
+            assert getattr(forked, figure) == getattr(fresh, figure), figure
+        run(own_task("litter"), preloaded)
+
+
+@pytest.mark.slow
+def test_a_prediction_is_that_of_a_fresh_interpreter(own_task, preloaded):
+    task = own_task("tell", scale="full", target=target_of("h100"))
+    fresh, *forked = (
+        launcher.predict(task, timeout_seconds=120, fork_server=source) for source in (None, None, preloaded, preloaded)
+    )
+    assert isinstance(fresh, Prediction), fresh
+    assert forked == [fresh] * 3
+
+
+# How it ends
+
+
+def sources():
+    """The processes that forks come from, without those that other tests of this process have left (torch's, or zombies)."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            found += [child] if "pytest_gputrain.worker.preload" in child.cmdline() else []
+    return found
 
 
 def test_libraries_are_imported_once(preloaded):
-    run(CLICKS, preloaded)
-    (source,) = children()
+    run(task_of(CLICKS), preloaded)
+    (source,) = sources()
     imported_seconds = source.cpu_times().user
     for _ in range(2):
-        assert isinstance(run(CLICKS, preloaded), Measurement)
-    assert children() == [source]
+        assert isinstance(run(task_of(CLICKS), preloaded), Measurement)
+    assert sources() == [source]
     assert source.cpu_times().user - imported_seconds < imported_seconds / 4
 
 
-@pytest.mark.slow
-def test_each_environment_of_tasks_gets_a_source_and_closing_leaves_none(monkeypatch, preloaded):
-    preloaded.close()
-    wait_until(lambda: not children())
-    began = dict(os.environ)
-    monkeypatch.setenv("OF_ANOTHER_TEST", "1")
-    for variables in ({"OMP_PLACES": "cores"}, {}):
-        before = {source.pid for source in children()}
-        task = Task(case=CLICKS, scale="tiny", device_type="cpu", root=".", variables=variables)
-        reply = launcher.in_process(task, gpus=(), timeout_seconds=120, fork_server=preloaded, environ=began)
-        assert isinstance(reply, Measurement)
-        (source,) = (source for source in children() if source.pid not in before)
-        assert source.environ().get("OMP_PLACES") == variables.get("OMP_PLACES")
-        assert "OF_ANOTHER_TEST" not in source.environ()
-    assert len(children()) == 2
-    preloaded.close()
-    wait_until(lambda: not children())
+@pytest.mark.parametrize("dies", ["worker", "source"])
+def test_a_death_is_told_and_the_next_case_runs(preloaded, dies):
+    killed = []
 
-
-class Killing:
-    """Kills a worker of the source with a signal when it has timed its first step."""
-
-    def __init__(self, number):
-        self.number = number
-        self.killed = []
-
-    def __call__(self, event):
-        if event.phase == "measure" and event.step and not self.killed:
-            (source,) = children_of_this()
+    def kill(event):
+        if event.phase == "measure" and event.step and not killed:
+            (source,) = sources()
             (worker,) = source.children()
-            self.killed.append(worker.pid)
-            worker.send_signal(self.number)
+            killed.append(worker)
+            (worker if dies == "worker" else source).send_signal(signal.SIGKILL)
 
-
-def children_of_this():
-    return [child for child in children() if child.ppid() == os.getpid()]
-
-
-@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "by SIGKILL"), (signal.SIGSEGV, "by SIGSEGV")])
-def test_a_worker_s_death_is_told_and_the_next_case_runs(preloaded, number, said):
-    killing = Killing(number)
-    reply = run(CLICKS.replace(steps=1_000_000), preloaded, watch=killing)
+    reply = run_zoo(CLICKS.replace(steps=1_000_000), watch=kill, preloaded=preloaded)
     assert isinstance(reply, Crashed), reply
-    assert said in reply.sentence
-    assert isinstance(run(CLICKS, preloaded), Measurement)
-    assert not psutil.pid_exists(killing.killed[0])
+    assert "by SIGKILL" in reply.sentence
+    assert isinstance(run(task_of(CLICKS), preloaded), Measurement)
+    assert not killed[0].is_running()
+
+
+def test_a_case_ends_as_an_interpreter_does_with_all_that_it_left_running(own_task, preloaded, tmp_path):
+    run(own_task("leaves"), preloaded)
+    assert (tmp_path / "atexit.txt").read_text() == "called"
+    wait_until(lambda: not psutil.pid_exists(int((tmp_path / "orphan.txt").read_text())))
+    mark = os.fsencode((tmp_path / "marked.txt").read_text())
+    assert mark
+    assert not any(mark in _environment_of(process) for process in psutil.process_iter())
+
+
+def _environment_of(process):
+    try:
+        with open(f"/proc/{process.pid}/environ", "rb") as variables:
+            return variables.read()
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize(("file", "asked"), [("/dev/nvidiactl", True), ("/dev/kfd", True), ("/dev/null", False)])
+def test_a_process_that_asked_a_driver_is_not_forked(monkeypatch, file, asked):
+    monkeypatch.setattr(preload.os, "readlink", lambda descriptor: file)
+    assert preload._holds_gpu() is asked
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_end_is_ended_with_its_stacks(preloaded):
-    run(CLICKS, preloaded)  # the imports are not what is waited for
-    reply = run(CLICKS.replace(steps=1_000_000), preloaded, timeout_seconds=6)
-    assert isinstance(reply, TimedOut), reply
-    assert "worker/training.py" in reply.detail
-    (source,) = children()
-    assert source.children() == []
-
-
-def test_the_source_s_death_ends_its_worker(preloaded):
-    def kill_source(event):
-        if event.phase == "measure" and event.step and (sources := children_of_this()):
-            sources[0].kill()
-
-    reply = run(CLICKS.replace(steps=1_000_000), preloaded, watch=kill_source)
-    assert isinstance(reply, Crashed), reply
-    assert "SIGKILL" in reply.sentence
-    assert isinstance(run(CLICKS, preloaded), Measurement)
-
-
-def test_a_fresh_interpreter_serves_where_imports_take_too_long(preloaded, tmp_path):
-    preloaded.close()
-    task = Task(case=CLICKS, scale="tiny", device_type="cpu", root=".")
-    assert preloaded.fork(task, tmp_path, 0, dict(os.environ), 0.0) is None
-    wait_until(lambda: not children())
+def test_imports_start_no_thread_and_ask_no_driver():
+    code = (
+        "import os; from pytest_gputrain import Case; from pytest_gputrain.worker.libraries import load; "
+        "from pytest_gputrain.worker.preload import _holds_gpu; "
+        "load(Case(model='mine', method='custom', code='mine.py::build'), counted=True); "
+        "import torch; assert not torch.cuda.is_initialized(); "
+        "assert not _holds_gpu(); assert len(os.listdir('/proc/self/task')) == 1"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)

@@ -1,26 +1,23 @@
 """A case from its task to its reply, trained for real on the CPU."""
 
 import itertools
-import re
 import weakref
 
 import msgspec
 import numpy
 import pytest
 import torch
-from zoo_examples import EXAMPLES, MINE, measured, once, refused, run, stepping
+from zoo_examples import EXAMPLES, MINE, example, measured, once, refused, run, stepping, task_of, trained
 
-from pytest_gputrain import Case
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.execution.launch import launcher
-from pytest_gputrain.records import Crashed, Measurement, OutOfMemory, Task
+from pytest_gputrain.records import Crashed, Measurement, OutOfMemory
 from pytest_gputrain.worker import checks, methods
-from pytest_gputrain.worker import training as recipe
 from pytest_gputrain.worker.__main__ import _cannot_import
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.libraries import load_for
 
-LLAMA = Case(model="llama-3.1-8b", batch_size=2, sequence_length=8192, activation_checkpointing=True, steps=2, warmup=1)
+LLAMA = example("llama-3.1-8b", activation_checkpointing=True, steps=2, warmup=1)
 PLAIN = LLAMA.replace(activation_checkpointing=False)
 CONFIG = architectures()["llama-3.1-8b"].trained_part.facts("tiny")
 
@@ -28,12 +25,11 @@ CONFIG = architectures()["llama-3.1-8b"].trained_part.facts("tiny")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EXAMPLES, ids=str)
 def test_every_model_trains_by_every_method(case):
-    reply = measured(case.replace(activation_checkpointing=bool(architectures()[case.model].blocks), steps=2, warmup=1))
     architecture = architectures()[case.model]
+    reply = measured(case.replace(activation_checkpointing=bool(architecture.blocks), steps=2, warmup=1))
     assert reply.parameters == architecture.trained_part.parameters["tiny"]
     assert reply.trainable_parameters == architecture.trainable[case.method]["tiny"]
-    assert len(reply.step_seconds) == len(reply.losses) == 2
-    assert len(reply.warmup_seconds) == 1
+    assert (len(reply.warmup_seconds), len(reply.step_seconds), len(reply.losses)) == (1, 2, 2)
 
 
 def test_a_fused_optimizer_gives_the_same_losses():
@@ -42,21 +38,17 @@ def test_a_fused_optimizer_gives_the_same_losses():
 
 
 def test_checkpointing_saves_memory_and_repeats_arithmetic_by_its_share():
-    llama = LLAMA.replace(model="llama-3.1-70b")  # of three tiny blocks
+    llama = LLAMA.replace(model="llama-3.1-70b", precision="fp32")  # of three tiny blocks
     replies = [measured(llama.replace(activation_checkpointing=share)) for share in (False, 0.4, 0.7, True)]
     none, third, two_thirds, whole = (reply.recomputed_flops_per_step for reply in replies)
     assert none == 0 < whole
     assert (third, two_thirds) == pytest.approx((whole / 3, whole * 2 / 3))
     assert all(more.peak_allocated_bytes > less.peak_allocated_bytes for more, less in itertools.pairwise(replies))
     assert len({(reply.losses, reply.flops_per_step) for reply in replies}) == 1
-
-
-def test_checkpointing_repeats_the_forward_pass_of_the_blocks():
-    reply = measured(LLAMA.replace(precision="fp32"))
-    head = 2 * reply.batch_size * reply.sequence_length * CONFIG["vocab_size"] * CONFIG["hidden_size"]
     # Forward is a third of forward and backward; all of it but the head is repeated, up to the last unused output.
-    blocks = reply.flops_per_step / 3 - head
-    assert 0.6 * blocks < reply.recomputed_flops_per_step <= 1.05 * blocks
+    head = 2 * replies[0].batch_size * replies[0].sequence_length * CONFIG["vocab_size"] * CONFIG["hidden_size"]
+    blocks = replies[0].flops_per_step / 3 - head
+    assert 0.6 * blocks < whole <= 1.05 * blocks
 
 
 def test_flops_are_six_per_parameter_and_token_and_attention():
@@ -74,20 +66,18 @@ def test_qlora_does_the_arithmetic_of_lora_on_smaller_weights():
     assert qlora.model_bytes < lora.model_bytes
 
 
-def test_adapters_of_another_rank_are_counted_by_it():
-    base, wide = (once(LLAMA.replace(method="lora", lora_rank=rank)) for rank in (0, 16))
-    assert wide.trainable_parameters == 2 * base.trainable_parameters
-
-
-def test_model_bytes_are_two_per_parameter_in_bf16():
+def test_model_bytes_are_two_per_parameter_in_bf16_and_the_environment_names_the_libraries():
+    reply, head_dim = once(PLAIN), 64 // 4
     # The rotary frequencies are fp32 buffers: the table and the original of it that transformers keeps.
-    head_dim = 64 // 4
-    assert once(LLAMA).model_bytes == 2 * once(LLAMA).parameters + 2 * 4 * head_dim // 2
+    assert reply.model_bytes == 2 * reply.parameters + 2 * 4 * head_dim // 2
+    assert reply.environment.packages["torch"] == torch.__version__
+    assert {"transformers", "peft"} <= reply.environment.packages.keys()
+    assert (reply.environment.device_type, reply.environment.threads) == ("cpu", 1)
 
 
 def test_libraries_that_are_missing_are_named_at_once(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("peft", "bitsandbytes") else name)
-    task = Task(case=LLAMA.replace(method="qlora"), scale="tiny", device_type="cpu", root=".")
+    task = task_of(LLAMA.replace(method="qlora"))
     with pytest.raises(ModuleNotFoundError) as failure:
         load_for(task)
     assert _cannot_import(task, failure.value).endswith(
@@ -95,18 +85,11 @@ def test_libraries_that_are_missing_are_named_at_once(monkeypatch):
     )
 
 
-def test_the_environment_names_the_libraries_that_are_there():
-    environment = once(LLAMA).environment
-    assert environment.packages["torch"] == torch.__version__
-    assert {"transformers", "peft"} <= environment.packages.keys()
-    assert (environment.device_type, environment.threads) == ("cpu", 1)
-
-
 @pytest.mark.slow
 def test_figures_other_than_time_are_the_same_on_every_run():
     # In fresh processes, as every case has one: libraries keep tables that the first run of a process makes. Those without
     # quantisation are compared with a fork's in test_preloaded.
-    task = Task(case=LLAMA.replace(method="qlora"), scale="tiny", device_type="cpu", root=".")
+    task = task_of(LLAMA.replace(method="qlora"))
     first, second = (launcher.in_process(task, gpus=(), timeout_seconds=120) for _ in range(2))
     assert isinstance(first, Measurement), first
     for figure in ("peak_allocated_bytes", "model_bytes", "flops_per_step", "losses"):
@@ -124,9 +107,7 @@ def test_an_update_is_inside_the_window_however_long_the_accumulation():
 
 def test_accumulated_gradients_are_the_mean_over_micro_batches():
     def gradients(accumulation):
-        torch.manual_seed(0)
-        case = LLAMA.replace(precision="fp32", gradient_accumulation=accumulation)
-        training = recipe.Training(case, "tiny", torch.device("cpu"))
+        training = trained(LLAMA.replace(precision="fp32", gradient_accumulation=accumulation))
         for _ in range(accumulation):
             training.step(False)
         return [parameter.grad for parameter in training.model.parameters()]
@@ -146,15 +127,13 @@ def test_own_accumulation_that_is_declared_is_counted_in_whole_rounds():
     def peak(accumulation):
         def build(setup):
             model = torch.nn.Linear(512, 512)
-            optimizer, calls = torch.optim.AdamW(model.parameters()), itertools.count(1)
-
-            def step():
+            optimizer = torch.optim.AdamW(model.parameters())
+            for call in itertools.count(1):
                 model(torch.ones(1, 512)).sum().backward()
-                if next(calls) % accumulation == 0:
+                if call % accumulation == 0:
                     optimizer.step()
                     optimizer.zero_grad()
-
-            return step
+                yield
 
         return measured(MINE.replace(gradient_accumulation=accumulation), build).peak_allocated_bytes
 
@@ -204,44 +183,29 @@ def test_a_loss_that_is_no_finite_number_is_told(loss, said, phase):
     assert reply.phase == phase
 
 
-@pytest.mark.parametrize("result", [None, 3, "step"])
-def test_own_code_that_returns_no_step_is_told(result):
-    assert "must build everything and return a function" in refused(MINE, lambda setup: result)
-
-
 def test_host_memory_that_runs_out_is_an_outcome():
     reply = run(MINE, lambda setup: lambda: torch.empty(1 << 60, dtype=torch.uint8))
     assert isinstance(reply, OutOfMemory)
     assert (reply.where, reply.phase) == ("host", "count")
 
 
-def test_any_other_exception_is_a_crash_with_its_traceback():
-    def build(setup):
-        raise LookupError("no such data\nsecond line")
-
-    reply = run(MINE, build)
-    assert isinstance(reply, Crashed)
-    assert re.fullmatch(r"LookupError: no such data \(at .*test_run\.py:\d+\)", reply.sentence)
-    assert "second line" in reply.detail
-    assert reply.phase == "build"
-
-
 # How it is counted
 
 
-@pytest.mark.parametrize("watches", [True, False])
-def test_an_own_model_is_counted_when_watched_and_watching_takes_no_memory(watches):
-    def build(setup, watches=watches):
-        model = torch.nn.Linear(8, 8, dtype=setup.dtype)
-        if watches:
-            setup.watch(model)
-        return stepping(model, torch.ones(4, 8, dtype=setup.dtype))
+def test_an_own_model_is_counted_when_watched_and_watching_takes_no_memory():
+    def build(watches):
+        def builder(setup):
+            model = torch.nn.Linear(8, 8, dtype=setup.dtype)
+            if watches:
+                setup.watch(model)
+            return stepping(model, torch.ones(4, 8, dtype=setup.dtype))
 
-    reply = measured(MINE, build)
-    counts = (reply.parameters, reply.trainable_parameters, reply.model_bytes)
-    assert counts == ((72, 72, 288) if watches else (None, None, None))
-    assert reply.losses[-1] < reply.losses[0]
-    assert reply.peak_allocated_bytes == measured(MINE, lambda setup: build(setup, not watches)).peak_allocated_bytes
+        return builder
+
+    watched, plain = measured(MINE, build(True)), measured(MINE, build(False))
+    assert (watched.parameters, watched.trainable_parameters, watched.model_bytes) == (72, 72, 288)
+    assert (plain.parameters, plain.trainable_parameters, plain.model_bytes) == (None, None, None)
+    assert watched.peak_allocated_bytes == plain.peak_allocated_bytes
 
 
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
@@ -278,10 +242,6 @@ def test_quantising_frees_each_layer_before_the_next(monkeypatch):
 # Whether all that trains has moved
 
 
-def linear(*sizes, **options):
-    return torch.nn.Sequential(*(torch.nn.Linear(size, size, **options) for size in sizes))
-
-
 def moved(model, change, *, steps=1, gradients=True, **options):
     """Checks the model after a change; its gradients come from the change, or are taken as seen."""
     movement = checks.Movement(model, **options)
@@ -294,21 +254,40 @@ def moved(model, change, *, steps=1, gradients=True, **options):
 
 def test_one_element_of_many_and_changes_whose_sum_is_nothing_are_seen():
     def change(model):
-        model[0].weight[0, ::2] += 2**-7
-        model[0].weight[0, 1::2] -= 2**-7
+        model.weight[0, ::2] += 2**-7
+        model.weight[0, 1::2] -= 2**-7
 
-    moved(linear(500, bias=False), lambda model: model[0].weight[250, 250].add_(1e-3))
-    model = linear(64, bias=False, dtype=torch.bfloat16)
-    torch.nn.init.ones_(model[0].weight)
+    moved(torch.nn.Linear(500, 500, bias=False), lambda model: model.weight[250, 250].add_(1e-3))
+    model = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    torch.nn.init.ones_(model.weight)
     model.register_parameter("empty", torch.nn.Parameter(torch.empty(0, 4)))  # which cannot move
     moved(model, change)
+
+
+def test_gradients_of_zero_are_some_where_losses_may_cancel():
+    def change(critic):
+        (critic(torch.ones(2, 4)).mean() - critic(torch.zeros(2, 4)).mean()).backward()
+        with torch.no_grad():
+            critic.weight.add_(1)
+
+    moved(torch.nn.Linear(4, 1), change, gradients=False, accepts_zeros=True)
+
+
+def _by(optimizer):
+    return lambda model: stepping(model, torch.randn(2, 4), optimizer, lr=0.1)()
+
+
+def _with_an_unused_vector():
+    model = torch.nn.LayerNorm(4)
+    model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+    return model
 
 
 @pytest.mark.parametrize(
     ("model", "change", "options", "said"),
     [
         (
-            linear(4, 4),
+            torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)),
             lambda model: model[0].weight.add_(1),
             {"steps": 5},
             r"1 of 4 trained tensors .*in 5 steps \(first: 1\.weight",
@@ -320,26 +299,13 @@ def test_one_element_of_many_and_changes_whose_sum_is_nothing_are_seen():
             r"got no gradient .*, or one of zeros only; .* requires_grad_\(False\)",
         ),
         (torch.nn.Linear(2, 2).requires_grad_(False), lambda model: None, {}, "nothing trains"),
+        *(
+            (_with_an_unused_vector(), _by(optimizer), {"gradients": False}, r"1 of 3 .* got no gradient \(first: unused")
+            for optimizer in (torch.optim.AdamW, torch.optim.SGD)
+        ),
     ],
-    ids=["stays", "gradients of zero", "nothing trained"],
+    ids=["stays", "gradients of zero", "nothing trained", "unused of AdamW", "unused of SGD"],
 )
 def test_what_has_not_moved_is_named(model, change, options, said):
     with pytest.raises(checks.CheckFailed, match=said):
         moved(model, change, **options)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_vector_without_gradient_is_named_whatever_the_optimizer(optimizer):
-    model = torch.nn.LayerNorm(4)
-    model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
-    with pytest.raises(checks.CheckFailed, match=r"1 of 3 .* got no gradient \(first: unused"):
-        moved(model, lambda model: stepping(model, torch.randn(2, 4), optimizer, lr=0.1)(), gradients=False)
-
-
-def test_gradients_of_zero_are_some_where_losses_may_cancel():
-    def change(critic):
-        (critic(torch.ones(2, 4)).mean() - critic(torch.zeros(2, 4)).mean()).backward()
-        with torch.no_grad():
-            critic.weight.add_(1)
-
-    moved(torch.nn.Linear(4, 1), change, gradients=False, accepts_zeros=True)

@@ -2,28 +2,24 @@
 
 import collections
 import itertools
-import math
 from unittest import mock
 
 import pytest
 import torch
-from preloaded_worker import measured as measured_in_processes
-from zoo_examples import LANGUAGE, built, example, inputs_of, measured, predicted_on_cpu
+from several_processes import CLICKS
+from several_processes import measured as measured_in_processes
+from zoo_examples import DEVICE, LANGUAGE, built, example, inputs_of, measured
 
-from pytest_gputrain import Case
-from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.zoo import language
 from pytest_gputrain.worker.zoo.click_through import SLOTS
 from pytest_gputrain.worker.zoo.language import IGNORED_LABEL
 from pytest_gputrain.worker.zoo.samples import packed_positions, spread_lengths, zipf
 
-CPU = torch.device("cpu")
 VISION_LANGUAGE = ["llava-1.6-7b", "qwen2-vl-2b"]
 IMAGE = {"llava-1.6-7b": {"resolution": "336x336"}, "qwen2-vl-2b": {"resolution": "504x364", "sequence_length": 512}}
 
 
 def workload(model, **knobs):
-    torch.manual_seed(0)
     method = "sft" if model in VISION_LANGUAGE else "full"
     fields = {"method": method, "precision": "fp32", "sequence_length": 2048, "batch_size": 4, **IMAGE.get(model, {})}
     return built(model, **{**fields, **knobs})
@@ -47,9 +43,7 @@ def test_tokens_are_counted_without_padding():
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", *VISION_LANGUAGE])
 def test_padding_has_no_label_and_no_part_in_the_tokens(model):
-    work = workload(model, lengths="padded")
-    torch.manual_seed(0)
-    batch, filled = work.batch(CPU), workload(model).batch(CPU)
+    batch, filled = (workload(model, lengths=lengths).batch(DEVICE) for lengths in ("padded", "fixed"))
     lengths = batch.inputs["attention_mask"].sum(1).tolist()
     assert len(set(lengths)) == len(lengths), "all samples differ"
     assert max(lengths) == batch.sequence_length == filled.sequence_length
@@ -97,7 +91,7 @@ def test_a_chunk_of_nothing_but_padding_adds_no_loss(chunks):
 
 def test_packed_rows_are_filled_by_samples_that_begin_at_zero():
     torch.manual_seed(0)
-    positions = packed_positions(50, 128, CPU)
+    positions = packed_positions(50, 128, DEVICE)
     assert positions.shape == (50, 128)
     assert (positions[:, 0] == 0).all()
     follows = positions[:, 1:] == positions[:, :-1] + 1
@@ -134,13 +128,13 @@ def test_packed_samples_do_not_see_each_other(model):
 @pytest.mark.parametrize("exponent", [1, 0.75])
 def test_frequencies_fall_with_the_power_of_the_rank(exponent):
     torch.manual_seed(0)
-    drawn = zipf(1000, (200_000,), exponent, CPU)
+    drawn = zipf(1000, (200_000,), exponent, DEVICE)
     assert drawn.dtype == torch.int64
     assert (drawn.min(), drawn.max()) == (0, 999)
     counts = collections.Counter(drawn.tolist())
     early, late = (sum(counts[rank - 1] for rank in range(first, 2 * first)) for first in (8, 256))
     assert early / late == pytest.approx((8 / 256) ** (1 - exponent), rel=0.1)
-    assert set(zipf(3, (1000,), exponent, CPU).tolist()) == {0, 1, 2}
+    assert set(zipf(3, (1000,), exponent, DEVICE).tolist()) == {0, 1, 2}
 
 
 def test_slots_are_those_of_criteo():
@@ -148,10 +142,7 @@ def test_slots_are_those_of_criteo():
 
 
 def unique_rows(model, ids):
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        work = built(model, "full", "meta", ids=ids, batch_size=1000, optimizer="sgd", precision="fp32")
-    inputs = inputs_of(work)
+    inputs = inputs_of(built(model, "full", "meta", ids=ids, batch_size=1000, optimizer="sgd", precision="fp32"))
     return len(inputs["ids" if model == "ctr-dnn" else "candidates"].unique())
 
 
@@ -163,33 +154,7 @@ def test_skewed_ids_name_fewer_rows(model, share):
 
 @pytest.mark.slow
 def test_servers_update_fewer_rows_of_skewed_ids():
-    case = Case(model="ctr-dnn", precision="fp32", parallel="ps", gpus=2, servers=1, batch_size=50, optimizer="adam")
-    case = case.replace(steps=2, warmup=1)
+    case = CLICKS.replace(parallel="ps", gpus=2, servers=1)
     even, skewed = (measured_in_processes(case.replace(ids=ids)).ranks[-1] for ids in ("uniform", "zipf"))
     assert skewed.updates == even.updates
     assert skewed.rows < 0.9 * even.rows
-
-
-# Predicted
-
-
-PREDICTED = [
-    example("llama-3.1-8b", lengths="padded", batch_size=4, precision="bf16", method="lora"),
-    example("gemma-2-9b", lengths="packed", batch_size=2),
-    example("llava-1.6-7b", "lora", lengths="padded", batch_size=4, **{**IMAGE["llava-1.6-7b"], "sequence_length": 2048}),
-    example("qwen2-vl-2b", lengths="padded", batch_size=4, **IMAGE["qwen2-vl-2b"]),
-    example("word2vec", ids="zipf", batch_size=100, precision="fp32"),
-    example("ctr-dnn", ids="zipf", batch_size=100, precision="fp32"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", PREDICTED, ids=str)
-def test_prediction_is_what_is_measured(case):
-    case = case.replace(steps=2, warmup=1)
-    load(case)  # which makes tensors that are none of the training's
-    reply = measured(case)
-    prediction = predicted_on_cpu(case)
-    assert prediction.peak_allocated_bytes == reply.peak_allocated_bytes
-    assert prediction.flops_per_step == reply.flops_per_step
-    assert math.isclose(prediction.phase_peak_bytes["backward"], reply.phase_peak_bytes["backward"])

@@ -2,17 +2,14 @@
 
 import pytest
 import torch
-from test_prediction import predicted
-from zoo_examples import example, measured
+from zoo_examples import MINE, example, measured, predicted, stepping
 
-from pytest_gputrain import Case
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.targets import allowing_tf32, target_of
 from pytest_gputrain.worker.precision import tf32_allowed
 
 LLAMA = example("llama-3.1-8b", precision="fp32")
-OWN = Case(model="own", method="custom", precision="fp32", code="here", steps=2, warmup=1)
 
 
 def switches():
@@ -34,21 +31,12 @@ def test_a_cpu_is_left_as_it_is():
     seen = set()
 
     def build(setup):
-        model = torch.nn.Linear(4, 1)
-        setup.watch(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def step():
+        step = stepping(torch.nn.Linear(4, 1), torch.ones(2, 4))
+        while True:
             seen.add(switches())
-            loss = model(torch.ones(2, 4)).sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
+            yield step()
 
-        return step
-
-    measured(OWN.replace(tf32=True), build)
+    measured(MINE.replace(tf32=True), build)
     assert seen == {(False, True)}
     plain, allowed = (measured(LLAMA.replace(tf32=value, steps=1, warmup=0)) for value in (None, True))
     assert plain.losses == allowed.losses

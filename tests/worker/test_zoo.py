@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from zoo_examples import EXAMPLES, LANGUAGE, MODELS, built, count
+from zoo_examples import EXAMPLES, LANGUAGE, STATED, built, count
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.validation import METHODS, OPTIMIZERS, PRECISIONS
@@ -13,7 +13,7 @@ from pytest_gputrain.worker import methods, precision, training, zoo
 BF16 = precision.PRECISIONS["bf16"]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", STATED)
 def test_full_size_build_has_the_published_parameter_count(name):
     workload = built(name, "full", "meta")
     counts = [count(module) for module in (workload.model, *workload.encoders.values())]
@@ -48,14 +48,14 @@ def test_the_parent_s_vocabulary_is_what_the_worker_offers():
 
 
 @pytest.mark.parametrize("scale", ["full", "tiny"])
-@pytest.mark.parametrize("name", [name for name in MODELS if architectures()[name].idle])
+@pytest.mark.parametrize("name", [name for name in STATED if architectures()[name].idle])
 def test_idle_parameters_are_there(name, scale):
     names = [key for key, _ in built(name, scale, "meta").model.named_parameters()]
     for pattern in architectures()[name].idle[scale]:
         assert any(re.fullmatch(pattern, key) for key in names), pattern
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", STATED)
 def test_facts_are_complete(name):
     architecture = architectures()[name]
     assert ({"lora", "qlora"} & set(architecture.trainable) != set()) == (architecture.lora is not None)

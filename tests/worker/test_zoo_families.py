@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from zoo_examples import METHODS_OF_MODELS, STATED, built, example, inputs_of, measured, refused
+from zoo_examples import METHODS_OF_MODELS, STATED, built, example, inputs_of, measured, refused, trained
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.worker.flops import count_flops
-from pytest_gputrain.worker.training import Training
 
 WITH_POSITIONS = {"pangu-350m": 1024, "bert-large": 512, "transformer-big": 256}
 """Models by the length of their table of positions at full size."""
@@ -46,7 +45,6 @@ def doubles():
 @pytest.mark.parametrize("name", [name for name in STATED if not name.startswith(("llava", "word2vec"))])
 @pytest.mark.usefixtures("doubles")
 def test_idle_parameters_are_exactly_those_without_a_gradient(name):
-    torch.manual_seed(0)
     workload = built(name)
     workload.loss(inputs_of(workload)).backward()
     gradients = {key: value.grad for key, value in workload.model.named_parameters() if value.requires_grad}
@@ -77,7 +75,7 @@ COUNTED = {(STATED[name].trained_part.model_class, method): name for name, metho
 )
 def test_flops_are_those_of_layers_and_attention(name, method):
     """A layer's product is there once more for each gradient that is wanted: of its input, and of its weights."""
-    training = Training(example(name, method, precision="fp32"), "tiny", torch.device("cpu"))
+    training = trained(example(name, method, precision="fp32"))
     flops, attend = [], functional.scaled_dot_product_attention
 
     def layer(module, arguments, output):

@@ -5,27 +5,13 @@ import math
 import pytest
 import torch
 from torch.nn import functional
-from zoo_examples import built, example, inputs_of, measured, refused
+from zoo_examples import built, example, inputs_of, measured, refused, trained
 
-from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.validation import OPTIMIZERS
-from pytest_gputrain.worker import training as recipe
-
-
-@pytest.mark.parametrize("scale", ["full", "tiny"])
-def test_recorded_counts_follow_from_the_hyper_parameters(scale):
-    words, clicks, wide = (architectures()[name].trained_part for name in ("word2vec", "ctr-dnn", "wide-deep"))
-    facts = words.facts(scale)
-    assert words.parameters[scale] == facts["vocab_size"] * (2 * facts["dimension"] + 1)
-    facts = clicks.facts(scale)
-    ids, hidden = facts["hashed_ids"], facts["hidden_sizes"][0]
-    tower = 10 * ids + (26 * 10 + 13 + 1) * hidden + 2 * (hidden + 1) * hidden
-    assert clicks.parameters[scale] == tower + (hidden + 1) * 2
-    assert wide.parameters[scale] == tower + (hidden + 1) + ids + 13
 
 
 def test_gradients_of_word2vec_are_sparse_and_touch_only_what_was_seen():
-    training = recipe.Training(example("word2vec", precision="fp32"), "tiny", torch.device("cpu"))
+    training = trained(example("word2vec", precision="fp32"))
     before = {name: value.clone() for name, value in training.model.named_parameters()}
     training.step(False)
     assert all(value.grad.is_sparse for value in training.model.parameters())
@@ -53,13 +39,10 @@ def test_loss_of_word2vec_is_of_one_true_and_five_false_contexts():
         assert workload.loss(inputs).item() == pytest.approx(total / 7)
 
 
-def test_flops_of_word2vec_are_those_of_its_products():
-    assert measured(example("word2vec", batch_size=100)).flops_per_step == 3 * 2 * 100 * 6 * 32
-
-
-def test_word2vec_allocates_no_dense_gradient():
-    reply = measured(example("word2vec", precision="fp32"))
+def test_word2vec_allocates_no_dense_gradient_and_its_flops_are_those_of_its_products():
+    reply = measured(example("word2vec", precision="fp32", batch_size=100))
     assert reply.peak_allocated_bytes < 1.2 * 4 * reply.parameters
+    assert reply.flops_per_step == 3 * 2 * 100 * 6 * 32
 
 
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "sgd"])

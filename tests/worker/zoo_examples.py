@@ -1,17 +1,26 @@
-"""Cases of every model by every method that it has, and own code: built and trained."""
+"""Cases of every model by every method that it has, and own code: built, trained and predicted in this process."""
 
 import functools
+from unittest import mock
 
+import bitsandbytes
 import torch
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.records import Crashed, Measurement, Prediction, Target, Task
+from pytest_gputrain.utils.units import GiB
 from pytest_gputrain.worker import run as worker_run
 from pytest_gputrain.worker import zoo
+from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.prediction.predict import predict
 from pytest_gputrain.worker.progress import Progress
+from pytest_gputrain.worker.run import SEED
+from pytest_gputrain.worker.training import Training
 
+DEVICE = torch.device("cpu")
+MINE = Case(model="mine", method="custom", code="inline", precision="fp32", steps=2, warmup=1)
+"""Own code, which a builder stands for."""
 _NEEDED = {"sequence_length": 8192, "resolution": "512x512", "frames": 9}
 _PECULIAR = {"word2vec": {"optimizer": "sgd", "learning_rate": 1.0}}
 
@@ -27,45 +36,36 @@ def example(model, method=None, **knobs):
     return Case(**{**fields, **_PECULIAR.get(model, {}), **knobs})
 
 
+STATED = {name: architecture for name, architecture in architectures().items() if architecture.trained_part.model_class}
+"""Models whose facts are all stated: what is found of others has tests of its own (`test_zoo_configs`)."""
+METHODS_OF_MODELS = [(model, method) for model, architecture in STATED.items() for method in architecture.trainable]
+EXAMPLES = [example(*pair) for pair in METHODS_OF_MODELS]
+LANGUAGE = [
+    model
+    for model, architecture in STATED.items()
+    if architecture.family == "language" and architecture.trained_part.library == "transformers"
+]
+
+
 def built(model, scale="tiny", device="cpu", **knobs):
     """The example's workload, not adapted."""
+    torch.manual_seed(0)
     with torch.device(device):
         return zoo.build(example(model, **knobs), scale)
 
 
 def inputs_of(workload):
-    return workload.batch(torch.device("cpu")).inputs
+    return workload.batch(DEVICE).inputs
+
+
+def trained(case):
+    """The training of a case, which has taken no step."""
+    torch.manual_seed(SEED)
+    return Training(case, "tiny", DEVICE)
 
 
 def count(module):
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def run(case, builder=None, root="."):
-    """The reply to the case at tiny scale, from this process."""
-    task = Task(case=case, scale="tiny", device_type="cpu", root=str(root))
-    return worker_run.run(task, Progress(None), builder)
-
-
-def measured(case, builder=None):
-    reply = run(case, builder)
-    assert isinstance(reply, Measurement), reply
-    return reply
-
-
-once = functools.cache(measured)
-"""For tests that look at different figures of one case."""
-
-
-def refused(case, builder=None):
-    """The sentence of a case that fails."""
-    reply = run(case, builder)
-    assert isinstance(reply, Crashed), reply
-    return reply.sentence
-
-
-MINE = Case(model="mine", method="custom", code="inline", precision="fp32", steps=2, warmup=1)
-"""Own code, which a builder stands for."""
 
 
 def stepping(model, inputs, optimizer=torch.optim.AdamW, **options):
@@ -82,23 +82,64 @@ def stepping(model, inputs, optimizer=torch.optim.AdamW, **options):
     return step
 
 
-STATED = {name: architecture for name, architecture in architectures().items() if architecture.trained_part.model_class}
-"""Models whose facts are all stated: what is found of others has tests of its own (`test_zoo_configs`)."""
-MODELS = list(STATED)
-METHODS_OF_MODELS = [(model, method) for model, architecture in STATED.items() for method in architecture.trainable]
-"""Pairs of names."""
-EXAMPLES = [example(*pair) for pair in METHODS_OF_MODELS]
-"""One case per pair."""
-LANGUAGE = [
-    model
-    for model, architecture in STATED.items()
-    if architecture.family == "language" and architecture.trained_part.library == "transformers"
-]
+def task_of(case, **fields):
+    """The task to run the case at tiny scale."""
+    processes = {"processes": case.gpus, "servers": case.servers}
+    return Task(**{"case": case, "scale": "tiny", "device_type": "cpu", "root": ".", **processes, **fields})
 
 
-def predicted_on_cpu(case):
-    """What is predicted of the case at tiny scale, without the rules of any GPU."""
-    task = Task(case=case, scale="tiny", device_type="cpu", root=".", target=Target(marker="cpu", kind="cpu"))
-    prediction = predict(task, Progress(None))
-    assert isinstance(prediction, Prediction), prediction
-    return prediction
+def run(case, builder=None, **fields):
+    """The reply to the case, from this process."""
+    return worker_run.run(task_of(case, **fields), Progress(None), builder)
+
+
+def measured(case, builder=None):
+    reply = run(case, builder)
+    assert isinstance(reply, Measurement), reply
+    return reply
+
+
+once = functools.cache(measured)
+"""For tests that look at different figures of one case."""
+
+
+def refused(case, builder=None, **fields):
+    """The sentence of a case that fails."""
+    reply = run(case, builder, **fields)
+    assert isinstance(reply, Crashed), reply
+    return reply.sentence
+
+
+CPU = Target(marker="cpu", kind="cpu")
+H100 = Target(
+    marker="h100",
+    kind="cuda",
+    memory_bytes=80 * GiB,
+    peak_flops={"fp32": 67e12, "bf16": 989.4e12, "fp16": 989.4e12},
+    bandwidth=3.35e12,
+)
+
+
+def replied(case, target=CPU, builder=None, **fields):
+    """The reply to the case, predicted for a GPU, or by the rules of a CPU."""
+    load(case)  # which makes tensors that are none of the training's
+    return predict(task_of(case, target=target, **fields), Progress(None), builder)
+
+
+def predicted(case, target=CPU, builder=None, **fields):
+    reply = replied(case, target, builder, **fields)
+    assert isinstance(reply, Prediction), reply
+    return reply
+
+
+def compare(case, builder=None):
+    """Assert that what is predicted of the case is what its training counts, to the byte."""
+    load(case)
+    # A table that bitsandbytes makes when it first quantises is of the training.
+    with mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True):
+        real = measured(case.replace(steps=1, warmup=0), builder)
+    prediction = predicted(case, builder=builder)
+    for figure in ("peak_allocated_bytes", "phase_peak_bytes", "model_bytes", "parameters", "trainable_parameters"):
+        assert getattr(prediction, figure) == getattr(real, figure), figure
+    assert prediction.flops_per_step == (real.flops_per_step or 0)
+    assert prediction.recomputed_flops_per_step == (real.recomputed_flops_per_step or 0)

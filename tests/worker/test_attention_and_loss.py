@@ -1,4 +1,4 @@
-"""The knobs ``attention`` and ``quantized_compute``: what transformers calls, and what packed weights are multiplied in."""
+"""The knobs ``attention``, ``quantized_compute`` and ``loss``: what a model calls, and in which type it computes."""
 
 from unittest import mock
 
@@ -7,9 +7,9 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 from torch.nn import functional
 from transformers.models.gemma2 import modeling_gemma2
-from zoo_examples import built, example, inputs_of, measured
+from zoo_examples import built, example, inputs_of
 
-from pytest_gputrain.worker import methods, zoo
+from pytest_gputrain.worker import methods
 from pytest_gputrain.worker.precision import PRECISIONS
 
 HEADS, SHARED, TOKENS = 4, 2, 128
@@ -25,7 +25,6 @@ def loss_and_calls(name, **knobs):
         calls.append((key.shape[1], attn_mask is not None, options["is_causal"]))
         return attend(query, key, value, attn_mask=attn_mask, **options)
 
-    torch.manual_seed(0)
     workload = built(name, precision="fp32", sequence_length=TOKENS, activation_checkpointing=False, **knobs)
     with mock.patch.object(functional, "scaled_dot_product_attention", seen):
         loss = workload.loss(inputs_of(workload))
@@ -34,17 +33,14 @@ def loss_and_calls(name, **knobs):
 
 @pytest.mark.parametrize(
     ("attention", "calls"),
-    [
-        ("", [(SHARED, False, True)] * 2),
-        ("sdpa", [(SHARED, False, True)] * 2),
-        ("sdpa-4.49", [(HEADS, False, True)] * 2),
-        ("eager", []),
-    ],
+    [("sdpa", [(SHARED, False, True)] * 2), ("sdpa-4.49", [(HEADS, False, True)] * 2), ("eager", [])],
 )
 def test_llama_attends_as_its_case_says_and_learns_the_same(attention, calls):
+    plain, by_default = loss_and_calls("llama-3.1-8b")
+    assert by_default == [(SHARED, False, True)] * 2
     loss, called = loss_and_calls("llama-3.1-8b", attention=attention)
     assert called == calls
-    assert loss == pytest.approx(loss_and_calls("llama-3.1-8b")[0], rel=1e-5)
+    assert loss == pytest.approx(plain, rel=1e-5)
 
 
 def test_gemma_2_by_sdpa_as_then_sees_what_eager_attention_sees_without_its_cap():
@@ -63,19 +59,12 @@ def test_gemma_2_by_sdpa_as_then_sees_what_eager_attention_sees_without_its_cap(
     assert loss == pytest.approx(uncapped, rel=1e-6)
 
 
-def test_scores_are_in_memory_where_attention_is_eager():
-    case = example("gemma-2-9b", "lora", activation_checkpointing=False, steps=1, warmup=0)
-    eager, fused = (measured(case.replace(attention=attention)) for attention in ("", "sdpa-4.49"))
-    scores = 2 * 2 * HEADS * TOKENS * TOKENS  # in bf16
-    assert eager.peak_allocated_bytes > fused.peak_allocated_bytes + 2 * scores
-
-
 def packed(compute, precision):
     """A packed layer of tiny Llama."""
     case = example("llama-3.1-8b", "qlora", precision=precision, quantized_compute=compute)
     torch.set_default_dtype(PRECISIONS[precision].weights)
     try:
-        workload = zoo.build(case, "tiny")
+        workload = built("llama-3.1-8b", method="qlora", precision=precision, quantized_compute=compute)
     finally:
         torch.set_default_dtype(torch.float32)
     model = methods.adapt(workload.model, workload.architecture, case, PRECISIONS[precision])
@@ -92,7 +81,6 @@ def packed(compute, precision):
     ],
 )
 def test_packed_weights_are_multiplied_in_the_case_s_type(precision, compute, dtype):
-    torch.manual_seed(0)
     layer = packed(compute, precision)
     weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
     stored = PRECISIONS[precision].weights
@@ -106,11 +94,33 @@ def test_packed_weights_are_multiplied_in_the_case_s_type(precision, compute, dt
     assert layer.compute_dtype == dtype
 
 
-def test_a_case_computes_otherwise_and_stores_the_same():
-    # A loss in bf16 would be the same number for both on some processors.
-    case = example("llama-3.1-8b", "qlora", steps=2, warmup=1, loss="fp32")
-    halves, whole = (measured(case.replace(quantized_compute=compute)) for compute in ("", "fp32"))
-    assert whole.model_bytes == halves.model_bytes
-    assert whole.flops_per_step == halves.flops_per_step
-    assert whole.losses != halves.losses
-    assert whole.losses[0] == pytest.approx(halves.losses[0], rel=1e-2)
+# Loss
+
+
+def loss_and_types(**knobs):
+    """The loss of a batch of tiny Llama in bf16, and the types of the logits that cross entropies were of."""
+    workload = built("llama-3.1-8b", activation_checkpointing=False, **knobs)
+    workload.model.bfloat16()
+    with mock.patch.object(functional, "cross_entropy", wraps=functional.cross_entropy) as cross_entropy:
+        loss = workload.loss(inputs_of(workload))
+    return loss, [call.args[0].dtype for call in cross_entropy.call_args_list]
+
+
+def test_logits_are_copied_to_fp32_where_the_case_says_so():
+    plain, types = loss_and_types()
+    assert (plain.dtype, types) == (torch.bfloat16, [torch.bfloat16])
+    whole, types = loss_and_types(loss="fp32")
+    assert (whole.dtype, types) == (torch.float32, [torch.float32])
+    parts, types = loss_and_types(loss="fp32", loss_chunks=3)
+    assert types == [torch.float32] * 3
+    assert parts.item() == pytest.approx(whole.item(), rel=1e-6)
+    assert plain.item() == pytest.approx(whole.item(), rel=2**-7)
+
+
+def test_it_is_the_loss_of_transformers():
+    workload = built("llama-3.1-8b", loss="fp32", lengths="padded")
+    inputs = inputs_of(workload)
+    # transformers shifts the labels by itself.
+    unshifted = torch.roll(inputs["labels"], 1, dims=1)
+    expected = workload.model(**{**inputs, "labels": unshifted}).loss
+    assert workload.loss(inputs).item() == pytest.approx(expected.item(), rel=1e-6)
