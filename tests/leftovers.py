@@ -89,10 +89,7 @@ def assert_hung(reply: object) -> None:
 
 def wait_for(*paths: Path, seconds: float = 200) -> None:
     """Until the files are there."""
-    deadline = time.monotonic() + seconds
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, f"not there after {seconds} s: {paths}"
-        time.sleep(0.05)
+    wait_until(lambda: all(path.exists() for path in paths), seconds)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:

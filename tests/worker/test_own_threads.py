@@ -1,7 +1,6 @@
 """Own code that computes on other threads is counted, or fails."""
 
 import _thread
-import contextlib
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -217,18 +216,9 @@ def test_recomputation_of_one_thread_is_not_that_of_another():
             computed.wait(timeout=10)
             work()
 
-    with countable_threads(), count_flops() as flops, contextlib.closing(_Joined(recompute)):
+    with countable_threads(), count_flops() as flops, ThreadPoolExecutor(1) as pool:
+        pool.submit(recompute)
         begun.wait(timeout=10)
         work()
         computed.set()
     assert (flops.total, flops.recomputed) == (2 * FLOPS, FLOPS)
-
-
-class _Joined(threading.Thread):
-    """A thread that is waited for when it is closed."""
-
-    def __init__(self, target):
-        super().__init__(target=target)
-        self.start()
-
-    close = threading.Thread.join

@@ -29,7 +29,6 @@ ONE_OF_EACH = {(suite, case.parallel): (suite, case) for suite, case in reversed
 
 LLAMA = LLAMA.replace(steps=1, warmup=0)
 PUBLISHED = {table.name: table for table in PublishedStore(ROOT / "baselines" / "published").tables}["pangu-deepspeed"]
-CLICKS = Case(model="ctr-dnn", precision="fp32", batch_size=1000, optimizer="adam", parallel="ps", gpus=2, servers=1)
 
 
 @pytest.mark.slow
@@ -79,23 +78,13 @@ def test_as_two_processes_count_it(knobs):
     assert prediction.recomputed_flops_per_step * 2 == real.recomputed_flops_per_step
 
 
-@pytest.mark.slow
-def test_a_parameter_server_s_worker():
-    real, prediction = measured(CLICKS.replace(steps=1, warmup=0)), predicted(CLICKS)
-    # What it sends by pickle takes some bytes that differ.
-    assert prediction.peak_allocated_bytes == pytest.approx(real.ranks[0].peak_allocated_bytes, rel=0.0005)
-
-
-def test_fewer_shards_are_larger():
-    two, eight = (predicted(LLAMA.replace(parallel="fsdp", gpus=gpus), H100) for gpus in (2, 8))
+def test_fewer_shards_are_larger_and_what_fsdp_offloads_is_on_the_host():
+    case = LLAMA.replace(parallel="fsdp", gpus=4)
+    two, eight = (predicted(case.replace(gpus=gpus), H100) for gpus in (2, 8))
     # Adam's states, gradients and weights, for all but what is gathered.
     assert two.phase_peak_bytes["optimizer"] > 3 * eight.phase_peak_bytes["optimizer"]
     assert two.peak_allocated_bytes > eight.peak_allocated_bytes
     assert two.model_bytes == pytest.approx(4 * eight.model_bytes, rel=0.01)
-
-
-def test_what_fsdp_offloads_is_on_the_host():
-    case = LLAMA.replace(parallel="fsdp", gpus=4)
     here, there = predicted(case, H100), predicted(case.replace(cpu_offload=True), H100)
     shards = 3 * here.model_bytes  # weights and Adam's two states, at rest
     assert here.phase_peak_bytes["forward"] - there.phase_peak_bytes["forward"] == pytest.approx(shards, rel=0.05)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from pytest_gputrain.worker.prediction.repetition import ALL, Observed, extrapolate, extrapolate_observed, extrapolate_trace
+from pytest_gputrain.worker.prediction.repetition import ALL, Observed, extrapolate_observed, extrapolate_trace
 from pytest_gputrain.worker.trace import EMPTY_CACHE, ENTER, Trace, peaks
 
 
@@ -140,12 +140,6 @@ def test_what_does_not_grow_evenly_is_refused(growth):
         return made
 
     assert extrapolate_trace([trace(layers) for layers in (2, 3, 4)], 10) is None
-
-
-def test_what_is_not_deeper_than_its_shallow_models_is_not_made_of_them():
-    runs = []
-    assert extrapolate(runs.append, 5) is None
-    assert not runs
 
 
 def test_sums_grow_evenly_or_are_refused():

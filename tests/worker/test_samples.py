@@ -6,8 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from several_processes import CLICKS
-from several_processes import measured as measured_in_processes
 from zoo_examples import DEVICE, LANGUAGE, built, example, inputs_of, measured
 
 from pytest_gputrain.worker.zoo import language
@@ -150,11 +148,3 @@ def unique_rows(model, ids):
 def test_skewed_ids_name_fewer_rows(model, share):
     even, skewed = unique_rows(model, "uniform"), unique_rows(model, "zipf")
     assert skewed / even == pytest.approx(share, abs=0.02)
-
-
-@pytest.mark.slow
-def test_servers_update_fewer_rows_of_skewed_ids():
-    case = CLICKS.replace(parallel="ps", gpus=2, servers=1)
-    even, skewed = (measured_in_processes(case.replace(ids=ids)).ranks[-1] for ids in ("uniform", "zipf"))
-    assert skewed.updates == even.updates
-    assert skewed.rows < 0.9 * even.rows

@@ -7,7 +7,7 @@ import diffusers
 import pytest
 import torch
 from test_prediction_repetition import DEEP, full
-from zoo_examples import compare, count, refused, run
+from zoo_examples import compare, refused, run
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.architectures.facts import denoisers
@@ -69,10 +69,6 @@ CONFIGS = {
     "kandinsky-5-lite-image": ("Kandinsky5Transformer3DModel", KANDINSKY),
     "longcat-image": ("LongCatImageTransformer2DModel", {"num_layers": 10, "num_single_layers": 20}),
     "ltx-video": ("LTXVideoTransformer3DModel", {}),
-    "ltx-video-13b": (
-        "LTXVideoTransformer3DModel",
-        {"attention_head_dim": 128, "cross_attention_dim": 4096, "num_layers": 48},
-    ),
     "lumina-2": ("Lumina2Transformer2DModel", {"cap_feat_dim": 2304}),
     "ovis-image": ("OvisImageTransformer2DModel", {}),
     "pixart-alpha": ("PixArtTransformer2DModel", {"sample_size": 128, "caption_channels": 4096}),
@@ -90,13 +86,6 @@ CONFIGS = {
         {**SKY_REELS, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
     ),
     "stable-cascade-prior": ("StableCascadeUNet", CASCADE),
-    "stable-cascade-prior-lite": (
-        "StableCascadeUNet",
-        {
-            **{**CASCADE, "block_out_channels": [1536, 1536], "num_attention_heads": [24, 24]},
-            **{"down_num_layers_per_block": [4, 12], "up_num_layers_per_block": [12, 4]},
-        },
-    ),
     "stable-cascade-decoder": (
         "StableCascadeUNet",
         {
@@ -137,7 +126,6 @@ PUBLISHED = {
     "kandinsky-5-lite": "2B",
     "longcat-image": "6B",
     "ltx-video": "2B",
-    "ltx-video-13b": "13B",
     "lumina-2": "2.6B",  # arXiv:2503.21758
     "ovis-image": "7B",
     "pixart-sigma": "0.6B",  # arXiv:2403.04692
@@ -146,7 +134,6 @@ PUBLISHED = {
     "sana-video": "2B",
     "skyreels-v2-14b": "14B",
     "stable-cascade-prior": "3.6B",  # its model card
-    "stable-cascade-prior-lite": "1B",
     "stable-video-diffusion": "1.52B",  # arXiv:2311.15127, appendix D
     "z-image": "6B",
 }
@@ -187,20 +174,6 @@ def test_full_size_build_has_the_published_parameter_count(name):
     parameters = architecture_of(case_of(name).model).trained_part.parameters["full"]
     published = PUBLISHED[name].removesuffix("B")
     assert f"{parameters / 1e9:.{len(published.partition('.')[2])}f}" == published
-
-
-@pytest.mark.parametrize(("name", "millions"), [("animatediff-v1", 417), ("animatediff-v2", 453)])
-def test_animatediff_is_stable_diffusion_with_the_published_motion_module(name, millions):
-    parameters = architecture_of(case_of(name).model).trained_part.parameters["full"]
-    motion = parameters - denoisers()["UNet2DConditionModel"].trained_part.parameters["full"]
-    assert round(motion / 1e6) == millions  # by AnimateDiff's table of checkpoints
-
-
-def test_dit_has_the_published_count_but_for_embeddings_that_diffusers_has_in_each_block():
-    with torch.device("meta"):
-        model = zoo.build(case_of("dit-xl-2"), "full").model
-    _, *further = model.transformer_blocks
-    assert round((count(model) - sum(count(block.norm1.emb) for block in further)) / 1e6) == 675  # arXiv:2212.09748
 
 
 @pytest.mark.parametrize("class_name", CLASSES)

@@ -52,13 +52,6 @@ def test_full_size_batch_has_the_published_shapes_and_fits_the_model(model, reso
     assert {name: tuple(inputs[name].shape) for name in expected} == expected
 
 
-def test_flux_tokens_know_their_row_and_column():
-    with torch.device("meta"):
-        workload = zoo.build(example("flux.1-dev", resolution="64x32"), "full")
-    ids = workload.batch(torch.device("cpu")).inputs["image_ids"]
-    assert ids.tolist() == [[0, row, column] for row in range(2) for column in range(4)]
-
-
 @pytest.mark.parametrize("scale", ["full", "tiny"])
 def test_a_resolution_that_gives_no_whole_latents_is_told(scale):
     with torch.device("meta"), pytest.raises(CheckFailed, match=r"sd3 .*500x512.*multiples of 16; .*'496x512'"):

@@ -83,18 +83,6 @@ def test_a_video_that_does_not_fit_is_told_one_that_does(name, width, height, fr
         assert 1 <= latent_frames <= frames
 
 
-@pytest.mark.parametrize(
-    ("field", "sentence"),
-    [
-        ({"resolution": "850x480"}, "wan2.1-i2v takes sides of a multiple of 16 pixels, as 848x480, not 850x480"),
-        ({"frames": 100}, "wan2.1-i2v takes one frame and whole groups of 4 more, as 97 or 101, not 100"),
-    ],
-)
-def test_a_video_that_does_not_fit_fails_before_anything_is_built(monkeypatch, field, sentence):
-    monkeypatch.setattr(denoiser.Denoiser, "build_part", None)
-    assert refused(example("wan2.1-i2v", **field)) == sentence
-
-
 # What a step learns.
 
 
@@ -138,18 +126,6 @@ def test_wan_sees_the_noisy_video_beside_its_condition():
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning:torch")  # Wan's, under autocast
 def test_every_precision_moves_what_trains(name, method, precision):
     assert measured(example(name, method, precision=precision, batch_size=1, steps=1, warmup=1)).updates == 4
-
-
-@pytest.mark.parametrize("text", [None, 16, 511, 513])
-def test_wan_s_image_branch_sees_the_image_with_512_text_tokens_only(monkeypatch, text):
-    """The trap that the 512 tokens of its facts avoid. diffusers takes all but the last 512 tokens for the image's."""
-    if text is not None:
-        monkeypatch.setitem(architectures()["wan2.1-i2v"].step["text_tokens"], "tiny", text)
-    workload = built("wan2.1-i2v")
-    seen = []
-    workload.model.blocks[0].attn2.add_k_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
-    workload.loss(workload.batch(DEVICE).inputs)
-    assert (seen == [257]) == (text is None)
 
 
 def test_a_blind_image_branch_of_wan_is_no_measurement(monkeypatch):
