@@ -181,6 +181,8 @@ def sources():
 
 
 def test_libraries_are_imported_once(preloaded):
+    preloaded.close()
+    wait_until(lambda: not sources())
     run(task_of(CLICKS), preloaded)
     (source,) = sources()
     imported_seconds = source.cpu_times().user
@@ -196,7 +198,7 @@ def test_a_death_is_told_and_the_next_case_runs(preloaded, dies):
 
     def kill(event):
         if event.phase == "measure" and event.step and not killed:
-            (source,) = sources()
+            (source,) = (source for source in sources() if source.children())
             (worker,) = source.children()
             killed.append(worker)
             (worker if dies == "worker" else source).send_signal(signal.SIGKILL)
