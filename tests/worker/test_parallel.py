@@ -228,7 +228,7 @@ def test_ranks_that_were_started_end_where_the_next_cannot_be(leftovers, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*REASONS, "hangs"])
-def test_one_rank_s_end_ends_the_case_with_its_own_reason_and_a_hang_shows_where_every_rank_stands(faults, leftovers, name):
+def test_a_rank_that_fails_or_hangs_ends_the_case_with_its_own_reason(faults, leftovers, name):
     if name == "hangs":
         assert_hung(faults(name, timeout_seconds=25))
     else:
