@@ -83,10 +83,11 @@ def test_small_operators_compute_what_they_compute_on_the_cpu(emulate):
     assert process["unknown_reads"] == []
 
 
-def test_unknown_values_are_zero_and_are_told_with_their_line(emulate):
+def test_unknown_values_are_zero_and_are_told_with_their_line_but_for_checks_for_nan_which_do_not_fire(emulate):
     out, told, process = emulate("""
         import torch
         x = torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")
+        print(bool(torch.isfinite(x).all()), bool(torch.isnan(x).any()), bool(torch.isinf(x).any()), bool(x.sum().isnan()))
         print(x.sum().item())
         print(x.cpu().abs().sum().item(), (x > 0).nonzero().shape[0])
         known = torch.arange(64, device="cuda")
@@ -96,9 +97,9 @@ def test_unknown_values_are_zero_and_are_told_with_their_line(emulate):
         known @= x
         print(known.sum().item())
     """)
-    assert out.split() == ["0.0", "0.0", "0", "0", "0.0"]
-    assert {one["where"] for one in process["unknown_reads"]} == {f"train.py:{line} in <module>" for line in (4, 5, 8, 11)}
-    assert {one["what"] for one in process["unknown_reads"] if one["where"].startswith("train.py:5")} == {
+    assert out.split() == ["True", *["False"] * 3, "0.0", "0.0", "0", "0", "0.0"]
+    assert {one["where"] for one in process["unknown_reads"]} == {f"train.py:{line} in <module>" for line in (5, 6, 9, 12)}
+    assert {one["what"] for one in process["unknown_reads"] if one["where"].startswith("train.py:6")} == {
         "a copy to the host",
         "the size of what nonzero finds",
     }
@@ -106,13 +107,6 @@ def test_unknown_values_are_zero_and_are_told_with_their_line(emulate):
 
 
 SOUND = {
-    "checks for nan do not fire": (
-        """
-        x = torch.randn(2048, 2048, device="cuda") @ torch.randn(2048, 2048, device="cuda")
-        print(bool(torch.isfinite(x).all()), bool(torch.isnan(x).any()), bool(torch.isinf(x).any()), bool(x.sum().isnan()))
-        """,
-        "True False False False",
-    ),
     "distributions take unknown parameters and refuse wrong ones": (
         """
         scores = torch.randn(128, 512, device="cuda")
@@ -158,9 +152,8 @@ SOUND = {
 
 
 def test_what_checks_its_values_runs_on_unknown_ones(emulate):
-    out, _, process = emulate("import torch", *(code for code, _ in SOUND.values()))
+    out, _, _ = emulate("import torch", *(code for code, _ in SOUND.values()))
     assert dict(zip(SOUND, out.splitlines(), strict=True)) == {name: printed for name, (_, printed) in SOUND.items()}
-    assert process["unknown_reads"] == []
 
 
 def test_random_numbers_are_in_range_and_the_programs_own_are_unchanged(emulate):
