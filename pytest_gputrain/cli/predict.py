@@ -71,7 +71,9 @@ def add_to(commands: Any) -> None:
         "llama-3.1-8b --method lora,qlora --gpu rtx_4090",
     )
     predict.add_argument(
-        "model", metavar="MODEL", help="a model of the zoo, a config.json or its folder, or a model in the hub's local cache"
+        "model",
+        metavar="MODEL",
+        help="a built-in model, a config.json or its folder, or a model in the local cache of the hub",
     )
     predict.add_argument("--gpu", required=True, metavar="MARKER,...", help="the GPUs, as h100,rtx_4090 (docs/gpus.md)")
     for option, (knob, text) in _KNOBS.items():
@@ -162,7 +164,7 @@ def _unknown(name: str) -> str:
     zoo = architectures()
     # The hub's names have an organisation before them, and capitals.
     near = did_you_mean(name, cached_models(os.environ)) or did_you_mean(name.rpartition("/")[2].lower(), zoo)
-    known = "" if near else f"; the zoo has {', '.join(zoo)}"
+    known = "" if near else f"; the built-in models are {', '.join(zoo)}"
     return (
         f"the model {name!r} is unknown{near}: it is not a file, a folder, or a model in the local cache of "
         f"the hub ({hub_cache(os.environ)}){known}"
