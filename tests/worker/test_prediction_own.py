@@ -293,7 +293,8 @@ def test_a_frozen_part_may_stay_on_the_host():
 def test_a_library_may_take_the_model_away_and_a_model_that_moves_is_counted_once(goes):
     def build(setup):
         step = trained(model := layers(setup.device), setup.device)
-        setup.watch(model)
+        if goes:
+            setup.watch(model)
         while True:
             for _ in range(1 if goes else 6):
                 model.to(setup.device)
@@ -303,7 +304,7 @@ def test_a_library_may_take_the_model_away_and_a_model_that_moves_is_counted_onc
                 model.to(setup.device)
             yield loss
 
-    assert predicted(OWN, H100, build).model_bytes == 4 * 64 * 65
+    assert predicted(OWN, H100, build).model_bytes == (4 * 64 * 65 if goes else None)
 
 
 def test_a_thread_may_load_onto_the_host():
