@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from leftovers import Leftovers, wait_for
+from leftovers import Leftovers, wait_for, wait_until
 from plugin_project import BUILD, GEMMA, LLAMA, LLAMA_2, Project, failures
 
 SUITE = """
@@ -71,12 +72,14 @@ def _ended(
         run.wait()
 
 
-def _kept(project: Project) -> set[str]:
-    """The cases of the report, which are those of the history."""
+def _assert_kept(project: Project, ended: tuple[int, str], *keys: str) -> None:
+    """The report and the history have these cases, and pytest was interrupted without an error."""
+    status, output = ended
+    assert status == project.report()["exit_status"] == pytest.ExitCode.INTERRUPTED, output
+    assert "Traceback" not in output
+    assert "INTERNALERROR" not in output
     lines = map(json.loads, (project.path / "history.jsonl").read_text().splitlines())
-    assert {line["key"] for line in lines} == {result["key"] for result in project.report()["results"]}
-    assert project.report()["exit_status"] == pytest.ExitCode.INTERRUPTED
-    return {result["key"] for result in project.report()["results"]}
+    assert {line["key"] for line in lines} == {result["key"] for result in project.report()["results"]} == {*keys}
 
 
 @pytest.fixture
@@ -91,9 +94,7 @@ def hanging(h100: Project) -> Project:
 )
 def test_what_ends_a_run_ends_it_at_once_with_all_that_was_measured(hanging: Project, signals: tuple[int, ...]) -> None:
     status, output = _ended(hanging, by=signals)
-    assert _kept(hanging) == {LLAMA, GEMMA}, output
-    assert status == pytest.ExitCode.INTERRUPTED, output
-    assert "Traceback" not in output
+    _assert_kept(hanging, (status, output), LLAMA, GEMMA)
     if len(signals) == 1:
         assert f"ended by {signal.Signals(signals[0]).name}" in output
         assert "2 lines appended to" in output
@@ -124,28 +125,52 @@ def test_a_second_signal_during_the_end_of_a_run_changes_nothing(hanging: Projec
             time.sleep(0.02)
         (hanging.path / "sent").touch()
 
-    status, output = _ended(hanging, by=(first,), then=again)
-    assert _kept(hanging) == {LLAMA, GEMMA}, output
-    assert status == pytest.ExitCode.INTERRUPTED, output
-    assert "Traceback" not in output
-    assert "INTERNALERROR" not in output
+    _assert_kept(hanging, _ended(hanging, by=(first,), then=again), LLAMA, GEMMA)
     assert (hanging.path / "unconfigured").exists()
-
-
-def test_a_run_without_cases_ends_as_ever(project: Project) -> None:
-    project.write(
-        test_plain="import signal\n\n\ndef test_it():\n    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
-    )
-    project.spawn().assert_outcomes(passed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False)], ids=["Ctrl-C", "SIGTERM"])
 def test_under_two_workers_the_tests_that_were_over_are_kept(hanging: Project, number: int, group: bool) -> None:
     pytest.importorskip("xdist")
-    status, output = _ended(hanging, "-n2", "--dist=loadfile", by=(number,), group=group)
-    assert _kept(hanging) == {LLAMA}, output
-    assert status == pytest.ExitCode.INTERRUPTED, output
+    _assert_kept(hanging, _ended(hanging, "-n2", "--dist=loadfile", by=(number,), group=group), LLAMA)
+
+
+HANGING = f"""{BUILD}
+
+def hanging(setup):
+    import os
+    import subprocess
+    import time
+    from pathlib import Path
+
+    child = subprocess.Popen(["sleep", "600"])
+    Path("hangs.part").write_text(f"{{os.getpid()}} {{child.pid}}")
+    os.rename("hangs.part", "hangs")
+    time.sleep(600)
+
+
+def test_before(gputrain):
+    gputrain.check(build, precision="fp32", steps=2, warmup=1)
+
+
+def test_hanging(gputrain):
+    gputrain.check(hanging, precision="fp32")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_a_run_leaves_no_process_of_its_cases(project: Project, number: int) -> None:
+    project.write(test_hanging=HANGING)
+    ended = _ended(project, by=(number,))
+    worker, child = map(int, (project.path / "hangs").read_text().split())
+    wait_until(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
+    if number == signal.SIGKILL:  # nobody is left who could end what the worker has started, or report
+        os.kill(child, signal.SIGKILL)
+        return
+    wait_until(lambda: not psutil.pid_exists(child))
+    _assert_kept(project, ended, "build-fp32@tiny")
 
 
 # A full disk
@@ -220,13 +245,11 @@ def test_a_full_disk_is_told_and_the_next_case_has_room(project: Project, small_
     project.write(test_filling=FILLING)
     result = project.run(*OPTIONS)
     result.assert_outcomes(passed=1, failed=2)
-    sentences = failures(result)
+    sentences = {name: text.strip() for name, text in failures(result).items()}
     without = r"filling-fp32 gave no measurement \(\w+\): the worker ended with exit code 1 without a reply; 0 B is free in "
-    assert re.fullmatch(without + str(small_disk), sentences["test_full_in_the_worker"].strip()), sentences
-    sentence = sentences["test_full_before_the_worker"].strip()
-    assert sentence.startswith("other-fp32 was not measured, because its process could not be started: [Errno 28] No space")
-    assert "TMPDIR" in sentence
-    assert "\n" not in sentence
+    assert re.fullmatch(without + str(small_disk), sentences["test_full_in_the_worker"]), sentences
+    not_started = r"other-fp32 was not measured, because its process could not be started: \[Errno 28\] No space.*TMPDIR.*"
+    assert re.fullmatch(not_started, sentences["test_full_before_the_worker"])
     assert project.verdicts() == {"filling-fp32@tiny": "failed", "full_for_a_while-fp32@tiny": "new"}
     assert len((project.path / "history.jsonl").read_text().splitlines()) == 2
 
