@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
+
+from pytest_gputrain.records import Prediction, Task
 
 TESTS = Path(__file__).parent.parent
 RECORDED = Path(__file__).parent / "replies"
 
 H100 = "NVIDIA H100 80GB HBM3"
 H100_FOLDER = "nvidia-h100-80gb-hbm3"
+PREDICTION = msgspec.json.decode((RECORDED / "h100_predicted.json").read_bytes(), type=Prediction)
 LLAMA, GEMMA, LLAMA_2 = "llama-3.1-8b-lora-bf16", "gemma-7b-lora-bf16", "llama-2-13b-lora-bf16"
 ANY = "*"
 
@@ -135,6 +139,18 @@ def recorded(name: str = "h100_measured", *, slower: float = 1.0, bigger: int = 
     if environment:
         reply["environment"] |= environment
     return reply
+
+
+class Predictor:
+    """Stands in for the processes that predict: all tasks get its reply."""
+
+    def __init__(self) -> None:
+        self.reply = PREDICTION
+        self.tasks: list[Task] = []
+
+    def __call__(self, task: Task, **others: Any) -> Prediction:
+        self.tasks.append(task)
+        return self.reply
 
 
 @dataclasses.dataclass

@@ -1,7 +1,5 @@
 """Tests bad input: one clear sentence, from the right test only, before anything is launched."""
 
-from collections.abc import Callable
-
 import pytest
 from plugin_project import GEMMA, H100_FOLDER, SUITE, Project, assert_refused, failures, only_sentence
 
@@ -87,26 +85,13 @@ def test_two_cases_of_one_id_fail_the_second_also_where_the_first_is_deselected(
     assert not h100.baseline_file("odd", H100_FOLDER).exists()
 
 
-def _conflict(text: str) -> str:
-    return f"<<<<<<< HEAD\n{text}=======\n{text}>>>>>>> theirs\n"
-
-
-@pytest.mark.parametrize(
-    ("edit", "sentence"),
-    [
-        (lambda text: text[: len(text) // 2], "* is not a baseline file: Input data was truncated; restore it from git, *"),
-        (_conflict, "* holds merge-conflict markers (lines 1, *, *); resolve them, or take one side and record again"),
-    ],
-    ids=["truncated", "conflict"],
-)
-def test_a_broken_baseline_file_fails_before_anything_is_launched(
-    gated: Project, edit: Callable[[str], str], sentence: str
-) -> None:
+def test_a_broken_baseline_file_fails_before_anything_is_launched(gated: Project) -> None:
     file = gated.baseline_file("tuning", H100_FOLDER)
-    broken = edit(file.read_text())
+    broken = file.read_text()[:-100]
     file.write_text(broken)
     result = gated.run("-k", "gemma", "--gpu-baseline-update")
-    pytest.LineMatcher([only_sentence(result, f"test_tuning[{GEMMA}]")]).fnmatch_lines([f"*{file}{sentence}"])
+    sentence = f"*{file} is not a baseline file: Input data was truncated; restore it from git, *"
+    pytest.LineMatcher([only_sentence(result, f"test_tuning[{GEMMA}]")]).fnmatch_lines([sentence])
     assert gated.launches == []
     assert file.read_text() == broken
 

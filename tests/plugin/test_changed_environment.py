@@ -6,28 +6,20 @@ from typing import Any
 
 import pytest
 from immediate_scheduler import stand_in
-from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA_2, Project, failures, only_sentence, recorded
+from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA_2, Predictor, Project, failures, only_sentence, recorded
 
 from pytest_gputrain.cases.libraries import versions
 
-WIDE = """
+TWO_WIDTHS = """
 def build(setup):
     import os
 
     import torch
 
-    weight = torch.zeros(int(os.environ.get("WIDTH", "64")), 64, device=setup.device, requires_grad=True)
+    weight = torch.zeros(int(os.environ.get("WIDTH", "64")), 64, requires_grad=True)
+    return lambda: (weight**2).sum().backward()
 
-    def step():
-        loss = (weight**2).sum()
-        loss.backward()
-        return loss.detach()
 
-    return step
-
-"""
-"""Own code whose memory follows a variable."""
-TWO_WIDTHS = f"""{WIDE}
 def test_narrow(gputrain):
     gputrain.check(build, precision="fp32", steps=1, warmup=0)
 
@@ -37,6 +29,7 @@ def test_wide(gputrain, monkeypatch):
     monkeypatch.setenv("TOKEN", "hush-hush-hush")
     gputrain.check(build, precision="fp32", steps=1, warmup=0)
 """
+"""Own code whose memory follows a variable."""
 NARROW_FIRST = ("test_mine.py::test_narrow", "test_mine.py::test_wide")
 
 TWO = """
@@ -121,29 +114,6 @@ def test_each_test_has_the_figures_of_its_own_environment_and_a_baseline_those_o
             "WIDTH): its baseline is that of test_mine.py::test_narrow, which changes *"
         ]
     )
-
-
-@pytest.mark.slow
-def test_one_test_can_compare_environments_of_set_and_deleted_variables(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WIDTH", "16")
-    compare = """
-def test_all(gputrain, monkeypatch):
-    def peak():
-        return gputrain.measure(build, precision="fp32", steps=1, warmup=0).peak_allocated_bytes
-
-    narrow = peak()
-    monkeypatch.setenv("WIDTH", "256")
-    wide = peak()
-    monkeypatch.delenv("WIDTH")
-    none = peak()
-    monkeypatch.undo()
-    assert narrow == peak()
-    assert wide > 3 * none > 9 * narrow
-"""
-    project.write(test_mine=WIDE + compare)
-    project.run().assert_outcomes(passed=1)
 
 
 def test_a_baseline_and_a_regression_name_what_the_test_changes(two: Project) -> None:
@@ -260,14 +230,9 @@ def test_a_fleet_foresees_cases_in_the_environment_that_tests_begin_in(
     assert sorted(ordered) == sorted((case, *digest) for case in (GEMMA, LLAMA_2) for digest in (plain, changed))
 
 
-@pytest.mark.slow
-def test_a_prediction_predicts_for_each_environment(project: Project) -> None:
-    predict = ("--gpu-predict", "--gpu-platform=h100")
-    project.write(test_mine=TWO_WIDTHS)
-    project.run(*predict, "--gpu-json=report.json").assert_outcomes(passed=2)
-    narrow, wide = of_tests(project).values()
-    assert wide["reply"]["peak_allocated_bytes"] > 3 * narrow["reply"]["peak_allocated_bytes"]
-    assert [entry["variables"] for entry in (narrow, wide)] == [[], ["TOKEN", "WIDTH"]]
-    result = project.run(*predict, "--gpu-baseline-update")
-    result.stdout.fnmatch_lines(["*build-fp32 is not recorded as test_mine.py::test_wide ran it*"])
-    assert "more in backward" in only_sentence(project.run(*predict), "test_wide")
+def test_a_prediction_predicts_for_each_environment(two: Project, predictor: Predictor) -> None:
+    two.run("--gpu-predict", "--gpu-platform=h100", "--gpu-json=report.json").assert_outcomes(passed=2)
+    assert [task.variables for task in predictor.tasks] == [{"FLAG": "1"}, {}]
+    assert [result["variables"] for result in two.report()["results"]] == [["FLAG"], []]
+    result = two.run("--gpu-predict", "--gpu-platform=h100", "--gpu-baseline-update")
+    result.stdout.fnmatch_lines([f"*{GEMMA} is not recorded as test_two.py::test_changed*"])

@@ -15,19 +15,16 @@ import tomllib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
-import msgspec
 import numpy  # noqa: F401  # a process can import it only once, and what tests import is taken out again
 import pytest
 from documents import PAGES, ROOT, Command, blocks, commands
 from immediate_scheduler import stand_in
 from packaging.requirements import Requirement
-from plugin_project import H100, RECORDED, Project
+from plugin_project import H100, Predictor, Project
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cli import main
-from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.plugin.options import OPTIONS
-from pytest_gputrain.records import Prediction
 
 COMMANDS: Final = list(commands())
 PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -90,11 +87,8 @@ class CommandProject:
 
 
 @pytest.fixture
-def command_project(project: Project, monkeypatch: pytest.MonkeyPatch) -> CommandProject:
-    prediction = msgspec.json.decode((RECORDED / "h100_predicted.json").read_bytes(), type=Prediction)
-    monkeypatch.setattr(launcher, "predict", lambda task, **others: prediction)
+def command_project(project: Project, predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> CommandProject:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(project.path / "cache"))  # the recorded prediction is nobody else's
     for folder in ("CHECKPOINT", "SAMPLES"):  # which docs/convergence.md skips without
         monkeypatch.setenv(folder, folder)
     stand_in(monkeypatch)

@@ -97,15 +97,41 @@ def test_what_takes_longest_by_the_history_is_submitted_first(project: Project, 
         scheduler.forget()
 
 
-def test_a_case_in_doubt_is_run_again_before_its_test_asks(project: Project, scheduler: ImmediateScheduler) -> None:
+TEN = SUITE.replace('method=["lora"]', "batch_size=range(1, 11)").replace(
+    '"llama-3.1-8b", "gemma-7b", "llama-2-13b"', '"gemma-7b"'
+)
+"""Just as many as tell a slow day."""
+
+
+@pytest.mark.parametrize(
+    ("suite", "late", "runs", "doubtful", "submitted"),
+    [
+        (SUITE, {}, 1, LLAMA_2, [LLAMA, GEMMA, LLAMA_2, LLAMA_2, LLAMA_2]),
+        # A later run of the last case comes before the first one of the first case, whose test waits.
+        (SUITE, {1: 8, 3: 4}, 2, LLAMA_2, [LLAMA, GEMMA, LLAMA_2] * 2 + [LLAMA_2]),
+        # The test of the first case waits while all others come in.
+        (TEN, {1: 8}, 1, "gemma-7b-full-bf16-batch_size=10", None),
+    ],
+    ids=["before its test asks", "a later run before the first", "ten cases"],
+)
+def test_a_case_in_doubt_is_run_again_before_its_test_asks(
+    project: Project,
+    scheduler: ImmediateScheduler,
+    suite: str,
+    late: dict[int, int],
+    runs: int,
+    doubtful: str,
+    submitted: list[str] | None,
+) -> None:
+    project.write(test_tuning=suite)
     project.run(*FLEET, "--gpu-baseline-update")
     scheduler.forget()
-    # A later run of the last case comes before the first one of the first case, whose test waits.
-    scheduler.late = {1: 8, 3: 4}
-    project.answer(slower(1.2), to=LLAMA_2)
-    assert list(failures(project.run(*FLEET, "--gpu-runs=2"))) == [f"test_tuning[{LLAMA_2}]"]
-    assert scheduler.submitted == [LLAMA, GEMMA, LLAMA_2] * 2 + [LLAMA_2]
-    assert set(scheduler.during) == {IN_FIRST}
+    scheduler.late = dict(late)
+    project.answer(slower(1.2), to=doubtful)
+    assert list(failures(project.run(*FLEET, f"--gpu-runs={runs}"))) == [f"test_tuning[{doubtful}]"]
+    assert scheduler.submitted.count(doubtful) == 3
+    assert submitted in (None, scheduler.submitted)
+    assert len(set(scheduler.during)) == 1, "while the first test waits"
 
 
 @pytest.mark.parametrize(

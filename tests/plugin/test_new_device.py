@@ -1,12 +1,10 @@
 """A GPU that has no baselines yet: its cases are held to the predictions for its platform, and the run says so."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
-from plugin_project import GEMMA, H100_FOLDER, SUITE, Project, failures, only_sentence, recorded
+from plugin_project import GEMMA, H100_FOLDER, PREDICTION, SUITE, Project, failures, only_sentence, recorded
 
-from pytest_gputrain.records import Case, Prediction
+from pytest_gputrain.records import Case
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.storage.recorded import PredictionStore
 from pytest_gputrain.utils.units import GiB
@@ -24,9 +22,8 @@ def suite(h100: Project) -> Project:
 
 
 def _predict(project: Project, peak: int, **fields: object) -> None:
-    example = msgspec.json.decode((Path(__file__).parent / "replies" / "h100_predicted.json").read_bytes(), type=Prediction)
     prediction = msgspec.structs.replace(
-        example, peak_allocated_bytes=peak, **{"flops_per_step": REPLY["flops_per_step"] or 0, **fields}
+        PREDICTION, peak_allocated_bytes=peak, **{"flops_per_step": REPLY["flops_per_step"] or 0, **fields}
     )
     case = Case(model="gemma-7b", method="lora", batch_size=2, sequence_length=8192)
     entry = Recorded(case=case, scale="full", figures=(prediction,))

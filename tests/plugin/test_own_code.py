@@ -7,7 +7,9 @@ CHECK = "\n\ndef test_{name}(gputrain):\n    gputrain.check({name}, precision='f
 CHECKED = CHECK.format(name="build")
 
 HELPED = """
-from my_helper import SIZE, logged
+from my_helper import SIZE
+
+from .helpers import logged
 
 
 @logged
@@ -18,10 +20,8 @@ def build(setup):
 
     return lambda: torch.zeros(my_helper.SIZE, SIZE).sum()
 """
-HELPER = """
+HELPERS = """
 import functools
-
-SIZE = 16
 
 
 def logged(function):
@@ -30,17 +30,6 @@ def logged(function):
         return function(*args)
 
     return wrapper
-"""
-IN_A_PACKAGE = """
-from .helpers import VALUE
-
-
-def build(setup):
-    return lambda: VALUE
-
-
-def test_in_a_package(gputrain):
-    assert gputrain.measure(build, steps=2).losses == (3.0, 3.0)
 """
 TWO = """
 def build(setup):
@@ -63,17 +52,16 @@ def test_two(gputrain):
 
 def test_own_code_is_found_with_its_helpers_and_measured(project: Project) -> None:
     (project.path / "pkg").mkdir()
-    for name, text in (("__init__", ""), ("helpers", "VALUE = 3.0\n"), ("test_in_a_package", IN_A_PACKAGE)):
+    for name, text in (("__init__", ""), ("helpers", HELPERS), ("test_helped", HELPED + CHECKED)):
         (project.path / "pkg" / f"{name}.py").write_text(text)
     project.write(
-        my_helper=HELPER,
+        my_helper="SIZE = 16\n",
         my_recipes=BUILD,
-        test_helped=HELPED + CHECKED,
         test_from_recipes=f"from my_recipes import build{CHECKED}",
         test_two=TWO,
     )
     # Packages of the project that this process would find imported already.
-    project.spawn("--gpu-json=report.json").assert_outcomes(passed=4)
+    project.spawn("--gpu-json=report.json").assert_outcomes(passed=3)
     results = {entry["suite"]: entry for entry in project.report()["results"]}
     assert results["from_recipes"]["case"]["code"] == "my_recipes.py::build"
     assert results["two"]["key"] == "build-fp32-ddp-gpus=2@tiny"

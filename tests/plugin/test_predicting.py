@@ -5,16 +5,26 @@ from typing import Any
 
 import msgspec
 import pytest
-from plugin_project import GEMMA, LLAMA, LLAMA_2, RECORDED, Project, assert_refused, failures, only_sentence, skips
+from plugin_project import (
+    GEMMA,
+    LLAMA,
+    LLAMA_2,
+    PREDICTION,
+    Predictor,
+    Project,
+    assert_refused,
+    failures,
+    only_sentence,
+    skips,
+)
 
-from pytest_gputrain.execution.launch import launcher
-from pytest_gputrain.records import Case, Prediction, Task
+from pytest_gputrain.records import Case
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.storage.recorded import PredictionStore
 from pytest_gputrain.utils.units import GiB
 
 PREDICT = ("--gpu-predict", "--gpu-platform=h100")
-PREDICTION = msgspec.json.decode((RECORDED / "h100_predicted.json").read_bytes(), type=Prediction)
+
 
 OWN = """
 def build(setup):
@@ -46,20 +56,6 @@ CASES = grid(Case(precision="fp32", batch_size=4), model=["wide-deep", "ctr-dnn"
 def test_tables(gputrain, case):
     gputrain.check(case)
 """
-
-
-@pytest.fixture
-def predicted(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[Task]:
-    """The tasks that are predicted from now on; all get a recorded prediction."""
-    tasks = []
-
-    def predict(task: Task, **others: Any) -> Prediction:
-        tasks.append(task)
-        return PREDICTION
-
-    monkeypatch.setattr(launcher, "predict", predict)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # it is nobody else's
-    return tasks
 
 
 def own(project: Project, width: int) -> None:
@@ -105,6 +101,16 @@ def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(proj
     )
 
 
+def test_what_does_not_fit_fails_until_that_is_recorded(project: Project, predictor: Predictor) -> None:
+    own(project, 1024)
+    predictor.reply = msgspec.structs.replace(PREDICTION, fits=False, refused=PREDICTION.largest["backward"][0])
+    assert "does not fit H100" in only_sentence(project.run(*PREDICT), TEST)
+    project.run(*PREDICT, "--gpu-baseline-update").assert_outcomes(passed=1)
+    result = project.run(*PREDICT, "--gpu-strict")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*does not fit: build-fp32*"])
+
+
 @pytest.mark.slow
 def test_the_suite_is_predicted_recorded_and_gated_under_xdist(project: Project) -> None:
     pytest.importorskip("xdist")
@@ -118,23 +124,24 @@ def test_the_suite_is_predicted_recorded_and_gated_under_xdist(project: Project)
 
 
 def test_a_known_prediction_is_not_made_again(
-    project: Project, predicted: list[Task], monkeypatch: pytest.MonkeyPatch
+    project: Project, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project.write(test_tables=ZOO)
 
     def count(*arguments: str) -> int:
         project.run(*PREDICT, "-k", "wide-deep", *arguments).assert_outcomes(passed=1, deselected=1)
-        return len(predicted)
+        return len(predictor.tasks)
 
     assert [count(), count()] == [1, 1]
     monkeypatch.setenv("TRANSFORMERS_SOMETHING", "1")
     assert [count(), count("--cache-clear")] == [2, 3]
 
 
-def test_on_a_cpu_the_tiny_scale_is_predicted(project: Project, predicted: list[Task]) -> None:
+def test_on_a_cpu_the_tiny_scale_is_predicted(project: Project, predictor: Predictor) -> None:
     project.write(test_tables=ZOO)
     project.run("-m", "cpu", "--gpu-predict", "--gpu-json=report.json").assert_outcomes(passed=2)
-    assert {task.scale for task in predicted} == {result["scale"] for result in project.report()["results"]} == {"tiny"}
+    assert {task.scale for task in predictor.tasks} == {"tiny"}
+    assert {result["scale"] for result in project.report()["results"]} == {"tiny"}
 
 
 def test_that_nothing_was_predicted_is_told_and_fails_where_strict(project: Project) -> None:
@@ -146,7 +153,7 @@ def test_that_nothing_was_predicted_is_told_and_fails_where_strict(project: Proj
         assert result.ret == project.report()["exit_status"] == code
 
 
-def test_files_of_one_name_do_not_share_a_baseline(project: Project, predicted: list[Task]) -> None:
+def test_files_of_one_name_do_not_share_a_baseline(project: Project, predictor: Predictor) -> None:
     for folder in ("first", "second"):
         (project.path / folder).mkdir()
         (project.path / folder / "test_mine.py").write_text(OWN.format(width=1024))
@@ -163,7 +170,7 @@ def test_files_of_one_name_do_not_share_a_baseline(project: Project, predicted: 
     project.run("second", *PREDICT, "--gpu-baseline-update").assert_outcomes(passed=1)
 
 
-def test_memory_can_be_compared_and_time_cannot(project: Project, predicted: list[Task]) -> None:
+def test_memory_can_be_compared_and_time_cannot(project: Project, predictor: Predictor) -> None:
     project.write(
         test_mine=f"""{OWN.format(width=1)}
 

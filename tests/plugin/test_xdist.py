@@ -10,39 +10,19 @@ from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, Project, re
 pytest.importorskip("xdist")
 
 
-PUBLISHED = """
-import pytest
-from pytest_gputrain import Case, grid
-
-LLM = Case(batch_size=2, sequence_length=8192, activation_checkpointing=True, gradient_accumulation=32)
-
-
-@pytest.mark.parametrize("case", grid(LLM, model=["llama-3.1-8b", "gemma-7b"], method=["lora"]), ids=str)
-def test_tuning(gputrain, case):
-    gputrain.check(case)
-"""
-
-
-@pytest.mark.parametrize("baseline", ["measured", "published"])
-def test_two_workers_give_the_failures_report_history_and_table_of_one(gated: Project, baseline: str) -> None:
-    if baseline == "published":
-        gated.write(test_llm_finetuning=PUBLISHED)
-        (gated.path / "test_tuning.py").unlink()
+def test_two_workers_give_the_failures_report_history_and_table_of_one(gated: Project) -> None:
     gated.answer(recorded(slower=1.05), to=GEMMA)
     gated.answer(recorded(slower=0.8), to=LLAMA)
     reports, tables, histories = [], [], []
     for run, name, workers in ((gated.run, "alone", []), (gated.spawn, "both", ["-n2"])):
-        options = [f"--gpu-json={name}.json", f"--gpu-history={name}.jsonl", f"--gpu-baseline={baseline}"]
-        result = run(*workers, *options)
-        report = gated.report(f"{name}.json")
-        assert report["exit_status"] == result.ret
-        reports.append(sorted(report["results"], key=lambda entry: entry["nodeid"]))
+        result = run(*workers, f"--gpu-json={name}.json", f"--gpu-history={name}.jsonl")
+        result.assert_outcomes(passed=2, failed=1)
+        assert gated.report(f"{name}.json")["exit_status"] == result.ret
+        result.stdout.fnmatch_lines([f"FAILED test_tuning.py::test_tuning[[]{GEMMA}[]]*is 5.0 % slower*"])
+        reports.append(sorted(gated.report(f"{name}.json")["results"], key=lambda entry: entry["nodeid"]))
         tables.append(sorted(table_rows(result.stdout.str())))
         lines = map(json.loads, (gated.path / f"{name}.jsonl").read_text().splitlines())
         histories.append(sorted((line | {"date": None, "session": None} for line in lines), key=lambda line: line["key"]))
-    if baseline == "measured":
-        result.assert_outcomes(passed=2, failed=1)
-        result.stdout.fnmatch_lines([f"FAILED test_tuning.py::test_tuning[[]{GEMMA}[]]*is 5.0 % slower*"])
     for of_one, of_two in (reports, tables, histories):
         assert of_two == of_one != []
 
