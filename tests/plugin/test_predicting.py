@@ -7,14 +7,17 @@ import msgspec
 import pytest
 from plugin_project import (
     GEMMA,
+    H100_FOLDER,
     LLAMA,
     LLAMA_2,
     PREDICTION,
+    SUITE,
     Predictor,
     Project,
     assert_refused,
     failures,
     only_sentence,
+    recorded,
     skips,
 )
 
@@ -212,35 +215,62 @@ def test_compiled(gputrain):
     }
 
 
-# The order of a real run
+# What predictions mean to a real run
+
+PEAK, FLOPS = recorded()["peak_allocated_bytes"], recorded()["flops_per_step"]
 
 
-def predict_tuning(suite: Project) -> None:
-    """Record that Llama 2 is the quickest and Llama 3.1 does not fit."""
-    base = Case(batch_size=2, sequence_length=8192, method="lora")
-    more: dict[str, Any] = {"peak_allocated_bytes": 64 * GiB, "flops_per_step": 10**15}  # than the recorded replies have
-    entries = {
-        f"{model}-lora-bf16": Recorded(
-            case=base.replace(model=model),
-            scale="full",
-            figures=(msgspec.structs.replace(PREDICTION, **more, roofline_seconds=seconds, fits=fits),),
-        )
-        for model, seconds, fits in (("llama-3.1-8b", 2.0, False), ("gemma-7b", 3.0, True), ("llama-2-13b", 1.0, True))
-    }
-    PredictionStore(suite.path / "baselines").update("h100", "tuning", entries)
-
-
-def launched(project: Project) -> list[str]:
-    return [launch["id"] for launch in project.launches]
+def record(project: Project, model: str, **figures: Any) -> None:
+    """Store a prediction of a case of the suite, by default with the very figures that its process gives."""
+    case = Case(batch_size=2, sequence_length=8192, method="lora", model=model)
+    prediction = msgspec.structs.replace(PREDICTION, **{"peak_allocated_bytes": PEAK, "flops_per_step": FLOPS, **figures})
+    entry = Recorded(case=case, scale="full", figures=(prediction,))
+    PredictionStore(project.path / "baselines").update("h100", "tuning", {str(case): entry})
 
 
 def test_a_real_run_starts_with_what_is_short_and_warns_of_what_will_not_fit(suite: Project) -> None:
     suite.run("-m", "h100")
-    assert launched(suite) == [LLAMA, GEMMA, LLAMA_2], "nothing is predicted"
-    predict_tuning(suite)
+    for model, seconds, fits in (("llama-3.1-8b", 2.0, False), ("gemma-7b", 3.0, True), ("llama-2-13b", 1.0, True)):
+        record(suite, model, roofline_seconds=seconds, fits=fits)
     result = suite.run("-m", "h100")
-    assert launched(suite)[3:] == [LLAMA_2, GEMMA, LLAMA]
+    assert [launch["id"] for launch in suite.launches] == [LLAMA, GEMMA, LLAMA_2, LLAMA_2, GEMMA, LLAMA]
     result.stdout.fnmatch_lines([f"gputrain: predicted not to fit h100, and run last: {LLAMA}"])
+
+
+def test_a_case_without_a_baseline_is_held_to_its_prediction_and_says_so(suite: Project) -> None:
+    record(suite, "gemma-7b")
+    result = suite.run("--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
+    (verdict,) = [entry["verdict"] for entry in suite.report()["results"] if entry["key"] == GEMMA]
+    assert verdict["status"] == "new"
+    assert "within what is predicted for h100" in verdict["sentence"]
+    assert "its time is not judged" in verdict["sentence"]
+    assert "peak_allocated_bytes" in [metric["metric"] for metric in verdict["metrics"]]
+    result.stdout.fnmatch_lines(
+        ["1 case without a baseline, compared with its prediction*", "2 cases without a baseline: *"]
+    )
+    assert GEMMA in str(failures(suite.run("--gpu-strict")))
+    record(suite, "gemma-7b", peak_allocated_bytes=round((PEAK - 2 * GiB) / 1.05))
+    sentence = only_sentence(suite.run("-k", "gemma"), f"test_tuning[{GEMMA}]")
+    assert "more memory" in sentence
+    assert "predicted for h100; it has no baseline here" in sentence
+    assert sentence.endswith("record it with --gpu-baseline-update")
+    record(suite, "gemma-7b", flops_per_step=round(FLOPS / 1.1))
+    assert "computes 10.0 % more" in only_sentence(suite.run("-k", "gemma"), f"test_tuning[{GEMMA}]")
+    (suite.path / "baselines" / "predicted" / "h100" / "tuning.json").write_text("{")
+    suite.run().assert_outcomes(passed=3)  # a damaged file of predictions stops no real run
+
+
+def test_a_prediction_says_nothing_to_an_update_a_baseline_another_case_or_another_platform(suite: Project) -> None:
+    record(suite, "gemma-7b", peak_allocated_bytes=PEAK // 4)
+    suite.run("--gpu-baseline-update", "--gpu-runs=1").assert_outcomes(passed=3)
+    suite.run().assert_outcomes(passed=3)
+    suite.baseline_file("tuning", H100_FOLDER).unlink()
+    suite.write(test_tuning=SUITE.replace("batch_size=2", "batch_size=4"))
+    suite.run().assert_outcomes(passed=3)
+    suite.write(test_tuning=SUITE)
+    suite.machine("NVIDIA A100-SXM4-80GB")
+    suite.run().assert_outcomes(passed=3)
 
 
 # Own code that the marker of a platform leaves out
