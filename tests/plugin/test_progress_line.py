@@ -1,21 +1,14 @@
 """Tests the progress line on a real terminal: what is on the screen while a case runs, and afterwards."""
 
-import fcntl
+import contextlib
 import os
-import pty
 import re
-import select
-import struct
-import subprocess
 import sys
-import termios
-import time
 
 import pytest
 from plugin_project import Project
 
 WIDTH = 100
-TOKEN = re.compile(r"\x1b(?:\[([0-9;?]*)([A-Za-z])|([78D]))|([\r\n\b])|([^\x1b\r\n\b])", re.DOTALL)
 
 SLOW = """
 import pytest
@@ -41,89 +34,26 @@ def test_after():
 """
 
 
-class Screen:
-    """As much of a VT100 as pytest and the live line use."""
-
-    def __init__(self, height: int) -> None:
-        self.rows = [""] * height
-        self.row = self.column = 0
-        self._saved = (0, 0)
-
-    def feed(self, text: str) -> None:
-        for match in TOKEN.finditer(text):
-            parameters, final, escape, control, character = match.groups()
-            if character:
-                self._put(character)
-            elif control == "\r":
-                self.column = 0
-            elif control == "\n":
-                self._index()
-                self.column = 0
-            elif control == "\b":
-                self.column = max(0, self.column - 1)
-            elif escape == "D":
-                self._index()
-            elif escape == "7":
-                self._saved = (self.row, self.column)
-            elif escape == "8":
-                self.row, self.column = self._saved
-            elif final == "A":
-                self.row = max(0, self.row - int(parameters or 1))
-            elif final == "B":
-                self.row = min(len(self.rows) - 1, self.row + int(parameters or 1))
-            elif final == "K":
-                assert parameters == "2"
-                self.rows[self.row] = ""
-            else:
-                assert final in "mhl", match[0]
-
-    def _index(self) -> None:
-        if self.row == len(self.rows) - 1:
-            self.rows = [*self.rows[1:], ""]
-        else:
-            self.row += 1
-
-    def _put(self, character: str) -> None:
-        line = self.rows[self.row].ljust(self.column)
-        self.rows[self.row] = line[: self.column] + character + line[self.column + 1 :]
-        self.column += 1
-
-
 def _run_on_terminal(project: Project, height: int, *arguments: str, status: int = 0) -> list[list[str]]:
     """The screen after every piece of what was written."""
-    parent, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", height, WIDTH, 0, 0))
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(WIDTH), "LINES": str(height)}
-    run = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *arguments],
-        cwd=project.path,
-        stdin=child,
-        stdout=child,
-        stderr=child,
-        env=environment,
+    pexpect, pyte = (pytest.importorskip(name) for name in ("pexpect", "pyte"))
+    size = {"COLUMNS": str(WIDTH), "LINES": str(height)}
+    run = pexpect.spawn(
+        sys.executable,
+        ["-m", "pytest", *arguments],
+        cwd=str(project.path),
+        env={**os.environ, "TERM": "xterm", **size},
+        dimensions=(height, WIDTH),
+        encoding="utf-8",
+        timeout=90,
     )
-    os.close(child)
-    screen, screens, written = Screen(height), [], ""
-    deadline = time.monotonic() + 90
-    try:
-        while time.monotonic() < deadline:
-            if not select.select([parent], [], [], 1)[0]:
-                continue
-            try:
-                data = os.read(parent, 65536)
-            except OSError:
-                break
-            if not data:
-                break
-            text = data.decode(errors="replace")
-            written += text
-            screen.feed(text)
-            screens.append([row.rstrip() for row in screen.rows])
-        assert run.wait(timeout=30) == status, written
-    finally:
-        run.kill()
-        run.wait()
-        os.close(parent)
+    screen, screens = pyte.Screen(WIDTH, height), []
+    stream = pyte.Stream(screen)
+    with contextlib.closing(run), contextlib.suppress(pexpect.EOF):
+        while True:
+            stream.feed(run.read_nonblocking(65536, timeout=90))
+            screens.append([row.rstrip() for row in screen.display])
+    assert run.exitstatus == status, screens[-1]
     return screens
 
 
