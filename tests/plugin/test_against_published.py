@@ -41,6 +41,8 @@ def suite(h100: Project) -> Project:
 
 def test_each_case_is_judged_by_its_row_with_what_the_table_was_made_with(suite: Project) -> None:
     suite.run(PUBLISHED, "--gpu-strict").assert_outcomes(passed=3)
+    told = "3 cases without a baseline or prediction, compared with its published memory: *llm-trainer*"
+    suite.run().stdout.fnmatch_lines([told])
     suite.answer(answer(7.4, 36), to=LLAMA)
     # What is allocated and reserved is not what was published.
     suite.answer(answer(9.5, 57) | {"peak_allocated_bytes": 70 * GiB, "peak_reserved_bytes": 70 * GiB}, to=GEMMA)

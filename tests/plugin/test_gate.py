@@ -231,6 +231,7 @@ def test_a_day_on_which_all_cases_are_slower_fails_once_and_not_each_case(many: 
     before = len(many.launches)
     many.run(*(f"test_many.py::test_many[gemma-7b-lora-bf16-batch_size={size}]" for size in (4, 5)))
     assert len(many.launches) - before == 6, "too few to tell a slower day"
+    many.run("--gpu-baseline-update").assert_outcomes(passed=12)  # which accepts it
 
 
 def test_a_slower_case_among_many_fails_alone_also_on_a_slower_day(many: Project) -> None:

@@ -63,7 +63,6 @@ def test_reports_stay_where_no_case_was_run_and_listing_makes_no_file(suite: Pro
         assert {name: (suite.path / name).read_bytes() for name in REPORTS} == before
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_without_figures_is_reported_as_one(suite: Project) -> None:
     suite.answer(recorded("crashed"))
     suite.write(test_zz="import pytest\n\n\n@pytest.mark.skip\ndef test_zz(gputrain):\n    pass\n")

@@ -1,6 +1,7 @@
 """Tests the gate of memory in each phase of training on a CPU: growth below the peak fails, too, and is named."""
 
-from plugin_project import Project, failures
+import pytest
+from plugin_project import GEMMA, SUITE, Project, failures, only_sentence, recorded
 
 PHASES = ("build", "forward", "backward", "between", "optimizer")
 
@@ -79,3 +80,13 @@ def test_growth_below_the_peak_fails_and_names_tensor_operator_and_line(project:
         status = {metric["metric"]: metric["status"] for metric in results[phase]["verdict"]["metrics"]}
         assert status["peak_allocated_bytes"] == "pass"
         assert [name for name in PHASES if status[f"{name}_peak_bytes"] == "regressed"] == [phase]
+
+
+@pytest.mark.parametrize(("before", "now"), [("forward", "forward optimizer"), ("forward optimizer", "forward")])
+def test_a_phase_that_only_one_side_has_is_told(cpu: Project, before: str, now: str) -> None:
+    cpu.write(test_tuning=SUITE)
+    cpu.answer({**recorded("cpu_measured"), "phase_peak_bytes": dict.fromkeys(before.split(), 2_500_000)})
+    cpu.run("--gpu-baseline-update", "-k", "gemma")
+    cpu.answer({**recorded("cpu_measured"), "phase_peak_bytes": dict.fromkeys(now.split(), 2_500_000)})
+    sentence = only_sentence(cpu.run("--gpu-strict", "-k", "gemma"), f"test_tuning[{GEMMA}]")
+    assert f"{GEMMA} has no peak in optimizer{', as' if len(before) > len(now) else ' in'} its baseline of 20" in sentence

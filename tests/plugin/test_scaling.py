@@ -86,6 +86,13 @@ def test_a_single_worker_is_measured_only_where_an_efficiency_is_judged(four: Pr
     assert 1 not in {launched["processes"] for launched in four.launches}
 
 
+def test_an_update_without_one_worker_says_what_it_leaves_out(four: Project) -> None:
+    four.answer(recorded("h100_out_of_memory"), to=ALONE)
+    four.run(_only(FOUR), "--gpu-baseline-update", "--gpu-json=report.json").assert_outcomes(passed=1)
+    (result,) = four.report()["results"]
+    assert "without a scaling efficiency (one worker alone ran out of device memory" in result["verdict"]["sentence"]
+
+
 def test_a_worse_efficiency_fails_a_better_one_is_an_improvement_and_the_same_passes(gated: Project) -> None:
     gated.run("--gpu-json=report.json", "--gpu-strict").assert_outcomes(passed=3)
     assert set(gated.verdicts().values()) == {"pass"}
