@@ -66,16 +66,6 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
         assert (tmp_path / name).is_symlink()
 
 
-def test_a_fifo_is_written_to(fifo: Path) -> None:
-    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        write_atomically(fifo, b"new")
-        assert os.read(reader, 10) == b"new"
-    finally:
-        os.close(reader)
-    assert stat.S_ISFIFO(fifo.stat().st_mode)
-
-
 def test_what_a_shell_puts_for_a_command_is_written_to() -> None:
     """``gputrain export -o >(jq .)``, with more than the pipe holds."""
     reading, writing = os.pipe()
@@ -110,11 +100,6 @@ def test_a_device_stays_one(tmp_path: Path) -> None:
         pytest.skip("only root can make a device")
     write_atomically(device, b"gone")
     assert stat.S_ISCHR(device.stat().st_mode)
-
-
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError):
-        write_atomically(tmp_path, b"new")
 
 
 @pytest.mark.parametrize("appended", [True, False])
