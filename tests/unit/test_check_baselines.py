@@ -137,7 +137,7 @@ def test_what_is_wrong_is_told_by_its_line(tmp_path: Path, snapshot: Any) -> Non
         path = record(tmp_path, CASE)
         rewrite(path, old, new)
         tell(what, path, place)
-    for suffix in ("-batch_size=3", "-batch_size", "-colour=red", "x", "-batch_size=2x", "é"):
+    for suffix in ("-batch_size=3", "-colour=red", "é"):
         path = BaselineStore(tmp_path).update("cpu", "llm", {f"{CASE}{suffix}": entry(CASE)})
         tell(f"the name with {suffix}", path, f'"{CASE}{suffix}"')
     path = BaselineStore(tmp_path).update("cpu", "llm", {"a\nb": entry(CASE)})
@@ -251,17 +251,19 @@ LOOSER: dict[str, tuple[Callable[[dict[str, Any]], object], int]] = {
 }
 
 
-@pytest.mark.parametrize("what", LOOSER)
 def test_what_lets_more_pass_than_before_is_listed(
-    repository: Path, capsys: pytest.CaptureFixture[str], what: str, snapshot: Any
+    repository: Path, capsys: pytest.CaptureFixture[str], snapshot: Any
 ) -> None:
-    change, lost = LOOSER[what]
-    edit(repository / "cpu" / "llm.json", change)
-    BaselineStore(repository).update("cpu", "llm", {})  # in the form of an update, so that only the change is wrong
-    status, lines = listed(repository, capsys)
-    assert status == 0
-    assert lines == snapshot
-    assert listed(repository, capsys, "--strict")[0] == lost
+    file, said = repository / "cpu" / "llm.json", {}
+    sound = file.read_bytes()
+    for what, (change, lost) in LOOSER.items():
+        edit(file, change)
+        BaselineStore(repository).update("cpu", "llm", {})  # in the form of an update, so that only the change is wrong
+        status, lines = listed(repository, capsys)
+        assert (status, listed(repository, capsys, "--strict")[0]) == (0, lost)
+        said[what] = " / ".join(lines)
+        file.write_bytes(sound)
+    assert said == snapshot
 
 
 def test_in_ci_what_is_not_compared_any_more_fails(
@@ -269,13 +271,9 @@ def test_in_ci_what_is_not_compared_any_more_fails(
 ) -> None:
     (repository / "predicted" / "h100" / "llm.json").unlink()
     monkeypatch.setenv("CI", "true")
-    status, lines = listed(repository, capsys, "--format=markdown")
-    assert status == 1
-    assert lines == [
-        "## since HEAD: 1 baseline removed or changed in kind, 0 raised",
-        "",
-        f"- predicted/h100/llm.json {CASE}: removed",
-    ]
+    title = "## since HEAD: 1 baseline removed or changed in kind, 0 raised"
+    listing = [title, "", f"- predicted/h100/llm.json {CASE}: removed"]
+    assert listed(repository, capsys, "--format=markdown") == (1, listing)
     assert listed(repository, capsys, "--no-strict")[0] == 0
 
 
