@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from unit_examples import CASE, values_of
+from unit_examples import CASE
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.grid import grid
@@ -81,16 +81,6 @@ def test_grid_keeps_what_it_does_not_vary_and_gives_every_case_all_platforms() -
 def test_grid_refuses_what_is_no_axis_and_a_string_for_a_list(axes: Any, sentence: str) -> None:
     with pytest.raises(TypeError, match=sentence):
         grid(CASE, **axes)
-
-
-@given(
-    st.lists(st.sampled_from(sorted(architectures())), unique=True, max_size=3),
-    st.lists(st.integers(1, 99), unique=True, max_size=3),
-    st.lists(st.booleans(), unique=True, max_size=2),
-)
-def test_cases_of_a_grid_have_different_ids(models: list[str], sizes: list[int], offload: list[bool]) -> None:
-    cases = grid(CASE, model=models, batch_size=sizes, cpu_offload=offload)
-    assert len({str(case) for case in cases}) == len(cases) == len(models) * len(sizes) * len(offload)
 
 
 # What is wrong with a case
@@ -277,8 +267,3 @@ def test_identity_and_differences_tell_what_a_case_trains(field: str) -> None:
     other = CASE.replace(**{field: value})
     assert other.identity() != CASE.identity()
     assert differences(CASE, other) == f"{field} {getattr(CASE, field)} -> {value}"
-
-
-@given(values_of(Case))
-def test_identity_can_be_made_a_case_again(case: Case) -> None:
-    assert Case(**case.identity()).identity() == case.identity()

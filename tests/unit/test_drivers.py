@@ -68,17 +68,6 @@ def test_gpus_are_as_their_own_tools_printed_them(recording: str, snapshot: Any)
         assert _told() == snapshot
 
 
-@machine("nvidia-h100-x2")
-def test_own_processes_hold_no_gpu_of_a_case(on: None) -> None:
-    gpus = drivers.gpus()
-    holders = drivers.occupancy(gpus).holders
-    assert holders == tuple(Holder(pid=holder.pid, gpu=1, bytes=holder.bytes) for holder in holders)
-    own = [holder.pid for holder in holders]
-    assert len(own) == 3
-    assert drivers.occupancy(gpus, own=own).holders == ()
-    assert drivers.paths(gpus[:1]) == ()
-
-
 @pytest.mark.parametrize(("namespace", "named"), [("pid:[4026531836]", True), ("pid:[4026532281]", False), ("", False)])
 def test_a_process_is_named_only_where_its_number_is_the_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str, named: bool

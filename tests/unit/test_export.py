@@ -4,7 +4,6 @@ import csv
 import datetime
 import io
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -200,15 +199,6 @@ def test_what_is_written_has_the_form_that_its_reader_wants(name: str, schema: A
     jsonschema.validate(json.loads(text_of(name, written)), schema)
 
 
-STEPS = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=9).map(tuple)
-
-
-@given(st.lists(STEPS, min_size=1, max_size=5))
-def test_the_value_lies_between_its_bounds(runs: list[tuple[float, ...]]) -> None:
-    latency = json.loads(text_of("bencher", report(measured("llama-3.1-8b", *runs))))[LLAMA]["latency"]
-    assert 0 < latency["lower_value"] <= latency["value"] <= latency["upper_value"] < math.inf
-
-
 # Apache Otava
 
 
@@ -260,13 +250,6 @@ def test_otava_reads_a_series_of_each_case_in_the_order_of_time_without_runs_tha
 
 
 # CSV and Markdown
-
-
-def test_several_reports_follow_one_another() -> None:
-    assert [row["case"] for row in csv.DictReader(io.StringIO(text_of("csv", RUN, RUN)))] == [
-        str(result.case) for result in RUN.results
-    ] * 2
-    assert text_of("markdown", RUN, RUN) == text_of("markdown", RUN) + "\n" + text_of("markdown", RUN)
 
 
 def test_csv_has_a_column_for_every_knob_in_the_order_of_the_case() -> None:

@@ -14,8 +14,6 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from unit_examples import CASE, crashed, gpu_environment, live_tensor, measurement, prediction, report, result
 
 from pytest_gputrain.cli.main import main
@@ -30,7 +28,7 @@ pytest.importorskip("jinja2", reason="the extra `report` is not installed")
 pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
 
 from pytest_gputrain.report.html import page, trends
-from pytest_gputrain.report.html.charts import Bar, Chart, Charts, LevelChange, Line, axis_unit
+from pytest_gputrain.report.html.charts import Bar, Chart, Charts, LevelChange, Line
 
 BASELINES = Path(__file__).parents[2] / "baselines"
 HOSTILE = """</script><script>alert(1)</script><img src=x onerror=alert(1)>"' {{ 7*7 }} &amp; $x_{1$ \x00\x1b 模型"""
@@ -171,12 +169,6 @@ def test_no_data_become_markup(tmp_path: Path) -> None:
     assert "49" not in hostile.raw["script"]
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=12))
-def test_any_text_gives_a_page(text: str) -> None:
-    assert set(read(everything(text)).sections) >= {"cases", "losses", "memory", "environment"}
-
-
 def test_nothing_is_loaded_only_its_own_script_and_style_may_run_and_what_refers_to_an_id_finds_it() -> None:
     reader = read(everything("x"), report(published_result()))
     policies = [meta["content"] for meta in reader.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
@@ -264,13 +256,6 @@ def test_what_is_no_published_row_has_no_bars(fields: dict[str, Any]) -> None:
     assert "published" not in read(report(msgspec.structs.replace(row, **changed))).sections
 
 
-def test_one_count_of_gpus_is_no_scaling_and_two_runs_are_no_trend(tmp_path: Path) -> None:
-    pair = history_trends_of(tmp_path, [timed(1.0)], [timed(1.0)])
-    reader = read(report(timed(1.0), timed(2.0, key="other")), history_trends=pair)
-    assert not {"scaling", "trends"} & set(reader.sections)
-    assert "2 series of fewer than 3 runs left out of the trends" in reader.text
-
-
 def points_of(reader: Reader) -> list[list[Any]]:
     """Of each chart: to the right, down, and what is said of the point."""
     return [json.loads(str(chart["data-points"])) for chart in reader.all("div") if chart.get("data-points")]
@@ -338,19 +323,6 @@ def test_charts_do_not_follow_the_settings_of_whoever_runs_them() -> None:
     with matplotlib.rc_context({"text.usetex": True, "font.size": 40, "svg.fonttype": "path", "axes.facecolor": "red"}):
         assert [chart.svg for chart in drawn()] == plain
         assert matplotlib.rcParams["font.size"] == 40
-
-
-@pytest.mark.parametrize(
-    ("kind", "most", "unit"),
-    [
-        ("seconds", 0.02, (1e-3, "ms")),
-        ("bytes", 3 * GiB, (GiB, "GiB")),
-        ("bytes", 12, (1, "B")),
-        ("per_second", 5, (1, "")),
-    ],
-)
-def test_axes_have_the_unit_of_their_largest_figure(kind: str, most: float, unit: tuple[float, str]) -> None:
-    assert axis_unit(kind, most) == unit
 
 
 def write(path: Path, document: Report) -> str:
