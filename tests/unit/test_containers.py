@@ -122,7 +122,7 @@ def test_the_lint_finds_each_fault(snapshot: Any) -> None:
     text, found = (ROOT / "docker" / "cuda.Dockerfile").read_text(), {}
     for before, after in CHANGES:
         assert before in text
-        found[f"{before!r} -> {after!r}"] = sorted({*faults(text.replace(before, after))})
+        found[f"{before!r} -> {after!r}"] = ", ".join(sorted({*faults(text.replace(before, after))}))
     of_rocm = (ROOT / "docker" / "rocm.Dockerfile").read_text()
     found["another torch in the base"] = faults(of_rocm.replace("release_2.13.0", "release_2.12.0"))
     assert all(found.values())

@@ -178,18 +178,6 @@ def test_what_is_not_as_it_was_built_is_built_again(site, cache, builds, damage)
 
 
 @needs_compiler
-def test_another_library_of_the_environment_makes_another_build(site, cache, builds, tmp_path):
-    torch = libraries.read_torch(site / "torch")
-    build.stand_ins(torch)
-    (site / "bitsandbytes").mkdir()
-    code = "extern void cudaMalloc(void); void f(void) { cudaMalloc(); }"
-    compile_library(site / "bitsandbytes" / "lib13.so", code, str(tmp_path / "libcudart.so.13"))
-    build.stand_ins(torch)
-    assert len(builds) == 2
-    assert len(list(cache.iterdir())) == 2
-
-
-@needs_compiler
 def test_a_build_removes_those_that_nobody_has_used_for_a_month(site, cache, builds):
     torch = libraries.read_torch(site / "torch")
     used = build.stand_ins(torch).folder
