@@ -86,7 +86,7 @@ def run(tmp_path: Path, installed: Callable[[str], Path], rocm: Callable[[str], 
             for number in scene.nodes:
                 (root / "dri" / f"renderD{number}").touch()
             for gpu in scene.gpus if scene.in_kernel else ():
-                (root / "pci" / gpu["bdf"] / "drm" / f"renderD{gpu['render']}").mkdir(parents=True)
+                (root / "pci" / gpu["bdf"] / "drm" / f"renderD{gpu['render']}").mkdir(parents=True, exist_ok=True)
             hosts[name] = {"root": str(root), "gpus": scene.gpus, "refused": scene.refused}
         (tmp_path / "scenes.json").write_text(json.dumps(hosts))
         choosing = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ROCM_HOME")
