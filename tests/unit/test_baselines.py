@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit_examples import (
     CASE,
@@ -163,14 +163,6 @@ def test_the_latest_runs_are_kept_and_an_environment_that_no_run_refers_to_is_dr
     assert environment["device_name"] == "NVIDIA H100 80GB HBM3"
 
 
-@both_kinds
-def test_other_devices_with_the_suite_are_known(kind: Kind, tmp_path: Path) -> None:
-    store = kind.store(tmp_path)
-    for device, suite in (("b", SUITE), ("a", SUITE), (kind.device, SUITE), ("c", "other")):
-        store.update(device, suite, _entries(kind))
-    assert store.other_devices(kind.device, SUITE) == ["a", "b"]
-
-
 # Writing
 
 
@@ -221,25 +213,6 @@ def test_updates_of_several_processes_lose_nothing(tmp_path: Path) -> None:
 
 
 # What cannot be read
-
-
-@both_kinds
-@settings(max_examples=60)
-@given(st.data())
-@example(None)
-def test_a_file_that_is_cut_or_has_a_byte_changed_is_read_or_refused(kind: Kind, data: st.DataObject | None) -> None:
-    with _folder() as folder:
-        whole = kind.update(folder, _entries(kind)).read_bytes()
-        place = whole.index(b"llama") if data is None else data.draw(st.integers(0, len(whole) - 1))
-        cut = data is not None and data.draw(st.booleans())
-        byte = b"\xff" if data is None else data.draw(st.binary(min_size=1, max_size=1))
-        _write(kind, folder, whole[:place] if cut else whole[:place] + byte + whole[place + 1 :])
-        try:
-            contents = _contents(kind, folder)
-        except BaselineError:
-            _refusal(kind, folder)
-        else:
-            assert not cut or contents == _entries(kind)
 
 
 @both_kinds

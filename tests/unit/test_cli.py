@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from unit_examples import CASE, measurement, out_of_memory, report, result
+from unit_examples import CASE, SETTINGS, measurement, out_of_memory, prediction, report, result, summary
 
 from pytest_gputrain import GiB
 from pytest_gputrain.cli.main import main
-from pytest_gputrain.records import Published, Result, Summary, Verdict
+from pytest_gputrain.records import Published, Result, Verdict
 from pytest_gputrain.report import json_report
 from pytest_gputrain.report.export.published import CSV_HEADERS
 from pytest_gputrain.report.tables import TextTable, render
@@ -29,7 +29,6 @@ def _row(platform: str, suite: str, key: str) -> Published:
 
 def measured(row: Published, *, seconds: float = 4.7, **fields: Any) -> Result:
     """What a run of a row's case at full scale leaves in a report."""
-    samples = row.case.batch_size * row.case.gpus / seconds
     reply = measurement(step_seconds=(seconds,), peak_reserved_bytes=39 * GiB, device_used_bytes=39 * GiB)
     return result(
         row.case,
@@ -38,13 +37,7 @@ def measured(row: Published, *, seconds: float = 4.7, **fields: Any) -> Result:
             "key": str(row.case),
             "platform": row.platform,
             "replies": (reply,),
-            "summary": Summary(
-                median_step_seconds=seconds,
-                samples_per_second=samples,
-                tokens_per_second=None,
-                peak_allocated_bytes=reply.peak_allocated_bytes,
-                model_flops_utilization=None,
-            ),
+            "summary": summary(seconds, samples_per_second=row.case.batch_size * row.case.gpus / seconds),
             **fields,
         },
     )
@@ -210,24 +203,46 @@ def test_a_report_alone_is_printed_as_at_the_end_of_a_run_without_a_verdict(
     assert run(capsys, path, path)[1].count("llm on H100 x1, full scale") == 2
 
 
+BAD_INPUT = """
+export
+export gone.json
+export no.json --published
+export --published lm-trainer
+export --published report.json
+export --published --baseline-dir .
+export report.json report.json --format=bencher
+export report.json --format=otava
+export report.json --format=otava -o report.json
+export predicted.json --format=pytest-benchmark
+export report.json -o table.txt
+export report.json --published --format=bencher
+export report.json --format=csv -o report.json/x
+table report.json
+compare report.json gone.json
+compare report.json no.json
+compare report.json report.json
+compare report.json empty.json
+devices --replay no.json
+devices --replay list.json
+devices --replay os.json
+check-baselines gone
+"""
+
+
 def test_bad_input_is_one_sentence_and_code_2(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, text in {"no.json": "{}", "published/damaged.json": "{"}.items():
+    texts = {"no.json": "{}", "published/damaged.json": "{", "list.json": "[3]", "os.json": '{"library": "os", "calls": {}}'}
+    for name, text in texts.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
+    foretold = result(reply=prediction(), device="predicted/h100")
+    for name, results in {"report": (result(),), "predicted": (foretold,), "empty": ()}.items():
+        json_report.write(report(*results, settings=SETTINGS if name == "empty" else {}), Path(f"{name}.json"))
     said = {}
-    for words in (
-        "export",
-        "export gone.json",
-        "export --published lm-trainer",
-        "export --published report.json",
-        "export no.json --published",
-        "export --published --baseline-dir .",
-        "table report.json",
-    ):
-        assert main(words.split()) == 2
+    for words in BAD_INPUT.strip().splitlines():
+        assert main(words.split()) == 2, words
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
         said[words] = err.strip().replace(str(tmp_path), "")

@@ -347,16 +347,3 @@ def test_devices_are_listed_or_that_there_are_none(
     assert main(["devices", "--record", str(tmp_path / "none.json")]) == 0
     assert capsys.readouterr().out == "no GPU is seen here; cases train on the CPU, at tiny scale\n"
     assert json.loads((tmp_path / "none.json").read_text()) == []
-
-
-def test_no_recording_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, snapshot: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = {}
-    for text in ("", "{", "{}", "[3]", '{"library": "os", "calls": {}}'):
-        if text:
-            Path("bad.json").write_text(text)
-        assert main(["devices", "--replay", "bad.json"]) == 2
-        (said[text],) = capsys.readouterr().err.splitlines()
-    assert said == snapshot

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from unit_examples import CASE, crashed, measurement, out_of_memory, prediction, report, result, timed_out
+from unit_examples import CASE, crashed, measurement, out_of_memory, prediction, report, result, summary, timed_out
 
 from pytest_gputrain import Case
 from pytest_gputrain.cli.main import main
-from pytest_gputrain.records import Report, Result, Summary, Verdict
+from pytest_gputrain.records import Report, Result, Verdict
 from pytest_gputrain.records.study import Search, Try
 from pytest_gputrain.report import json_report
 from pytest_gputrain.report.export.formats import FORMATS
@@ -30,14 +30,9 @@ def measured(name: str, *seconds: tuple[float, ...], peak: int = 10 * MiB, **fie
     runs = tuple(
         measurement(step_seconds=steps, losses=(3.0, 2.0, 1.0)[: len(steps)], peak_allocated_bytes=peak) for steps in seconds
     )
-    summary = Summary(
-        median_step_seconds=sorted(run.median_step_seconds for run in runs)[len(runs) // 2],
-        samples_per_second=2.0,
-        tokens_per_second=None,
-        peak_allocated_bytes=peak,
-        model_flops_utilization=None,
-    )
-    return result(CASE.replace(model=name), replies=runs, summary=summary, **fields)
+    median = sorted(run.median_step_seconds for run in runs)[len(runs) // 2]
+    figures = summary(median, peak, samples_per_second=2.0)
+    return result(CASE.replace(model=name), replies=runs, summary=figures, **fields)
 
 
 def failing(name: str, reply: Any, **fields: Any) -> Result:
@@ -291,29 +286,3 @@ def test_the_command_prints_or_writes_a_file_or_a_folder_and_tells_what_it_left_
     assert (tmp_path / "new" / "run.json").read_text() == out
     assert main(["export", written, written, "--format=otava", "-o", str(tmp_path / "otava")]) == 0
     assert len(list((tmp_path / "otava").iterdir())) == 3
-
-
-BAD = (
-    "gone.json --format=csv",
-    "report.json report.json --format=bencher",
-    "report.json --format=otava",
-    "report.json --format=otava -o report.json",
-    "predicted.json --format=pytest-benchmark",
-    "report.json -o table.txt",
-    "report.json --published --format=bencher",
-    "report.json --format=csv -o report.json/x",
-)
-
-
-def test_bad_input_to_the_command_is_one_sentence_and_code_2(
-    written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], snapshot: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    json_report.write(PREDICTED, tmp_path / "predicted.json")
-    said = {}
-    for words in BAD:
-        assert main(["export", *words.split()]) == 2
-        out, err = capsys.readouterr()
-        assert (out, err.count("\n")) == ("", 1)
-        said[words] = err.strip().replace(str(tmp_path), "")
-    assert said == snapshot

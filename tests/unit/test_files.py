@@ -4,7 +4,6 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
@@ -91,17 +90,6 @@ def test_a_fifo_that_nobody_reads_is_told_at_once(fifo: Path) -> None:
     assert stat.S_ISFIFO(fifo.stat().st_mode)
 
 
-def test_a_device_stays_one(tmp_path: Path) -> None:
-    device = tmp_path / "null"
-    try:
-        os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-        device.write_bytes(b"")
-    except OSError:
-        pytest.skip("only root can make a device")
-    write_atomically(device, b"gone")
-    assert stat.S_ISCHR(device.stat().st_mode)
-
-
 @pytest.mark.parametrize("appended", [True, False])
 def test_what_the_standard_output_leads_to_keeps_what_was_printed(tmp_path: Path, appended: bool) -> None:
     out = tmp_path / "out"
@@ -139,22 +127,6 @@ def test_no_subcommand_reads_a_device_to_its_end(
     (sentence,) = capsys.readouterr().err.splitlines()
     assert "/dev/zero" in sentence or words.startswith("table")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_who_may_not_write_is_told() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can become somebody else")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        (folder / "history.jsonl").touch(mode=0o644)
-        os.seteuid(65_534)
-        try:
-            for path in (folder / "report.json", folder / "deep" / "report.json", folder / "history.jsonl"):
-                with pytest.raises(PermissionError):
-                    prepare(path)
-        finally:
-            os.seteuid(0)
 
 
 def test_what_cannot_be_written_at_the_end_is_told_before(tmp_path: Path, fifo: Path) -> None:

@@ -14,10 +14,10 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from unit_examples import CASE, crashed, gpu_environment, live_tensor, measurement, prediction, report, result
+from unit_examples import CASE, crashed, gpu_environment, live_tensor, measurement, prediction, report, result, summary
 
 from pytest_gputrain.cli.main import main
-from pytest_gputrain.records import Case, MetricVerdict, Report, Result, Summary, Verdict
+from pytest_gputrain.records import Case, MetricVerdict, Report, Result, Verdict
 from pytest_gputrain.records.study import LossCurve
 from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.storage.history import append
@@ -93,19 +93,9 @@ def history_trends_of(tmp_path: Path, *sessions: Sequence[Result]) -> page.Histo
     return page.read_trends([path], lambda _: None)
 
 
-def summary(seconds: float, samples: float, peak: int) -> Summary:
-    return Summary(
-        median_step_seconds=seconds,
-        samples_per_second=samples,
-        tokens_per_second=None,
-        peak_allocated_bytes=peak,
-        model_flops_utilization=None,
-    )
-
-
 def timed(seconds: float, peak: int = 40 * GiB, **fields: Any) -> Result:
     run = measurement(step_seconds=(seconds,) * 3, peak_allocated_bytes=peak)
-    return result(**{"summary": summary(seconds, 2 / seconds, peak), "replies": (run,), **fields})
+    return result(**{"summary": summary(seconds, peak), "replies": (run,), **fields})
 
 
 def everything(text: str) -> Report:
@@ -150,7 +140,7 @@ def published_result(**fields: Any) -> Result:
         activation_checkpointing=True,
     )
     run = measurement(step_seconds=(128 / 66,) * 3, batch_size=128, peak_allocated_bytes=19 * GiB)
-    figures = summary(128 / 66, 66.0, 19 * GiB)
+    figures = summary(128 / 66, 19 * GiB, samples_per_second=66.0)
     return result(case, **{"suite": "vision_language", "platform": "h800", "replies": (run,), "summary": figures, **fields})
 
 
@@ -203,7 +193,7 @@ SLOW = Verdict(
 SCALED = result(
     CASE.replace(parallel="ddp", gpus=4, named=("gpus",), batch_size=2),
     replies=(measurement(one_worker_seconds=0.8, batch_size=8, environment=gpu_environment(device_count=4)),),
-    summary=summary(1.0, 8.0, 1),
+    summary=summary(1.0, 1, samples_per_second=8.0),
 )
 LARGEST = (live_tensor(bytes=20 * GiB, phase="build"), live_tensor(bytes=10 * GiB, phase="forward", shape=(3, 5)))
 MORE = live_tensor(bytes=2 * GiB, phase="backward")

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
-from pytest_gputrain.plugin.options import GONE, OPTIONS, Option, heir_of
+from pytest_gputrain.plugin.options import GONE, OPTIONS, heir_of
 from pytest_gputrain.plugin.settings import read
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import MemoryTolerance
@@ -297,19 +295,3 @@ def test_an_empty_value_typed_is_refused_or_counts_as_not_given(name: str) -> No
         assert _read({name: ""}) == _read()
     else:
         assert BY_NAME[name].flag in refusal
-
-
-@given(
-    st.sampled_from(
-        [
-            option
-            for option in OPTIONS
-            if option.name not in ("baseline-dir", "history", "html", "json", "summary", "platform", "shared")
-        ]
-    ),
-    st.text(min_size=1),
-)
-def test_any_text_is_taken_or_refused_in_one_line(option: Option, text: str) -> None:
-    refusal = _refusal(ini={option.name: text}) if option.ini_only else _refusal({option.name: text})
-    name = option.ini if option.ini_only else option.flag
-    assert refusal is None or (name in refusal and len(refusal.splitlines()) == 1)

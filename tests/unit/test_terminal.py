@@ -20,11 +20,12 @@ from unit_examples import (
     prediction,
     report,
     result,
+    summary,
     timed_out,
     values_of,
 )
 
-from pytest_gputrain.records import Case, Event, MetricVerdict, Report, Result, Summary, Verdict
+from pytest_gputrain.records import Case, Event, MetricVerdict, Report, Result, Verdict
 from pytest_gputrain.records.verdict import LimitVerdict
 from pytest_gputrain.report import json_report, uncompared
 from pytest_gputrain.report.progress_line import ProgressLine, describe
@@ -40,16 +41,6 @@ def _render(*results: Result, width: int = 160, colour: bool = False) -> str:
 
 def _verdict(status: Any, *metrics: MetricVerdict, sentence: str = "a sentence") -> Verdict:
     return Verdict(status=status, sentence=sentence, metrics=metrics)
-
-
-def _summary(seconds: float, peak: int = 40_000_000_000) -> Summary:
-    return Summary(
-        median_step_seconds=seconds,
-        samples_per_second=1.0,
-        tokens_per_second=None,
-        peak_allocated_bytes=peak,
-        model_flops_utilization=None,
-    )
 
 
 def _custom(model: str, **fields: Any) -> Result:
@@ -74,7 +65,7 @@ def test_tables_have_the_figures_of_the_published_ones(snapshot: SnapshotAsserti
     failed = {"summary": None, "verdict": _verdict("failed")}
     not_compared = MetricVerdict(metric="step_seconds", status="not-comparable", value=2.0, baseline=1.0)
     tables = {
-        "figures": _render(result(replies=(measurement(model_bytes=15 * GiB),), summary=_summary(0.42, peak))),
+        "figures": _render(result(replies=(measurement(model_bytes=15 * GiB),), summary=summary(0.42, peak))),
         "methods and named knobs": _render(*(result(CASE.replace(method=how, named=("batch_size",))) for how in METHODS)),
         "own code": _render(_custom("my_step")),
         "no figures": _render(
@@ -83,8 +74,8 @@ def test_tables_have_the_figures_of_the_published_ones(snapshot: SnapshotAsserti
             result(replies=(msgspec.structs.replace(crashed(), refused=True),), **failed),
             result(replies=(timed_out(),), **failed),
         ),
-        "the peak that was judged": _render(result(replies=peaks, summary=_summary(1.0, peak=25 * GiB))),
-        "one run of two has figures": _render(result(replies=(out_of_memory(), peaks[0]), summary=_summary(1.0, 20 * GiB))),
+        "the peak that was judged": _render(result(replies=peaks, summary=summary(1.0, peak=25 * GiB))),
+        "one run of two has figures": _render(result(replies=(out_of_memory(), peaks[0]), summary=summary(1.0, 20 * GiB))),
         "changes": _render(result(verdict=_verdict("regressed", *CHANGED))),
         "the change of the phase that regressed": _render(result(verdict=_verdict("regressed", *PHASES))),
         "no change in the peak": _render(result(verdict=_verdict("pass", *PHASES[:1]))),
@@ -110,7 +101,7 @@ METHODS = ("full", "lora", "qlora")
 def test_figures_and_verdicts_fit_the_terminal(width: int, snapshot: SnapshotAssertion) -> None:
     case = CASE.replace(activation_checkpointing=True, named=("activation_checkpointing",))
     scaling = MetricVerdict(metric="scaling_efficiency", status="pass", value=0.913, baseline=0.9)
-    efficient = msgspec.structs.replace(_summary(1.02), scaling_efficiency=0.913)
+    efficient = msgspec.structs.replace(summary(1.02), scaling_efficiency=0.913)
     parallel = case.replace(parallel="ddp", gpus=8, named=("gpus", "activation_checkpointing"))
     knobs = {"offload_optimizer": True, "offload_param": True, "overlap_comm": False, "stage3_max_live_parameters": 10**9}
     many = CASE.replace(parallel="zero3", named=tuple(knobs), **knobs)
