@@ -196,10 +196,21 @@ WRONG_OF_OWN_CODE: list[dict[str, Any]] = [
 ]
 
 
-def test_problem_names_the_field_and_the_remedy(snapshot: Any) -> None:
-    alone = [{field: value} for field, values in WRONG_VALUES.items() for value in values]
+@pytest.mark.parametrize("field", WRONG_VALUES)
+def test_problem_names_the_field_and_the_remedy_of_a_wrong_value(field: str) -> None:
+    for value in WRONG_VALUES[field]:
+        case = CASE.replace(**{field: value})
+        sentence = problem(case, MARKERS)
+        assert sentence is not None, value
+        what, _, remedy = sentence.partition("; ")
+        assert what.startswith(f"the case {case} ")
+        assert field.rstrip("s") in what.lower()
+        assert remedy
+
+
+def test_problem_names_what_contradicts_and_the_remedy(snapshot: Any) -> None:
     said = {}
-    for base, changes in ((CASE, [*alone, *WRONG_TOGETHER]), (CUSTOM, WRONG_OF_OWN_CODE)):
+    for base, changes in ((CASE, WRONG_TOGETHER), (CUSTOM, WRONG_OF_OWN_CODE)):
         for change in changes:
             case = base.replace(**change)
             sentence = problem(case, MARKERS)

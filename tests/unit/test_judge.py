@@ -38,7 +38,6 @@ def _judge(*replies: Reply, **criteria: Any) -> Judgement:
 
 
 def _status(judgement: Judgement) -> str:
-    assert judgement.verdict is not None
     return judgement.verdict.status
 
 
@@ -80,12 +79,10 @@ def test_a_case_is_held_to_its_limits_beside_its_baseline(
 def test_figures_that_are_wanted_are_recorded_whatever_they_are(stored: Baseline | None) -> None:
     judgement = _judge(_took(2.0), baseline=stored, records=True)
     assert (_status(judgement), judgement.settled) == ("recorded", True)
-    assert judgement.verdict is not None
     assert "has today's figures as its baseline now" in judgement.verdict.sentence
     assert judgement.verdict.before == ("new" if stored is None else "regressed")
     assert ("before, " in judgement.verdict.sentence) == (stored is not None)
     out = _judge(out_of_memory(), records=True).verdict
-    assert out is not None
     assert (out.status, "has running out of memory as its baseline now" in out.sentence) == ("recorded", True)
 
 
@@ -109,7 +106,6 @@ def test_a_published_row_counts_instead_of_a_baseline() -> None:
     judgement = _judge(_took(9.0), baseline=BASE, row=ROW, published_for=("h100",))
     assert (_status(judgement), judgement.settled) == ("improved", True)
     elsewhere = _judge(_took(9.0), published_for=("a100",)).verdict
-    assert elsewhere is not None
     assert "published for a100 only" in elsewhere.sentence
     assert _judge(_took(9.0), row=ROW, published_for=("h100",), judged=False)[:2] == (None, True)
 

@@ -393,7 +393,6 @@ def _family(script: str, **environment: str) -> Iterator[tuple[subprocess.Popen[
     worker = subprocess.Popen(
         ["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True, env=os.environ | environment
     )
-    assert worker.stdout is not None
     other = int(worker.stdout.readline())
     try:
         yield worker, other
@@ -447,7 +446,7 @@ def test_only_a_kill_that_the_kernel_counted_was_for_memory(
     exit_code: int, kills_before: int, is_for_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pytest_gputrain.execution.launch.processes.oom_kills", lambda: 5)
-    ended = FreshProcess(SimpleNamespace(pid=0, poll=lambda: exit_code))  # type: ignore[arg-type]
+    ended = FreshProcess(SimpleNamespace(pid=0, poll=lambda: exit_code))
     assert ended.killed_for_memory(kills_before) is is_for_memory
 
 

@@ -210,5 +210,4 @@ def test_positions_limit_the_sequence(tmp_path: Path) -> None:
     case = resolved(tmp_path, "m.json")
     assert problem(case.replace(sequence_length=4096), ()) is None
     sentence = problem(case.replace(sequence_length=4097), ())
-    assert sentence is not None
     assert "has sequence_length=4097, more than the 4,096 positions of m#" in sentence

@@ -140,7 +140,6 @@ def test_amd_figures_are_those_of_their_cells(row: Published) -> None:
 def _declared() -> Iterator[tuple[str, Case]]:
     for path in sorted((ROOT / "benchmarks").glob("test_*.py")):
         spec = importlib.util.spec_from_file_location(f"declared_{path.stem}", path)
-        assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -189,7 +188,6 @@ def test_a_row_is_found_by_platform_suite_and_key() -> None:
     assert all(len(row.cells) == len(table.columns) for table in TABLES.values() for row in table.rows)
     assert {row.platform for row in ROWS} <= set(MARKERS)
     row = STORE.get("h100", "llm_finetuning", "llama-3.1-8b-lora-bf16")
-    assert row is not None
     assert row.cells["Sec/step"] == "6.4"
     assert row.made_with == "torch 2.5.1, transformers 4.49.0 on NVIDIA H100"
     assert STORE.get("h200", "llm_finetuning", "llama-3.1-8b-lora-bf16") is None

@@ -46,7 +46,6 @@ def judged(
 def _timed(seconds: float, published: Published, **given: Any) -> str:
     verdict = judged(published, measurement(step_seconds=(seconds,)), **given)
     metric = verdict.metric("step_seconds")
-    assert metric is not None
     return metric.status
 
 
@@ -89,7 +88,6 @@ def test_memory_that_cannot_be_judged_is_shown_with_the_reason(used: int) -> Non
     published = msgspec.structs.replace(printed, memory_not_judged="published with FSDP1")
     verdict = judged(published, measurement(step_seconds=(1.0,), device_used_bytes=used))
     metric = verdict.metric("device_used_bytes")
-    assert metric is not None
     assert (verdict.status, metric.status, metric.note) == ("pass", "not-comparable", "published with FSDP1")
     assert (metric.value, metric.baseline) == (used, 40 * GiB)
     slower = judged(published, measurement(step_seconds=(2.0,), device_used_bytes=used))
@@ -116,7 +114,6 @@ def test_throughput_is_of_the_samples_of_its_gpus_and_its_digits_are_ends_of_the
     case: Case, published: dict[str, Figure], ends: tuple[float, float, float]
 ) -> None:
     seconds_of_step = step_seconds(case, Figures(**published))
-    assert seconds_of_step is not None
     assert (seconds_of_step.least, seconds_of_step.middle, seconds_of_step.most) == pytest.approx(ends)
 
 

@@ -28,7 +28,6 @@ def test_one_process_lies_nowhere_apart() -> None:
 )
 def test_the_slowest_is_the_one_whose_own_work_takes_longest(ranks: tuple[Rank, ...], slowest: int, lag: Any) -> None:
     spread = widest([measurement(ranks=ranks)])
-    assert spread is not None
     assert (spread.slowest, (spread.lag, spread.lag_seconds)) == (slowest, pytest.approx(lag))
 
 

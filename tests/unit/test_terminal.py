@@ -85,12 +85,15 @@ def test_tables_have_the_figures_of_the_published_ones(snapshot: SnapshotAsserti
         "judged by one test, measured by another": _render(
             result(verdict=None), result(), result(CASE.replace(method="full"), verdict=None)
         ),
-        "tiny scale": _render(result(scale="tiny", device="cpu", platform="cpu")),
-        "an unknown GPU": _render(result(platform="unknown", device="nvidia-z9000")),
-        "eight GPUs": _render(result(CASE.replace(gpus=8, parallel="fsdp"))),
-        "CPU at full scale": _render(result(platform="cpu", device="cpu")),
         "two suites": _render(result(), result(suite="vision"), result()),
     }
+    titled = {
+        "tiny scale": result(scale="tiny", device="cpu", platform="cpu"),
+        "an unknown GPU": result(platform="unknown", device="nvidia-z9000"),
+        "eight GPUs": result(CASE.replace(gpus=8, parallel="fsdp")),
+        "CPU at full scale": result(platform="cpu", device="cpu"),
+    }
+    tables |= {what: _render(one).splitlines()[0] for what, one in titled.items()}
     assert tables == snapshot
 
 

@@ -70,10 +70,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
     """Stands for those that pytest or a node would start."""
     started = Agent()
-    started.started = []  # type: ignore[attr-defined]
+    started.started = []
 
     def start(*arguments: Any, **options: Any) -> Agent:
-        started.started.append((*arguments, *options.values()))  # type: ignore[attr-defined]
+        started.started.append((*arguments, *options.values()))
         return started
 
     monkeypatch.setattr(torchrun, "run_module", start)
@@ -256,7 +256,7 @@ def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
             (folder / f"rank{number}" / "reply.json").write_bytes(msgspec.json.encode(measurement()))
         assert folder.parent == shared
         agent.exit_code = 0
-        return agent  # type: ignore[no-any-return]
+        return agent
 
     def written(path: Path, record: Any) -> None:
         told.extend([record] if isinstance(record, Nodes) else [])
@@ -266,7 +266,7 @@ def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
     monkeypatch.setattr(torchrun, "write_record", written)
     cluster = Cluster(nodes=2, shared=shared, rendezvous="first")
     reply = on_nodes(TASK, gpus=(), timeout_seconds=timeout_seconds, cluster=cluster)
-    assert len(reply.ranks) == 4  # type: ignore[union-attr]
+    assert len(reply.ranks) == 4
     assert told == [Nodes(count=2, processes=4, join_seconds=join_seconds)]
     assert agent.ended == 1
     assert list(shared.iterdir()) == []
@@ -361,7 +361,6 @@ def test_a_node_that_cannot_take_part_tells_why(
         assert sorted(path.name for path in of_gpus.glob("node[0-9]")) == taken
     assert said == []
     left = read_record(node_folder(of_gpus, 1) / LEFT, Left)
-    assert left is not None
     assert left.failure.startswith("node node-2 cannot take part: ")
     assert why in left.failure
 
