@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -142,3 +143,19 @@ def test_what_cannot_be_written_at_the_end_is_told_before(tmp_path: Path, fifo: 
             prepare(path)
     prepare(tmp_path / "deep" / "er" / "report.json")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["deep", "er", "fifo", "file"]
+
+
+def test_who_may_not_write_is_told() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "history.jsonl").touch(mode=0o644)
+        os.seteuid(65_534)
+        try:
+            for path in (folder / "report.json", folder / "deep" / "report.json", folder / "history.jsonl"):
+                with pytest.raises(PermissionError):
+                    prepare(path)
+        finally:
+            os.seteuid(0)
