@@ -70,9 +70,6 @@ def _files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# Others' hands
-
-
 @pytest.mark.parametrize("ending", [b"\n", b"\r\n"])
 def test_conflict_markers_are_told_by_line(kind: Kind, tmp_path: Path, file: Path, ending: bytes) -> None:
     lines = file.read_bytes().splitlines()
@@ -129,9 +126,6 @@ def test_no_count_is_negative(kind: Kind, tmp_path: Path, file: Path) -> None:
         file.write_bytes(sound)
 
 
-# Earlier versions
-
-
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_what_earlier_versions_wrote_is_read_and_kept_by_an_update(tmp_path: Path, sample: Path) -> None:
     """A folder is named after its format, and after the version that wrote it where there were several."""
@@ -160,9 +154,6 @@ def test_format_1_is_refused_with_what_to_do(kind: Kind, tmp_path: Path) -> None
     path.unlink()
     kind.update(tmp_path, {KEY: kind.record})
     assert kind.get(tmp_path, KEY) == kind.record
-
-
-# The disk
 
 
 def test_a_read_only_file_stays(kind: Kind, tmp_path: Path, file: Path) -> None:
@@ -258,9 +249,6 @@ def test_two_names_of_a_folder_share_a_lock(tmp_path: Path) -> None:
         assert not entered.wait(0.3)
     second.join(timeout=60)
     assert entered.is_set()
-
-
-# Never elsewhere
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from unit_examples import (
     values_of,
 )
 
-from pytest_gputrain.records import FORMAT, MAX_RUNS, BaselineRun, Case, Environment, Origin, Prediction
+from pytest_gputrain.records import MAX_RUNS, BaselineRun, Case, Environment, Origin, Prediction
 from pytest_gputrain.records.study import LossCurve
 from pytest_gputrain.report import json_report
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
@@ -163,9 +163,6 @@ def test_the_latest_runs_are_kept_and_an_environment_that_no_run_refers_to_is_dr
     assert environment["device_name"] == "NVIDIA H100 80GB HBM3"
 
 
-# Writing
-
-
 @both_kinds
 def test_a_folder_that_takes_no_file_is_told_before_and_at_the_end(kind: Kind, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
@@ -210,9 +207,6 @@ def test_updates_of_several_processes_lose_nothing(tmp_path: Path) -> None:
     keys = [f"{writer}-{number}" for writer in range(3) for number in range(12)]
     store = BaselineStore(tmp_path)
     assert [key for key in keys if store.get("d", "s", key) is None] == []
-
-
-# What cannot be read
 
 
 @both_kinds
@@ -276,9 +270,6 @@ def test_impossible_figures_are_told(tmp_path: Path, snapshot: Any) -> None:
         said[f"{kind.name} {'.'.join(map(str, place)).replace(KEY, 'KEY')}={value}"] = _refusal(kind, tmp_path)
         kind.file(tmp_path).unlink()
     assert said == snapshot
-
-
-# Results as baselines
 
 
 def test_a_result_becomes_its_runs() -> None:
@@ -349,14 +340,3 @@ def test_a_report_gives_its_results_as_baselines(tmp_path: Path) -> None:
     assert store.get(DEVICE, SUITE, "bad") is None
     assert store.get(DEVICE, SUITE, "curves") is None, "of other steps than the case's"
     assert store.get(DEVICE, "other", KEY) is None
-
-
-def test_what_is_no_report_is_told(tmp_path: Path, snapshot: Any) -> None:
-    said = {}
-    of_baselines = MEASURED.update(tmp_path, {KEY: baseline()}).read_text()
-    for text in ("", "{}", '{"format": 9}', json.dumps({"format": FORMAT, "device": "cpu"}), "\x00", of_baselines):
-        (tmp_path / "old.json").write_text(text)
-        with pytest.raises(BaselineError) as caught:
-            ReportStore(tmp_path / "old.json")
-        said[text if text != of_baselines else "baselines"] = str(caught.value).replace(str(tmp_path), "")
-    assert said == snapshot

@@ -40,9 +40,6 @@ def test_id_names_what_tells_cases_apart(case: Case, shown: str) -> None:
     assert (key_of(case, "full"), key_of(case, "tiny")) == (shown, f"{shown}@tiny")
 
 
-# Grids
-
-
 @pytest.mark.parametrize(
     ("base", "axes", "ids"),
     [
@@ -81,9 +78,6 @@ def test_grid_keeps_what_it_does_not_vary_and_gives_every_case_all_platforms() -
 def test_grid_refuses_what_is_no_axis_and_a_string_for_a_list(axes: Any, sentence: str) -> None:
     with pytest.raises(TypeError, match=sentence):
         grid(CASE, **axes)
-
-
-# What is wrong with a case
 
 
 @pytest.mark.parametrize(
@@ -254,9 +248,6 @@ ANYTHING = st.recursive(
 def test_any_case_gets_one_line_or_none_of_its_problem(fields: dict[str, Any]) -> None:
     sentence = problem(CASE.replace(**fields), MARKERS)
     assert sentence is None or (sentence and len(sentence.splitlines()) == 1)
-
-
-# Which of two mean the same
 
 
 def test_identity_ignores_how_and_where_a_case_runs_and_knows_values_by_equality() -> None:

@@ -195,9 +195,6 @@ def test_runs_of_one_session_on_a_gpu_are_warned_of_and_pass(tmp_path: Path, cap
     assert problems(tmp_path) == []
 
 
-# What lets more pass than before
-
-
 def git(folder: Path, *arguments: str) -> None:
     identity = ("-c", "user.name=me", "-c", "user.email=me@example.invalid")
     subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)

@@ -3,8 +3,6 @@
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from unit_examples import baseline, baseline_run, cpu_environment, gpu_environment, measurement
 
 from pytest_gputrain.gate.regression import Circumstances, judge
@@ -73,16 +71,6 @@ def test_efficiency_of_other_devices_is_not_compared(environment: object) -> Non
     metric = judge(CASE, [reply], stored, WIDE).verdict.metric("scaling_efficiency")
     assert (metric.status, metric.value, metric.baseline) == ("not-comparable", 1.0, 5.0)
     assert metric.note
-
-
-@given(st.floats(0.1, 10), st.floats(0.1, 10), st.integers(1, 64), st.integers(2, 16))
-def test_efficiency_is_throughput_over_that_of_as_many_workers(
-    single: float, several: float, batch: int, workers: int
-) -> None:
-    alone = measurement(step_seconds=(single,), batch_size=batch)
-    together = measurement(step_seconds=(several,), batch_size=batch * workers, one_worker_seconds=single)
-    expected = together.samples_per_second / (workers * alone.samples_per_second)
-    assert efficiency(CASE, [together]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("parallel", "alone"), [("ddp", "single"), ("fsdp", "fsdp"), ("zero3", "zero3")])

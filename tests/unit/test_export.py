@@ -66,9 +66,6 @@ def texts_of(name: str, *reports: Report) -> dict[str, str]:
     return dict(texts)
 
 
-# What is handed on
-
-
 def test_cases_without_figures_are_left_out_with_a_sentence_each(snapshot: Any) -> None:
     half = measured("half-failed", (0.5,), (0.5,))
     half = msgspec.structs.replace(half, replies=(*half.replies, out_of_memory()))
@@ -194,9 +191,6 @@ def test_what_is_written_has_the_form_that_its_reader_wants(name: str, schema: A
     jsonschema.validate(json.loads(text_of(name, written)), schema)
 
 
-# Apache Otava
-
-
 def test_a_long_name_is_cut_and_the_other_cases_are_written(tmp_path: Path) -> None:
     long = [CASE.replace(model="m" * 300 + end) for end in ("a", "b")]
     path = tmp_path / "report.json"
@@ -244,9 +238,6 @@ def test_otava_reads_a_series_of_each_case_in_the_order_of_time_without_runs_tha
     assert len(folder) == 3
 
 
-# CSV and Markdown
-
-
 def test_csv_has_a_column_for_every_knob_in_the_order_of_the_case() -> None:
     tuned = CASE.replace(
         model="gemma-7b", activation_checkpointing=0.5, pin_memory=True, overlap_comm=False, reduce_bucket_size=10**6
@@ -263,9 +254,6 @@ def test_csv_has_a_column_for_every_knob_in_the_order_of_the_case() -> None:
         "overlap_comm": ("", "false"),
         "reduce_bucket_size": ("0", "1000000"),
     }
-
-
-# The command
 
 
 @pytest.fixture

@@ -181,9 +181,6 @@ def test_each_run_of_a_case_is_a_job_of_its_own(fleet: Fleet, scheduler: Schedul
     assert scheduler.submitted == ["a", "a1", "a2"]
 
 
-# What becomes of a job
-
-
 def then(at: float, does: Callable[[Scheduler], object]) -> Callable[[Scheduler], object]:
     return lambda scheduler: scheduler.script.update({at: lambda: does(scheduler)})
 

@@ -166,9 +166,6 @@ def test_a_worker_ends_with_its_source(wishes: Path, source: ForkServer, childre
     os.kill(worker.pid, signal.SIGKILL)
 
 
-# Fresh interpreters
-
-
 def test_a_fresh_worker_leaves_what_it_prints_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "python"
     program.write_text('#!/bin/sh\necho "$@" "$A"; cat; echo told >&2; exit 3\n')
@@ -183,9 +180,6 @@ def test_a_fresh_worker_leaves_what_it_prints_in_its_folder(tmp_path: Path, monk
     assert worker.poll() == 3
     assert (own / "stdout.txt").read_text() == f"before\n-P -m pytest_gputrain.worker {tmp_path} 7 alpha\n"
     assert (own / "stderr.txt").read_text() == "told\n"
-
-
-# The ranks of a case
 
 
 class Started:

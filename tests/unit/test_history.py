@@ -68,9 +68,6 @@ def _refuse(sentence: str) -> None:
     raise AssertionError(sentence)
 
 
-# What a line says
-
-
 TIME = MetricVerdict(
     metric="step_seconds", status="regressed", value=2.0, baseline=1.0, limit=1.03, sensitivity=0.05, runs=2
 )
@@ -137,9 +134,6 @@ def test_lines_are_of_the_types_they_declare(share: Any) -> None:
     assert {type(value) for value in json.loads(text).values()} <= {str, int, float, bool, type(None)}
     assert f'"activation_checkpointing":{float(share)}'.encode() in text
     assert b'"learning_rate":1.0' in text
-
-
-# The file
 
 
 _WRITER = """
@@ -262,14 +256,6 @@ def test_keys_that_are_not_asked_for_and_those_of_later_versions_are_passed_over
     assert list(read(path, Wanted, _refuse)) == [(0, Wanted("a")), (51, Wanted("b"))]
 
 
-def test_a_history_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(HistoryError, match=r"gone\.jsonl cannot be read: No such file"):
-        list(read(tmp_path / "gone.jsonl", HistoryLine, _refuse))
-
-
-# The branch
-
-
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """On branch ``trunk``, without variables of this machine's CI."""
@@ -306,9 +292,6 @@ def test_outside_of_a_repository_ci_names_no_branch(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("GITHUB_REF_NAME", "main")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert RunInfo.begin(tmp_path).branch == ""
-
-
-# What is documented
 
 
 ONE_LINERS = re.findall(r"^((pandas|polars|duckdb)\..*)$", (DOCS / "trends.md").read_text(), re.MULTILINE)

@@ -104,9 +104,6 @@ def test_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         refuse_recursion()
 
 
-# Figures of several ranks
-
-
 def _of_rank(number: int, **fields: Any) -> Measurement:
     """Figures of which each rank has the larger in turn, so that a rank's alone are nobody's."""
     many, few = (10, 1) if number else (1, 10)
@@ -169,9 +166,6 @@ def test_several_nodes_are_named_in_the_order_of_their_ranks(hosts: tuple[str, .
     merged = merge([measurement(environment=gpu_environment(host=host)) for host in hosts])
     assert isinstance(merged, Measurement)
     assert merged.environment.hosts == named
-
-
-# Traces of a rank
 
 
 class Answering(Process):
@@ -298,9 +292,6 @@ def test_of_what_a_worker_prints_the_end_is_kept_and_the_disk_is_spared(rank: An
     assert len(detail) == 8000
 
 
-# Which rank's failure is the case's
-
-
 def test_a_death_without_a_word_is_the_cause_then_memory_then_the_earliest(rank: Any) -> None:
     silent = rank(-9, number=0)
     memory = rank(number=1, reply_json=msgspec.json.encode(out_of_memory()))
@@ -371,9 +362,6 @@ def test_stacks_are_asked_for_and_waited_for(rank: Any, monkeypatch: pytest.Monk
     answer = threading.Timer(0.1, (ended_rank.folder / "stacks.txt").write_bytes, [b"in build"])
     ended_rank.process.ask_for_stacks = answer.start
     assert ended_rank.stacks() == "in build"
-
-
-# Folders and processes
 
 
 def test_a_case_has_a_folder_with_its_task_for_as_long_as_it_or_the_process_runs(tmp_path: Path) -> None:

@@ -22,13 +22,6 @@ NOISES: dict[str, Callable[[random.Random], float]] = {
 }
 
 
-@given(lengths, st.floats(1e-5, 0.4))
-def test_a_smooth_fall_converges_and_a_smooth_rise_diverges(steps: int, rate: float) -> None:
-    falling = [10 * math.exp(-rate * step) for step in range(steps)]
-    assert trend(falling) == "converging"
-    assert trend([-loss for loss in falling]) == "diverging"
-
-
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("steps", [LEAST_STEPS, 50, 200])
 def test_noise_alone_is_flat_in_nearly_all_draws(noise: str, steps: int) -> None:

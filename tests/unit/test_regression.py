@@ -108,9 +108,6 @@ TWICE = _needed(2 * BASE_BYTES)
 CPU_TWICE = _needed(2 * BASE_BYTES, environment=CPU)
 
 
-# Time
-
-
 @pytest.mark.parametrize(
     ("seconds", "status"),
     [
@@ -160,9 +157,6 @@ def test_time_on_a_cpu_is_judged_on_request_against_five_runs_of_its_host(
     assert (time.status, time.value) == (status, 1.5)
     assert note in time.note
     assert _judge(CPU_TWICE, stored, tolerance=tolerance).status == "regressed", "memory decides where time cannot"
-
-
-# Memory
 
 
 @pytest.mark.parametrize("memory", [MemoryTolerance(ratio=0.02), MemoryTolerance(bytes=512 * MiB), MemoryTolerance()])
@@ -219,9 +213,6 @@ def test_a_peak_of_several_threads_is_judged_by_the_tolerance_and_never_called_e
     assert _judge(above, stored).status == "regressed"
 
 
-# Doubt
-
-
 @pytest.mark.parametrize(
     ("replies", "settled"),
     [
@@ -258,9 +249,6 @@ def test_the_first_run_is_told_for_the_suite_where_time_is_compared() -> None:
     for stored in (None, unfit, _stored(ON_H200), msgspec.structs.replace(FIVE, runs=())):
         assert first_ratio(CASE, [_took(1.2)], stored, TOLERANCE) is None
     assert first_ratio(CASE.replace(batch_size=3), [_took(1.2)], FIVE, TOLERANCE) is None
-
-
-# Verdicts, their sentences and their metrics
 
 
 @pytest.mark.parametrize(("fitting", "failing"), [(4, 1), (1, 1), (1, 2)])

@@ -46,9 +46,6 @@ def _in_turn(stream: Sequence[float], base: Sequence[float] = STEADY, **options:
     raise AssertionError("more runs are asked for than there may be")
 
 
-# The formula
-
-
 def test_limit_and_sd_are_those_of_the_formula_by_hand() -> None:
     """Baseline of deviations -2, -1, 0, 1, 2 %, first run at 3 %."""
     base = [math.exp(x / 100) for x in (-2, -1, 0, 1, 2)]
@@ -99,9 +96,6 @@ def test_the_centre_is_a_median_until_the_fastest_and_the_slowest_can_be_left_ou
     assert _decide([1.0], five).ratios == pytest.approx([-0.03])
 
 
-# Votes
-
-
 @pytest.mark.parametrize(
     ("stream", "outcome", "runs"),
     [
@@ -144,9 +138,6 @@ def test_most_of_the_runs_that_there_may_be_have_to_agree() -> None:
     assert three.limit == pytest.approx(LIMIT_SDS * three.sd * math.sqrt(0.88))
 
 
-# The suite
-
-
 def test_a_suite_of_ten_tells_its_own_prior() -> None:
     assert suite_prior([LESS_NOISY] * 9) == PRIOR_SD
     assert suite_prior([LESS_NOISY] * 9 + [[1.0]]) == PRIOR_SD
@@ -176,14 +167,7 @@ def test_a_suite_of_ten_tells_its_shift() -> None:
 def test_a_case_regresses_only_with_and_without_the_suites_shift(run: float, shift: float, outcome: str, runs: int) -> None:
     decision, taken = _in_turn([math.exp(run)] * 5, shift=shift)
     assert (decision.outcome, taken) == (outcome, runs)
-
-
-def test_a_slow_day_is_no_reason_to_doubt_what_is_within_the_noise() -> None:
-    assert _decide([1.05], NOISY).suspicious
-    assert _decide([1.05], NOISY, shift=0.045).outcome == "pass"
-
-
-# Memory
+    assert [_decide([1.05], NOISY, shift=of_suite).suspicious for of_suite in (0.0, 0.045)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -217,9 +201,6 @@ def test_running_out_of_memory_takes_two_of_three(most: int, expected: dict[tupl
     assert {(out, runs): runs_out(out, runs, most) for out, runs in expected} == expected
 
 
-# For any figures
-
-
 @pytest.mark.parametrize(
     ("base", "new", "options"),
     [
@@ -236,21 +217,15 @@ def test_what_is_no_comparison_of_times_is_refused(base: list[float], new: list[
         _decide(new, base, **options)
 
 
-@given(BASES, STREAMS, st.floats(0, 0.5), st.floats(0, 0.1))
-def test_it_always_ends(base: list[float], logs: list[float], tolerance: float, prior: float) -> None:
-    decision, runs = _in_turn([math.exp(x) for x in logs], base, tolerance=tolerance, prior=prior)
-    assert 1 <= runs <= MOST_RUNS
-    assert all(map(math.isfinite, (decision.sd, decision.limit, decision.sensitivity)))
-    assert math.log1p(tolerance) <= decision.limit <= decision.sensitivity
-
-
 @given(BASES, STREAMS, st.floats(0, 0.3), st.floats(-0.1, 0.1))
 def test_what_is_within_the_tolerance_never_regresses(
     base: list[float], logs: list[float], tolerance: float, shift: float
 ) -> None:
     centre = -_decide([1.0], base).ratios[0]
     within = [math.exp(centre + min(x, 0.999 * math.log1p(tolerance))) for x in logs]
-    assert _in_turn(within, base, tolerance=tolerance, shift=shift)[0].outcome != "regressed"
+    decision, _ = _in_turn(within, base, tolerance=tolerance, shift=shift)
+    assert decision.outcome != "regressed"
+    assert math.log1p(tolerance) <= decision.limit <= decision.sensitivity < math.inf
 
 
 @given(BASES, STREAMS, st.floats(1, 2))

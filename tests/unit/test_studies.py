@@ -56,9 +56,6 @@ def test_a_precision_that_parameter_servers_lack_is_left_out() -> None:
     assert left_out == {"fp16-amp": "parameter servers take no gradients of a scaled loss"}
 
 
-# The search
-
-
 def test_a_search_has_the_figures_of_the_fastest_and_all_tries_or_of_what_did_not_fit() -> None:
     study, launched = _search(11)
     assert (study.search.largest, study.search.fastest) == (11, 11)
@@ -81,9 +78,6 @@ def test_a_time_out_and_a_stand_in_with_fewer_samples_bound_the_search_and_a_cra
     assert {attempt.outcome for attempt in capped.tries if attempt.batch_size > 6} == {"capped"}
     study, _ = _search(5, beyond=crashed())
     assert (study.reply, study.task.case.batch_size) == (crashed(), 8)
-
-
-# Loss curves
 
 
 def test_precisions_are_compared_with_fp32_and_the_case_keeps_its_own_reply() -> None:
@@ -156,9 +150,6 @@ def test_divergence_counts_where_fp32_does_not_diverge_or_the_loss_of_the_case_i
     for fp32 in ("diverging", "converging"):
         expected = f"{CASE} diverges: its loss is not finite in step 8"
         assert describe_divergence(CASE, [_curve("fp32", trend=fp32), own]) == expected
-
-
-# Tables and sentences
 
 
 def test_searches_and_curves_are_shown_and_explained(snapshot: SnapshotAssertion) -> None:

@@ -160,9 +160,6 @@ def test_any_result_can_be_shown(any_result: Result, width: int, colour: bool) -
     assert isinstance(explain([any_result]), list)
 
 
-# Sentences below the table
-
-
 def test_sentences_below_the_table_are_few_and_counted(snapshot: SnapshotAssertion) -> None:
     noted = MetricVerdict(metric="peak_allocated_bytes", status="pass", note="changed by +4 bytes, within the limit")
     time = MetricVerdict(metric="step_seconds", status="not-comparable", note="too few runs")
@@ -188,9 +185,6 @@ def test_sentences_below_the_table_are_few_and_counted(snapshot: SnapshotAsserti
         ),
     }
     assert explained == snapshot
-
-
-# Many results
 
 
 def _results(*statuses: str) -> list[Result]:
@@ -228,9 +222,6 @@ def test_of_too_many_cases_the_table_has_those_that_want_attention() -> None:
     assert _batches(results, 4) == ([3, 4, 5, 6], "(and 3 more cases; the JSON report has all)")
 
 
-# What a run did not compare
-
-
 def test_cases_metrics_limits_tests_and_baselines_are_counted() -> None:
     lacking = MetricVerdict(metric="flops_per_step", status="not-comparable")
     limit = LimitVerdict(metric="step_seconds", status="not-judged", value=1.0, limit=2.0, stated="gpu_limit on test_it")
@@ -244,9 +235,6 @@ def test_cases_metrics_limits_tests_and_baselines_are_counted() -> None:
         "not compared: 2 cases without a baseline, 1 case recorded instead, FLOPs of 1 case, step time of 1 case, "
         "1 test skipped, 2 baselines that no test asked for"
     )
-
-
-# The progress line
 
 
 @pytest.mark.parametrize(

@@ -192,9 +192,6 @@ def test_a_distant_rank_is_known_by_what_lies_in_its_folder(tmp_path: Path, agen
     assert read_record(tmp_path / COMMAND, Command) == Command(number=1, action="stacks")
 
 
-# Slurm
-
-
 @pytest.mark.parametrize(("count", "rendezvous", "by_slurm"), [("2", "", True), ("1", "", False), ("2", "here", False)])
 def test_slurm_starts_what_runs_in_an_allocation_of_several_nodes(
     count: str, rendezvous: str, by_slurm: bool, monkeypatch: pytest.MonkeyPatch
@@ -240,9 +237,6 @@ def test_gpus_are_named_to_slurm_as_before_pytest_chose(
     assert environment == {"A": "1"} | shown
 
 
-# From a case to its reply
-
-
 @pytest.mark.parametrize(("timeout_seconds", "join_seconds"), [(100.0, 50.0), (10_000.0, 300.0)])
 def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
     tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch, timeout_seconds: float, join_seconds: float
@@ -270,9 +264,6 @@ def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
     assert told == [Nodes(count=2, processes=4, join_seconds=join_seconds)]
     assert agent.ended == 1
     assert list(shared.iterdir()) == []
-
-
-# The other nodes
 
 
 @pytest.fixture
@@ -318,9 +309,6 @@ def test_a_node_that_is_ended_tells_so_and_ends_its_agent(tmp_path: Path, agent:
     over.leave()
     ended = Left(failure="`gputrain node` on node second was ended before the case was over")
     assert read_record(tmp_path / "case" / "node1" / LEFT, Left) == ended
-
-
-# ``gputrain node``
 
 
 def _serve_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

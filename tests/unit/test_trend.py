@@ -18,8 +18,7 @@ from unit_examples import CASE, result
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.records import HistoryLine, Trends
 from pytest_gputrain.report.history_lines import lines_of
-from pytest_gputrain.report.trend.reading import METRICS, Filter, History
-from pytest_gputrain.report.trend.series import HIGHER_IS_BETTER
+from pytest_gputrain.report.trend.reading import Filter, History
 from pytest_gputrain.storage.history import append
 from pytest_gputrain.utils.git import RunInfo
 
@@ -114,16 +113,6 @@ def test_changes_are_told_in_lines(trend: Run, snapshot: SnapshotAssertion) -> N
         text = re.sub("─+\n|  +|(?<=\n)\n", lambda rule: " " if " " in rule[0] else "", out)
         told[what] = f"{code} {err}\n{text}" if what != "markdown" else (code, err, out)
     assert told == snapshot
-
-
-def test_better_and_worse_depend_on_the_metric(trend: Run) -> None:
-    changes = {"median_step_seconds": (1.0, 0.8), "tokens_per_second": (100.0, 80.0), "peak_allocated_bytes": (1e9, 2e9)}
-    lines = [line(number, **{name: values[number >= 20] for name, values in changes.items()}) for number in range(40)]
-    courses = trends_of(trend, lines, arguments=[f"--metric={name}" for name in changes]).courses
-    worse = {course.metric: course.changes[0].worse for course in courses}
-    assert worse == {"median_step_seconds": False, "tokens_per_second": True, "peak_allocated_bytes": True}
-    assert {"flops_per_step", *HIGHER_IS_BETTER} < set(METRICS)
-    assert not {"baseline_step_seconds", "steps", "learning_rate", "device_memory_bytes"} & set(METRICS)
 
 
 def test_series_are_of_one_case_on_one_device(trend: Run) -> None:
