@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from test_launching import PROGRESS, TARGET, Answering
+from test_launching import PROGRESS, TARGET, answering
 from unit_examples import CASE, crashed, measurement, prediction
 
 from pytest_gputrain.execution.launch import fork_server, launcher, processes
@@ -198,7 +198,7 @@ class Started:
         assert msgspec.json.decode((folder / "case.json").read_bytes(), type=Task).case == CASE
         (folder / f"rank{rank}" / "reply.json").write_bytes(msgspec.json.encode(self.reply))
         (folder / f"rank{rank}" / "progress.jsonl").write_bytes(PROGRESS)
-        process = Answering(0, polls=0)
+        process = answering(0, polls=0)
         process.end = self.end
         return process
 

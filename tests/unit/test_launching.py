@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import psutil
@@ -22,7 +23,7 @@ from pytest_gputrain.execution.launch import ranks
 from pytest_gputrain.execution.launch.case_folder import folder_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment, refuse_recursion, worker_environment
 from pytest_gputrain.execution.launch.merge import merge
-from pytest_gputrain.execution.launch.processes import CASE_FOLDER, FreshProcess, Process
+from pytest_gputrain.execution.launch.processes import CASE_FOLDER, FreshProcess
 from pytest_gputrain.execution.launch.ranks import Rank, exit_text, follow, timed_out
 from pytest_gputrain.records import (
     FORMAT,
@@ -168,24 +169,10 @@ def test_several_nodes_are_named_in_the_order_of_their_ranks(hosts: tuple[str, .
     assert merged.environment.hosts == named
 
 
-class Answering(Process):
-    """A process that ends by itself, with this exit code, when it has been asked so often."""
-
-    def __init__(self, exit_code: int, polls: int) -> None:
-        self.exit_code, self.polls = exit_code, polls
-
-    def poll(self) -> int | None:
-        self.polls -= 1
-        return self.exit_code if self.polls < 0 else None
-
-    def killed_for_memory(self, kills_before: int) -> bool:
-        return False
-
-    def ask_for_stacks(self) -> None:
-        """Has none."""
-
-    def end(self) -> None:
-        """Has ended."""
+def answering(exit_code: int, polls: int) -> Any:
+    """Return a process that ends by itself, with this exit code, when it has been asked so often."""
+    running = iter(range(polls))
+    return mock.Mock(poll=lambda: exit_code if next(running, None) is None else None, killed_for_memory=lambda before: False)
 
 
 @pytest.fixture
@@ -193,7 +180,7 @@ def rank(tmp_path: Path) -> Callable[..., Rank]:
     """Makes a rank whose process has ended (after ``polls`` questions) with an exit code, and left these files."""
 
     def make(exit_code: int = 0, number: int = 0, polls: int = 0, **files: bytes) -> Rank:
-        process = Answering(exit_code, polls)
+        process = answering(exit_code, polls)
         made = Rank(number, tmp_path / "case", lambda folder, rank: process)
         for name, data in files.items():
             (made.folder / name.replace("_", ".")).write_bytes(data)
