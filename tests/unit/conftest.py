@@ -18,12 +18,21 @@ class _Brief(AmberSnapshotExtension):
     """Writes what is nested in a snapshot on one line each, where that is short."""
 
     def serialize(self, data: Any, **options: Any) -> str:
-        return super().serialize(_parts(data), **options)
+        return super().serialize(_parts(_ordered(data)), **options)
 
 
 @pytest.fixture
 def snapshot(snapshot: SnapshotAssertion) -> SnapshotAssertion:
     return snapshot.use_extension(_Brief)
+
+
+def _ordered(data: Any) -> Any:
+    """Return the data with lists for sets, whose order differs from run to run."""
+    if isinstance(data, dict):
+        return {name: _ordered(value) for name, value in data.items()}
+    if isinstance(data, set | frozenset):
+        return sorted(data)
+    return type(data)(map(_ordered, data)) if type(data) in (list, tuple) else data
 
 
 def _parts(data: Any) -> Any:
@@ -33,9 +42,20 @@ def _parts(data: Any) -> Any:
 
 
 def _brief(data: Any) -> Any:
-    if isinstance(data, set | frozenset):
-        return str(sorted(data))
     if not isinstance(data, dict | list | tuple):
         return data
     line = repr(data)
-    return _parts(data) if "\\n" in line or len(line) > 600 else line
+    if "\\n" not in line and len(line) <= 600:
+        return line
+    return _packed(data) if all(isinstance(value, str) for value in data) and not isinstance(data, dict) else _parts(data)
+
+
+def _packed(lines: Any) -> list[str]:
+    """Return lines of up to 200 characters, each of some of the given ones."""
+    packed = [""]
+    for line in lines:
+        if packed[-1] and "\n" not in packed[-1] + line and len(packed[-1] + line) < 200:
+            packed[-1] += f" | {line}"
+        else:
+            packed.append(line)
+    return packed[1:]
