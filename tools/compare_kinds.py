@@ -36,19 +36,22 @@ HEADERS: Final = (
     "predicted against published",
     "emulated against published",
 )
-PREAMBLE: Final = """# How far prediction, emulation and published figures are apart
+PREAMBLE: Final = """# Predicted, emulated and published memory
 
-This page is written by `python tools/compare_kinds.py --write` from the recorded figures of the suites. A
-[prediction](predict.md) follows rules on fake tensors. An [emulated GPU](emulated-gpu.md) runs torch's own CUDA operators
-and allocator. Memory is in GiB: allocated / reserved at the peak. Published figures are memory in use on the device:
-reserved memory and CUDA's context. The goal for allocated memory is 0.1 % between the two kinds for eager cases of one GPU,
-and 1 % for cases of several GPUs. A table has the cases that are published and those that are more than 0.1 % apart.
-Published rows of PanGu with offload were measured with an older DeepSpeed, and took more: [why](deepspeed-zero.md).
+This page shows how far you can trust figures without a GPU. It compares the memory of each case of the suites by a
+[prediction](predict.md), which follows rules on fake tensors, by an [emulated GPU](emulated-gpu.md), which runs torch's own
+CUDA operators and allocator, and as published. The goal for allocated memory is that prediction and emulation differ by at
+most 0.1 % on one GPU and 1 % on several GPUs, for cases without `torch.compile`.
+
+Memory is in GiB: allocated / reserved at the peak. Published figures are memory in use on the device, which is reserved
+memory plus CUDA's context. The tables have the cases with a published figure, and those whose allocated memory differs by
+more than 0.1 %. The published rows of PanGu with DeepSpeed were measured with an older version, and needed more memory:
+[what is known](deepspeed-zero.md#buckets). `python tools/compare_kinds.py --write` writes this page.
 """
 _EQUAL: Final = 0.000005
 EAGER_GOAL: Final = 0.001
 SHARDED_GOAL: Final = 0.01
-_COMPILED: Final = "because compiled code cannot be predicted on fakes: torch decides there what it keeps while it compiles"
+_COMPILED: Final = "because torch decides what compiled code keeps in memory while it compiles"
 
 
 class Row(NamedTuple):
@@ -157,15 +160,15 @@ def alone(every: Iterable[Row], platform: str) -> Iterator[str]:
 
 def _why_not_emulated(case: Case, platform: str) -> str:
     if case.servers:
-        return "because its parameter servers have to answer, and the first process runs alone"
+        return "because parameter servers would have to answer, and only the first process runs"
     return f"because no run of `pytest benchmarks -m {platform} --gpu-emulate --gpu-baseline-update-new-only` is recorded"
 
 
 def summary(every: Sequence[Row]) -> Iterator[str]:
     """Yield what is true of each group of cases."""
     for what, among in (
-        ("eager cases of one GPU", [row for row in every if row.case.gpus == 1 and row.case.compile == "off"]),
-        ("eager cases of several GPUs", [row for row in every if row.case.gpus > 1 and row.case.compile == "off"]),
+        ("one GPU", [row for row in every if row.case.gpus == 1 and row.case.compile == "off"]),
+        ("several GPUs", [row for row in every if row.case.gpus > 1 and row.case.compile == "off"]),
     ):
         errors = [abs(row.error) for row in among if row.error is not None]
         if not errors:
@@ -176,18 +179,25 @@ def summary(every: Sequence[Row]) -> Iterator[str]:
             sum(row.disagree for row in among),
         )
         yield (
-            f"Allocated, {len(errors)} {what}: {equal} equal, {100 * max(errors):.3f} % apart at most; {missed} miss the "
-            f"goal of {100 * among[0].goal:g} %. In {apart} one kind fits and the other does not"
+            f"Allocated memory of {len(errors)} cases of {what} without torch.compile: {equal} are equal, and the others "
+            f"differ by at most {100 * max(errors):.3f} %; {missed} miss the goal of {100 * among[0].goal:g} %. For "
+            f"{apart} cases, prediction and emulation disagree on whether they fit"
         )
         reserved = sorted((abs(error), str(row.case)) for row in among if (error := row.reserved_error) is not None)
         middle, (most, case) = statistics.median(error for error, _ in reserved), reserved[-1]
-        yield f"Reserved: {100 * middle:.1f} % apart in the median, {100 * most:.1f} % at most ({case})"
+        yield (
+            f"Reserved memory of these cases differs by {100 * middle:.1f} % in the median, and at most by "
+            f"{100 * most:.1f} % ({case})"
+        )
     for number, kind in enumerate(("Predicted", "Emulated")):
         pairs = [(list(_used(row))[number], row.published) for row in every if row.published is not None]
         errors = [abs(used / published.low - 1) for used, published in pairs if used is not None]
         if errors:
             middle, most = 100 * statistics.median(errors), 100 * max(errors)
-            yield f"{kind} against {len(errors)} published figures: {middle:.1f} % apart in the median, {most:.1f} % at most"
+            yield (
+                f"{kind} memory differs from {len(errors)} published figures by {middle:.1f} % in the median, and at most "
+                f"by {most:.1f} %"
+            )
 
 
 def section(platform: str, every: Sequence[Row], *, full: bool) -> Iterator[str]:

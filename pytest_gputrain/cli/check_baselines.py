@@ -53,13 +53,13 @@ def add_to(commands: Any) -> None:
     check.add_argument(
         "--since",
         metavar="COMMIT",
-        help="also list every baseline that was raised, removed or changed in kind since this commit",
+        help="also list every baseline that was raised or removed, or became another outcome, since this commit",
     )
     check.add_argument(
         "--strict",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="exit with status 1 if a baseline was removed or changed in kind since then (default: if CI is set)",
+        help="exit with status 1 if a baseline was removed or became another outcome since then (default: if CI is set)",
     )
     check.add_argument(
         "--format", choices=("terminal", "markdown"), default="terminal", help="the format of that list (default: terminal)"

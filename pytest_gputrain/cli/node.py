@@ -1,4 +1,4 @@
-"""Runs the command ``gputrain node``, this machine's part of cases that pytest spreads over several nodes."""
+"""Runs the command ``gputrain node``, which starts processes here for cases that pytest spreads over several nodes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from pytest_gputrain.utils.sanitize import shown
 
 
 def add_to(commands: Any) -> None:
-    node = commands.add_parser("node", help="run this machine's part of cases of several nodes")
-    node.add_argument(
-        "shared", type=Path, metavar="DIR", help="the folder that all nodes share, which is gpu_shared of pytest"
-    )
+    node = commands.add_parser("node", help="run the processes of this machine for cases of several nodes, until Ctrl-C")
+    node.add_argument("shared", type=Path, metavar="DIR", help="the folder that all nodes share (gpu_shared of pytest)")
     node.add_argument(
         "--host",
         default=socket.gethostname(),

@@ -36,7 +36,7 @@ from pytest_gputrain.utils.host import usable_cores
 from pytest_gputrain.utils.suggest import did_you_mean
 
 _KNOBS: Final = {
-    "method": ("method", "full, lora, qlora, ... (default: all of these three that the model has)"),
+    "method": ("method", "full, lora, qlora, ... (default: each of these three that the model has)"),
     "batch": ("batch_size", "samples per step on each GPU (default: 1)"),
     "sequence": ("sequence_length", "tokens of a sample (default: 2048)"),
     "precision": ("precision", "fp32, bf16, bf16-amp or fp16-amp (default: bf16)"),
@@ -66,12 +66,14 @@ def add_to(commands: Any) -> None:
         help="predict whether a model fits a GPU, by which method, and up to which batch",
         description="Predict the memory of training a model on GPUs. The GPUs need not be here, because the training "
         "runs on "
-        "tensors without contents. Each option takes several values, separated by commas, and all combinations are "
+        "tensors without data. Each option takes several values, separated by commas, and all combinations are "
         "predicted. The exit status is 0 whether anything fits or not, and 2 for bad input. Example: gputrain predict "
         "llama-3.1-8b --method lora,qlora --gpu rtx_4090",
     )
     predict.add_argument(
-        "model", metavar="MODEL", help="a model of the zoo, a config.json or its folder, or a model in the hub's local cache"
+        "model",
+        metavar="MODEL",
+        help="a built-in model, a config.json or its folder, or a model in the local cache of the hub",
     )
     predict.add_argument("--gpu", required=True, metavar="MARKER,...", help="the GPUs, as h100,rtx_4090 (docs/gpus.md)")
     for option, (knob, text) in _KNOBS.items():
@@ -162,7 +164,7 @@ def _unknown(name: str) -> str:
     zoo = architectures()
     # The hub's names have an organisation before them, and capitals.
     near = did_you_mean(name, cached_models(os.environ)) or did_you_mean(name.rpartition("/")[2].lower(), zoo)
-    known = "" if near else f"; the zoo has {', '.join(zoo)}"
+    known = "" if near else f"; the built-in models are {', '.join(zoo)}"
     return (
         f"the model {name!r} is unknown{near}: it is not a file, a folder, or a model in the local cache of "
         f"the hub ({hub_cache(os.environ)}){known}"

@@ -219,8 +219,8 @@ OPTIONS: Final = (
         default=str(MOST_RUNS - 1),
         metavar="N",
         help=(
-            "the most further fresh processes for a case that looks slower, faster, bigger or out of memory, which run "
-            "until they agree; 0 judges by the first process alone, against a wider limit "
+            "how often a case that looks slower, faster, bigger or out of memory is measured again at most, in fresh "
+            "processes, until they agree; 0 judges by the first process alone, against a wider limit "
             f"(default: {MOST_RUNS - 1})"
         ),
     ),
@@ -255,8 +255,8 @@ OPTIONS: Final = (
         name="platform",
         metavar="MARKER",
         help=(
-            "the GPU that this machine must have (h100, a100, ...), or that is predicted or emulated; a GPU that the "
-            "catalog does not know is accepted as it; cpu uses no GPU"
+            "the GPU that this machine must have (h100, a100, ...), or that is predicted or emulated; a GPU whose name is "
+            "not known is accepted as this one; cpu uses no GPU"
         ),
     ),
     Option(
@@ -278,9 +278,8 @@ OPTIONS: Final = (
         default="warn",
         metavar="error|warn|ignore",
         help=(
-            "what to do about processes of others on the GPUs of a case: fail the case without measuring it (error), "
-            "measure it, but do not call it slower because of them and record nothing (warn), or ignore them (default: "
-            "warn)"
+            "what to do if other processes use the GPUs of a case: fail the case without measuring it (error), measure "
+            "it, but neither call it slower nor record it (warn), or ignore them (default: warn)"
         ),
     ),
     Option(
@@ -333,8 +332,8 @@ OPTIONS: Final = (
         parse=_site_arguments,
         metavar="[PLATFORM:] ARGUMENTS",
         help=(
-            "further arguments for the scheduler, one line for each platform, as 'h100: --partition=gpu "
-            "--gres=gpu:h100:{gpus}', or for Ray 'h100: h100={gpus}'; a line without a platform applies to all"
+            "further arguments for the scheduler, one line for each platform, as 'h100: --partition=gpu', or for Ray "
+            "'h100: h100={gpus}'; a line without a platform applies to all"
         ),
     ),
     Option(

@@ -25,8 +25,7 @@ _NOT_IDENTITY: Final = frozenset({"steps", "warmup", "platforms", "named"})
 class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The model to train and how to train it: model x method x precision x parallelism x knobs.
 
-    A record only: nothing is checked or looked up here, so that one misspelt case fails its own test instead of the
-    whole file (see `pytest_gputrain.cases.validation.problem`).
+    Nothing is checked when you make a case, so that a misspelt case fails its own test and not the whole file.
     """
 
     model: str = ""

@@ -80,7 +80,7 @@ class Origin(Struct, frozen=True, kw_only=True):
 
 
 class CaseResult(Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """The fields that results of all kinds have."""
+    """The fields of results of all kinds."""
 
     nodeid: str
     """pytest's id of the test."""
@@ -108,7 +108,7 @@ class CaseResult(Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class TrainedResult(CaseResult, frozen=True, kw_only=True):
-    """The fields that results of cases have which really trained."""
+    """The fields of results of cases that really trained."""
 
     replies: tuple[Reply, ...]
     """The reply of each fresh process, at least one."""
@@ -129,7 +129,7 @@ class Measured(TrainedResult, frozen=True, kw_only=True, tag="measured"):
     published: Published | None = None
     """The published row that ``--gpu-baseline=published`` compared with."""
     to_come: Whole = 0
-    """How many more runs its baseline needs. None is stored before all are there."""
+    """How many more runs its baseline needs. None of them is stored before all have ended."""
 
 
 class BatchSearch(TrainedResult, frozen=True, kw_only=True, tag="batch_search"):
@@ -147,7 +147,7 @@ class LossStudy(TrainedResult, frozen=True, kw_only=True, tag="loss_study"):
 
 
 class UnmeasuredResult(CaseResult, frozen=True, kw_only=True):
-    """The fields that results of cases have which no device ran. They have no times, and are the same in every process."""
+    """The fields of results of cases that ran on no device. They have no times, and are the same in every process."""
 
     reply: Prediction | EmulatedRun | OutOfMemory | Crashed | TimedOut
     """The figures, or the failure of the process that was to give them."""
@@ -169,7 +169,7 @@ class Predicted(UnmeasuredResult, frozen=True, kw_only=True, tag="predicted"):
     reply: Prediction | OutOfMemory | Crashed | TimedOut
     """The prediction, or the failure of the process that was to give it."""
     remedy: str = ""
-    """A change that makes a case fit that does not, found by further predictions."""
+    """A change that makes the case fit, if it does not, found by further predictions."""
 
     @property
     def figures(self) -> Prediction | None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Final
 
+from pytest_gputrain.cases.validation import ADAPTING
 from pytest_gputrain.gate.fit import loads_in_parts
 from pytest_gputrain.gate.memory import in_phase, tensor
 from pytest_gputrain.gate.messages import count
@@ -122,32 +123,44 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
     if with_peaks and len(at_peak) <= _SHOWN_PEAKS:
         for name, what in at_peak.items():
             yield f"{name} at its peak, {what}"
+    yield from _trained(report)
     yield from report.left_out
     yield from report.about
     share = format_percent(report.error, signed=False)
     yield (
-        "memory is that of the process in nvidia-smi; if it does not fit, memory without a limit; within the error: an "
-        f"error of {share}, the largest against published figures, would change the answer"
+        "memory is what nvidia-smi would show of the process; 'within the error' means that an error of "
+        f"{share} in the prediction would change the answer"
     )
     yield (
-        "the least time is a bound by the peaks of the hardware, not a forecast: published steps on an H100 took 1.8 to 4.6 "
-        "times as long"
+        "the least time is a lower bound by the peak rates of the hardware, not a forecast: published steps on an H100 took "
+        "1.5 to 4.7 times as long"
     )
     if any(cell.case.gpus > 1 for cell in report.cells):
-        yield "memory is that of one of the GPUs; what NCCL takes is not known, and not counted"
+        yield "memory is that of one of the GPUs, without the memory of NCCL, which is not known"
     if any(loads_in_parts(cell.case) for cell in report.cells):
         yield (
-            "under fsdp and by qlora it is that of training, for programs that load one part of the model at a time; a case "
-            "of pytest-gputrain builds all of it on the GPU first"
+            "memory under fsdp and of qlora is that of training, for programs that load one part of the model at a time; a "
+            "case of pytest-gputrain builds the whole model on the GPU first"
         )
     if emulated := [cell.emulated for cell in report.cells if cell.emulated is not None]:
         yield (
             f"{count(len(emulated), 'combination')} ran on emulated GPUs (CUDA {emulated[0].runtime}), and the first table "
-            "has what they took there; where the prediction disagrees, the answer is within the error; all else is predicted"
+            "has their memory there; if the prediction disagrees, the answer is 'within the error'; all else is predicted"
         )
     versions = ", ".join(f"{name} {version}" for name, version in sorted(report.packages.items()))
     compiled = "" if any(cell.case.compile != "off" for cell in report.cells) else ", not compiled"
     yield f"predicted for {versions}{compiled}; nothing was trained"
+
+
+def _trained(report: FitReport) -> Iterator[str]:
+    """Yield how many parameters the methods train that adapt a model, as that follows from the layers that get adapters."""
+    counts = {
+        case.method: f"{case.method} trains {prediction.trainable_parameters:,} parameters"
+        for case, prediction in ((cell.case, cell.prediction) for cell in report.cells)
+        if case.method in ADAPTING and prediction is not None and prediction.trainable_parameters
+    }
+    if counts:
+        yield f"{', '.join(counts.values())}; --set lora_rank=8 or --set lora_targets=all-linear changes that"
 
 
 _ORIGINS: Final[dict[TrainingPhase, str]] = {

@@ -70,6 +70,7 @@ def _with_adapters(model: nn.Module, recipe: Lora, case: Case) -> nn.Module:
         lora_dropout=recipe.dropout,
         bias="none",
         target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=_routers_read_directly(model) or None,
         use_dora=case.dora,
     )
     with warnings.catch_warnings():
@@ -108,6 +109,16 @@ def default_targets(model: nn.Module) -> tuple[str, ...] | str:
     return tuple(sorted(linear - _READ_PAST_THE_LAYER))
 
 
+def _routers_read_directly(model: nn.Module) -> list[str]:
+    """Return the linear layers whose weight the layer above reads itself, so that no adapter and no 4 bits can be in them.
+
+    They are the routers of DeepSeek-V2 in transformers 5.0; later releases have no linear layer there.
+    """
+    if getattr(getattr(model, "config", None), "model_type", "") != "deepseek_v2":
+        return []
+    return [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and name.endswith(".gate")]
+
+
 def _check_targets(model: nn.Module, targets: Sequence[str], case: Case) -> None:
     """Check that linear layers have the names. peft is content where one of several is found.
 
@@ -134,12 +145,13 @@ def _quantise(model: nn.Module, compute: torch.dtype) -> None:
     """
     whole: Any = model
     head = whole.get_output_embeddings()
+    unchanged = _routers_read_directly(model)
     # Names, not layers: whatever holds on to a layer keeps its unquantised weight alive.
     layers = [
         (parent, name)
-        for parent in model.modules()
+        for prefix, parent in model.named_modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and child is not head
+        if type(child) is nn.Linear and child is not head and f"{prefix}.{name}" not in unchanged
     ]
     del head
     for parent, name in layers:

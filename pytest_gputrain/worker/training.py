@@ -25,11 +25,12 @@ from pytest_gputrain.worker.device import is_gpu
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loader import Loader
 from pytest_gputrain.worker.loop import Steps
-from pytest_gputrain.worker.loops import loop_of
+from pytest_gputrain.worker.loops import FunctionLoop, GeneratorLoop, loop_of
 from pytest_gputrain.worker.methods import adapt, trainable_parameters
 from pytest_gputrain.worker.optimizers import OPTIMIZERS
 from pytest_gputrain.worker.parallel import ENGINES, EngineOptions
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
+from pytest_gputrain.worker.updates import Updates
 from pytest_gputrain.worker.zoo.completed import architecture_of
 
 
@@ -262,7 +263,10 @@ class OwnCodeTraining:
         )
         self._name = case.model
         self._watched = setup.watched
-        self._loop = loop_of(builder(setup), case, group.size, setup.watch, self._note)
+        # In a prediction, too, where a CPU with an index stands for the GPU.
+        self._updates = Updates(case, counts=device.type == "cpu")
+        with self._updates.following():
+            self._loop = loop_of(builder(setup), case, group.size, setup.watch, self._note)
         self.samples = case.batch_size
         self.sequence_length = case.sequence_length
         self.tokens: int | None = None
@@ -289,7 +293,11 @@ class OwnCodeTraining:
         return sum(value.numel() for value in self.model.parameters() if value.requires_grad)
 
     def run(self, steps: Steps) -> None:
-        self._loop.run(steps)
+        if not isinstance(self._loop, FunctionLoop | GeneratorLoop):  # a framework has told how it accumulates gradients
+            self._loop.run(steps)
+            return
+        with self._updates.following():
+            self._loop.run(self._updates.during(steps))
 
     def _note(self, loss: Any) -> None:
         self.updates += 1

@@ -57,7 +57,7 @@ def test_what_is_measured_here_is_recorded_once_without_a_warning_and_then_passe
 @pytest.mark.parametrize(
     ("bigger", "slower", "told"),
     [
-        (0, 1.0, "3 baselines in * stay as they were: their judged figures are the same"),
+        (0, 1.0, "3 baselines in * are unchanged, because their judged figures are the same"),
         (1, 1.0, "1 baseline recorded in *; review the difference in git; 2 more have the same figures*"),
         (
             8 * GiB,

@@ -1,0 +1,105 @@
+"""Checks that own code updates its weights as often as its case says.
+
+Tensors are counted in two rounds: a step each, or as many as gradients are accumulated over. If no optimizer steps in one of
+them, its states, or what is live beside them, are missing from the peak; and the typical time of a step is that of one which
+updates nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+from unittest import mock
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from pytest_gputrain.records import Case
+from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.loop import Steps
+
+_COUNTED_ROUNDS: Final = 2
+_FEW: Final = 8
+"""Each of so many optimizers has to step in every round. More are those of single parameters, of which some may get no
+gradient."""
+
+
+class Updates:
+    """The steps of each optimizer in each round. Optimizers are those of torch and what derives from them.
+
+    Args:
+        counts: whether the peak is that of the counted rounds, and not of all.
+    """
+
+    def __init__(self, case: Case, *, counts: bool) -> None:
+        self._name = case.model
+        self._steps_of_round = case.gradient_accumulation
+        self._counts = counts
+        self._steps = 0
+        self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._rounds: weakref.WeakKeyDictionary[Optimizer, Counter[int]] = weakref.WeakKeyDictionary()
+        """How often each one stepped in each round."""
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Provide a context in which it learns of the optimizers that are made and that step."""
+        make = Optimizer.__init__
+
+        def noting(optimizer: Optimizer, *arguments: Any, **options: Any) -> None:
+            make(optimizer, *arguments, **options)
+            self._made.add(optimizer)
+
+        def see(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._rounds.setdefault(optimizer, Counter())[self._steps // self._steps_of_round] += 1
+
+        with mock.patch.object(Optimizer, "__init__", noting):
+            hook = register_optimizer_step_pre_hook(see)
+            try:
+                yield
+            finally:
+                hook.remove()
+
+    def during(self, steps: Steps) -> Steps:
+        """Yield what ``steps`` does, and check after the last step how often optimizers stepped.
+
+        Raises:
+            CheckFailed: gradients are accumulated over another number of steps than the case says.
+        """
+        self._rounds.clear()  # what stepped before is part of the build
+        for update in steps:
+            yield update
+            self._steps += 1
+        self._check()
+
+    def _check(self) -> None:
+        name, size = self._name, self._steps_of_round
+        rounds = range(self._steps // size)
+        if not rounds:
+            return
+        each = [[stepped[number] for number in rounds] for stepped in self._rounds.values()]
+        if not any(map(any, each)):
+            if not any(map(_has_gradients, self._made)):
+                return
+            each = [[0] * len(rounds)]
+        most = min(map(max, each))
+        if size > 1 and most > 1:
+            raise CheckFailed(
+                f"the optimizer of {name} stepped {most} times in {size} steps, but its case says that gradients are "
+                f"accumulated over {size} steps: yield after each micro-batch, or leave gradient_accumulation out"
+            )
+        for stepped in each if len(each) <= _FEW else [[sum(column) for column in zip(*each, strict=True)]]:
+            updating = sum(map(bool, stepped))
+            if (self._counts and not all(stepped[:_COUNTED_ROUNDS])) or 2 * updating < len(rounds):
+                one = "the" if len(each) == 1 else "an"
+                what = "steps" if size == 1 else f"rounds of {size} steps"
+                raise CheckFailed(
+                    f"{one} optimizer of {name} stepped in {updating} of {len(rounds)} {what}, so memory and time would not "
+                    "be those of steps that train: set gradient_accumulation to the number of steps from one update to the "
+                    "next, or yield once for each update"
+                )
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(value.grad is not None for group in optimizer.param_groups for value in group["params"])

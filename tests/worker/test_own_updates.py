@@ -1,0 +1,72 @@
+"""Own code whose optimizer steps more or less often than its case says would have another step's memory and time."""
+
+import pytest
+import torch
+from test_prediction import H100, OWN
+from torch import nn
+from zoo_examples import run
+
+from pytest_gputrain.records import Crashed, Task
+from pytest_gputrain.worker.prediction.predict import predict
+from pytest_gputrain.worker.progress import Progress
+
+
+def training(every, *, yields_updates=False, optimizers=1, steps_first=False):
+    """A loop whose optimizers step after ``every`` backward passes, and which yields after each, or after each update."""
+
+    def build(setup):
+        layers = nn.ModuleList(nn.Linear(32, 32, device=setup.device) for _ in range(optimizers))
+        adams = [torch.optim.AdamW(layer.parameters()) for layer in layers]
+        batch = torch.randn(8, 32, device=setup.device)
+        passes = 0
+        while True:
+            loss = sum(layer(batch).square().mean() for layer in layers)
+            loss.backward()
+            passes += 1
+            update = passes % every == (1 % every if steps_first else 0)
+            if update:
+                for number, adam in enumerate(adams):
+                    if number == 0 or passes % (2 * every) == 0:  # the second, as of a GAN, every other time
+                        adam.step()
+                        adam.zero_grad()
+            if update or not yields_updates:
+                yield loss
+
+    return build
+
+
+RARE = "optimizer of own stepped in {} of {}, so memory and time would not be those of steps that train"
+OFTEN = "the optimizer of own stepped {} times in 4 steps, but its case says that gradients are accumulated over 4 steps"
+
+
+@pytest.mark.parametrize(
+    ("build", "accumulation", "measured", "predicted"),
+    [
+        (training(1), 1, "", ""),
+        (training(4), 4, "", ""),
+        (training(4, steps_first=True), 4, "", ""),
+        (training(4, yields_updates=True), 1, "", ""),
+        (training(2, optimizers=2), 4, "", ""),
+        (training(1, optimizers=12), 1, "", ""),
+        (training(4), 1, RARE.format(3, "13 steps"), RARE.format(0, "2 steps")),
+        (training(99), 1, RARE.format(0, "13 steps"), RARE.format(0, "2 steps")),
+        (training(4), 3, RARE.format(5, "7 rounds of 3 steps"), RARE.format(1, "2 rounds of 3 steps")),
+        (training(1, optimizers=2), 1, RARE.format(7, "13 steps"), RARE.format(1, "2 steps")),
+        (training(4, yields_updates=True), 4, OFTEN.format(4), OFTEN.format(4)),
+        (training(2), 4, OFTEN.format(2), OFTEN.format(2)),
+    ],
+)
+def test_updates_are_as_often_as_the_case_says(build, accumulation, measured, predicted):
+    case = OWN.replace(gradient_accumulation=accumulation, steps=5, warmup=3)
+    task = Task(case=case, scale="full", device_type="cpu", root=".", target=H100)
+    for reply, sentence in (run(case, build), measured), (predict(task, Progress(None), build), predicted):
+        assert isinstance(reply, Crashed) == bool(sentence), reply
+        assert not sentence or sentence in reply.sentence
+
+
+def test_a_step_without_an_optimizer_is_no_training_that_updates_too_rarely():
+    def build(setup):
+        layer = nn.Linear(32, 32, device=setup.device)
+        return lambda: layer(torch.ones(8, 32, device=setup.device)).sum().backward()
+
+    assert not isinstance(run(OWN, build), Crashed)
