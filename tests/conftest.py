@@ -6,6 +6,8 @@ import signal
 # pytester forgets what was imported in its runs: libraries of which it forgets only parts break, and others are read again.
 import filelock  # noqa: F401
 import psutil  # noqa: F401
+import pynvml  # noqa: F401
+import rich.console
 import rich.table  # noqa: F401
 
 with contextlib.suppress(ImportError):

@@ -28,9 +28,9 @@ def add_to(commands: Any) -> None:
         "ab",
         allow_abbrev=False,
         help="compare two versions of the code by alternating runs on this machine",
-        description="Compare two versions of the code by alternating runs on this machine. All other arguments are "
-        "passed to "
-        "pytest. Example: gputrain ab --base main benchmarks -k lora",
+        usage="%(prog)s --base REV|ENV|DIR [options] [PYTEST ARGUMENTS]",
+        description="Compare two versions of the code by alternating runs on this machine: each case runs twice as often as "
+        "there are rounds. All other arguments are passed to pytest. Example: gputrain ab --base main benchmarks -k lora",
     )
     metavar = "REV|ENV|DIR"
     ab.add_argument(
@@ -72,6 +72,7 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 def _alternate(base: Side, head: Side, arguments: Sequence[str], rounds: int, scratch: Path) -> dict[str, list[Report]]:
     if uncommitted(Path.cwd()) and base.folder != Path.cwd() != head.folder:
         console.say("files here differ from the last commit; neither side has these changes")
+    console.say(f"each case runs {rounds} times on each side, {2 * rounds} times in all")
     reports: dict[str, list[Report]] = {"base": [], "head": []}
     for number in range(rounds):
         # Base first, then head first: a machine that gets slower all the time is so for both.

@@ -36,7 +36,7 @@ from pytest_gputrain.utils.host import usable_cores
 from pytest_gputrain.utils.suggest import did_you_mean
 
 _KNOBS: Final = {
-    "method": ("method", "full, lora, qlora, ... (default: all of these three that the model has)"),
+    "method": ("method", "full, lora, qlora, ... (default: each of these three that the model has)"),
     "batch": ("batch_size", "samples per step on each GPU (default: 1)"),
     "sequence": ("sequence_length", "tokens of a sample (default: 2048)"),
     "precision": ("precision", "fp32, bf16, bf16-amp or fp16-amp (default: bf16)"),
@@ -66,7 +66,7 @@ def add_to(commands: Any) -> None:
         help="predict whether a model fits a GPU, by which method, and up to which batch",
         description="Predict the memory of training a model on GPUs. The GPUs need not be here, because the training "
         "runs on "
-        "tensors without contents. Each option takes several values, separated by commas, and all combinations are "
+        "tensors without data. Each option takes several values, separated by commas, and all combinations are "
         "predicted. The exit status is 0 whether anything fits or not, and 2 for bad input. Example: gputrain predict "
         "llama-3.1-8b --method lora,qlora --gpu rtx_4090",
     )

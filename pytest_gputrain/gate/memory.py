@@ -240,7 +240,8 @@ def describe_tensors(phase: TrainingPhase, now: PeaksByPhase, before: PeaksByPha
     if named.bytes > abs(change):  # it took the place of something else, or grew
         return f", {'now' if first in new else 'before'} {tensor(named)}"
     if 2 * moved[first] > abs(change):
-        return f", most of it {'' if first in new else 'was '}{tensor(named)}"
+        share = "all" if format_bytes(moved[first]) == format_bytes(abs(change)) else "most"
+        return f", {share} of it {'' if first in new else 'was '}{tensor(named)}"
     some = [kind for kind in kinds if (kind in new) == (first in new)][:_MOST_TENSORS_SHOWN]
     return f", including {'' if first in new else 'was '}{_listed([tensor(new.get(kind) or old[kind]) for kind in some])}"
 

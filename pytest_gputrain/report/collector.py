@@ -337,8 +337,8 @@ class Collector:
 
 def _recorded_in(path: Path, number: int, unchanged: int) -> str:
     if unchanged == number:
-        stay = "stays as it was: its" if number == 1 else "stay as they were: their"
-        return f"{count(number, 'baseline')} in {path} {stay} judged figures are the same"
+        whose = "is unchanged, because its" if number == 1 else "are unchanged, because their"
+        return f"{count(number, 'baseline')} in {path} {whose} judged figures are the same"
     same = f"; {unchanged} more {'has' if unchanged == 1 else 'have'} the same figures as before" if unchanged else ""
     return f"{count(number - unchanged, 'baseline')} recorded in {path}; review the difference in git{same}"
 

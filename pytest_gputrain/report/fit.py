@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Final
 
+from pytest_gputrain.cases.validation import ADAPTING
 from pytest_gputrain.gate.fit import loads_in_parts
 from pytest_gputrain.gate.memory import in_phase, tensor
 from pytest_gputrain.gate.messages import count
@@ -122,6 +123,7 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
     if with_peaks and len(at_peak) <= _SHOWN_PEAKS:
         for name, what in at_peak.items():
             yield f"{name} at its peak, {what}"
+    yield from _trained(report)
     yield from report.left_out
     yield from report.about
     share = format_percent(report.error, signed=False)
@@ -148,6 +150,17 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in sorted(report.packages.items()))
     compiled = "" if any(cell.case.compile != "off" for cell in report.cells) else ", not compiled"
     yield f"predicted for {versions}{compiled}; nothing was trained"
+
+
+def _trained(report: FitReport) -> Iterator[str]:
+    """Yield how many parameters the methods train that adapt a model, as that follows from the layers that get adapters."""
+    counts = {
+        case.method: f"{case.method} trains {prediction.trainable_parameters:,} parameters"
+        for case, prediction in ((cell.case, cell.prediction) for cell in report.cells)
+        if case.method in ADAPTING and prediction is not None and prediction.trainable_parameters
+    }
+    if counts:
+        yield f"{', '.join(counts.values())}; --set lora_rank=8 or --set lora_targets=all-linear changes that"
 
 
 _ORIGINS: Final[dict[TrainingPhase, str]] = {

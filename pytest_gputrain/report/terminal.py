@@ -58,9 +58,9 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
         groups[result.suite, _device(result), result.scale].append(result)
     console, file = rich_text.console(width, colour)
     for (suite, device, scale), members in groups.items():
-        stand_ins = scale == "tiny" and any(not result.case.code for result in members)
-        note = " (tiny stand-ins for the models named)" if stand_ins else ""
-        console.print(rich_text.text(f"{suite} on {device}, {scale} scale{note}", style="bold"))
+        own = all(result.case.code for result in members)
+        size = "" if own else ", tiny scale (tiny stand-ins for the models named)" if scale == "tiny" else ", full scale"
+        console.print(rich_text.text(f"{suite} on {device}{size}", style="bold"))
         for line in _links(members):
             console.print(rich_text.text(line, style="dim"))
         if predicted := of_kind(members, Predicted):

@@ -128,7 +128,7 @@ def _refuse_script(case: Case, host: Host, settings: Settings) -> None:
     if not host.gpus:
         raise BadCase(
             f"{case} was not measured: a script's memory is known from torch's CUDA allocator, and this run has no GPU; add "
-            "--gpu-emulate -m h100, which needs torch's CUDA build but no GPU, or run it on a machine with one"
+            "--gpu-emulate --gpu-platform=h100, which needs torch's CUDA build but no GPU, or run it on a machine with one"
         )
 
 

@@ -3,7 +3,9 @@
 import tempfile
 
 import pytest
-from plugin_project import H100, H100_FOLDER, SUITE, Project
+from plugin_project import H100, H100_FOLDER, SUITE, Predictor, Project
+
+from pytest_gputrain.execution.launch import launcher
 
 
 @pytest.fixture
@@ -56,6 +58,14 @@ def gated(suite: Project) -> Project:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(_BASELINES[0])
     return suite
+
+
+@pytest.fixture
+def predictor(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Predictor:
+    predictor = Predictor()
+    monkeypatch.setattr(launcher, "predict", predictor)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # its replies are nobody else's
+    return predictor
 
 
 @pytest.fixture

@@ -6,17 +6,22 @@ import re
 import subprocess
 import textwrap
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
+
+from pytest_gputrain.records import Prediction, Task
 
 TESTS = Path(__file__).parent.parent
 RECORDED = Path(__file__).parent / "replies"
 
 H100 = "NVIDIA H100 80GB HBM3"
 H100_FOLDER = "nvidia-h100-80gb-hbm3"
+PREDICTION = msgspec.json.decode((RECORDED / "h100_predicted.json").read_bytes(), type=Prediction)
 LLAMA, GEMMA, LLAMA_2 = "llama-3.1-8b-lora-bf16", "gemma-7b-lora-bf16", "llama-2-13b-lora-bf16"
 ANY = "*"
 
@@ -107,7 +112,7 @@ def pytest_configure(config):
             "flag": worker_environment(task, gpus, environ).get("FLAG"),
         }
         with open(HERE / "launches.jsonl", "a") as log:
-            log.write(json.dumps(launched) + "\\n")
+            print(json.dumps(launched), file=log)
         replies = json.loads((HERE / "replies.json").read_text())
         mine = replies[name] if name in replies else replies["*"]
         asked[name] = asked.get(name, 0) + 1
@@ -136,6 +141,18 @@ def recorded(name: str = "h100_measured", *, slower: float = 1.0, bigger: int = 
     return reply
 
 
+class Predictor:
+    """Stands in for the processes that predict: all tasks get its reply."""
+
+    def __init__(self) -> None:
+        self.reply = PREDICTION
+        self.tasks: list[Task] = []
+
+    def __call__(self, task: Task, **others: Any) -> Prediction:
+        self.tasks.append(task)
+        return self.reply
+
+
 @dataclasses.dataclass
 class Project:
     """The folder of the tested pytest."""
@@ -157,17 +174,13 @@ class Project:
     def machine(self, device_name: str | None, *, gpus: int = 1, power_limit_watts: float | None = None) -> None:
         """Find ``gpus`` devices of this name, or none, and answer every case with the figures recorded for one."""
         (self.path / "conftest.py").write_text(_STAND_IN)
-        devices = [
-            {
-                "index": index,
-                "uuid": f"GPU-{uuid.uuid4()}",
-                "name": device_name,
-                "memory_bytes": 85_029_158_912,
-                "driver": "570.86.10",
-                "power_limit_watts": power_limit_watts,
-            }
-            for index in range(gpus if device_name else 0)
-        ]
+        gpu = {
+            "name": device_name,
+            "memory_bytes": 85_029_158_912,
+            "driver": "570.86.10",
+            "power_limit_watts": power_limit_watts,
+        }
+        devices = [{"index": index, "uuid": f"GPU-{uuid.uuid4()}", **gpu} for index in range(gpus if device_name else 0)]
         (self.path / "gpus.json").write_text(json.dumps(devices))
         self.answer(recorded("h100_measured", device_name=device_name) if device_name else recorded("cpu_measured"))
 
@@ -190,8 +203,7 @@ class Project:
 
     def git(self, *arguments: str) -> str:
         """What git says in the project, with the name of an author."""
-        named = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
-        command = ["git", "-C", str(self.path), *named, *arguments]
+        command = ["git", "-C", str(self.path), "-c", "user.name=x", "-c", "user.email=x@example.com", *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     def junit(self) -> dict[str, Any]:
@@ -202,26 +214,6 @@ class Project:
     def occupied(self, *, free_bytes: int, processes: int = 0) -> None:
         """From now on, this is what is on the GPUs before a case starts."""
         (self.path / "occupancy.json").write_text(json.dumps([free_bytes, processes]))
-
-    def comparable(self, name: str) -> dict[str, Any]:
-        """What the report ``name`` says of its cases, without what differs between two runs on the same machine.
-
-        The threads of gloo let go of a buffer sooner or later, so the peak of several processes on a CPU moves, and with it
-        how often such a case is measured again. Losses are rounded, because their last bits depend on the number of threads.
-        """
-        return {
-            result["key"]: (
-                result["verdict"]["status"],
-                re.sub(r"[\d.]+ (s|ms|µs)", "TIME", result["verdict"]["sentence"]),
-                result["platform"],
-                result["device"],
-                reply["outcome"],
-                None if len(reply.get("ranks", ())) > 1 else reply.get("peak_allocated_bytes"),
-                [f"{loss:.3g}" for loss in reply.get("losses", ())],
-            )
-            for result in self.report(name)["results"]
-            for reply in result["replies"][-1:]
-        }
 
     @property
     def launches(self) -> list[dict[str, Any]]:
@@ -257,8 +249,17 @@ class Project:
 
 def failures(result: pytest.RunResult) -> dict[str, str]:
     """Text of every failure of an in-process run, by name of the test."""
-    reports = result.reprec.getreports("pytest_runtest_logreport")
-    return {report.nodeid.partition("::")[2]: report.longreprtext for report in reports if report.failed}
+    return {name: report.longreprtext for name, report in _reports(result) if report.failed}
+
+
+def skips(result: pytest.RunResult) -> dict[str, str]:
+    """Reason of every skip of an in-process run, by name of the test."""
+    return {name: report.longrepr[2].removeprefix("Skipped: ") for name, report in _reports(result) if report.skipped}
+
+
+def _reports(result: pytest.RunResult) -> Iterator[tuple[str, Any]]:
+    for report in result.reprec.getreports("pytest_runtest_logreport"):
+        yield report.nodeid.partition("::")[2], report
 
 
 def junit_properties(case: ElementTree.Element) -> dict[str | None, str]:
@@ -266,33 +267,21 @@ def junit_properties(case: ElementTree.Element) -> dict[str | None, str]:
     return {entry.get("name"): str(entry.get("value")) for entry in case.iter("property")}
 
 
-def skips(result: pytest.RunResult) -> dict[str, str]:
-    """Reason of every skip of an in-process run, by name of the test."""
-    reports = result.reprec.getreports("pytest_runtest_logreport")
-    return {
-        report.nodeid.partition("::")[2]: report.longrepr[2].removeprefix("Skipped: ")
-        for report in reports
-        if report.skipped
-    }
-
-
-def assert_refused(project: Project, sentence: str, *arguments: str) -> None:
-    """pytest with ``arguments`` ends in a usage error of this one sentence, before anything runs."""
+def assert_refused(project: Project, sentence: str, *arguments: str, launched: int = 0) -> None:
+    """pytest with ``arguments`` ends in a usage error of this one sentence, with no launch beside earlier ones."""
     result = project.run(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     errors = [line for line in result.stderr.lines if line]
     assert len(errors) == 1
     pytest.LineMatcher(errors).fnmatch_lines([f"ERROR: {sentence}"])
-    assert project.launches == []
+    assert len(project.launches) == launched
 
 
 def only_sentence(result: pytest.RunResult, test: str) -> str:
     """The one line that ``test`` failed with, nothing else having failed."""
-    sentences = failures(result)
-    assert list(sentences) == [test]
-    text = sentences[test]
-    assert "\n" not in text.strip(), text
-    return text.strip()
+    assert list(failures(result)) == [test]
+    (line,) = failures(result)[test].strip().splitlines()
+    return line
 
 
 def table_rows(text: str) -> list[str]:

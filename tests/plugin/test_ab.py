@@ -11,12 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from plugin_project import BUILD, GEMMA, LLAMA, Project, recorded
+from plugin_project import GEMMA, LLAMA, Project, recorded
 
-from pytest_gputrain import MiB
 from pytest_gputrain.cli.main import main
-
-Ab = Callable[..., int]
 
 
 def _commit(project: Project, tag: str) -> None:
@@ -26,7 +23,7 @@ def _commit(project: Project, tag: str) -> None:
 
 
 @pytest.fixture
-def ab(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Ab:
+def ab(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
     """The command, in this folder and with a temporary folder of its own, which it leaves empty."""
     scratch = tmp_path_factory.mktemp("scratch")
     monkeypatch.setenv("TMPDIR", str(scratch))
@@ -57,7 +54,7 @@ def _only_worktree(project: Project) -> bool:
 
 @pytest.mark.slow
 def test_a_slower_head_fails_by_its_sentence_and_leaves_no_worktree(
-    repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]
+    repository: Project, ab: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ab("--base", "fast", "--head", "slow", "--rounds=2", "--json=ab.json", "-k", "gemma or llama-3") == 1
     captured = capsys.readouterr()
@@ -75,7 +72,9 @@ def test_a_slower_head_fails_by_its_sentence_and_leaves_no_worktree(
 
 
 @pytest.mark.slow
-def test_the_working_tree_counts_as_it_is(repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_working_tree_counts_as_it_is(
+    repository: Project, ab: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     repository.answer(recorded(slower=2), to=GEMMA)
     assert ab("--base", "slow", "--rounds=1", "-k", "gemma") == 1
     captured = capsys.readouterr()
@@ -86,7 +85,7 @@ def test_the_working_tree_counts_as_it_is(repository: Project, ab: Ab, capsys: p
 
 @pytest.mark.slow
 def test_a_case_that_base_does_not_have_is_told_and_fails_where_it_is_to(
-    repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]
+    repository: Project, ab: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     test = repository.path / "test_tuning.py"
     test.write_text(test.read_text().replace('"gemma-7b"', '"gemma-2-9b"'))
@@ -98,7 +97,9 @@ def test_a_case_that_base_does_not_have_is_told_and_fails_where_it_is_to(
     assert re.search(rf"{GEMMA}: \. .*has it in 0 of 1 rounds, fast \(\w+\) in more", output)
 
 
-def test_an_environment_runs_by_its_own_python(repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_environment_runs_by_its_own_python(
+    repository: Project, ab: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     python = repository.path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\necho run >> {repository.path}/calls.txt\nexec {sys.executable} "$@"\n')
@@ -119,12 +120,11 @@ UNRUNNABLE = {
 }
 
 
-def test_what_cannot_be_run_is_told(repository: Project, ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run_is_told(repository: Project, ab: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, sentence in UNRUNNABLE.items():
         assert ab(*arguments.split()) == 2
-        error = capsys.readouterr().err.partition("gputrain: " + sentence[:2])
-        text = " ".join(f"{sentence[:2]}{error[2]}".split())
-        pytest.LineMatcher([text]).fnmatch_lines([sentence])
+        text = " ".join(capsys.readouterr().err.split())
+        pytest.LineMatcher([text]).fnmatch_lines([f"*gputrain: {sentence}"])
         assert _only_worktree(repository)
     with pytest.raises(SystemExit) as exit_info:
         ab("--base=fast", "--rounds=0")
@@ -132,8 +132,7 @@ def test_what_cannot_be_run_is_told(repository: Project, ab: Ab, capsys: pytest.
     assert "'0' is not a whole number from 1 to 20" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_comparison_leaves_nothing(repository: Project, tmp_path: Path, number: int) -> None:
+def test_an_interrupted_comparison_leaves_nothing(repository: Project, tmp_path: Path) -> None:
     repository.when_launched(f"Path({str(tmp_path / 'reached')!r}).touch()\n__import__('time').sleep(60)")
     _commit(repository, "hanging")
     scratch = tmp_path / "scratch"
@@ -149,23 +148,9 @@ def test_an_interrupted_comparison_leaves_nothing(repository: Project, tmp_path:
     deadline = time.monotonic() + 60
     while not (tmp_path / "reached").exists() and time.monotonic() < deadline and child.poll() is None:
         time.sleep(0.1)
-    child.send_signal(number)
+    child.send_signal(signal.SIGTERM)
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 130, errors
     assert errors.endswith("gputrain: interrupted; nothing was judged\n")
     assert _only_worktree(repository)
     assert list(scratch.glob("gputrain-ab-*")) == []
-
-
-@pytest.mark.slow
-def test_more_memory_is_found_by_real_runs(project: Project, ab: Ab, capsys: pytest.CaptureFixture[str]) -> None:
-    test = "def test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2, warmup=1)\n"
-    project.write(test_mine=f"{BUILD}\n\n{test}")
-    project.git("init", "-q", "-b", "trunk")
-    _commit(project, "small")
-    project.write(test_mine=f"{BUILD.replace('64, 64', '512, 512')}\n\n{test}")
-    assert ab("--base=small", "--rounds=1", "--json=ab.json") == 1
-    assert "build-fp32 needs " in capsys.readouterr().out
-    (result,) = project.report("ab.json")["results"]
-    assert result["summary"]["peak_allocated_bytes"] > MiB
-    assert result["verdict"]["status"] == "regressed"

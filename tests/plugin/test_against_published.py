@@ -1,7 +1,6 @@
 """Tests ``--gpu-baseline=published``: verdicts, sentences and the table of a run, in one process and under xdist."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +41,8 @@ def suite(h100: Project) -> Project:
 
 def test_each_case_is_judged_by_its_row_with_what_the_table_was_made_with(suite: Project) -> None:
     suite.run(PUBLISHED, "--gpu-strict").assert_outcomes(passed=3)
+    told = "3 cases without a baseline or prediction, compared with its published memory: *llm-trainer*"
+    suite.run().stdout.fnmatch_lines([told])
     suite.answer(answer(7.4, 36), to=LLAMA)
     # What is allocated and reserved is not what was published.
     suite.answer(answer(9.5, 57) | {"peak_allocated_bytes": 70 * GiB, "peak_reserved_bytes": 70 * GiB}, to=GEMMA)
@@ -53,12 +54,16 @@ def test_each_case_is_judged_by_its_row_with_what_the_table_was_made_with(suite:
         "transformers 4.49.0 on NVIDIA H100; here with torch 2.9.1+cu128 on NVIDIA H100 80GB HBM3)"
     )
     assert "against 49.8 GiB in use on the device" in told[GEMMA]
-    assert "ran out of device memory" in told[LLAMA_2]
     assert told[LLAMA_2].endswith("on NVIDIA H100 it fits")
     row = next(result["published"] for result in suite.report()["results"] if result["key"] == LLAMA)
     assert (row["table"], row["platform"]) == ("llm-trainer", "h100")
     assert row["cells"]["Peak Mem. (Model Mem.)"] == "36 GiB (16 GiB)"
-    assert row["figures"]["pytorch"]["step_seconds"] == {"low": 6.4, "high": 6.4, "rounding": 0.1}
+    assert _of_case(_section(result.stdout.str()), 4) == [
+        f"{LLAMA} | regressed",
+        "sec/step | 6.4 s | 7.40 s | 1.16",
+        "device memory | 36,000 MiB | 36,000 MiB | 1.00",
+        "model memory | 16,000 MiB | 15,360 MiB | 0.96",
+    ]
     suite.ini("gpu_baseline = published")
     assert set(failures(suite.run("--gpu-time-tolerance=15%"))) == {f"test_tuning[{case}]" for case in (GEMMA, LLAMA_2)}
 
@@ -95,12 +100,9 @@ def test_what_has_no_row_passes_as_not_comparable_in_ci_too_unless_strict(
     suite.run(PUBLISHED, *arguments, "--gpu-strict").assert_outcomes(failed=3)
 
 
-@pytest.mark.parametrize("update", ["--gpu-baseline-update", "--gpu-baseline-update-new-only"])
-def test_updates_cannot_write_published_tables(suite: Project, update: str) -> None:
-    assert_refused(suite, "*it cannot update a published table", PUBLISHED, update)
-
-
-def test_a_damaged_table_stops_the_run_with_its_place(suite: Project) -> None:
+def test_no_table_is_written_and_a_damaged_one_stops_the_run_with_its_place(suite: Project) -> None:
+    for update in ("--gpu-baseline-update", "--gpu-baseline-update-new-only"):
+        assert_refused(suite, "*it cannot update a published table", PUBLISHED, update)
     folder = suite.path / "baselines" / "published"
     folder.mkdir(parents=True)
     (folder / "broken.json").write_text('{"format": 2, "name": "broken"}')
@@ -115,71 +117,3 @@ def _of_case(lines: list[str], count: int) -> list[str]:
     """The first ``count`` lines about the Llama case."""
     index = next(place for place, line in enumerate(lines) if line.startswith(LLAMA))
     return lines[index : index + count]
-
-
-def test_published_stands_beside_measured_with_the_ratio(suite: Project) -> None:
-    suite.answer(answer(4.8, 40), to=LLAMA)
-    assert _of_case(_section(suite.run(PUBLISHED).stdout.str()), 4) == [
-        f"{LLAMA} | regressed",
-        "sec/step | 6.4 s | 4.80 s | 0.75",
-        "device memory | 36,000 MiB | 40,000 MiB | 1.11",
-        "model memory | 16,000 MiB | 15,360 MiB | 0.96",
-    ]
-
-
-def test_the_table_fits_eighty_columns(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    text = suite.run(PUBLISHED).stdout.str().partition("= gputrain =")[2]
-    shown = [line for line in text.splitlines() if re.search(r"sec/step|device memory|pass", line)]
-    assert len(shown) >= 9
-    assert all(len(line.rstrip()) <= 80 and "…" not in line for line in shown)
-
-
-def test_both_frameworks_are_shown_and_pytorch_judged(h100: Project) -> None:
-    project = h100
-    project.machine("NVIDIA H800", gpus=8)
-    reply = recorded(device_name="NVIDIA H800") | {"step_seconds": [2.0] * 5, "batch_size": 128}
-    source = Path(__file__).parents[2] / "baselines" / "published" / "paddlemix.json"
-    folder = project.path / "baselines" / "published"
-    folder.mkdir(parents=True)
-    # A case that this version can launch and build: one process, a model it has.
-    case = '"case": {"model": "llama-3.1-8b", "method": "lora", "batch_size": 128, "sequence_length": 512}'
-    text = re.sub(
-        r'"case": \{.*?"activation_checkpointing": true\n? *\}', case, source.read_text(), count=1, flags=re.DOTALL
-    )
-    text = re.sub(r'"time_not_judged": ".*?",', "", text, count=1)  # of the row that is replaced
-    (folder / "paddlemix.json").write_text(text)
-    declared = 'Case(model="llama-3.1-8b", method="lora", batch_size=128, sequence_length=512)'
-    project.write(
-        test_vision_language=f"from pytest_gputrain import Case\ndef test_it(gputrain):\n    gputrain.check({declared})\n"
-    )
-    project.answer(reply)
-    result = project.run(PUBLISHED)
-    result.assert_outcomes(passed=1)
-    lines = _section(result.stdout.str())
-    assert _of_case(lines, 5) == [
-        f"{LLAMA} | pass",
-        "samples/s, PyTorch | 65 | 64 | 0.98",
-        "samples/s, Paddle | 82 | 64 | 0.78",
-        "peak allocated, Paddle | 19 GiB | 35.0 GiB | 1.84",
-        "peak reserved, Paddle | 22 GiB | 40.0 GiB | 1.82",
-    ]
-    assert any("peak memory not compared: published for paddle, not pytorch" in line for line in lines)
-
-
-@pytest.mark.slow
-def test_two_workers_show_and_report_what_one_does(suite: Project) -> None:
-    pytest.importorskip("xdist")
-    suite.answer(answer(7.4, 36), to=LLAMA)
-    alone = suite.run(PUBLISHED, "--gpu-json=alone.json")
-    both = suite.spawn("-n2", PUBLISHED, "--gpu-json=both.json")
-    both.assert_outcomes(passed=2, failed=1)
-    first_verdict, second_verdict = (
-        sorted(suite.report(name)["results"], key=lambda result: result["nodeid"]) for name in ("alone.json", "both.json")
-    )
-    assert first_verdict == second_verdict
-    tables = (
-        sorted(line for line in _section(run.stdout.str()) if line.count(" | ") >= 3 and not line.startswith("Case"))
-        for run in (alone, both)
-    )
-    assert next(tables) == next(tables) != []

@@ -56,8 +56,7 @@ def test_every_step_runs_something_that_github_takes() -> None:
 
 
 def test_every_format_is_explained() -> None:
-    table = re.findall(r"^\| `([\w-]+)` \|", PAGES["docs/exchange.md"], re.MULTILINE)
-    assert table == list(FORMATS)
+    assert re.findall(r"^\| `([\w-]+)` \|", PAGES["docs/exchange.md"], re.MULTILINE) == list(FORMATS)
 
 
 def hooks() -> list[dict[str, Any]]:

@@ -4,13 +4,10 @@ import re
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from plugin_project import FOLDER_VANISHES, GEMMA, LLAMA, LLAMA_2, SUITE, Project, junit_properties, recorded
+from plugin_project import FOLDER_VANISHES, GEMMA, H100_FOLDER, LLAMA, LLAMA_2, SUITE, Project, junit_properties, recorded
 
 from pytest_gputrain import GiB
 from pytest_gputrain.report import github
-from pytest_gputrain.utils.sanitize import shown
 
 ODD = "a%,b::c"
 WITH_ODD_NAME = f"""
@@ -88,13 +85,6 @@ def test_annotations_escape_what_would_end_them_and_nothing_is_annotated_elsewhe
     assert commands(job.run("test_odd.py").stdout.lines) == []
 
 
-@given(st.text(min_size=1), st.text())
-def test_whatever_a_failure_says_github_reads_it_as_it_is(title: str, sentence: str) -> None:
-    (line,) = github.commands([github.Failure(None, None, title, sentence)])
-    assert not set("\r\n") & set(line)
-    assert commands([line]) == [({"title": shown(title)}, shown(sentence))]
-
-
 def test_of_more_than_ten_failures_the_tenth_line_tells_how_many(job: Project) -> None:
     job.write(test_tuning=SUITE.replace('method=["lora"]', 'method=["lora"], batch_size=[1, 2, 4, 8]'))
     job.answer(recorded("crashed"))
@@ -116,14 +106,13 @@ def test_the_step_summary_has_failures_first_and_every_case(job: Project) -> Non
     bullets = [line for line in lines if line.startswith("- **")]
     assert bullets[0].startswith(rf"- **test\_tuning\[{GEMMA}\]** {GEMMA} is 10.0 % slower at 5.17 s a step")
     assert len(bullets) == 2
-    rows = [line for line in lines if line.startswith("| ")]
-    assert rows[0] == "| Verdict | Suite | Case | Device | Sec/step | Δ time | Peak memory | Δ memory |"
-    device = "nvidia-h100-80gb-hbm3"
-    assert rows[2:] == [
-        f"| regressed | tuning | {GEMMA} | {device} | 5.17 s | +10.0 % | 37.0 GiB | +5.7 % |",
-        f"| failed | tuning | {LLAMA_2} | {device} | crashed |  | crashed |  |",
-        f"| pass | tuning | {LLAMA} | {device} | 4.70 s | +0.0 % | 35.0 GiB | +0.0 % |",
+    rows = [line.split(" | ", 3) for line in lines if line.startswith("| ")]
+    assert [row[:3] for row in rows[2:]] == [
+        ["| regressed", "tuning", GEMMA],
+        ["| failed", "tuning", LLAMA_2],
+        ["| pass", "tuning", LLAMA],
     ]
+    assert rows[2][3] == f"{H100_FOLDER} | 5.17 s | +10.0 % | 37.0 GiB | +5.7 % |"
 
 
 def test_the_step_summary_stays_below_what_github_shows(job: Project) -> None:
@@ -163,16 +152,12 @@ def test_no_summary_is_written_elsewhere_or_of_runs_without_cases(project: Proje
 
 
 @pytest.mark.slow
-def test_junit_has_the_figures_of_every_case_under_xdist_too(suite: Project) -> None:
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    suite.answer(recorded(slower=1.1), to=GEMMA)
-    suite.spawn("-n2", "--junitxml=junit.xml").assert_outcomes(passed=2, failed=1)
-    properties = junit_properties(suite.junit()[f"test_tuning[{GEMMA}]"])
+def test_junit_has_the_figures_of_every_case_under_xdist_too(gated: Project) -> None:
+    gated.answer(recorded(slower=1.1), to=GEMMA)
+    gated.spawn("-n2", "--junitxml=junit.xml").assert_outcomes(passed=2, failed=1)
+    properties = junit_properties(gated.junit()[f"test_tuning[{GEMMA}]"])
     assert (properties["gputrain.case"], properties["gputrain.verdict"]) == (GEMMA, "regressed")
-    assert properties["gputrain.device"] == "nvidia-h100-80gb-hbm3"
+    assert properties["gputrain.device"] == H100_FOLDER
     assert float(properties["gputrain.median_step_seconds"]) == pytest.approx(5.17)
-    assert (properties["gputrain.baseline.step_seconds"], properties["gputrain.peak_allocated_bytes"]) == (
-        "4.7",
-        str(35 * GiB),
-    )
-    assert properties["gputrain.baseline.peak_allocated_bytes"] in (str(35 * GiB), str(float(35 * GiB)))
+    assert properties["gputrain.baseline.step_seconds"] == "4.7"
+    assert properties["gputrain.peak_allocated_bytes"] == str(35 * GiB)

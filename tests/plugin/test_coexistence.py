@@ -1,41 +1,13 @@
 """Tests that the plugin works together with pytest's own options and with other plugins."""
 
-import os
-
 import pytest
-from plugin_project import BUILD, GEMMA, H100_FOLDER, LLAMA, SUITE, Project, recorded
-
-BOTH = f"""{BUILD}
-
-def test_benchmarked(benchmark):
-    assert benchmark(sum, [1, 2]) == 3
-
-
-def test_mine(gputrain):
-    gputrain.check(build, precision="fp32", steps=2)
-"""
-
-
-@pytest.mark.slow
-def test_pytest_benchmark_in_the_same_file_works(project: Project) -> None:
-    pytest.importorskip("pytest_benchmark")
-    project.write(test_both=BOTH)
-    result = project.spawn()
-    result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["*benchmark: 1 tests*"])
-    result.stdout.fnmatch_lines(["both on CPU, tiny scale*"])
+from plugin_project import BUILD, GEMMA, H100_FOLDER, SUITE, Project, recorded
 
 
 @pytest.mark.parametrize("absent", ["benchmark", "xdist", "cacheprovider", "capture", "junitxml"])
 def test_it_works_without_another_plugin(suite: Project, absent: str) -> None:
     suite.spawn("-p", f"no:{absent}", "--gpu-json=report.json").assert_outcomes(passed=3)
     assert len(suite.report()["results"]) == 3
-
-
-def test_keywords_and_node_ids_select_cases_and_capture_may_be_off(suite: Project) -> None:
-    suite.run("-s", "-k", "llama and 8b").assert_outcomes(passed=1, deselected=2)
-    suite.run(f"test_tuning.py::test_tuning[{GEMMA}]").assert_outcomes(passed=1)
-    assert [launched["id"] for launched in suite.launches] == [LLAMA, GEMMA]
 
 
 def test_disabled_it_leaves_other_tests_alone(project: Project) -> None:
@@ -77,29 +49,37 @@ def test_markers_are_listed_with_their_help(project: Project) -> None:
     project.run("--markers").stdout.fnmatch_lines_random([f"@pytest.mark.{marker}" for marker in markers])
 
 
-def _imports(names: set[str]) -> str:
-    """A conftest that tells which of these libraries pytest's process has imported."""
-    return (
+@pytest.mark.parametrize(
+    ("test", "names", "options"),
+    [
+        (
+            f"{BUILD}\n\ndef test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n",
+            {"torch", "numpy", "transformers", "peft"},
+            ["--gpu-baseline-update", "--gpu-json=report.json"],
+        ),
+        (
+            "import signal\n\n\ndef test_plain():\n    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n",
+            {"torch", "rich", "pynvml", "psutil"},
+            ["-p", "no:xdist", "-p", "no:benchmark"],
+        ),
+    ],
+    ids=["a case", "no case"],
+)
+def test_pytest_imports_nothing_that_trains_and_without_cases_changes_nothing(
+    project: Project, test: str, names: set[str], options: list[str]
+) -> None:
+    (project.path / "conftest.py").write_text(
         "import sys\nfrom pathlib import Path\n\n\ndef pytest_unconfigure(config):\n"
         f"    Path('imported.txt').write_text(repr(sorted({names} & set(sys.modules))))\n"
     )
-
-
-def test_the_parent_never_imports_torch(project: Project) -> None:
-    (project.path / "conftest.py").write_text(_imports({"torch", "numpy", "transformers", "peft"}))
-    project.write(test_mine=f"{BUILD}\n\ndef test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n")
-    project.spawn("--gpu-baseline-update", "--gpu-json=report.json").assert_outcomes(passed=1)
+    project.write(test_mine=test)
+    project.spawn(*options).assert_outcomes(passed=1)
     assert (project.path / "imported.txt").read_text() == "[]"
 
 
-def test_a_plain_run_imports_nothing_that_only_cases_need(project: Project) -> None:
-    (project.path / "conftest.py").write_text(_imports({"torch", "rich", "pynvml", "psutil"}))
-    project.write(test_plain="def test_plain():\n    pass\n")
-    project.spawn("-p", "no:xdist", "-p", "no:benchmark").assert_outcomes(passed=1)
-    assert (project.path / "imported.txt").read_text() == "[]"
-
-
-def test_stepwise_parametrization_and_classes_give_the_same_cases(h100: Project) -> None:
+def test_cases_of_fixtures_and_classes_are_recorded_beside_the_ini_file_whatever_the_current_folder(
+    h100: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     h100.write(
         test_classes="""
         import pytest
@@ -118,27 +98,19 @@ def test_stepwise_parametrization_and_classes_give_the_same_cases(h100: Project)
                 gputrain.check(case)
         """
     )
-    h100.run("-m", "h100", "--gpu-baseline-update").assert_outcomes(passed=2)
+    (h100.path / "inner").mkdir()
+    monkeypatch.chdir(h100.path / "inner")
+    h100.run("..", "-m", "h100", "--gpu-baseline-update").assert_outcomes(passed=2)
     assert sorted(h100.baselines("classes", H100_FOLDER)) == [f"{GEMMA}-batch_size=1", f"{GEMMA}-batch_size=2"]
-
-
-def test_the_current_folder_does_not_matter(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = suite.path / "inner"
-    inner.mkdir()
-    monkeypatch.chdir(inner)
-    suite.run("--gpu-baseline-update", os.pardir).assert_outcomes(passed=3)
-    recorded_in = [path.relative_to(suite.path).parts[0] for path in suite.path.rglob("tuning.json")]
-    assert recorded_in == ["baselines"], "the help says: beside the ini file"
 
 
 @pytest.mark.slow
 def test_a_zoo_case_recorded_then_gated_has_identical_memory(project: Project) -> None:
     project.write(test_tuning=SUITE.replace("sequence_length=8192", "sequence_length=64, steps=2, warmup=1"))
-    project.spawn("--gpu-baseline-update", "-k", GEMMA).assert_outcomes(passed=1, deselected=2)
+    one = {"passed": 1, "deselected": 2}
+    project.spawn("--gpu-baseline-update", "-k", GEMMA).assert_outcomes(**one)
+    project.spawn("--gpu-strict", "--gpu-memory-tolerance=0", "-k", GEMMA, "--gpu-json=report.json").assert_outcomes(**one)
     (run,) = project.baselines("tuning")[f"{GEMMA}@tiny"]["runs"]
-    project.spawn("--gpu-strict", "--gpu-memory-tolerance=0", "-k", GEMMA, "--gpu-json=report.json").assert_outcomes(
-        passed=1, deselected=2
-    )
     (result,) = project.report()["results"]
     assert result["verdict"]["status"] == "pass"
     assert result["replies"][0]["peak_allocated_bytes"] == run["peak_allocated_bytes"]

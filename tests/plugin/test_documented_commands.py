@@ -15,26 +15,23 @@ import tomllib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
-import msgspec
 import numpy  # noqa: F401  # a process can import it only once, and what tests import is taken out again
 import pytest
 from documents import PAGES, ROOT, Command, blocks, commands
 from immediate_scheduler import stand_in
 from packaging.requirements import Requirement
-from plugin_project import H100, RECORDED, Project
+from plugin_project import H100, Predictor, Project
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cli import main
-from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.plugin.options import OPTIONS
-from pytest_gputrain.records import Prediction
 
 COMMANDS: Final = list(commands())
 PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SUITES: Final = ("conftest.py", "test_diffusion.py", "test_llm_finetuning.py")
 NOT_OURS: Final = ("bencher", "cd", "echo", "git", "less", "otava", "pre-commit", "source", "unshare")
 OWN_CODE: Final = "import torch"
-"""What tells a program that trains its own code from one whose cases are the zoo's."""
+"""Tells a program that trains its own code from one whose cases are the zoo's."""
 
 
 class CommandProject:
@@ -65,9 +62,7 @@ class CommandProject:
     def add_reports(self, *names: str) -> None:
         """As if earlier commands had written them."""
         if not self.written:
-            written = [
-                f"{flag}=wrote{suffix}" for suffix, flag in {".json": "--gpu-json", ".jsonl": "--gpu-history"}.items()
-            ]
+            written = ("--gpu-json=wrote.json", "--gpu-history=wrote.jsonl")
             self.run("benchmarks", "-m", "h100", "-k", "llama", *written)
             self.written.update({suffix: (self.path / f"wrote{suffix}").read_bytes() for suffix in (".json", ".jsonl")})
         for path in (self.path / name for name in names):
@@ -92,11 +87,8 @@ class CommandProject:
 
 
 @pytest.fixture
-def command_project(project: Project, monkeypatch: pytest.MonkeyPatch) -> CommandProject:
-    prediction = msgspec.json.decode((RECORDED / "h100_predicted.json").read_bytes(), type=Prediction)
-    monkeypatch.setattr(launcher, "predict", lambda task, **others: prediction)
+def command_project(project: Project, predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> CommandProject:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(project.path / "cache"))  # the recorded prediction is nobody else's
     for folder in ("CHECKPOINT", "SAMPLES"):  # which docs/convergence.md skips without
         monkeypatch.setenv(folder, folder)
     stand_in(monkeypatch)
@@ -107,13 +99,12 @@ def check_pytest(command: Command, command_project: CommandProject) -> None:
     words = command.arguments
     if words == ("--markers",):
         return
-    if [word for word in words if word.startswith("tests/unit/")]:  # the project's own, which run anyway
+    if words[0].startswith("tests/unit/"):  # the project's own, which run anyway
         assert all((ROOT / word).is_file() for word in words)
         return
-    tests_of_zoo = [word for word in words if word.startswith("tests/worker/")]
-    if tests_of_zoo:  # collecting them imports every library that trains
+    if words[0].startswith("tests/worker/"):  # collecting them imports every library that trains
         *paths, flag, model = words
-        assert (paths, flag) == (tests_of_zoo, "-k")
+        assert flag == "-k"
         assert model in architectures()
         assert all((ROOT / path).is_file() for path in paths)
         return
@@ -150,9 +141,7 @@ def check_gputrain(command: Command, command_project: CommandProject) -> None:
         assert rest == []
     elif options.command == "devices":
         if options.replay is not None:
-            shutil.copy(
-                ROOT / "tests" / "unit" / "recordings" / "nvidia-h100-x2.json", command_project.path / options.replay
-            )
+            shutil.copy(ROOT / "tests/unit/recordings/nvidia-h100-x2.json", command_project.path / options.replay)
         assert main.main(words) == 0
     else:
         outputs = [words[index + 1] for index, word in enumerate(words) if word == "-o"]
@@ -160,18 +149,8 @@ def check_gputrain(command: Command, command_project: CommandProject) -> None:
         if options.command == "check-baselines":
             shutil.copytree(ROOT / "baselines", command_project.path / options.folder)
             if options.since is not None:
-                commit = [
-                    "-c",
-                    "user.name=me",
-                    "-c",
-                    "user.email=me@example.invalid",
-                    "commit",
-                    "--allow-empty",
-                    "-qm",
-                    "one",
-                ]
-                for words_of_git in (["init", "-qb", "main"], commit, commit):
-                    subprocess.run(["git", "-C", str(command_project.path), *words_of_git], check=True)
+                for words_of_git in ("init -qb main", *["commit --allow-empty -qm one"] * 2):
+                    command_project.project.git(*words_of_git.split())
         assert main.main(words) == 0
 
 
@@ -210,10 +189,9 @@ def check_tox(command: Command, command_project: CommandProject) -> None:
     text = (ROOT / "tox.ini").read_text()
     if command.arguments != ("run-parallel", "--parallel-live"):
         arguments = command.arguments[1:-1] if command.arguments[0] == "devenv" else command.arguments
-        flag, environment, *words = arguments
-        assert flag == "-e"
-        assert f"[testenv:{environment}]" in text
-        assert words[:1] in ([], ["--"])
+        assert arguments[0] == "-e"
+        assert f"[testenv:{arguments[1]}]" in text
+        assert arguments[2:3] in ((), ("--",))
 
 
 def check_docker(command: Command, command_project: CommandProject) -> None:
@@ -276,8 +254,6 @@ CONVERGENCE: Final = "docs/convergence.md-0"
 LOOPS: Final = "docs/own-loops"
 """Pages whose programs test_recipes.py runs."""
 OWN: Final = [name for name in PROGRAMS if name not in (*ZOO, CONVERGENCE) and not name.startswith(LOOPS)]
-TRAINERS: Final = [name for name in OWN if "transformers" in PROGRAMS[name]]
-"""Own code that trains by a library, whose import alone takes long."""
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -292,26 +268,10 @@ def test_programs_that_declare_cases_run(project: Project, name: str) -> None:
 @pytest.mark.slow
 def test_programs_of_own_code_train(project: Project) -> None:
     """In one pytest, in processes as on any machine without a GPU."""
-    own = [name for name in OWN if name not in TRAINERS]
-    project.write(**{f"test_program_{number}": PROGRAMS[name] for number, name in enumerate(own)})
-    assert {name.partition("-")[0] for name in own} >= {"README.md", "docs/gating"}
-    tests = sum(PROGRAMS[name].count("\ndef test_") for name in own)
+    project.write(**{f"test_program_{number}": PROGRAMS[name] for number, name in enumerate(OWN)})
+    assert {name.partition("-")[0] for name in OWN} >= {"README.md", "docs/gating", "docs/comparing"}
+    tests = sum(PROGRAMS[name].count("\ndef test_") for name in OWN)
     project.spawn("--gpu-platform=cpu").assert_outcomes(passed=tests)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINERS)
-def test_programs_that_compare_trainers_train(project: Project, name: str) -> None:
-    project.write(test_program=PROGRAMS[name])
-    result = project.spawn("--gpu-platform=cpu", "--gpu-json=report.json")
-    result.assert_outcomes(passed=PROGRAMS[name].count("\ndef test_"))
-    by_hand, by_library = (reply for entry in project.report()["results"][:2] for reply in entry["replies"])
-    assert by_hand["flops_per_step"] == by_library["flops_per_step"] > 0
-    assert 0.99 < by_library["peak_allocated_bytes"] / by_hand["peak_allocated_bytes"] < 1.02
-
-
-def test_a_page_compares_trainers() -> None:
-    assert [name.partition(".")[0] for name in TRAINERS] == ["docs/comparing-trainers"]
 
 
 A_SMALL_FLUX: Final = """

@@ -4,18 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from plugin_project import (
-    GEMMA,
-    H100_FOLDER,
-    LLAMA,
-    SUITE,
-    Project,
-    assert_refused,
-    failures,
-    only_sentence,
-    recorded,
-    skips,
-)
+from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA, SUITE, Project, assert_refused, failures, only_sentence, skips
 
 from pytest_gputrain.records import EmulatedRun
 
@@ -32,6 +21,8 @@ RUN: dict[str, Any] = {
     "flops_per_step": 740_000_000,
 }
 EMULATE = ("-m", "h100", "--gpu-emulate")
+UPDATE = "--gpu-baseline-update"
+TEST = f"test_tuning[{GEMMA}]"
 
 CONFTEST = """
 import contextlib
@@ -73,6 +64,13 @@ def emulating(project: Project) -> Project:
     return project
 
 
+@pytest.fixture
+def gated(emulating: Project) -> Project:
+    """The same cases with what was recorded of them."""
+    emulating.run(*EMULATE, UPDATE).assert_outcomes(passed=3)
+    return emulating
+
+
 def emulated_baselines(project: Project) -> dict[str, Any]:
     return project.baselines("tuning", "emulated/h100")
 
@@ -94,86 +92,77 @@ def test_a_case_without_a_figure_to_compare_with_is_new_and_fails_where_that_is_
     assert emulating.verdicts()[LLAMA] == "new"
     assert {launch["emulated"] for launch in emulating.launches} == {"h100"}
     strict = emulating.run(*EMULATE, "--gpu-strict")
-    assert "was never recorded on an emulated H100" in failures(strict)[f"test_tuning[{LLAMA}]"]
+    assert "was never recorded on an emulated H100" in failures(strict)[TEST]
 
 
-def test_one_byte_more_is_a_regression_and_one_less_an_improvement(emulating: Project) -> None:
-    emulating.run(*EMULATE, "--gpu-baseline-update").assert_outcomes(passed=3)
-    emulating.run(*EMULATE, "--gpu-strict").assert_outcomes(passed=3)
+def test_one_byte_more_is_a_regression_and_one_less_an_improvement(gated: Project) -> None:
+    gated.run(*EMULATE, "--gpu-strict").assert_outcomes(passed=3)
     for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
-        emulating.answer({**RUN, name: RUN[name] + 1}, to=GEMMA)
-        sentence = only_sentence(emulating.run(*EMULATE, "--gpu-memory-tolerance=50%"), f"test_tuning[{GEMMA}]")
+        gated.answer({**RUN, name: RUN[name] + 1}, to=GEMMA)
+        sentence = only_sentence(gated.run(*EMULATE, "--gpu-memory-tolerance=50%"), TEST)
         assert "needs 1 byte more memory: " in sentence
-        emulating.answer({**RUN, name: RUN[name] - 1}, to=GEMMA)
-        emulating.run(*EMULATE, "--gpu-json=report.json").assert_outcomes(passed=3)
-        assert emulating.verdicts()[GEMMA] == "improved"
+        gated.answer({**RUN, name: RUN[name] - 1}, to=GEMMA)
+        gated.run(*EMULATE, "--gpu-json=report.json").assert_outcomes(passed=3)
+        assert gated.verdicts()[GEMMA] == "improved"
 
 
 def test_a_compiled_case_may_differ_a_little(emulating: Project) -> None:
     compiled = (*EMULATE, "--gpu-set=compile=default", "-k", "gemma")
-    emulating.run(*compiled, "--gpu-baseline-update").assert_outcomes(passed=1, deselected=2)
-    emulating.answer({**RUN, "peak_reserved_bytes": round(RUN["peak_reserved_bytes"] * 1.0009)})
-    emulating.run(*compiled, "--gpu-strict").assert_outcomes(passed=1, deselected=2)
-    emulating.answer({**RUN, "peak_reserved_bytes": round(RUN["peak_reserved_bytes"] * 1.0011)})
-    emulating.run(*compiled, "--gpu-strict").assert_outcomes(failed=1, deselected=2)
+    emulating.run(*compiled, UPDATE).assert_outcomes(passed=1, deselected=2)
+    for factor, outcome in ((1.0009, "passed"), (1.0011, "failed")):
+        emulating.answer({**RUN, "peak_reserved_bytes": round(RUN["peak_reserved_bytes"] * factor)})
+        emulating.run(*compiled, "--gpu-strict").assert_outcomes(**{outcome: 1}, deselected=2)
 
 
 def test_a_case_that_does_not_fit_fails_until_that_is_recorded(emulating: Project) -> None:
     unfit = {**RUN, "fits": False, "refused": "CUDA out of memory. Tried to allocate 2.00 GiB."}
     emulating.answer(unfit, to=GEMMA)
-    sentence = only_sentence(emulating.run(*EMULATE), f"test_tuning[{GEMMA}]")
+    sentence = only_sentence(emulating.run(*EMULATE), TEST)
     assert "does not fit H100 (79.1 GiB): CUDA out of memory. Tried to allocate 2.00 GiB; if that is expected" in sentence
-    emulating.run(*EMULATE, "--gpu-baseline-update").assert_outcomes(passed=3)
+    emulating.run(*EMULATE, UPDATE).assert_outcomes(passed=3)
     emulating.run(*EMULATE, "--gpu-strict").assert_outcomes(passed=3)
-    emulating.answer(RUN)
     emulating.answer(unfit, to=LLAMA)
     assert "no longer fits" in only_sentence(emulating.run(*EMULATE), f"test_tuning[{LLAMA}]")
 
 
-def test_other_libraries_are_not_compared_and_what_no_test_asks_for_is_pruned(emulating: Project) -> None:
-    emulating.run(*EMULATE, "--gpu-baseline-update").assert_outcomes(passed=3)
-    emulating.answer({**RUN, "packages": {"torch": "2.14.0"}, "peak_allocated_bytes": 1})
-    emulating.run(*EMULATE, "--gpu-json=report.json").assert_outcomes(passed=3)
-    (sentence,) = {result["verdict"]["sentence"] for result in emulating.report()["results"] if result["key"] == LLAMA}
-    assert "was recorded under other conditions (torch 2.13.0 -> 2.14.0)" in sentence
-    emulating.write(test_tuning=SUITE.replace('"gemma-7b", ', ""))
-    result = emulating.run(*EMULATE)
+def test_other_libraries_are_not_compared_and_what_no_test_asks_for_is_pruned(gated: Project) -> None:
+    gated.answer({**RUN, "packages": {"torch": "2.14.0"}, "peak_allocated_bytes": 1})
+    result = gated.run(*EMULATE)
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(["*was recorded under other conditions (torch 2.13.0 -> 2.14.0)*"])
+    gated.write(test_tuning=SUITE.replace('"gemma-7b", ', ""))
+    result = gated.run(*EMULATE)
     result.stdout.fnmatch_lines([f"no test asks any more for 1 baseline: tuning {GEMMA} on h100; *"])
-    emulating.run(*EMULATE, "--gpu-baseline-prune").assert_outcomes(passed=2)
-    assert GEMMA not in emulated_baselines(emulating)
+    gated.run(*EMULATE, "--gpu-baseline-prune").assert_outcomes(passed=2)
+    assert GEMMA not in emulated_baselines(gated)
 
 
 def test_nothing_has_a_time_and_all_says_that_it_is_emulated(emulating: Project) -> None:
     outputs = ("--gpu-json=report.json", "--gpu-history=history.jsonl", "--gpu-html=report.html", "--gpu-summary=summary.md")
     result = emulating.run(*EMULATE, *outputs)
-    result.stdout.fnmatch_lines(
-        ["tuning on H100 x1 (emulated), full scale", "emulated NVIDIA H100 80GB HBM3 with 79.1 GiB*"]
-    )
+    emulated = "emulated NVIDIA H100 80GB HBM3 with 79.1 GiB*"
+    result.stdout.fnmatch_lines(["tuning on H100 x1 (emulated), full scale", emulated])
     (first, *_) = emulating.report()["results"]
     assert (first["kind"], first["device"]) == ("emulated", "emulated/h100")
     assert not any("second" in name for name in first["reply"])
     (line, *_) = map(json.loads, (emulating.path / "history.jsonl").read_text().splitlines())
     assert (line["kind"], line["outcome"], line["device"]) == ("emulation", "emulated", "emulated/h100")
     assert [name for name, value in line.items() if name.endswith(("_seconds", "_per_second", "_watts")) and value] == []
-    assert line["peak_allocated_bytes"] == RUN["peak_allocated_bytes"]
     assert "emulated/h100" in (emulating.path / "report.html").read_text()
     assert "| emulated/h100 |  |  | 31.3 GiB |" in (emulating.path / "summary.md").read_text()
 
 
 def test_figures_of_an_emulated_gpu_are_never_compared_with_measured_ones(h100: Project) -> None:
     h100.write(test_tuning=SUITE)
-    measured = (h100.path / "conftest.py").read_text()
-    h100.run("--gpu-baseline-update", "--gpu-runs=1").assert_outcomes(passed=3)
+    h100.run(UPDATE, "--gpu-runs=1").assert_outcomes(passed=3)
+    before = h100.baseline_file("tuning", H100_FOLDER).read_bytes()
     (h100.path / "conftest.py").write_text(CONFTEST)
     h100.answer({**RUN, "peak_allocated_bytes": 1})
-    before = h100.baseline_file("tuning", H100_FOLDER).read_bytes()
-    h100.run(*EMULATE, "--gpu-json=emulated.json", "--gpu-baseline-update-new-only").assert_outcomes(passed=3)
+    h100.run(*EMULATE, "--gpu-json=emulated.json", f"{UPDATE}-new-only").assert_outcomes(passed=3)
     assert set(h100.verdicts("emulated.json").values()) == {"recorded"}
     assert h100.baseline_file("tuning", H100_FOLDER).read_bytes() == before
-    assert LLAMA in emulated_baselines(h100)
     # Nor is their report one to measure against or to resume.
-    (h100.path / "conftest.py").write_text(measured)
-    h100.answer(recorded())
+    h100.machine(H100)
     h100.baseline_file("tuning", H100_FOLDER).unlink()
     for option in ("--gpu-baseline=emulated.json", "--gpu-resume=emulated.json"):
         h100.run("-m", "h100", option, "--gpu-json=report.json").assert_outcomes(passed=3)
@@ -215,6 +204,6 @@ def test_a_case_of_several_gpus_is_one_launch_of_all_its_processes_and_one_that_
     emulating.run(*EMULATE, *eight).assert_outcomes(passed=1, deselected=2)
     assert [launch["processes"] for launch in emulating.launches] == [8]
     emulating.answer({"outcome": "crashed", "sentence": "no stand-ins", "phase": "import"}, to=GEMMA)
-    result = emulating.run(*EMULATE, "--gpu-baseline-update")
-    assert only_sentence(result, f"test_tuning[{GEMMA}]") == f"{GEMMA} gave no figures (import): no stand-ins"
+    result = emulating.run(*EMULATE, UPDATE)
+    assert only_sentence(result, TEST) == f"{GEMMA} gave no figures (import): no stand-ins"
     assert GEMMA not in emulated_baselines(emulating)

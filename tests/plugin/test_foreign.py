@@ -1,7 +1,7 @@
 """Tests cases whose GPUs are also used by processes of others."""
 
 import pytest
-from plugin_project import GEMMA, H100, H100_FOLDER, SUITE, Project, failures, only_sentence, recorded
+from plugin_project import GEMMA, H100, H100_FOLDER, Project, failures, only_sentence, recorded
 
 from pytest_gputrain import GiB
 
@@ -27,11 +27,11 @@ def test_a_slower_case_beside_others_is_in_doubt_and_no_baseline_unless_they_are
     reply = next(result for result in recorded_suite.report()["results"] if result["key"] == GEMMA)["replies"][0]
     assert (reply["other_processes"], reply["holders"][0]["pid"]) == (1, 4711)
 
-    before = recorded_suite.baseline_file("tuning", H100_FOLDER).read_text()
+    file = recorded_suite.baseline_file("tuning", H100_FOLDER)
+    before = file.read_text()
     result = recorded_suite.run("--gpu-baseline-update", "-k", "gemma")
-    result.assert_outcomes(failed=1, deselected=2)
-    result.stdout.fnmatch_lines([f"*{GEMMA} was measured beside {WHO}, so it is not recorded*"])
-    assert recorded_suite.baseline_file("tuning", H100_FOLDER).read_text() == before
+    assert f"{GEMMA} was measured beside {WHO}, so it is not recorded" in only_sentence(result, TEST)
+    assert file.read_text() == before
 
     sentence = only_sentence(recorded_suite.run("-o", "gpu_foreign=ignore", "--gpu-json=report.json"), TEST)
     assert "20.0 % slower" in sentence
@@ -39,23 +39,6 @@ def test_a_slower_case_beside_others_is_in_doubt_and_no_baseline_unless_they_are
     assert not any(reply.get("holders") for reply in replies)
     recorded_suite.answer(recorded())
     recorded_suite.run("-o", "gpu_foreign=ignore", "--gpu-baseline-update").assert_outcomes(passed=3)
-
-
-def test_what_is_slower_without_them_too_regresses(recorded_suite: Project) -> None:
-    """Three processes alone are enough, whoever was there in others."""
-    held = [{"pid": 4711, "gpu": 0, "name": "python", "bytes": 2**30}]
-    beside = {**recorded(slower=1.2), "telemetry": _telemetry(others=held)}
-    recorded_suite.answer(beside, recorded(slower=1.2), recorded(slower=1.2), recorded(slower=1.2), to=GEMMA)
-    recorded_suite.run("--gpu-runs=4", "-k", "gemma").assert_outcomes(failed=1, deselected=2)
-    recorded_suite.answer(beside, beside, recorded(slower=1.2), to=GEMMA)
-    recorded_suite.run("--gpu-runs=3", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-
-
-def test_beside_others_what_passes_passes_and_more_memory_is_the_case_s_own(recorded_suite: Project) -> None:
-    recorded_suite.occupied(free_bytes=70 * GiB, processes=2)
-    recorded_suite.run("--gpu-strict").assert_outcomes(passed=3)
-    recorded_suite.answer(recorded(bigger=4 * GiB), to=GEMMA)
-    assert "4.00 GiB" in only_sentence(recorded_suite.run(), TEST)
 
 
 def test_error_measures_nothing_beside_others(recorded_suite: Project) -> None:
@@ -68,17 +51,6 @@ def test_error_measures_nothing_beside_others(recorded_suite: Project) -> None:
     assert len(recorded_suite.launches) == launched
     recorded_suite.occupied(free_bytes=78 * GiB)
     recorded_suite.run("-o", "gpu_foreign=error", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-
-
-def test_a_limit_of_time_is_not_judged_beside_others(h100: Project) -> None:
-    limited = "@pytest.mark.gpu_limit(time='1 s')\n@pytest.mark.parametrize"
-    h100.write(test_tuning=SUITE.replace("@pytest.mark.parametrize", limited))
-    h100.occupied(free_bytes=77 * GiB, processes=1)
-    result = h100.run("-k", "gemma")
-    result.assert_outcomes(passed=1, deselected=2)
-    result.stdout.fnmatch_lines([f"*the limit of *time not judged: it exceeds the limit, but was measured beside {WHO}"])
-    h100.occupied(free_bytes=78 * GiB)
-    h100.run("-k", "gemma").assert_outcomes(failed=1, deselected=2)
 
 
 def _telemetry(**telemetry: object) -> dict[str, object]:

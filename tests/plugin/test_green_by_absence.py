@@ -1,10 +1,7 @@
 """Tests that a run says in its last lines what it is not green for, and fails for it where it is strict."""
 
-import json
-
 import pytest
 from plugin_project import (
-    BUILD,
     GEMMA,
     H100_FOLDER,
     LLAMA,
@@ -12,7 +9,6 @@ from plugin_project import (
     SUITE,
     Project,
     assert_refused,
-    failures,
     recorded,
 )
 
@@ -28,14 +24,11 @@ def test_an_option_that_skips_every_case_is_told_also_by_a_mark_that_a_conftest_
     suite.write(test_plain="def test_plain(benchmark):\n    benchmark(int)\n")
     for strict, status in (((), 0), (("--gpu-strict",), 1)):
         result = suite.run("--benchmark-only", *strict)
-        result.assert_outcomes(passed=1, skipped=3)
         result.stdout.fnmatch_lines(["nothing was measured: every case was skipped (*--benchmark-only*)"])
         assert result.ret == status
-    conftest = suite.path / "conftest.py"
-    added = (
-        "def pytest_collection_modifyitems(items):\n    for it in items:\n        it.add_marker(pytest.mark.skip('slow'))"
-    )
-    conftest.write_text(f"{conftest.read_text()}\n\n{added}\n")
+    with (suite.path / "conftest.py").open("a") as file:
+        file.write("\n\ndef pytest_collection_modifyitems(items):\n    for item in items:\n")
+        file.write("        item.add_marker(pytest.mark.skip('slow'))\n")
     result = suite.run("--gpu-strict")
     result.stdout.fnmatch_lines(["nothing was measured: every case was skipped (slow)"])
     assert result.ret == pytest.ExitCode.TESTS_FAILED
@@ -58,7 +51,6 @@ def test_a_platform_that_is_not_there_is_told_and_fails_where_strict(cpu: Projec
         assert result.ret == cpu.report()["exit_status"]
         return int(result.ret)
 
-    assert (status(), status("--gpu-strict")) == (0, 1)
     monkeypatch.setenv("CI", "1")
     assert (status(), status("--no-gpu-strict"), status("--gpu-baseline-update")) == (1, 0, 0)
     pytest.importorskip("xdist")
@@ -67,19 +59,12 @@ def test_a_platform_that_is_not_there_is_told_and_fails_where_strict(cpu: Projec
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
-def test_a_run_on_a_cpu_that_names_no_platform_skips_and_is_green(cpu: Project) -> None:
-    cpu.write(
-        test_tuning=SUITE.replace('method=["lora"]', 'method=["lora"], parallel=["ddp"], gpus=[2]').replace(
-            "batch_size=2, ", ""
-        )
-    )
+def test_what_a_cpu_lacks_or_somebody_marked_is_not_missed(cpu: Project) -> None:
+    cpu.write(test_tuning=SUITE.replace("batch_size=2, ", "parallel='ddp', gpus=2, "))
     result = cpu.run("-o", "gpu_processes=1", "--gpu-strict")
     result.assert_outcomes(skipped=3)
     assert result.ret == pytest.ExitCode.OK
     assert last_line(result) == "not compared: 3 tests skipped"
-
-
-def test_what_somebody_marked_is_not_missed(cpu: Project) -> None:
     for mark in ("skip", "skipif(True, reason='no')", "xfail(run=False)"):
         cpu.write(test_tuning=DECLARED.replace("@pytest", f"@pytest.mark.{mark}\n@pytest", 1))
         assert cpu.run("-m", "h100", "--gpu-strict").ret == pytest.ExitCode.OK
@@ -118,18 +103,6 @@ def test_an_update_in_ci_never_fails_for_being_there(suite: Project, monkeypatch
     assert "the gate did not run" not in suite.run("--gpu-baseline-update").stdout.str()
 
 
-def test_what_a_baseline_lacks_is_told_as_not_compared(gated: Project) -> None:
-    assert "not compared" not in gated.run().stdout.str()
-    file = gated.baseline_file("tuning", H100_FOLDER)
-    document = json.loads(file.read_text())
-    for run in document["cases"][GEMMA]["runs"]:
-        del run["flops_per_step"]
-    file.write_text(json.dumps(document))
-    result = gated.run()
-    result.stdout.fnmatch_lines(["1 case with FLOPs not compared: its baseline has no FLOPs; record it again"])
-    assert last_line(result) == "not compared: FLOPs of 1 case"
-
-
 # Baselines that no test asks for
 
 ONE_LESS = SUITE.replace('"llama-3.1-8b", ', "")
@@ -139,27 +112,16 @@ def test_a_baseline_whose_test_is_gone_is_told_and_removed_on_request(gated: Pro
     gated.write(test_tuning=ONE_LESS)
     for strict, status in (((), 0), (("--gpu-strict",), 1)):
         result = gated.run(*strict)
-        result.assert_outcomes(passed=2)
-        result.stdout.fnmatch_lines(
-            [
-                f"no test asks any more for 1 baseline: tuning {LLAMA} on {H100_FOLDER}; --gpu-baseline-prune removes *",
-                "not compared: 1 baseline that no test asked for",
-            ]
-        )
+        told = f"no test asks any more for 1 baseline: tuning {LLAMA} on {H100_FOLDER}; --gpu-baseline-prune removes *"
+        result.stdout.fnmatch_lines([told, "not compared: 1 baseline that no test asked for"])
         assert result.ret == status
-    assert len(gated.baselines("tuning", H100_FOLDER)) == 3
     result = gated.run("--gpu-baseline-prune", "--gpu-strict")
     result.stdout.fnmatch_lines(["1 baseline removed from *tuning.json; review the difference in git"])
     assert result.ret == pytest.ExitCode.OK
     assert sorted(gated.baselines("tuning", H100_FOLDER)) == [GEMMA, LLAMA_2]
-    assert gated.run("--gpu-strict").ret == pytest.ExitCode.OK
 
 
 LEFT_OUT = "\n\ndef pytest_collection_modifyitems(items):\n    del items[0]\n"
-
-
-def _skipping(how: str) -> str:
-    return SUITE.replace("    gputrain", f"    if 'gemma' in str(case):\n        pytest.{how}\n    gputrain")
 
 
 @pytest.mark.parametrize(
@@ -168,11 +130,15 @@ def _skipping(how: str) -> str:
         (SUITE, "", ["-k", "gemma"], "tests of it were deselected"),
         (SUITE, "", [f"test_tuning.py::test_tuning[{GEMMA}]"], "only some of its tests were chosen"),
         (SUITE, "", ["--maxfail=1"], "1 of its tests failed, 1 of its tests not run"),
-        (_skipping("skip('not today')"), "", [], "1 of its tests skipped"),
-        (_skipping("importorskip('no_such_module')"), "", [], "1 of its tests skipped"),
+        (
+            SUITE.replace("    gputrain", "    'gemma' in str(case) and pytest.skip('no')\n    gputrain"),
+            "",
+            [],
+            "1 of its *skipped",
+        ),
         (SUITE, LEFT_OUT, [], "tests of it were left out"),
     ],
-    ids=["deselected", "chosen", "failed", "skipped", "import", "left out"],
+    ids=["deselected", "chosen", "failed", "skipped", "left out"],
 )
 def test_nothing_is_removed_of_a_file_that_was_not_seen_to_its_end(
     gated: Project, text: str, conftest: str, arguments: list[str], why: str
@@ -200,7 +166,7 @@ def test_a_case_of_another_platform_keeps_nobody_from_pruning_and_the_file_goes_
 
 
 def test_baselines_of_the_other_scale_and_of_other_devices_stay(gated: Project) -> None:
-    other = gated.path / "baselines" / "nvidia-a100" / "tuning.json"
+    other = gated.baseline_file("tuning", "nvidia-a100")
     other.parent.mkdir()
     other.write_text(gated.baseline_file("tuning", H100_FOLDER).read_text().replace(H100_FOLDER, "nvidia-a100"))
     gated.run("--gpu-baseline-update", "--gpu-scale=tiny").assert_outcomes(passed=3)
@@ -214,22 +180,9 @@ def test_baselines_of_the_other_scale_and_of_other_devices_stay(gated: Project) 
 
 
 def test_pruning_needs_the_cases_of_the_tests_in_one_process(suite: Project) -> None:
-    sets = ("--gpu-set=batch_size=1,2", "--gpu-steps=3", "--gpu-warmup=0")
-    for against in (*sets, "--gpu-find-batch", "--gpu-loss=20", "--gpu-baseline=published"):
+    for against in ("--gpu-set=batch_size=1,2", "--gpu-find-batch", "--gpu-loss=20", "--gpu-baseline=published"):
         assert_refused(suite, "--gpu-baseline-prune and --gpu-* contradict each other: *", "--gpu-baseline-prune", against)
     pytest.importorskip("xdist")
     result = suite.spawn("-n2", "--gpu-baseline-prune")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert "--gpu-baseline-prune and -n contradict each other" in result.stderr.str()
-
-
-@pytest.mark.slow
-def test_own_code_is_pruned_too(project: Project) -> None:
-    other = "\n\ndef test_other(gputrain):\n    gputrain.check(build, precision='fp32', steps=2, model='other')\n"
-    text = f"{BUILD}\n\ndef test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n"
-    project.write(test_mine=text + other)
-    project.run("--gpu-baseline-update").assert_outcomes(passed=2)
-    project.write(test_mine=text)
-    result = project.run("--gpu-baseline-prune")
-    assert failures(result) == {}
-    assert list(project.baselines("mine")) == ["build-fp32@tiny"]

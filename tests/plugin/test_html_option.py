@@ -40,14 +40,6 @@ def test_the_ini_twin_writes_it_and_a_run_without_cases_has_one_too(suite: Proje
     assert "1 new" in text_of(suite.path / "deep" / "page.html")
 
 
-def test_two_workers_leave_the_page_of_one(suite: Project) -> None:
-    pytest.importorskip("xdist")
-    suite.spawn("-n2", "--gpu-html=page.html").assert_outcomes(passed=3)
-    text = text_of(suite.path / "page.html")
-    assert "3 new" in text
-    assert all(key in text for key in (LLAMA, GEMMA, LLAMA_2))
-
-
 def test_a_damaged_history_costs_the_trends_alone(suite: Project) -> None:
     (suite.path / "history.jsonl").write_text("damaged\n")
     result = suite.run("--gpu-html=page.html", "--gpu-history=history.jsonl")

@@ -1,15 +1,12 @@
 """Tests the options as pytest reads them: switches and their opposites, what is ini-only, and flags that went."""
 
-import itertools
 import re
 
 import pytest
 from plugin_project import GEMMA, Project, assert_refused, recorded
 
-from pytest_gputrain.plugin.options import GONE, OPTIONS
+from pytest_gputrain.plugin.options import OPTIONS
 
-INI_ONLY = [option for option in OPTIONS if option.ini_only]
-WENT = [*GONE, *(option.name for option in INI_ONLY)]
 ONE_CASE = "-k", "gemma"
 
 
@@ -32,23 +29,20 @@ def test_the_help_has_each_option_of_the_command_line_once_with_its_opposite_and
         assert re.search(rf"^  {option.ini} \(string\):\s+{re.escape(begins)}", settings, re.MULTILINE)
 
 
-# Each form of a value in turn.
-FORMS = ["{}=2"], ["{}", "2"], ["{}", "test_tuning.py"]
-
-
-@pytest.mark.parametrize(("name", "words"), list(zip(WENT, itertools.cycle(FORMS), strict=False)))
-def test_a_flag_that_went_is_refused_with_its_heir(suite: Project, name: str, words: list[str]) -> None:
-    heir = next(option for option in OPTIONS if option.name == GONE.get(name, name))
-    value = "true" if heir.switch else words[-1].removeprefix("{}=")
-    sentences = {
-        "fleet": f"--gpu-fleet is --gpu-executor={value} now",
-        "dry-run": "--gpu-dry-run is --gpu-predict now",
-    }
-    in_ini_file = f"--gpu-{name} is set in the ini file now: {heir.ini} = {value}, or -o {heir.ini}={value} for one run"
-    assert_refused(suite, sentences.get(name, in_ini_file), *(word.format(f"--gpu-{name}") for word in words))
-    assert_refused(suite, f"--gpu-{name} is *", f"--gpu-{name}")
-    suite.ini(f"addopts = --gpu-{name}")
-    assert_refused(suite, f"--gpu-{name} is *")
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--gpu-nodes=2"], "--gpu-nodes is set in the ini file now: gpu_nodes = 2, or -o gpu_nodes=2 for one run"),
+        (["--gpu-nodes", "2"], "--gpu-nodes is set in the ini file now: gpu_nodes = 2, or *"),
+        (["--gpu-nodes"], "--gpu-nodes is set in the ini file now: *"),
+        (["--gpu-fleet", "test_tuning.py"], "--gpu-fleet is --gpu-executor=test_tuning.py now"),
+        (["--gpu-dry-run", "test_tuning.py"], "--gpu-dry-run is --gpu-predict now"),
+    ],
+)
+def test_a_flag_that_went_is_refused_with_its_heir(suite: Project, words: list[str], sentence: str) -> None:
+    assert_refused(suite, sentence, *words)
+    suite.ini(f"addopts = {' '.join(words)}")
+    assert_refused(suite, sentence)
 
 
 @pytest.mark.parametrize("abbreviated", ["--gpu-node=2", "--gpu-fleet-arg=x", "--gpu-dry", "--gpu-stric", "--no-gpu-stric"])
@@ -58,27 +52,18 @@ def test_an_abbreviation_is_no_option(suite: Project, abbreviated: str) -> None:
     result.stderr.fnmatch_lines([f"*unrecognized arguments: {abbreviated}"])
 
 
-def test_a_switch_of_the_ini_file_is_turned_off_for_one_run(suite: Project) -> None:
+def test_a_setting_of_the_ini_file_counts_and_the_command_line_overrides_it(suite: Project) -> None:
     for switch in ("predict", "find-batch"):
         suite.ini(f"gpu_{switch.replace('-', '_')} = true")
         suite.run(*ONE_CASE, f"--no-gpu-{switch}", "--gpu-json=report.json").assert_outcomes(passed=1, deselected=2)
         assert suite.verdicts() == {GEMMA: "new"}
-    suite.ini("gpu_baseline_update = true")
-    suite.run(*ONE_CASE, "--no-gpu-baseline-update").assert_outcomes(passed=1, deselected=2)
-    assert not (suite.path / "baselines").exists()
-    suite.run(*ONE_CASE).assert_outcomes(passed=1, deselected=2)
-    assert (suite.path / "baselines").exists()
-
-
-def test_a_setting_of_the_ini_file_counts_and_the_command_line_overrides_it(suite: Project) -> None:
     suite.ini("gpu_nodes = 0")
-    assert_refused(suite, "gpu_nodes: '0' is not a whole number from 1 on")
+    assert_refused(suite, "gpu_nodes: '0' is not a whole number from 1 on", launched=2)
     suite.run(*ONE_CASE, "-o", "gpu_nodes=1").assert_outcomes(passed=1, deselected=2)
-
-
-def test_the_arguments_of_a_scheduler_may_be_overridden_by_several_lines(suite: Project) -> None:
-    """They have the form that the ini file has."""
-    assert_refused(suite, "gpu_fleet_args: 'gpu' is neither arguments *", "-o", "gpu_fleet_args=h100: -p a\ngpu")
+    suite.ini()
+    # Several lines have the form that the ini file has.
+    lines = "gpu_fleet_args=h100: -p a\ngpu"
+    assert_refused(suite, "gpu_fleet_args: 'gpu' is neither arguments *", "-o", lines, launched=3)
 
 
 @pytest.mark.parametrize(
@@ -93,15 +78,13 @@ def test_a_misspelt_setting_of_the_command_line_is_refused(suite: Project, overr
     assert_refused(suite, f"-o {override}: there is no setting of this name{hint}", "-o", override)
 
 
-def test_a_misspelt_setting_of_the_ini_file_is_told_by_pytest(suite: Project) -> None:
+def test_a_misspelt_setting_of_the_ini_file_is_told_by_pytest_and_one_of_another_plugin_left_alone(suite: Project) -> None:
     suite.ini("gpu_nodess = 2")
-    suite.run(*ONE_CASE).stdout.fnmatch_lines(["*PytestConfigWarning: Unknown config option: gpu_nodess*"])
-
-
-def test_a_setting_of_another_plugin_is_left_alone(suite: Project) -> None:
-    conftest = suite.path / "conftest.py"
-    conftest.write_text(conftest.read_text() + "\n\ndef pytest_addoption(parser):\n    parser.addini('gpu_fan', 'speed')\n")
-    suite.run(*ONE_CASE, "-o", "gpu_fan=high").assert_outcomes(passed=1, deselected=2)
+    with (suite.path / "conftest.py").open("a") as file:
+        file.write("\n\ndef pytest_addoption(parser):\n    parser.addini('gpu_fan', 'speed')\n")
+    result = suite.run(*ONE_CASE, "-o", "gpu_fan=high")
+    result.assert_outcomes(passed=1, deselected=2, warnings=1)
+    result.stdout.fnmatch_lines(["*PytestConfigWarning: Unknown config option: gpu_nodess*"])
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])

@@ -5,14 +5,29 @@ from typing import Any
 
 import msgspec
 import pytest
-from plugin_project import GEMMA, LLAMA, LLAMA_2, RECORDED, Project, assert_refused, only_sentence, recorded, skips
+from plugin_project import (
+    GEMMA,
+    H100_FOLDER,
+    LLAMA,
+    LLAMA_2,
+    PREDICTION,
+    SUITE,
+    Predictor,
+    Project,
+    assert_refused,
+    failures,
+    only_sentence,
+    recorded,
+    skips,
+)
 
-from pytest_gputrain.records import Case, Prediction
+from pytest_gputrain.records import Case
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.storage.recorded import PredictionStore
 from pytest_gputrain.utils.units import GiB
 
 PREDICT = ("--gpu-predict", "--gpu-platform=h100")
+
 
 OWN = """
 def build(setup):
@@ -50,36 +65,30 @@ def own(project: Project, width: int) -> None:
     (project.path / "test_mine.py").write_text(OWN.format(width=width))
 
 
-def predictions(project: Project, suite: str = "mine", platform: str = "h100") -> Path:
-    return project.baseline_file(suite, f"predicted/{platform}")
+def predictions(project: Project, suite: str = "mine") -> Path:
+    return project.baseline_file(suite, "predicted/h100")
 
 
 def test_it_needs_one_platform_and_refuses_what_it_cannot_do(project: Project) -> None:
     own(project, 1024)
     for arguments, problem in {
-        (): "none is named",
         ("-m", "h100 or a100"): "-m names h100, a100",
         ("-m", "not h100"): "none is named",
         ("-m", "h1000"): "none is named (did you mean 'h100'?)",
     }.items():
         sentence = f"--gpu-predict predicts for one platform, and {problem}; add --gpu-platform=h100, or -m h100"
         assert_refused(project, sentence, "--gpu-predict", *arguments)
-    why = "contradict each other: it trains nothing, and compares with recorded predictions"
-    for other in ("--gpu-find-batch", "--gpu-loss", "--gpu-baseline=published", "--gpu-runs=3", "--gpu-isolation=inline"):
+    for other in ("--gpu-loss", "--gpu-baseline=published", "--gpu-runs=3", "--gpu-isolation=inline"):
         given = "--gpu-loss=20" if other == "--gpu-loss" else other
-        assert_refused(project, f"--gpu-predict and {other} {why}", *PREDICT, given)
+        assert_refused(project, f"--gpu-predict and {other} contradict each other: it trains nothing, *", *PREDICT, given)
 
 
-def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(project: Project) -> None:
     own(project, 1024)
-    with monkeypatch.context() as job:
-        job.setenv("CI", "true")
-        sentence = only_sentence(project.run(*PREDICT), TEST)
-        assert "has no recorded prediction for H100" in sentence
-        assert sentence.endswith("record it with --gpu-predict --gpu-baseline-update-new-only (strict)")
-        project.run(*PREDICT, "--no-gpu-strict").assert_outcomes(passed=1)
+    sentence = only_sentence(project.run(*PREDICT, "--gpu-strict"), TEST)
+    assert "has no recorded prediction for H100" in sentence
+    assert sentence.endswith("record it with --gpu-predict --gpu-baseline-update-new-only (strict)")
+    project.run(*PREDICT).assert_outcomes(passed=1)
     project.run(*PREDICT, "--gpu-baseline-update").stdout.fnmatch_lines(
         ["*1 baseline recorded in *predicted/h100/mine.json*"]
     )
@@ -95,17 +104,14 @@ def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(
     )
 
 
-@pytest.mark.slow
-def test_what_does_not_fit_fails_until_that_is_recorded(project: Project) -> None:
-    own(project, 40_000_000)
-    sentence = only_sentence(project.run(*PREDICT), TEST)
-    assert "does not fit H100" in sentence
-    assert "float32[1024, 40000000]" in sentence
+def test_what_does_not_fit_fails_until_that_is_recorded(project: Project, predictor: Predictor) -> None:
+    own(project, 1024)
+    predictor.reply = msgspec.structs.replace(PREDICTION, fits=False, refused=PREDICTION.largest["backward"][0])
+    assert "does not fit H100" in only_sentence(project.run(*PREDICT), TEST)
     project.run(*PREDICT, "--gpu-baseline-update").assert_outcomes(passed=1)
-    result = project.run(*PREDICT, "--gpu-strict", "--gpu-json=report.json")
+    result = project.run(*PREDICT, "--gpu-strict")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*does not fit: build-fp32*"])
-    assert project.report()["results"][0]["reply"]["fits"] is False
 
 
 @pytest.mark.slow
@@ -113,68 +119,47 @@ def test_the_suite_is_predicted_recorded_and_gated_under_xdist(project: Project)
     pytest.importorskip("xdist")
     project.write(test_tables=ZOO)
     project.spawn("-m", "h100", "--gpu-predict", "-n2", "--gpu-baseline-update").assert_outcomes(passed=2)
-    assert set(msgspec.json.decode(predictions(project, "tables").read_bytes())["cases"]) == {
-        "wide-deep-full-fp32",
-        "ctr-dnn-full-fp32",
-    }
-    result = project.run("-m", "h100", "--gpu-predict", "--gpu-strict", "--gpu-json=report.json")
+    keys = set(msgspec.json.decode(predictions(project, "tables").read_bytes())["cases"])
+    assert keys == {"wide-deep-full-fp32", "ctr-dnn-full-fp32"}
+    result = project.run("-m", "h100", "--gpu-predict", "--gpu-strict")
     result.assert_outcomes(passed=2)
-    assert set(project.verdicts().values()) == {"pass"}
     result.stdout.fnmatch_lines(["tables on H100 x1 (predicted), full scale*", "*predicted for h100*nothing was trained"])
 
 
-@pytest.mark.slow
-def test_a_known_prediction_is_not_made_again(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_prediction_is_not_made_again(
+    project: Project, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project.write(test_tables=ZOO)
-    (project.path / "conftest.py").write_text(
-        """
-from pytest_gputrain.execution.launch import launcher
 
-real = launcher.predict
+    def count(*arguments: str) -> int:
+        project.run(*PREDICT, "-k", "wide-deep", *arguments).assert_outcomes(passed=1, deselected=1)
+        return len(predictor.tasks)
 
-
-def predict(task, **arguments):
-    with open("predicted", "a") as log:
-        log.write("x")
-    return real(task, **arguments)
-
-
-launcher.predict = predict
-
-
-def pytest_unconfigure():
-    launcher.predict = real
-"""
-    )
-    for _ in range(2):
-        project.run(*PREDICT, "-k", "wide-deep").assert_outcomes(passed=1, deselected=1)
-    assert (project.path / "predicted").read_text() == "x"
+    assert [count(), count()] == [1, 1]
     monkeypatch.setenv("TRANSFORMERS_SOMETHING", "1")
-    project.run(*PREDICT, "-k", "wide-deep")
-    assert (project.path / "predicted").read_text() == "xx"
-    project.run(*PREDICT, "-k", "wide-deep", "--cache-clear")
-    assert (project.path / "predicted").read_text() == "xxx"
+    assert [count(), count("--cache-clear")] == [2, 3]
 
 
-def test_that_nothing_was_predicted_is_told_and_fails_where_strict_unless_somebody_marked_it(project: Project) -> None:
+def test_on_a_cpu_the_tiny_scale_is_predicted(project: Project, predictor: Predictor) -> None:
+    project.write(test_tables=ZOO)
+    project.run("-m", "cpu", "--gpu-predict", "--gpu-json=report.json").assert_outcomes(passed=2)
+    assert {task.scale for task in predictor.tasks} == {"tiny"}
+    assert {result["scale"] for result in project.report()["results"]} == {"tiny"}
+
+
+def test_that_nothing_was_predicted_is_told_and_fails_where_strict(project: Project) -> None:
     project.write(test_tables=ZOO)
     for strict, code in (((), 0), (("--gpu-strict",), 1)):
         result = project.run("--gpu-predict", "--gpu-platform=a100", "--gpu-json=report.json", *strict)
         result.stdout.fnmatch_lines(["nothing was predicted: every case was skipped (not declared for a100, *)"])
         assert set(skips(result).values()) == {"not declared for a100, which this run predicts for"}
         assert result.ret == project.report()["exit_status"] == code
-    for mark in ("skip", "xfail(run=False)"):
-        project.write(test_tables=ZOO.replace("@pytest", f"@pytest.mark.{mark}\n@pytest", 1))
-        result = project.run("--gpu-predict", "--gpu-platform=h100", "--gpu-strict")
-        assert result.ret == pytest.ExitCode.OK
-        assert "nothing was predicted" not in result.stdout.str()
 
 
-@pytest.mark.slow
-def test_files_of_one_name_do_not_share_a_baseline(project: Project) -> None:
-    for folder, width in (("first", 1024), ("second", 2048)):
+def test_files_of_one_name_do_not_share_a_baseline(project: Project, predictor: Predictor) -> None:
+    for folder in ("first", "second"):
         (project.path / folder).mkdir()
-        (project.path / folder / "test_mine.py").write_text(OWN.format(width=width))
+        (project.path / folder / "test_mine.py").write_text(OWN.format(width=1024))
     project.run("first", *PREDICT, "--gpu-baseline-update").assert_outcomes(passed=1)
     before = predictions(project).read_bytes()
     sentence = only_sentence(project.run("second", *PREDICT, "--gpu-baseline-update"), TEST)
@@ -188,33 +173,12 @@ def test_files_of_one_name_do_not_share_a_baseline(project: Project) -> None:
     project.run("second", *PREDICT, "--gpu-baseline-update").assert_outcomes(passed=1)
 
 
-@pytest.mark.slow
-def test_code_that_a_test_imports_may_move(project: Project) -> None:
-    build, test = OWN.format(width=1024).split("\n\n\n")
-    for module in ("first", "second"):
-        (project.path / f"{module}_train.py").write_text(build)
-    for module, words in {"first": "has this prediction as its baseline now", "second": "is not what its recorded"}.items():
-        (project.path / "test_mine.py").write_text(f"from {module}_train import build\n\n\n{test}")
-        project.run(*PREDICT, "--gpu-json=report.json", *(["--gpu-baseline-update"] if module == "first" else []))
-        assert words in project.report()["results"][0]["verdict"]["sentence"]
-
-
-def test_a_traceback_has_the_line_of_own_code(project: Project) -> None:
-    branching = OWN.format(width=8).replace("zeros", "randn").replace("loss.backward()", "assert weight.any()  # here")
-    project.write(test_mine=branching)
-    result = project.run(*PREDICT)
-    assert "which a prediction does not know: measure it instead" in only_sentence(result, TEST)
-    result.stdout.fnmatch_lines(["*assert weight.any()  # here*"])
-
-
-def test_memory_can_be_compared_and_time_cannot(project: Project) -> None:
-    own(project, 1024)
-    with (project.path / "test_mine.py").open("a") as file:
-        file.write(
-            """
+def test_memory_can_be_compared_and_time_cannot(project: Project, predictor: Predictor) -> None:
+    project.write(
+        test_mine=f"""{OWN.format(width=1)}
 
 def test_memory(gputrain):
-    assert gputrain.measure(build, precision="fp32").peak_allocated_bytes > 4 * 2**20
+    assert gputrain.measure(build, precision="fp32").peak_allocated_bytes == {PREDICTION.peak_allocated_bytes}
 
 
 def test_time(gputrain):
@@ -239,10 +203,11 @@ def test_compiled(gputrain):
 
     gputrain.check(Case(model="phi-3-mini-128k", sequence_length=512, compile="default"))
 """
-        )
+    )
     result = project.run(*PREDICT)
     result.assert_outcomes(passed=3, skipped=3, failed=1)
-    assert "needs='step_second' is not a figure of a case (did you mean 'step_seconds'?)" in result.stdout.str()
+    (misspelt,) = failures(result).values()
+    assert "needs='step_second' is not a figure of a case (did you mean 'step_seconds'?)" in misspelt
     assert skips(result) == {
         "test_time": "needs median_step_seconds, which cannot be predicted",
         "test_closure": "runs inline, but a prediction needs a process of its own",
@@ -250,61 +215,65 @@ def test_compiled(gputrain):
     }
 
 
-def prediction_of_case(**fields: object) -> Prediction:
-    """More memory and FLOPs than the recorded replies have."""
-    example = msgspec.json.decode((RECORDED / "h100_predicted.json").read_bytes(), type=Prediction)
-    more: dict[str, Any] = {"peak_allocated_bytes": 64 * GiB, "flops_per_step": 10**15, **fields}
-    return msgspec.structs.replace(example, **more)
+# What predictions mean to a real run
+
+PEAK, FLOPS = recorded()["peak_allocated_bytes"], recorded()["flops_per_step"]
 
 
-def predict_tuning(suite: Project) -> None:
-    """Record that Llama 2 is the quickest and Llama 3.1 does not fit."""
-    base = Case(batch_size=2, sequence_length=8192, method="lora")
-    seconds = {"llama-3.1-8b": (2.0, False), "gemma-7b": (3.0, True), "llama-2-13b": (1.0, True)}
-    PredictionStore(suite.path / "baselines").update(
-        "h100",
-        "tuning",
-        {
-            f"{model}-lora-bf16": Recorded(
-                case=base.replace(model=model),
-                scale="full",
-                figures=(prediction_of_case(roofline_seconds=time, fits=fits),),
-            )
-            for model, (time, fits) in seconds.items()
-        },
-    )
+def record(project: Project, model: str, **figures: Any) -> None:
+    """Store a prediction of a case of the suite, by default with the very figures that its process gives."""
+    case = Case(batch_size=2, sequence_length=8192, method="lora", model=model)
+    prediction = msgspec.structs.replace(PREDICTION, **{"peak_allocated_bytes": PEAK, "flops_per_step": FLOPS, **figures})
+    entry = Recorded(case=case, scale="full", figures=(prediction,))
+    PredictionStore(project.path / "baselines").update("h100", "tuning", {str(case): entry})
 
 
 def test_a_real_run_starts_with_what_is_short_and_warns_of_what_will_not_fit(suite: Project) -> None:
     suite.run("-m", "h100")
-    assert [launched["id"] for launched in suite.launches] == [LLAMA, GEMMA, LLAMA_2], "nothing is predicted"
-    (suite.path / "launches.jsonl").unlink()
-    predict_tuning(suite)
+    for model, seconds, fits in (("llama-3.1-8b", 2.0, False), ("gemma-7b", 3.0, True), ("llama-2-13b", 1.0, True)):
+        record(suite, model, roofline_seconds=seconds, fits=fits)
     result = suite.run("-m", "h100")
-    assert [launched["id"].split("-lora")[0] for launched in suite.launches] == ["llama-2-13b", "gemma-7b", "llama-3.1-8b"]
-    result.stdout.fnmatch_lines(["gputrain: predicted not to fit h100, and run last: llama-3.1-8b-lora-bf16"])
+    assert [launch["id"] for launch in suite.launches] == [LLAMA, GEMMA, LLAMA_2, LLAMA_2, GEMMA, LLAMA]
+    result.stdout.fnmatch_lines([f"gputrain: predicted not to fit h100, and run last: {LLAMA}"])
 
 
-def test_stepwise_goes_on_where_it_stopped_in_that_order(suite: Project) -> None:
-    predict_tuning(suite)
-    suite.answer(recorded("crashed"), to="gemma-7b-lora-bf16")
-    suite.run("-m", "h100", "--stepwise").assert_outcomes(passed=1, failed=1)
-    suite.answer(recorded(), to="gemma-7b-lora-bf16")
-    suite.run("-m", "h100", "--stepwise").assert_outcomes(passed=2, deselected=1)
-    names = [launched["id"].split("-lora")[0] for launched in suite.launches]
-    assert names == ["llama-2-13b", "gemma-7b", "gemma-7b", "llama-3.1-8b"]
+def test_a_case_without_a_baseline_is_held_to_its_prediction_and_says_so(suite: Project) -> None:
+    record(suite, "gemma-7b")
+    result = suite.run("--gpu-json=report.json")
+    result.assert_outcomes(passed=3)
+    (verdict,) = [entry["verdict"] for entry in suite.report()["results"] if entry["key"] == GEMMA]
+    assert verdict["status"] == "new"
+    assert "within what is predicted for h100" in verdict["sentence"]
+    assert "its time is not judged" in verdict["sentence"]
+    assert "peak_allocated_bytes" in [metric["metric"] for metric in verdict["metrics"]]
+    result.stdout.fnmatch_lines(
+        ["1 case without a baseline, compared with its prediction*", "2 cases without a baseline: *"]
+    )
+    assert GEMMA in str(failures(suite.run("--gpu-strict")))
+    record(suite, "gemma-7b", peak_allocated_bytes=round((PEAK - 2 * GiB) / 1.05))
+    sentence = only_sentence(suite.run("-k", "gemma"), f"test_tuning[{GEMMA}]")
+    assert "more memory" in sentence
+    assert "predicted for h100; it has no baseline here" in sentence
+    assert sentence.endswith("record it with --gpu-baseline-update")
+    record(suite, "gemma-7b", flops_per_step=round(FLOPS / 1.1))
+    assert "computes 10.0 % more" in only_sentence(suite.run("-k", "gemma"), f"test_tuning[{GEMMA}]")
+    (suite.path / "baselines" / "predicted" / "h100" / "tuning.json").write_text("{")
+    suite.run().assert_outcomes(passed=3)  # a damaged file of predictions stops no real run
 
 
-@pytest.mark.slow
-def test_on_a_cpu_the_tiny_scale_is_predicted(project: Project) -> None:
-    project.write(test_tables=ZOO)
-    project.run("-m", "cpu", "--gpu-predict", "-k", "ctr", "--gpu-json=report.json").assert_outcomes(passed=1, deselected=1)
-    (result,) = project.report()["results"]
-    project.run("-m", "cpu", "-k", "ctr", "--gpu-json=real.json")
-    (real,) = project.report("real.json")["results"]
-    assert result["scale"] == real["scale"] == "tiny"
-    assert result["reply"]["peak_allocated_bytes"] == real["replies"][0]["peak_allocated_bytes"]
+def test_a_prediction_says_nothing_to_an_update_a_baseline_another_case_or_another_platform(suite: Project) -> None:
+    record(suite, "gemma-7b", peak_allocated_bytes=PEAK // 4)
+    suite.run("--gpu-baseline-update", "--gpu-runs=1").assert_outcomes(passed=3)
+    suite.run().assert_outcomes(passed=3)
+    suite.baseline_file("tuning", H100_FOLDER).unlink()
+    suite.write(test_tuning=SUITE.replace("batch_size=2", "batch_size=4"))
+    suite.run().assert_outcomes(passed=3)
+    suite.write(test_tuning=SUITE)
+    suite.machine("NVIDIA A100-SXM4-80GB")
+    suite.run().assert_outcomes(passed=3)
 
+
+# Own code that the marker of a platform leaves out
 
 HINT = (
     "-m 'h100' left out the tests in test_mine.py, which carry no platform's marker: mark them with @pytest.mark.h100, or "
@@ -321,10 +290,5 @@ def test_own_code_without_the_marker_that_selects_it_is_told(project: Project, w
     project.write(test_tables=ZOO)
     result = project.run("-m", "h100", "--collect-only", "--gpu-predict", *workers)
     assert [line for line in result.outlines if "left out" in line] == [HINT], "beside others that are selected"
-
-
-def test_what_no_marker_of_a_platform_would_select_is_not_told(project: Project) -> None:
-    own(project, 1024)
-    project.write(test_tables=ZOO)
     for arguments in (("-m", "h100", "-k", "wide"), ("-m", "not h100"), ("-m", "slow"), ("-k", "wide")):
         assert "left out" not in project.run("--collect-only", *PREDICT, *arguments).stdout.str()

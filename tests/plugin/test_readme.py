@@ -16,6 +16,7 @@ def test_the_readme_says_what_its_program_takes_and_how_its_broken_program_fails
     project.write(test_training=program)
     recorded = project.spawn("--gpu-baseline-update", "--gpu-platform=cpu")
     recorded.assert_outcomes(passed=1)
+    assert "\x1b" not in recorded.stdout.str(), "what is no terminal has no line of progress"
     (shown,) = re.findall(r"^train  .* recorded$", README, re.MULTILINE)
     time = re.compile(r"\d+(\.\d+)? m?s")
     rows = [" ".join(time.sub("", row).split()) for row in recorded.outlines if row.startswith("train ")]

@@ -83,49 +83,45 @@ def test_what_is_taken_is_judged_anew(suite: Project) -> None:
     assert "3 of 3 fresh runs slower" in result.stdout.str()
 
 
-def test_other_steps_scales_and_machines_are_measured(suite: Project) -> None:
+def test_other_steps_scales_processes_and_machines_are_measured(suite: Project) -> None:
     suite.run("--gpu-json=report.json").assert_outcomes(passed=3)
-    for arguments in (["--gpu-steps=7"], ["--gpu-scale=tiny"]):
+
+    def assert_nothing_taken(*arguments: str) -> None:
         before = len(suite.launches)
         suite.run("--gpu-resume=report.json", *arguments).stdout.fnmatch_lines(["no case taken from *"])
         assert len(suite.launches) == before + 3
-    suite.answer(ours(device_count=4))  # as if of more processes than the case has now
-    suite.run("--gpu-json=wide.json").assert_outcomes(passed=3)
-    suite.run("--gpu-resume=wide.json").stdout.fnmatch_lines(["no case taken from *"])
+
+    assert_nothing_taken("--gpu-steps=7")
+    assert_nothing_taken("--gpu-scale=tiny")
     suite.machine("NVIDIA A100-SXM4-80GB")
     suite.answer(ours(device_name="NVIDIA A100-SXM4-80GB"))
-    before = len(suite.launches)
-    suite.run("--gpu-resume=report.json").stdout.fnmatch_lines(["no case taken from *"])
-    assert len(suite.launches) == before + 3
+    assert_nothing_taken()
+    suite.machine(H100)
+    suite.answer(ours(device_count=4))  # as if of more processes than the case has now
+    suite.run("--gpu-json=report.json").assert_outcomes(passed=3)
+    assert_nothing_taken()
 
 
 def test_a_baseline_has_the_runs_of_both_with_their_dates(suite: Project) -> None:
-    suite.run("--gpu-baseline-update", "--gpu-runs=2", "--gpu-json=first.json", "-k", "gemma").assert_outcomes(
-        passed=1, deselected=2
-    )
-    first = suite.report("first.json")["session"]
-    before = len(suite.launches)
-    arguments = ["--gpu-baseline-update", "--gpu-runs=3", "--gpu-resume=first.json", "-k", "gemma"]
-    suite.run(*arguments, "--gpu-json=report.json").assert_outcomes(passed=1, deselected=2)
-    assert len(suite.launches) == before + 1
+    update = ("--gpu-baseline-update", "-k", "gemma")
+    suite.run(*update, "--gpu-runs=2", "--gpu-json=first.json").assert_outcomes(passed=1, deselected=2)
+    suite.run(*update, "--gpu-runs=3", "--gpu-resume=first.json", "--gpu-json=report.json")
+    assert len(suite.launches) == 3
+    first, second = (suite.report(name)["session"] for name in ("first.json", "report.json"))
     sessions = [run["session"] for run in suite.baselines("tuning", H100_FOLDER)[GEMMA]["runs"]]
-    assert sessions == [first, first, suite.report()["session"]]
+    assert sessions == [first, first, second]
 
 
 def test_the_history_has_every_measurement_once(suite: Project) -> None:
-    def lines() -> list[tuple[str, str, int]]:
-        text = (suite.path / "history.jsonl").read_text()
-        history = map(json.loads, text.splitlines())
-        return [(line["key"], line["session"], line["runs"]) for line in history]
-
     history = "--gpu-history=history.jsonl"
-    suite.run("--gpu-json=first.json", history, "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    suite.run("--gpu-json=second.json", "--gpu-resume=first.json", "-k", "not llama-2", "--gpu-runs=3").assert_outcomes(
-        passed=2, deselected=1
-    )
+    suite.run("--gpu-json=first.json", history, "-k", "gemma")
+    suite.run("--gpu-json=second.json", "--gpu-resume=first.json", "-k", "not llama-2", "--gpu-runs=3")
     suite.run("--gpu-json=report.json", "--gpu-resume=second.json", history).assert_outcomes(passed=3)
     first, second, third = (suite.report(f"{name}.json")["session"] for name in ("first", "second", "report"))
-    assert sorted(lines()) == sorted([(GEMMA, first, 1), (GEMMA, second, 2), (LLAMA, second, 3), (LLAMA_2, third, 1)])
+    lines = map(json.loads, (suite.path / "history.jsonl").read_text().splitlines())
+    assert sorted((line["key"], line["session"], line["runs"]) for line in lines) == sorted(
+        [(GEMMA, first, 1), (GEMMA, second, 2), (LLAMA, second, 3), (LLAMA_2, third, 1)]
+    )
 
 
 def test_what_a_resumed_run_does_not_get_to_stays_in_its_report(suite: Project) -> None:
@@ -163,14 +159,10 @@ def test_a_fleet_is_not_asked_for_what_there_is(suite: Project, monkeypatch: pyt
 
 def test_one_worker_alone_is_not_measured_again(h100: Project) -> None:
     h100.machine(H100, gpus=2)
-    h100.write(
-        test_several=SUITE.replace("check(case)", "check(case, scaling=True)").replace(
-            "batch_size=2", "batch_size=2, gpus=2, parallel='ddp'"
-        )
-    )
+    several = SUITE.replace("batch_size=2", "batch_size=2, gpus=2, parallel='ddp'")
+    h100.write(test_several=several.replace("check(case)", "check(case, scaling=True)"))
     h100.answer(ours(device_count=2))
     h100.run("--gpu-json=first.json").assert_outcomes(passed=3)
-    assert len(h100.launches) == 6
     h100.run("--gpu-resume=first.json", "--gpu-json=report.json").assert_outcomes(passed=3)
     assert len(h100.launches) == 6
     first, second = (
@@ -181,29 +173,11 @@ def test_one_worker_alone_is_not_measured_again(h100: Project) -> None:
     assert None not in first.values()
 
 
-def test_last_failed_runs_what_failed_and_what_had_no_figures(suite: Project) -> None:
-    """pytest's own ``--lf``: what the report has regressed figures of is measured again, which a resumed run does not."""
-    suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    suite.answer(recorded("crashed"), to=LLAMA)
-    suite.answer(ours(slower=1.2), to=GEMMA)
-    suite.run("--gpu-json=first.json").assert_outcomes(passed=1, failed=2)
-    before = len(suite.launches)
-    suite.run("--lf", "-o", "gpu_reruns=0").assert_outcomes(failed=2)
-    assert launched(suite, before) == [LLAMA, GEMMA]
-    suite.run("--lf", "-o", "gpu_reruns=0", "--gpu-resume=first.json").assert_outcomes(failed=2)
-    assert launched(suite, before + 2) == [LLAMA]
-
-
-def committed(project: Project) -> None:
-    (project.path / ".gitignore").write_text("*\n!test_*.py\n!baselines\n!baselines/**\n")
-    project.git("init", "-q")
-    project.git("add", ".")
-    project.git("commit", "-q", "-m", "first")
-
-
 def test_figures_of_another_code_are_refused(suite: Project) -> None:
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
-    committed(suite)
+    (suite.path / ".gitignore").write_text("*\n!test_*.py\n!baselines\n!baselines/**\n")
+    for command in ("init -q", "add .", "commit -qm first"):
+        suite.git(*command.split())
     # The run's own changes of committed baselines are none of the code.
     suite.run("--gpu-baseline-update", "--gpu-json=clean.json").assert_outcomes(passed=3)
     suite.run("--gpu-resume=clean.json").stdout.fnmatch_lines(["3 cases taken from *clean.json"])
@@ -212,43 +186,30 @@ def test_figures_of_another_code_are_refused(suite: Project) -> None:
     before = len(suite.launches)
     commit = suite.git("rev-parse", "--short=12", "HEAD")
     refused = f"*clean.json is of {commit} with other uncommitted changes; restore them, or leave * out*"
-    result = suite.run("--gpu-resume=clean.json")
-    result.stderr.fnmatch_lines([f"ERROR: --gpu-resume: {refused}"])
+    assert_refused(suite, f"--gpu-resume: {refused}", "--gpu-resume=clean.json", launched=before)
     suite.run("--gpu-json=dirty.json").assert_outcomes(passed=3)
     suite.run("--gpu-resume=dirty.json").stdout.fnmatch_lines(["3 cases taken from *dirty.json"])
     test.write_text(SUITE + "# changed again\n")
-    suite.run("--gpu-resume=dirty.json").stderr.fnmatch_lines(["*with other uncommitted changes*"])
+    assert_refused(suite, "*with other uncommitted changes*", "--gpu-resume=dirty.json", launched=before + 3)
     suite.git("commit", "-qam", "second")
-    after = suite.git("rev-parse", "--short=12", "HEAD")
-    suite.run("--gpu-resume=clean.json").stderr.fnmatch_lines(
-        [f"*is of commit {commit}, and this is {after}; check that commit out, or*"]
+    refused = (
+        f"*is of commit {commit}, and this is {suite.git('rev-parse', '--short=12', 'HEAD')}; check that commit out, or*"
     )
-    assert len(suite.launches) == before + 3
+    assert_refused(suite, refused, "--gpu-resume=clean.json", launched=before + 3)
 
 
 def test_figures_of_other_libraries_or_beside_others_that_nobody_looked_for_are_refused(suite: Project) -> None:
     suite.run("--gpu-json=report.json", "-o", "gpu_foreign=ignore")
-    suite.run("--gpu-resume=report.json").stderr.fnmatch_lines(["*was measured with gpu_foreign=ignore; give the same, or*"])
+    sentence = "*was measured with gpu_foreign=ignore; give the same, or*"
+    assert_refused(suite, sentence, "--gpu-resume=report.json", launched=3)
     suite.answer(recorded())
     suite.run("--gpu-json=report.json")
-    before = len(suite.launches)
-    result = suite.run("--gpu-resume=report.json")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(
-        ["ERROR: --gpu-resume: *report.json was measured with *, and here is *; install that, or leave*"]
-    )
-    assert len(suite.launches) == before
+    sentence = "--gpu-resume: *report.json was measured with *, and here is *; install that, or leave*"
+    assert_refused(suite, sentence, "--gpu-resume=report.json", launched=6)
 
 
 def test_what_is_no_report_and_what_is_a_study_is_refused(suite: Project) -> None:
-    for text, sentence in {
-        None: "*nothing.json cannot be read: No such file or directory",
-        "{": "*nothing.json is not a report of --gpu-json: *; give the file that --gpu-json wrote",
-        '{"format": 99}': "*nothing.json has format 99, this version reads format 2; *",
-    }.items():
-        if text is not None:
-            (suite.path / "nothing.json").write_text(text)
-        assert_refused(suite, f"--gpu-resume: {sentence}", "--gpu-resume=nothing.json")
+    assert_refused(suite, "--gpu-resume: *nothing.json cannot be read: No such file*", "--gpu-resume=nothing.json")
     for study in ("--gpu-find-batch", "--gpu-loss=20", "--gpu-predict"):
         sentence = f"{study.partition('=')[0]} and --gpu-resume contradict each other: *"
         assert_refused(suite, sentence, "--gpu-resume=report.json", study)

@@ -58,21 +58,19 @@ def _efficiencies(project: Project) -> dict[str, float | None]:
     return {result["key"]: result["summary"]["scaling_efficiency"] for result in project.report()["results"]}
 
 
-def _metric(project: Project, key: str) -> dict[str, Any] | None:
-    case_result = next(result for result in project.report()["results"] if result["key"] == key)
-    metrics = {metric["metric"]: metric for metric in case_result["verdict"]["metrics"]}
-    return metrics.get("scaling_efficiency")
+def _metric(project: Project, key: str) -> dict[str, Any]:
+    (case_result,) = (result for result in project.report()["results"] if result["key"] == key)
+    (metric,) = (metric for metric in case_result["verdict"]["metrics"] if metric["metric"] == "scaling_efficiency")
+    return metric  # type: ignore[no-any-return]
 
 
 def test_efficiency_is_the_throughput_over_that_of_one_worker_which_is_measured_once(four: Project) -> None:
-    text = four.run("--gpu-json=report.json").stdout.str()
+    result = four.run("--gpu-json=report.json")
     assert _efficiencies(four) == {TWO: pytest.approx(1 / 1.05), FOUR: pytest.approx(1 / 1.25), GEMMA: None}
-    results = {result["key"]: result["summary"]["samples_per_second"] for result in four.report()["results"]}
-    assert _efficiencies(four)[FOUR] == pytest.approx(results[FOUR] / (4 * results[GEMMA]))
+    rates = {result["key"]: result["summary"]["samples_per_second"] for result in four.report()["results"]}
+    assert _efficiencies(four)[FOUR] == pytest.approx(rates[FOUR] / (4 * rates[GEMMA]))
     assert [launched["processes"] for launched in four.launches] == [2, 1, 4]
-    rows = {key: next(line for line in text.splitlines() if f"ddp-gpus={key} " in line and "%" in line) for key in (2, 4)}
-    assert "95.2 %" in rows[2]
-    assert "80.0 %" in rows[4]
+    result.stdout.fnmatch_lines(["*ddp-gpus=2 *95.2 %*", "*ddp-gpus=4 *80.0 %*"])
 
 
 def test_a_single_worker_is_measured_only_where_an_efficiency_is_judged(four: Project) -> None:
@@ -84,7 +82,7 @@ def test_a_single_worker_is_measured_only_where_an_efficiency_is_judged(four: Pr
     four.run("--gpu-json=report.json", "-k", "ddp").assert_outcomes(passed=2, deselected=1)
     four.write(test_scale=SCALING)
     four.answer(recorded("h100_out_of_memory"), to=FOUR)
-    assert "ran out of device memory" in only_sentence(four.run(_only(FOUR)), f"test_scaling[{FOUR}]")
+    four.run(_only(FOUR)).assert_outcomes(failed=1)
     assert 1 not in {launched["processes"] for launched in four.launches}
 
 
@@ -101,26 +99,16 @@ def test_a_worse_efficiency_fails_a_better_one_is_an_improvement_and_the_same_pa
     _answer(gated, single=1.02, four=1.22)
     gated.run("--gpu-json=report.json", "--gpu-time-tolerance=3%").assert_outcomes(passed=3)
     assert gated.verdicts()[FOUR] == "improved"
-    metric = _metric(gated, FOUR)
-    assert metric is not None
-    assert (metric["status"], metric["baseline"]) == ("improved", pytest.approx(0.8))
+    assert _metric(gated, FOUR)["baseline"] == pytest.approx(0.8)
     _answer(gated, four=1.4)
     sentence = only_sentence(gated.run("--gpu-time-tolerance=10%"), f"test_scaling[{FOUR}]")
     assert "scales 10.7 % worse: an efficiency of 71.4 % against 80.0 %; limit 9.1 %; 3 of 3 fresh runs worse" in sentence
-    assert "one worker alone" in sentence
     # One worker became faster and the others did not: their exchange takes a larger share, though none is slower.
     _answer(gated, single=0.9)
     told = failures(gated.run())
     assert set(told) == {f"test_scaling[{TWO}]", f"test_scaling[{FOUR}]"}
     assert "slower" not in told[f"test_scaling[{FOUR}]"]
     assert f"one worker alone {SECONDS:.2f} s -> {SECONDS * 0.9:.2f} s" in told[f"test_scaling[{FOUR}]"]
-
-
-def test_efficiency_is_the_median_of_several_runs(gated: Project) -> None:
-    several = [recorded(slower=slower, device_count=4) for slower in (5.0, 1.25, 1.26)]
-    gated.answer(*several, to=FOUR)
-    gated.run("--gpu-json=report.json", "--gpu-runs=3", _only(FOUR)).assert_outcomes(passed=1)
-    assert _efficiencies(gated)[FOUR] == pytest.approx(1 / 1.26)
 
 
 def test_a_baseline_without_efficiency_is_told_judged_by_the_rest_and_completed_by_an_update(four: Project) -> None:
@@ -152,43 +140,25 @@ def test_a_baseline_without_efficiency_is_told_judged_by_the_rest_and_completed_
 )
 def test_one_worker_without_figures_is_told_and_the_case_is_judged(gated: Project, name: str, says: str) -> None:
     gated.answer(recorded(name), to=ALONE)
-    result = gated.run("-k", "ddp", "--gpu-json=report.json")
-    result.assert_outcomes(passed=2, deselected=1)
-    assert gated.verdicts() == {TWO: "not-comparable", FOUR: "not-comparable"}
+    result = gated.run(_only(FOUR), "--gpu-json=report.json")
+    assert gated.verdicts() == {FOUR: "not-comparable"}
     result.stdout.fnmatch_lines([f"*has no scaling efficiency: {says}*"])
     statuses = {metric["metric"]: metric["status"] for metric in gated.report()["results"][0]["verdict"]["metrics"]}
     assert statuses["step_seconds"] == statuses["peak_allocated_bytes"] == "pass"
-    assert set(failures(gated.run("-k", "ddp", "--gpu-strict"))) == {f"test_scaling[{TWO}]", f"test_scaling[{FOUR}]"}
+    gated.run(_only(FOUR), "--gpu-strict").assert_outcomes(failed=1)
     _answer(gated, four=1.5)
     gated.answer(recorded(name), to=ALONE)
-    assert "slower" in only_sentence(gated.run("-k", "ddp"), f"test_scaling[{FOUR}]")
+    assert "slower" in only_sentence(gated.run(_only(FOUR)), f"test_scaling[{FOUR}]")
 
 
-@pytest.mark.slow
-def test_on_a_cpu_a_case_scales_only_with_all_its_processes(cpu: Project) -> None:
+def test_on_a_cpu_a_case_scales_with_all_its_processes_and_its_efficiency_is_shown_and_not_judged(cpu: Project) -> None:
     cpu.write(test_scale=SCALING)
-    result = cpu.run("-o", "gpu_processes=2")
+    result = cpu.run("-o", "gpu_processes=2", "--gpu-baseline-update")
     result.assert_outcomes(passed=2, skipped=1)
     assert skips(result) == {f"test_scaling[{FOUR}]": "needs 4 processes; -o gpu_processes=4 runs them on a CPU"}
-    cpu.run("-o", "gpu_processes=4").assert_outcomes(passed=3)
-
-
-@pytest.mark.slow
-def test_on_a_cpu_efficiency_is_shown_and_not_judged(cpu: Project) -> None:
-    cpu.write(test_scale=SCALING)
-    cpu.run("-o", "gpu_processes=2", "--gpu-baseline-update").assert_outcomes(passed=2, skipped=1)
     cpu.answer(recorded("cpu_measured", slower=3), to=TWO)
     result = cpu.run("-o", "gpu_processes=2", "--gpu-json=report.json", "--gpu-strict")
     result.assert_outcomes(passed=2, skipped=1)
     assert _efficiencies(cpu)[f"{TWO}@tiny"] == pytest.approx(1 / 3)
-    metric = _metric(cpu, f"{TWO}@tiny")
-    assert metric is not None
-    assert metric["status"] == "not-comparable"
+    assert _metric(cpu, f"{TWO}@tiny")["status"] == "not-comparable"
     result.stdout.fnmatch_lines(["*scaling efficiency not compared: time on a CPU is shown, not judged"])
-
-
-def test_a_report_is_a_baseline_of_efficiencies_too(four: Project) -> None:
-    four.run("--gpu-json=before.json").assert_outcomes(passed=3)
-    _answer(four, single=0.9)
-    result = four.run("--gpu-baseline=before.json", "--gpu-json=report.json")
-    assert set(failures(result)) == {f"test_scaling[{TWO}]", f"test_scaling[{FOUR}]"}

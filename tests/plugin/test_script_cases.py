@@ -41,7 +41,7 @@ def test_without_a_gpu_a_script_fails_with_what_helps(project: Project) -> None:
     project.write(test_scripts=TEST, train="")
     assert only_sentence(project.run(), "test_train") == (
         f"{KEY} was not measured: a script's memory is known from torch's CUDA allocator, and this run has no GPU; add "
-        "--gpu-emulate -m h100, which needs torch's CUDA build but no GPU, or run it on a machine with one"
+        "--gpu-emulate --gpu-platform=h100, which needs torch's CUDA build but no GPU, or run it on a machine with one"
     )
 
 

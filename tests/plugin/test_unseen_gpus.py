@@ -29,7 +29,9 @@ def test_the_run_says_so_before_and_after_its_cases_and_fails_where_strict(unsee
 
 
 def test_who_wants_the_cpu_or_has_no_cases_hears_nothing(unseen: Project) -> None:
-    result = unseen.run("-m", "mi300x", "--gpu-platform=cpu")
+    unseen.write(test_tuning="def test(gputrain):\n    assert gputrain.scale == 'tiny'\n")
+    assert (unseen.run().ret, unseen.run("--gpu-strict").ret) == (0, 1)
+    result = unseen.run("--gpu-strict", "--gpu-platform=cpu")
     assert result.ret == 0
     result.stdout.no_fnmatch_line("*amdsmi*")
     unseen.write(test_tuning="def test():\n    pass\n")

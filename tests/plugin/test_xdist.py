@@ -3,29 +3,28 @@
 import itertools
 import json
 import re
-from typing import Any
 
 import pytest
-from plugin_project import BUILD, GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, Project, recorded, table_rows
+from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, Project, recorded, table_rows
 
 pytest.importorskip("xdist")
 
 
-def _comparable(report: dict[str, Any]) -> list[Any]:
-    return sorted(report["results"], key=lambda result: result["nodeid"])
-
-
-def test_two_workers_give_the_failures_report_and_table_of_one(gated: Project) -> None:
-    suite = gated
-    suite.answer(recorded(slower=1.05), to=GEMMA)
-    suite.answer(recorded(slower=0.8), to=LLAMA)
-    alone = suite.run("--gpu-json=alone.json")
-    both = suite.spawn("-n2", "--gpu-json=both.json")
-    both.assert_outcomes(passed=2, failed=1)
-    both.stdout.fnmatch_lines([f"FAILED test_tuning.py::test_tuning[[]{GEMMA}[]]*is 5.0 % slower*"])
-    assert _comparable(suite.report("both.json")) == _comparable(suite.report("alone.json"))
-    assert suite.report("both.json")["exit_status"] == 1
-    assert sorted(table_rows(both.stdout.str())) == sorted(table_rows(alone.stdout.str()))
+def test_two_workers_give_the_failures_report_history_and_table_of_one(gated: Project) -> None:
+    gated.answer(recorded(slower=1.05), to=GEMMA)
+    gated.answer(recorded(slower=0.8), to=LLAMA)
+    reports, tables, histories = [], [], []
+    for run, name, workers in ((gated.run, "alone", []), (gated.spawn, "both", ["-n2"])):
+        result = run(*workers, f"--gpu-json={name}.json", f"--gpu-history={name}.jsonl")
+        result.assert_outcomes(passed=2, failed=1)
+        assert gated.report(f"{name}.json")["exit_status"] == result.ret
+        result.stdout.fnmatch_lines([f"FAILED test_tuning.py::test_tuning[[]{GEMMA}[]]*is 5.0 % slower*"])
+        reports.append(sorted(gated.report(f"{name}.json")["results"], key=lambda entry: entry["nodeid"]))
+        tables.append(sorted(table_rows(result.stdout.str())))
+        lines = map(json.loads, (gated.path / f"{name}.jsonl").read_text().splitlines())
+        histories.append(sorted((line | {"date": None, "session": None} for line in lines), key=lambda line: line["key"]))
+    for of_one, of_two in (reports, tables, histories):
+        assert of_two == of_one != []
 
 
 @pytest.mark.slow
@@ -48,65 +47,31 @@ def test_a_crash_in_a_later_run_of_a_worker_fails_the_run(suite: Project) -> Non
     assert sorted(suite.baselines("tuning", H100_FOLDER)) == sorted([LLAMA, LLAMA_2])
 
 
-@pytest.mark.slow
-def test_real_cases_under_two_workers_gate_as_alone(project: Project) -> None:
-    tests = "".join(f"\n\ndef test_{n}(gputrain):\n    gputrain.check(build_{n}, precision='fp32', steps=2)\n" for n in "ab")
-    project.write(
-        test_mine=BUILD + BUILD.replace("def build", "def build_a") + BUILD.replace("def build", "def build_b") + tests
-    )
-    project.spawn("-n2", "--gpu-baseline-update").assert_outcomes(passed=2)
-    assert sorted(project.baselines("mine")) == ["build_a-fp32@tiny", "build_b-fp32@tiny"]
-    project.spawn("--gpu-strict", "--gpu-json=report.json").assert_outcomes(passed=2)
-    assert set(project.verdicts().values()) == {"pass"}
+MEETING = """
+import json
+import time
+from pathlib import Path
+
+import pytest
 
 
-def test_workers_take_turns_on_one_gpu(h100: Project) -> None:
-    h100.write(
-        test_turns="""
-        import json
-        import time
-        from pathlib import Path
-
-        import pytest
+@pytest.mark.parametrize("turn", range(4))
+def test_turn(gpu, turn):
+    begin = time.monotonic()
+    time.sleep(0.5)
+    Path(f"turn-{turn}.json").write_text(json.dumps([gpu.uuid, begin, time.monotonic()]))
+"""
 
 
-        @pytest.mark.parametrize("turn", range(4))
-        def test_turn(gpu, turn):
-            begin = time.monotonic()
-            time.sleep(0.2)
-            Path(f"turn-{turn}.json").write_text(json.dumps([begin, time.monotonic()]))
-        """
-    )
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_workers_take_turns_on_one_gpu_and_use_two_at_the_same_time(h100: Project, gpus: int) -> None:
+    h100.machine(H100, gpus=gpus)
+    h100.write(test_turns=MEETING)
     h100.spawn("-n2").assert_outcomes(passed=4)
-    turns = sorted(json.loads(file.read_text()) for file in h100.path.glob("turn-*.json"))
-    assert len(turns) == 4
-    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(turns))
-
-
-def test_two_gpus_are_used_at_the_same_time(h100: Project) -> None:
-    h100.machine(H100, gpus=2)
-    h100.write(
-        test_meeting="""
-        import time
-        from pathlib import Path
-
-        import pytest
-
-
-        @pytest.mark.parametrize("name", ["a", "b"])
-        def test_meeting(gpu, name):
-            Path(f"here-{name}").write_text(gpu.uuid)
-            other = Path("here-b" if name == "a" else "here-a")
-            for _ in range(600):
-                if other.exists():
-                    break
-                time.sleep(0.05)
-            else:
-                pytest.fail("nobody came")
-        """
-    )
-    h100.spawn("-n2").assert_outcomes(passed=2)
-    assert len({file.read_text() for file in h100.path.glob("here-?")}) == 2
+    turns = sorted((json.loads(file.read_text()) for file in h100.path.glob("turn-*.json")), key=lambda turn: turn[1])
+    assert len({gpu for gpu, *_ in turns}) == gpus
+    one_by_one = [end <= begin for (_, _, end), (_, begin, _) in itertools.pairwise(turns)]
+    assert all(one_by_one) == (gpus == 1)
 
 
 def test_a_crashed_xdist_worker_costs_only_its_own_test(suite: Project) -> None:

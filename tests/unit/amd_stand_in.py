@@ -200,7 +200,7 @@ def run(binding: str, scenes_file: str, *command: str) -> int:
     from pytest_gputrain.cli.main import main
     from pytest_gputrain.hardware import amd, nvidia
 
-    sys.modules["pynvml"] = None  # type: ignore[assignment]
+    sys.modules["pynvml"] = None
     sys.path.insert(0, binding)
     refused, open_file = set[str](), os.open
 
@@ -209,12 +209,12 @@ def run(binding: str, scenes_file: str, *command: str) -> int:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return open_file(path, *arguments)
 
-    os.open = opened  # type: ignore[assignment]  # root may open every file
+    os.open = opened  # root may open every file
     told_of = {}
     for name, scene in json.loads(Path(scenes_file).read_text()).items():
         root = Path(scene["root"])
-        amd.DEVICE_FILE, amd.RENDER_NODES, amd.PCI_DEVICES = root / "kfd", root / "dri", root / "pci"  # type: ignore[misc]
-        nvidia.DEVICE_FILES = root  # type: ignore[misc]
+        amd.DEVICE_FILE, amd.RENDER_NODES, amd.PCI_DEVICES = root / "kfd", root / "dri", root / "pci"
+        nvidia.DEVICE_FILES = root
         refused = {str(root / "dri" / f"renderD{number}") for number in scene["refused"]}
         if scene["gpus"] is not None:
             importlib.import_module("amdsmi")

@@ -70,10 +70,7 @@ def _files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# Others' hands
-
-
-@pytest.mark.parametrize("ending", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
+@pytest.mark.parametrize("ending", [b"\n", b"\r\n"])
 def test_conflict_markers_are_told_by_line(kind: Kind, tmp_path: Path, file: Path, ending: bytes) -> None:
     lines = file.read_bytes().splitlines()
     marked = [*lines[:3], b"<<<<<<< HEAD", lines[3], b"||||||| base", b"=======", lines[4], b">>>>>>> theirs", *lines[5:]]
@@ -102,7 +99,6 @@ PLACES: dict[str, list[tuple[Any, ...]]] = {
 def test_what_a_newer_version_may_have_written_is_refused_not_dropped(
     kind: Kind, tmp_path: Path, file: Path, snapshot: Any
 ) -> None:
-    """An update of the plugin is the remedy for what is unknown, not for a figure or a format that no version wrote."""
     sound, said = file.read_bytes(), {}
     everywhere: list[tuple[Any, ...]] = [(), ("cases", KEY), ("cases", KEY, "case"), ("cases", KEY, 2, 0)]
     for place in [*everywhere, *PLACES[kind.name]]:
@@ -116,35 +112,18 @@ def test_what_a_newer_version_may_have_written_is_refused_not_dropped(
     said["much memory"] = _refusal(kind, tmp_path / "baselines")
     file.write_text(json.dumps({"format": FORMAT + 1, "all": "different"}))
     said["the next format"] = _refusal(kind, tmp_path / "baselines")
-    assert [what for what, sentence in said.items() if "update pytest-gputrain" not in sentence] == [
-        "format 0",
-        "much memory",
-    ]
     assert {what: sentence.removeprefix(str(file)) for what, sentence in said.items()} == snapshot
 
 
-COUNTS = [
-    (kind, name)
-    for kind, type_ in ((MEASURED, BaselineRun), (PREDICTED, Prediction))
-    for name, annotation in type_.__annotations__.items()
-    if str(annotation).startswith("Whole") and name != "processes"
-]
-assert {"warmup", "free_bytes", "peak_reserved_bytes"} <= {name for _, name in COUNTS}
-
-
-@pytest.mark.parametrize(("kind", "name"), COUNTS)
-def test_no_count_is_negative(kind: Kind, tmp_path: Path, file: Path, name: str) -> None:
-    _change(file, "cases", KEY, kind.entries, 0, **{name: -1})
-    assert f"impossible figures for {KEY}" in _refusal(kind, tmp_path / "baselines")
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_what_is_no_number_is_refused(measured_file: Path, number: str) -> None:
-    measured_file.write_text(measured_file.read_text().replace('"step_seconds": [1.0', f'"step_seconds": [{number}'))
-    assert "is not a baseline file" in _refusal(MEASURED, measured_file.parents[1])
-
-
-# Earlier versions
+def test_no_count_is_negative(kind: Kind, tmp_path: Path, file: Path) -> None:
+    type_ = BaselineRun if kind is MEASURED else Prediction
+    counts = {name for name, annotation in type_.__annotations__.items() if str(annotation).startswith("Whole")}
+    assert len(counts) > 5
+    sound = file.read_bytes()
+    for name in counts - {"processes"}:
+        _change(file, "cases", KEY, kind.entries, 0, **{name: -1})
+        assert f"impossible figures for {KEY}" in _refusal(kind, tmp_path / "baselines"), name
+        file.write_bytes(sound)
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
@@ -170,15 +149,11 @@ def test_format_1_is_refused_with_what_to_do(kind: Kind, tmp_path: Path) -> None
     assert _refusal(kind, tmp_path) == (
         f"{path} has format 1, which was written before 0.1.0; delete it and record it again with {kind.store.option}"
     )
-    with pytest.raises(BaselineError) as caught:
+    with pytest.raises(BaselineError, match=r"has format 1, .* run again with --gpu-json"):
         read_report(path)
-    assert str(caught.value) == f"{path} has format 1, which was written before 0.1.0; run again with --gpu-json"
     path.unlink()
     kind.update(tmp_path, {KEY: kind.record})
     assert kind.get(tmp_path, KEY) == kind.record
-
-
-# The disk
 
 
 def test_a_read_only_file_stays(kind: Kind, tmp_path: Path, file: Path) -> None:
@@ -187,42 +162,6 @@ def test_a_read_only_file_stays(kind: Kind, tmp_path: Path, file: Path) -> None:
     with pytest.raises(BaselineError, match=r"llm\.json cannot be written: it is read-only"):
         kind.update(tmp_path / "baselines", {KEY: kind.record})
     assert (file.read_bytes(), stat.S_IMODE(file.stat().st_mode)) == (before, 0o444)
-
-
-@contextmanager
-def _as_nobody() -> Iterator[None]:
-    """Root may write everywhere."""
-    root = os.geteuid() == 0
-    if root:
-        os.seteuid(65_534)
-    try:
-        yield
-    finally:
-        if root:
-            os.seteuid(0)
-
-
-def test_a_read_only_folder_is_told_and_its_file_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        (folder / "locks").mkdir()
-        (folder / "locks").chmod(0o777)
-        monkeypatch.setattr(tempfile, "tempdir", str(folder / "locks"))
-        file = BaselineStore(folder).update(DEVICE, SUITE, ENTRIES)
-        locks = folder / "locks" / f"gputrain-locks-{os.getuid()}"
-        locks.chmod(0o777)
-        for lock in locks.iterdir():
-            lock.unlink()
-        before = _files(folder / DEVICE)
-        file.parent.chmod(0o555)
-        with _as_nobody():
-            if not os.access(file, os.R_OK, effective_ids=True):
-                pytest.skip("the folder for temporary files is closed to others")
-            with pytest.raises(BaselineError, match=r"llm\.json cannot be written: Permission denied"):
-                BaselineStore(folder).update(DEVICE, SUITE, MORE)
-        file.parent.chmod(0o755)
-        assert _files(folder / DEVICE) == before
 
 
 def test_a_lock_that_cannot_be_is_told_as_such(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,23 +211,6 @@ def test_files_that_may_not_grow_leave_the_old_ones(measured_file: Path) -> None
     assert _files(measured_file.parents[1]) == before
 
 
-def test_a_full_disk_leaves_the_old_files(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "none", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("only root can mount a small disk")
-    try:
-        BaselineStore(disk).update(DEVICE, SUITE, ENTRIES)
-        before = _files(disk)
-        done = _run("both()", disk)
-        assert done.returncode == 2, (done.stdout, done.stderr)
-        assert done.stdout.count("No space left on device") == 2
-        assert _files(disk) == before
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_a_kill_before_the_rename_leaves_the_old_file_and_nothing_for_the_next(measured_file: Path, moment: str) -> None:
     folder = measured_file.parents[1]
@@ -327,9 +249,6 @@ def test_two_names_of_a_folder_share_a_lock(tmp_path: Path) -> None:
         assert not entered.wait(0.3)
     second.join(timeout=60)
     assert entered.is_set()
-
-
-# Never elsewhere
 
 
 @pytest.fixture
@@ -398,12 +317,48 @@ def test_no_name_leads_out_of_the_folder(device: str, suite: str, key: str) -> N
         assert {len(path.parts) for path in written} <= {2, 3}
         if written:
             stored = BaselineStore(folder).get(device, suite, key)
-            assert stored is not None
             assert stored.runs == (baseline_run(),)
 
 
-def test_suites_are_not_patterns(tmp_path: Path) -> None:
+def test_other_devices_with_the_suite_are_known_and_suites_are_not_patterns(tmp_path: Path) -> None:
     BaselineStore(tmp_path).update("one", "a", ENTRIES)
     assert BaselineStore(tmp_path).other_devices("two", "[a]") == []
-    BaselineStore(tmp_path).update("one", "[a]", ENTRIES)
-    assert BaselineStore(tmp_path).other_devices("two", "[a]") == ["one"]
+    for device in ("one", "two", "also"):
+        BaselineStore(tmp_path).update(device, "[a]", ENTRIES)
+    assert BaselineStore(tmp_path).other_devices("two", "[a]") == ["also", "one"]
+
+
+@contextmanager
+def _as_nobody() -> Iterator[None]:
+    """Root may write everywhere."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65_534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_a_read_only_folder_is_told_and_its_file_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "locks").mkdir()
+        (folder / "locks").chmod(0o777)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder / "locks"))
+        file = BaselineStore(folder).update(DEVICE, SUITE, ENTRIES)
+        locks = folder / "locks" / f"gputrain-locks-{os.getuid()}"
+        locks.chmod(0o777)
+        for lock in locks.iterdir():
+            lock.unlink()
+        before = _files(folder / DEVICE)
+        file.parent.chmod(0o555)
+        with _as_nobody():
+            if not os.access(file, os.R_OK, effective_ids=True):
+                pytest.skip("the folder for temporary files is closed to others")
+            with pytest.raises(BaselineError, match=r"llm\.json cannot be written: Permission denied"):
+                BaselineStore(folder).update(DEVICE, SUITE, MORE)
+        file.parent.chmod(0o755)
+        assert _files(folder / DEVICE) == before

@@ -1,7 +1,6 @@
 """Baseline files of both kinds: what goes in comes out, nothing else changes, and what cannot be read is told."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit_examples import (
     CASE,
@@ -34,7 +33,7 @@ from unit_examples import (
     values_of,
 )
 
-from pytest_gputrain.records import FORMAT, MAX_RUNS, BaselineRun, Case, Environment, Origin, Prediction
+from pytest_gputrain.records import MAX_RUNS, BaselineRun, Case, Environment, Origin, Prediction
 from pytest_gputrain.records.study import LossCurve
 from pytest_gputrain.report import json_report
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
@@ -92,11 +91,10 @@ def _contents(kind: Kind, folder: Path) -> dict[str, Any]:
     return dict(kind.store(folder).suite(kind.device, SUITE))
 
 
-def _write(kind: Kind, folder: Path, data: bytes | str) -> Path:
+def _write(kind: Kind, folder: Path, data: bytes) -> None:
     path = kind.file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data.encode() if isinstance(data, str) else data)
-    return path
+    path.write_bytes(data)
 
 
 def _refusal(kind: Kind, folder: Path) -> str:
@@ -121,7 +119,6 @@ def test_what_is_stored_is_got_back_and_the_same_figures_are_the_same_bytes(kind
         first = kind.update(folder, entries).read_bytes()
         assert _contents(kind, folder) == entries
         assert kind.update(other, dict(shuffled)).read_bytes() == first
-        assert kind.update(folder, {}).read_bytes() == first
         assert kind.store(folder).rewritten(kind.device, SUITE) == first
 
 
@@ -135,26 +132,14 @@ def test_update_replaces_the_entries_of_its_cases_and_nothing_else(kind: Kind, t
     after = {**_entries(kind), "new": kind.record, KEY: kind.other}
     assert store.suite(kind.device, SUITE) == after, "what has been read is not kept"
     assert _contents(kind, tmp_path) == after
-    before = kind.file(tmp_path).read_bytes()
+    file = kind.file(tmp_path)
+    before = file.read_bytes()
     store.update("cpu", SUITE, {})
     kind.update(tmp_path, {}, suite="other")
-    assert kind.file(tmp_path).read_bytes() == before
-
-
-@both_kinds
-def test_the_form_of_a_file(kind: Kind, tmp_path: Path, snapshot: Any) -> None:
-    """A line for each figure, list of numbers and tensor, in an order that no update changes."""
-    two = (baseline_run(environment=cpu_environment()), baseline_run(step_seconds=(0.25, 1e-9, 1e20, 3.0)))
-    records = {"b": kind.record, "a": baseline(*two)} if kind is MEASURED else {"a": kind.record}
-    assert kind.update(tmp_path, records).read_text() == snapshot
-
-
-@both_kinds
-def test_one_changed_entry_leaves_the_lines_of_the_others(kind: Kind, tmp_path: Path) -> None:
-    before = kind.update(tmp_path, {"a": kind.record, "b": kind.record}).read_text().splitlines()
-    after = kind.update(tmp_path, {"a": kind.other}).read_text().splitlines()
-    assert len(after) == len(before)
-    assert sum(first != other for first, other in zip(before, after, strict=True)) == 1
+    assert file.read_bytes() == before
+    assert file.stat().st_mode & 0o777 == 0o644, "can be read by everyone"
+    lines, changed = before.decode().splitlines(), kind.update(tmp_path, {"new": kind.other}).read_text().splitlines()
+    assert sum(first != other for first, other in zip(lines, changed, strict=True)) == 1, "no other line changes"
 
 
 @pytest.mark.parametrize(
@@ -165,10 +150,8 @@ def test_one_changed_entry_leaves_the_lines_of_the_others(kind: Kind, tmp_path: 
     ],
 )
 def test_what_entries_share_is_stored_once_and_sorted_by_what_refers_to_it(kind: Kind, record: Any, tmp_path: Path) -> None:
-    path = kind.update(tmp_path, {"a": record, "b": record})
-    hashes = list(json.loads(path.read_bytes())[kind.shared])
-    assert len(hashes) == 9
-    assert hashes == sorted(hashes)
+    hashes = list(json.loads(kind.update(tmp_path, {"a": record, "b": record}).read_bytes())[kind.shared])
+    assert (len(hashes), hashes) == (9, sorted(hashes))
 
 
 def test_the_latest_runs_are_kept_and_an_environment_that_no_run_refers_to_is_dropped(tmp_path: Path) -> None:
@@ -181,62 +164,16 @@ def test_the_latest_runs_are_kept_and_an_environment_that_no_run_refers_to_is_dr
 
 
 @both_kinds
-def test_other_devices_with_the_suite_are_known(kind: Kind, tmp_path: Path) -> None:
-    store = kind.store(tmp_path)
-    for device, suite in (("b", SUITE), ("a", SUITE), (kind.device, SUITE), ("c", "other")):
-        store.update(device, suite, _entries(kind))
-    assert store.other_devices(kind.device, SUITE) == ["a", "b"]
-
-
-# Writing
-
-
-@both_kinds
-def test_a_failing_rename_leaves_the_old_file_and_nothing_else(
-    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = kind.update(tmp_path, _entries(kind))
-    before = path.read_bytes()
-
-    def refuse(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(BaselineError, match="No space left on device"):
-        kind.update(tmp_path, {"new": kind.record})
-    assert path.read_bytes() == before
-    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
-
-
-@both_kinds
-def test_the_file_is_never_written_in_place_and_can_be_read_by_everyone(kind: Kind, tmp_path: Path) -> None:
-    path = kind.update(tmp_path, _entries(kind))
-    with path.open("rb") as reader:
-        before = path.read_bytes()
-        kind.update(tmp_path, {"new": kind.record})
-        assert reader.read() == before
-    assert path.stat().st_mode & 0o777 == 0o644
-    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
-
-
-def test_a_folder_that_cannot_be_is_told_in_one_sentence(tmp_path: Path, snapshot: Any) -> None:
+def test_a_folder_that_takes_no_file_is_told_before_and_at_the_end(kind: Kind, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    said = []
-    for kind in KINDS:
-        store = kind.store(tmp_path / "file" / "baselines")
-        for write in (store.check_writable, lambda kind=kind, store=store: store.update(kind.device, SUITE, _entries(kind))):
-            with pytest.raises(BaselineError) as caught:
-                write()
-            said.append(str(caught.value).replace(str(tmp_path), ""))
-    assert said == snapshot
-
-
-def test_a_folder_that_takes_no_file_is_told_and_any_other_is_left_empty(tmp_path: Path) -> None:
+    store = kind.store(tmp_path / "file" / "baselines")
+    with pytest.raises(BaselineError, match=r"^baselines cannot be written to .+ \(Not a directory\); make it"):
+        store.check_writable()
+    with pytest.raises(BaselineError, match=r"llm\.json cannot be written: Not a directory$"):
+        store.update(kind.device, SUITE, _entries(kind))
     for _ in ("before", "and when it is there"):
-        BaselineStore(tmp_path / "a" / "new").check_writable()
-        assert list((tmp_path / "a" / "new").iterdir()) == []
-    with pytest.raises(BaselineError, match=r"cannot be written to /proc/self \(.+\); make it .+ --gpu-baseline-dir$"):
-        BaselineStore(Path("/proc/self")).check_writable()  # which not even root can write to
+        kind.store(tmp_path / "new").check_writable()
+    assert not [path for path in (tmp_path / "new").rglob("*") if path.is_file()]
 
 
 ADD_ENTRIES = """
@@ -272,39 +209,12 @@ def test_updates_of_several_processes_lose_nothing(tmp_path: Path) -> None:
     assert [key for key in keys if store.get("d", "s", key) is None] == []
 
 
-# What cannot be read
-
-
-@both_kinds
-@settings(max_examples=60)
-@given(st.data())
-@example(None)
-def test_a_file_that_is_cut_or_has_a_byte_changed_is_read_or_refused(kind: Kind, data: st.DataObject | None) -> None:
-    with _folder() as folder:
-        whole = kind.update(folder, _entries(kind)).read_bytes()
-        place = whole.index(b"llama") if data is None else data.draw(st.integers(0, len(whole) - 1))
-        cut = data is not None and data.draw(st.booleans())
-        byte = b"\xff" if data is None else data.draw(st.binary(min_size=1, max_size=1))
-        _write(kind, folder, whole[:place] if cut else whole[:place] + byte + whole[place + 1 :])
-        try:
-            contents = _contents(kind, folder)
-        except BaselineError:
-            _refusal(kind, folder)
-        else:
-            assert not cut or contents == _entries(kind)
-
-
 @both_kinds
 @pytest.mark.parametrize(
-    "text",
-    [
-        *("", "{", "[]", "null", "{}", "not json", '{"format": "2"}', f'{{"format": {FORMAT}}}', "\x00", "[" * 100_000),
-        b'{"format": %d, "device": "\xff"}' % FORMAT,
-    ],
-    ids=lambda text: repr(text[:20]),
+    "data", [b"", b"[]", b"{}", b"not json", b'{"format": "2"}', b'{"format": 2, "device": "\xff"}', b"[" * 100_000]
 )
-def test_what_is_no_baseline_file_is_refused(kind: Kind, tmp_path: Path, text: str | bytes) -> None:
-    _write(kind, tmp_path, text)
+def test_what_is_no_baseline_file_is_refused(kind: Kind, tmp_path: Path, data: bytes) -> None:
+    _write(kind, tmp_path, data)
     assert _refusal(kind, tmp_path).startswith(f"is not {kind.store.what}")
 
 
@@ -315,10 +225,6 @@ def test_a_file_in_the_place_of_another_is_told(kind: Kind, tmp_path: Path, snap
     said = [_refusal(kind, tmp_path)]
     of_another_device.rename(kind.file(tmp_path))
     assert [*said, _refusal(kind, tmp_path)] == snapshot
-    kind.file(tmp_path).unlink()
-    kind.file(tmp_path).mkdir()
-    with pytest.raises(BaselineError, match="cannot be read"):
-        kind.get(tmp_path, KEY)
 
 
 def _spoil(kind: Kind, folder: Path, place: tuple[Any, ...], value: Any) -> None:
@@ -328,12 +234,12 @@ def _spoil(kind: Kind, folder: Path, place: tuple[Any, ...], value: Any) -> None
     for step in place[:-1]:
         at = list(at.values())[step] if isinstance(step, int) and isinstance(at, dict) else at[step]
     at[place[-1]] = value
-    _write(kind, folder, json.dumps(document))
+    _write(kind, folder, json.dumps(document).encode())
 
 
 IN_CASE, RUN, ONE = ("cases", KEY), ("cases", KEY, "runs", 0), ("cases", KEY, "predictions", 0)
 NUMBERS: dict[str, list[Any]] = {
-    "step_seconds": [[], [1.0, 0.0], [float("nan")], [float("inf")], None],
+    "step_seconds": [[], [1.0, 0.0], [float("nan")], None],
     "one_worker_seconds": [0.0, -1.0],
     "peak_allocated_bytes": [None, 1.5],
     "outcome": ["guessed"],
@@ -364,20 +270,6 @@ def test_impossible_figures_are_told(tmp_path: Path, snapshot: Any) -> None:
         said[f"{kind.name} {'.'.join(map(str, place)).replace(KEY, 'KEY')}={value}"] = _refusal(kind, tmp_path)
         kind.file(tmp_path).unlink()
     assert said == snapshot
-
-
-@both_kinds
-def test_an_error_has_its_place_as_data(kind: Kind, tmp_path: Path) -> None:
-    digest = next(iter(json.loads(kind.update(tmp_path, _entries(kind)).read_bytes())[kind.shared]))
-    for place, value in ((("cases", "other", "scale"), "tiny"), ((kind.shared, digest, "packages"), 5)):
-        _spoil(kind, tmp_path, place, value)
-        with pytest.raises(BaselineError) as caught:
-            kind.get(tmp_path, KEY)
-        assert caught.value.place == place[1]
-        kind.file(tmp_path).unlink()
-
-
-# Results as baselines
 
 
 def test_a_result_becomes_its_runs() -> None:
@@ -448,28 +340,3 @@ def test_a_report_gives_its_results_as_baselines(tmp_path: Path) -> None:
     assert store.get(DEVICE, SUITE, "bad") is None
     assert store.get(DEVICE, SUITE, "curves") is None, "of other steps than the case's"
     assert store.get(DEVICE, "other", KEY) is None
-
-
-def test_what_is_no_report_is_told(tmp_path: Path, snapshot: Any) -> None:
-    said = {}
-    of_baselines = MEASURED.update(tmp_path, {KEY: baseline()}).read_text()
-    for text in ("", "{}", '{"format": 9}', json.dumps({"format": FORMAT, "device": "cpu"}), "\x00", of_baselines):
-        (tmp_path / "old.json").write_text(text)
-        with pytest.raises(BaselineError) as caught:
-            ReportStore(tmp_path / "old.json")
-        said[text if text != of_baselines else "baselines"] = str(caught.value).replace(str(tmp_path), "")
-    assert said == snapshot
-
-
-def test_an_environment_of_an_earlier_version_is_stored_again_as_it_was(tmp_path: Path) -> None:
-    """Else an update of one case would change the reference of every other in the diff."""
-    source = next((Path(__file__).parents[2] / "baselines" / "cpu").glob("*.json"))
-    (tmp_path / "cpu").mkdir()
-    copy = tmp_path / "cpu" / source.name
-    copy.write_bytes(source.read_bytes())
-    store = BaselineStore(tmp_path)
-    key = next(iter(json.loads(copy.read_text())["cases"]))
-    record = store.get("cpu", source.stem, key)
-    assert record is not None
-    store.update("cpu", source.stem, {key: record})
-    assert copy.read_bytes() == source.read_bytes()

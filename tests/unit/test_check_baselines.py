@@ -137,7 +137,7 @@ def test_what_is_wrong_is_told_by_its_line(tmp_path: Path, snapshot: Any) -> Non
         path = record(tmp_path, CASE)
         rewrite(path, old, new)
         tell(what, path, place)
-    for suffix in ("-batch_size=3", "-batch_size", "-colour=red", "x", "-batch_size=2x", "é"):
+    for suffix in ("-batch_size=3", "-colour=red", "é"):
         path = BaselineStore(tmp_path).update("cpu", "llm", {f"{CASE}{suffix}": entry(CASE)})
         tell(f"the name with {suffix}", path, f'"{CASE}{suffix}"')
     path = BaselineStore(tmp_path).update("cpu", "llm", {"a\nb": entry(CASE)})
@@ -195,14 +195,6 @@ def test_runs_of_one_session_on_a_gpu_are_warned_of_and_pass(tmp_path: Path, cap
     assert problems(tmp_path) == []
 
 
-def test_a_folder_that_is_not_there_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check-baselines", str(tmp_path / "gone")]) == 2
-    assert capsys.readouterr().err.endswith("gone is not a folder; give the one that --gpu-baseline-dir names\n")
-
-
-# What lets more pass than before
-
-
 def git(folder: Path, *arguments: str) -> None:
     identity = ("-c", "user.name=me", "-c", "user.email=me@example.invalid")
     subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
@@ -251,17 +243,19 @@ LOOSER: dict[str, tuple[Callable[[dict[str, Any]], object], int]] = {
 }
 
 
-@pytest.mark.parametrize("what", LOOSER)
 def test_what_lets_more_pass_than_before_is_listed(
-    repository: Path, capsys: pytest.CaptureFixture[str], what: str, snapshot: Any
+    repository: Path, capsys: pytest.CaptureFixture[str], snapshot: Any
 ) -> None:
-    change, lost = LOOSER[what]
-    edit(repository / "cpu" / "llm.json", change)
-    BaselineStore(repository).update("cpu", "llm", {})  # in the form of an update, so that only the change is wrong
-    status, lines = listed(repository, capsys)
-    assert status == 0
-    assert lines == snapshot
-    assert listed(repository, capsys, "--strict")[0] == lost
+    file, said = repository / "cpu" / "llm.json", {}
+    sound = file.read_bytes()
+    for what, (change, lost) in LOOSER.items():
+        edit(file, change)
+        BaselineStore(repository).update("cpu", "llm", {})  # in the form of an update, so that only the change is wrong
+        status, lines = listed(repository, capsys)
+        assert (status, listed(repository, capsys, "--strict")[0]) == (0, lost)
+        said[what] = " / ".join(lines)
+        file.write_bytes(sound)
+    assert said == snapshot
 
 
 def test_in_ci_what_is_not_compared_any_more_fails(
@@ -269,13 +263,9 @@ def test_in_ci_what_is_not_compared_any_more_fails(
 ) -> None:
     (repository / "predicted" / "h100" / "llm.json").unlink()
     monkeypatch.setenv("CI", "true")
-    status, lines = listed(repository, capsys, "--format=markdown")
-    assert status == 1
-    assert lines == [
-        "## since HEAD: 1 baseline removed or changed in kind, 0 raised",
-        "",
-        f"- predicted/h100/llm.json {CASE}: removed",
-    ]
+    title = "## since HEAD: 1 baseline removed or changed in kind, 0 raised"
+    listing = [title, "", f"- predicted/h100/llm.json {CASE}: removed"]
+    assert listed(repository, capsys, "--format=markdown") == (1, listing)
     assert listed(repository, capsys, "--no-strict")[0] == 0
 
 

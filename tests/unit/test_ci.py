@@ -2,8 +2,6 @@
 
 import configparser
 import contextlib
-import os
-import sys
 import tomllib
 from collections.abc import Sequence
 
@@ -64,26 +62,6 @@ def test_a_part_that_too_little_time_is_left_for_is_skipped_and_the_readme_s_com
     assert ci.outcome(ci.PARTS[0], "tox", runs(ran("ERROR: no network\n", status=1)), minutes_left=90).status == "failed"
 
 
-UNKNOWN = "E: Unable to locate package x"
-
-
-@pytest.mark.parametrize(
-    ("apt_get", "user", "outcomes", "why"),
-    [
-        (None, 0, [], "there is no apt-get"),
-        ("/usr/bin/apt-get", 1000, [], "apt-get needs root"),
-        ("/usr/bin/apt-get", 0, [ran(), ran(f"{UNKNOWN}\n", status=100)], UNKNOWN),
-    ],
-)
-def test_a_package_of_debian_that_cannot_be_installed_is_told(
-    monkeypatch: pytest.MonkeyPatch, apt_get: str | None, user: int, outcomes: list[ci.Ran], why: str
-) -> None:
-    monkeypatch.setattr(ci.shutil, "which", lambda program, path=None: apt_get if program == "apt-get" else None)
-    monkeypatch.setattr(os, "geteuid", lambda: user)
-    part = ci.Part("slow", 40, {"no-such-program": "x"})
-    assert ci.missing_programs(part, runs(*outcomes), 1) == (f"what needs x: cannot be installed: {why}",)
-
-
 @pytest.mark.slow
 def test_a_command_ends_with_its_processes_when_its_time_is_over(capfd: pytest.CaptureFixture[str]) -> None:
     outcome = ci.run(["sh", "-c", "sleep 600 & echo $!; wait"], minutes=2 / 60)
@@ -91,12 +69,6 @@ def test_a_command_ends_with_its_processes_when_its_time_is_over(capfd: pytest.C
     (pid,) = (int(line) for line in outcome.lines)
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(pid).wait(timeout=60)
-
-
-def test_what_a_command_prints_is_shown_and_kept(capfd: pytest.CaptureFixture[str]) -> None:
-    outcome = ci.run([sys.executable, "-c", "print('kept'); raise SystemExit(3)"], minutes=1)
-    assert outcome == ci.Ran(3, ("kept\n",))
-    assert "kept\n" in capfd.readouterr().out
 
 
 def test_the_last_lines_name_every_part_and_every_skip(capsys: pytest.CaptureFixture[str]) -> None:

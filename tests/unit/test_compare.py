@@ -1,11 +1,12 @@
 """Tests ``gputrain compare``: one report judged against another, with its exit status."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction, report, result
+from unit_examples import CASE, SETTINGS, crashed, gpu_environment, measurement, prediction, report, result
 
 from pytest_gputrain.cli.failing import VERDICTS
 from pytest_gputrain.cli.main import main
@@ -13,8 +14,6 @@ from pytest_gputrain.records import Case, Result
 from pytest_gputrain.records.study import LossCurve
 from pytest_gputrain.report import json_report
 from pytest_gputrain.utils.units import GiB
-
-SETTINGS = {"time_tolerance": 0.03, "memory_tolerance": {"ratio": 0.02, "bytes": 0}, "judge_cpu_time": False}
 
 Compare = Callable[..., tuple[int, str, str]]
 
@@ -42,7 +41,6 @@ BASE = measured(1.0, 1.001, 0.999, 1.0, 1.0)
 LIKE = [CASE.replace(batch_size=size, named=("batch_size",)) for size in range(1, 13)]
 FULL, QLORA = (result(CASE.replace(method=method)) for method in ("full", "qlora"))
 CRASHED = result(replies=(crashed(),), summary=None, verdict=None)
-OUT_OF_MEMORY = result(replies=(out_of_memory(),) * 3, summary=None)
 PREDICTED = result(reply=prediction(), device="predicted/h100")
 MORE_PREDICTED = result(
     reply=prediction(
@@ -63,23 +61,17 @@ SCENES: dict[str, tuple[list[Result], list[Result], dict[str, Any]]] = {
     "the same": ([BASE], [BASE], {}),
     "slower": ([BASE], [measured(1.08, 1.081, 1.08)], {}),
     "slower, within the limits of head": ([BASE], [measured(1.08, 1.081, 1.08)], {"time_tolerance": 0.1}),
-    "more memory": ([BASE], [measured(1.0, 1.0, 1.0, peak_allocated_bytes=42 * 10**9)], {}),
-    "faster": ([BASE], [measured(0.9, 0.9, 0.9)], {}),
     "one run each, a little slower: nothing can be measured again": ([measured(1.0)], [measured(1.05)], {}),
-    "one run each, slower": ([measured(1.0)], [measured(1.2)], {}),
     "cases of one side only": ([BASE, FULL], [BASE, QLORA], {}),
     "a case that only base has": ([BASE, FULL], [BASE], {}),
     "a crash": ([BASE], [CRASHED], {}),
     "crashes on both sides": ([CRASHED], [CRASHED], {}),
     "a crash of a new case": ([], [CRASHED], {}),
-    "out of memory where it fitted": ([BASE], [OUT_OF_MEMORY], {}),
     "another device": ([BASE], [measured(1.2, 1.2, 1.2, environment=ON_ANOTHER_DEVICE)], {}),
     "a slower machine: one case is 8 % slower, one 4 %": (OF_BASE, suite(*[1.025] * 3, size_5=1.08, size_6=1.04), {}),
     "a slower suite": (OF_BASE, suite(1.05, 1.05, 1.05), {}),
     "predictions": ([PREDICTED], [MORE_PREDICTED], {}),
-    "the same predictions": ([PREDICTED], [PREDICTED], {}),
     "no prediction to compare with": ([BASE], [PREDICTED], {}),
-    "only a prediction to compare with": ([PREDICTED], [BASE], {}),
 }
 
 
@@ -91,26 +83,9 @@ def test_what_is_said_and_what_fails(compare: Compare, snapshot: Any, what: str)
     assert code == int(bool({"regressed", "over-limit", "failed"} & set(fails)))
     assert compare(base, head, "--fail-on=never", **settings)[0] == 0
     assert err == ""
-    assert {"fails": fails, "said": out.splitlines()} == snapshot
-
-
-@pytest.mark.parametrize("broken", ["missing", "damaged", "without tolerances", "without cases"])
-def test_bad_input_is_one_sentence_and_code_2(
-    compare: Compare, tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str
-) -> None:
-    compare([BASE], [BASE] if broken != "without cases" else [])
-    head = tmp_path / "b.json"
-    if broken == "missing":
-        head.unlink()
-    elif broken == "damaged":
-        head.write_text("{")
-    elif broken == "without tolerances":
-        json_report.write(report(BASE), head)
-    assert main(["compare", str(tmp_path / "a.json"), str(head)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"gputrain: {head} ")
-    assert err.count("\n") == 1
+    rows = [" ".join(line.split()) for line in out.splitlines()[3:]]
+    said = [row for row in rows if "batch_size" not in row or " in doubt: " in row or re.search("size=[56] ", row)]
+    assert {"fails": ", ".join(fails), "said": said} == snapshot
 
 
 @pytest.mark.parametrize("where", ["case", "curve"])

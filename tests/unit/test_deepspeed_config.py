@@ -91,17 +91,6 @@ def test_a_file_for_transformers_is_taken(tmp_path: Path) -> None:
             read(tmp_path, content, changed)
 
 
-def test_the_rest_is_kept(tmp_path: Path) -> None:
-    rest = {
-        "zero_optimization": {"contiguous_gradients": False, "reduce_bucket_size": 2e8, "offload_optimizer": {"ratio": 0.5}},
-        "bf16": {"immediate_grad_update": True},
-        "steps_per_print": 100,
-    }
-    content = {**AGREEING, **rest, "zero_optimization": {**AGREEING["zero_optimization"], **rest["zero_optimization"]}}
-    content["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
-    assert further(tmp_path, content) == rest
-
-
 def test_another_content_is_another_case_and_another_order_is_not(tmp_path: Path) -> None:
     first, options = read(tmp_path, {"steps_per_print": 1, "prescale_gradients": True})
     assert with_config(first, tmp_path) == (first, options), "a case with a digest is read anew"

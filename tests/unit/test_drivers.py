@@ -68,17 +68,6 @@ def test_gpus_are_as_their_own_tools_printed_them(recording: str, snapshot: Any)
         assert _told() == snapshot
 
 
-@machine("nvidia-h100-x2")
-def test_own_processes_hold_no_gpu_of_a_case(on: None) -> None:
-    gpus = drivers.gpus()
-    holders = drivers.occupancy(gpus).holders
-    assert holders == tuple(Holder(pid=holder.pid, gpu=1, bytes=holder.bytes) for holder in holders)
-    own = [holder.pid for holder in holders]
-    assert len(own) == 3
-    assert drivers.occupancy(gpus, own=own).holders == ()
-    assert drivers.paths(gpus[:1]) == ()
-
-
 @pytest.mark.parametrize(("namespace", "named"), [("pid:[4026531836]", True), ("pid:[4026532281]", False), ("", False)])
 def test_a_process_is_named_only_where_its_number_is_the_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str, named: bool
@@ -358,16 +347,3 @@ def test_devices_are_listed_or_that_there_are_none(
     assert main(["devices", "--record", str(tmp_path / "none.json")]) == 0
     assert capsys.readouterr().out == "no GPU is seen here; cases train on the CPU, at tiny scale\n"
     assert json.loads((tmp_path / "none.json").read_text()) == []
-
-
-def test_no_recording_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, snapshot: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = {}
-    for text in ("", "{", "{}", "[3]", '{"library": "os", "calls": {}}'):
-        if text:
-            Path("bad.json").write_text(text)
-        assert main(["devices", "--replay", "bad.json"]) == 2
-        (said[text],) = capsys.readouterr().err.splitlines()
-    assert said == snapshot

@@ -121,9 +121,6 @@ def test_versions_are_those_that_torch_asks_for(tmp_path, package, version):
     assert libraries._pinned([], package, (1, 2, 3)) == (1, 2, 3)
 
 
-# --- Building
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -175,18 +172,6 @@ def test_what_is_not_as_it_was_built_is_built_again(site, cache, builds, damage)
     assert len(builds) == 2
     assert driver.read_bytes() == b"driver"
     assert "libcuda.so.1" in json.loads(manifest.read_bytes())["digests"]
-
-
-@needs_compiler
-def test_another_library_of_the_environment_makes_another_build(site, cache, builds, tmp_path):
-    torch = libraries.read_torch(site / "torch")
-    build.stand_ins(torch)
-    (site / "bitsandbytes").mkdir()
-    code = "extern void cudaMalloc(void); void f(void) { cudaMalloc(); }"
-    compile_library(site / "bitsandbytes" / "lib13.so", code, str(tmp_path / "libcudart.so.13"))
-    build.stand_ins(torch)
-    assert len(builds) == 2
-    assert len(list(cache.iterdir())) == 2
 
 
 @needs_compiler
@@ -276,9 +261,6 @@ def test_stubs_succeed_make_handles_or_refuse_to_make_up_a_size():
     assert """gputrain_unknown("cuSPARSE's workspaces"); if (p10) *(size_t *)p10 = 0; return 0; }""" in text
 
 
-# --- Which GPU
-
-
 def test_every_nvidia_gpu_of_the_catalog_can_be_emulated_and_is_known_by_its_name():
     markers = boards.emulated_markers()
     assert {marker for marker in PLATFORMS if not marker.startswith("mi")} == set(markers)
@@ -303,9 +285,6 @@ def test_the_newest_kernels_of_the_generation_run(marker, compiled, kernels):
     assert boards.find_kernels(boards.board(marker), compiled.split(), "2.13.0") == kernels
 
 
-# --- The command
-
-
 def test_the_command_says_why_it_cannot_emulate_and_runs_nothing(capsys, monkeypatch, tmp_path):
     program = ["--", "touch", str(tmp_path / "ran")]
     assert main(["emulate", "--gpu", "h1000", *program]) == 2
@@ -321,9 +300,6 @@ def test_the_command_says_why_it_cannot_emulate_and_runs_nothing(capsys, monkeyp
     assert main(["emulate", "--gpu", "h100", *program]) == 2
     assert "there is no torch to emulate a GPU for" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-# --- The environment of the program
 
 
 def made_up_stand_ins(folder):

@@ -6,30 +6,8 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[2] / "pytest_gputrain"
 _NO_VERBS = {
-    "a",
-    "all",
-    "an",
-    "as",
-    "at",
-    "both",
-    "by",
-    "every",
-    "for",
-    "from",
-    "how",
-    "in",
-    "of",
-    "one",
-    "that",
-    "the",
-    "these",
-    "those",
-    "what",
-    "where",
-    "whether",
-    "which",
-    "why",
-    "with",
+    *("a", "all", "an", "as", "at", "both", "by", "every", "for", "from", "how", "in"),
+    *("of", "one", "that", "the", "these", "those", "what", "where", "whether", "which", "why", "with"),
 }
 """First words of sentences that describe a result or a condition, but not what the function does."""
 

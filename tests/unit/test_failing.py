@@ -73,12 +73,3 @@ def test_another_word_is_refused_in_one_sentence_with_the_nearest(
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"gputrain {command}: error: argument --fail-on: {start}")
     assert last.endswith("improved, or never alone")
-
-
-@judging
-def test_the_help_has_the_verdicts_and_the_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main.main([command, "--help"])
-    text = "".join(capsys.readouterr().out.split())
-    assert f"{','.join(failing.VERDICTS)};ornever" in text
-    assert "(default:regressed,over-limit,failed)" in text

@@ -66,16 +66,6 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
         assert (tmp_path / name).is_symlink()
 
 
-def test_a_fifo_is_written_to(fifo: Path) -> None:
-    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        write_atomically(fifo, b"new")
-        assert os.read(reader, 10) == b"new"
-    finally:
-        os.close(reader)
-    assert stat.S_ISFIFO(fifo.stat().st_mode)
-
-
 def test_what_a_shell_puts_for_a_command_is_written_to() -> None:
     """``gputrain export -o >(jq .)``, with more than the pipe holds."""
     reading, writing = os.pipe()
@@ -99,22 +89,6 @@ def test_a_fifo_that_nobody_reads_is_told_at_once(fifo: Path) -> None:
     with pytest.raises(OSError, match="nobody reads it"):
         write_atomically(fifo, b"new")
     assert stat.S_ISFIFO(fifo.stat().st_mode)
-
-
-def test_a_device_stays_one(tmp_path: Path) -> None:
-    device = tmp_path / "null"
-    try:
-        os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-        device.write_bytes(b"")
-    except OSError:
-        pytest.skip("only root can make a device")
-    write_atomically(device, b"gone")
-    assert stat.S_ISCHR(device.stat().st_mode)
-
-
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError):
-        write_atomically(tmp_path, b"new")
 
 
 @pytest.mark.parametrize("appended", [True, False])
@@ -156,6 +130,21 @@ def test_no_subcommand_reads_a_device_to_its_end(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_cannot_be_written_at_the_end_is_told_before(tmp_path: Path, fifo: Path) -> None:
+    (tmp_path / "file").touch(mode=0o444)
+    for path, reason in {
+        fifo: "not a regular file",
+        tmp_path: "not a regular file",
+        Path("/dev/null"): "not a regular file",
+        tmp_path / "file": "read-only",
+        tmp_path / "file" / "report.json": "Not a directory",
+    }.items():
+        with pytest.raises(OSError, match=reason):
+            prepare(path)
+    prepare(tmp_path / "deep" / "er" / "report.json")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["deep", "er", "fifo", "file"]
+
+
 def test_who_may_not_write_is_told() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
@@ -170,18 +159,3 @@ def test_who_may_not_write_is_told() -> None:
                     prepare(path)
         finally:
             os.seteuid(0)
-
-
-def test_what_cannot_be_written_at_the_end_is_told_before(tmp_path: Path, fifo: Path) -> None:
-    (tmp_path / "file").touch(mode=0o444)
-    for path, reason in {
-        fifo: "not a regular file",
-        tmp_path: "not a regular file",
-        Path("/dev/null"): "not a regular file",
-        tmp_path / "file": "read-only",
-        tmp_path / "file" / "report.json": "Not a directory",
-    }.items():
-        with pytest.raises(OSError, match=reason):
-            prepare(path)
-    prepare(tmp_path / "deep" / "er" / "report.json")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["deep", "er", "fifo", "file"]

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
 from unit_examples import CASE, measurement
 
@@ -182,9 +181,6 @@ def test_each_run_of_a_case_is_a_job_of_its_own(fleet: Fleet, scheduler: Schedul
     assert scheduler.submitted == ["a", "a1", "a2"]
 
 
-# What becomes of a job
-
-
 def then(at: float, does: Callable[[Scheduler], object]) -> Callable[[Scheduler], object]:
     return lambda scheduler: scheduler.script.update({at: lambda: does(scheduler)})
 
@@ -246,17 +242,20 @@ LOST: dict[str, tuple[Sequence[Callable[[Scheduler], object]], float, float]] = 
 }
 
 
-@pytest.mark.parametrize("what", LOST)
-def test_a_job_is_lost(fleet: Fleet, scheduler: Scheduler, what: str, snapshot: Any) -> None:
-    doings, least, most = LOST[what]
-    for do in doings:
-        do(scheduler)
-    fleet.expect(map(order, "ab") if "others" in what else ())
-    outcome = fleet.run(order("a"))
-    assert isinstance(outcome, Lost)
-    assert least <= scheduler.now <= most
-    assert "\n" not in outcome.sentence
-    assert {**msgspec.structs.asdict(outcome), "cancelled": [job for job in scheduler.cancelled if job == "a"]} == snapshot
+def test_a_job_is_lost(tmp_path: Path, snapshot: Any) -> None:
+    said = {}
+    for what, (doings, least, most) in LOST.items():
+        scheduler = Scheduler()
+        fleet = fleet_of(scheduler, tmp_path / what)
+        for do in doings:
+            do(scheduler)
+        fleet.expect(map(order, "ab") if "others" in what else ())
+        outcome = fleet.run(order("a"))
+        assert isinstance(outcome, Lost)
+        assert least <= scheduler.now <= most, what
+        cancelled = " (cancelled)" if "a" in scheduler.cancelled else ""
+        said[what] = f"{outcome.cause} of {outcome.job} on {outcome.host}{cancelled}: {outcome.sentence} {outcome.detail}"
+    assert said == snapshot
 
 
 FOUND: dict[str, Sequence[Callable[[Scheduler], object]]] = {
@@ -285,17 +284,6 @@ def test_what_a_job_delivered_counts_whatever_became_of_it(fleet: Fleet, schedul
     assert scheduler.cancelled == []
 
 
-def test_what_was_delivered_before_anybody_asked_counts(fleet: Fleet, scheduler: Scheduler) -> None:
-    ends: tuple[Doing, ...] = ("node_died", "preempted", "cancelled", "ended")
-    for name, doing in zip("abcd", ends, strict=True):
-        fleet.expect([order(name)])
-        scheduler.deliver(name)
-        scheduler.says[name] = Job(doing)
-        scheduler.now += ASK_SECONDS
-        fleet.step()
-        assert fleet.run(order(name)) == DONE
-
-
 def test_all_that_wait_for_a_full_queue_are_lost_together_and_a_refused_job_alone(
     fleet: Fleet, scheduler: Scheduler
 ) -> None:
@@ -312,7 +300,9 @@ def test_all_that_wait_for_a_full_queue_are_lost_together_and_a_refused_job_alon
     assert scheduler.now == at <= began + WAIT + 2 * ASK_SECONDS
 
 
-def test_what_is_dropped_is_cancelled_and_nothing_else(fleet: Fleet, scheduler: Scheduler) -> None:
+def test_what_is_dropped_is_cancelled_and_nothing_else_and_the_end_leaves_no_folder(
+    fleet: Fleet, scheduler: Scheduler, tmp_path: Path
+) -> None:
     fleet.expect([order("a"), order("b"), order("a")])
     scheduler.deliver("a")
     scheduler.now += ASK_SECONDS
@@ -323,6 +313,7 @@ def test_what_is_dropped_is_cancelled_and_nothing_else(fleet: Fleet, scheduler: 
     assert fleet.run(order("a")) == DONE
     fleet.close()
     assert scheduler.cancelled == ["a1", "b", "a1", "closed"], "dropped once more"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_ctrl_c_kept_from_being_cancelled_is_cancelled_in_the_end(
@@ -344,12 +335,3 @@ def test_all_but_some_can_be_dropped(fleet: Fleet, scheduler: Scheduler) -> None
     scheduler.script = {5: lambda: scheduler.deliver("b"), 15: lambda: scheduler.deliver("e")}
     assert [fleet.run(order("b")), fleet.run(order("e"))] == [DONE, DONE]
     assert scheduler.submitted == ["a", "b", "c", "e"]
-
-
-def test_the_end_cancels_what_is_under_way_and_leaves_no_folder(fleet: Fleet, scheduler: Scheduler, tmp_path: Path) -> None:
-    fleet.expect(map(order, "abcde"))
-    scheduler.deliver("b")
-    fleet.run(order("b"))
-    fleet.close()
-    assert sorted(scheduler.cancelled) == ["a", "c", "closed"]
-    assert list(tmp_path.iterdir()) == []

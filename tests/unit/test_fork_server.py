@@ -5,7 +5,6 @@ import os
 import resource
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from test_launching import PROGRESS, TARGET, Answering
+from test_launching import PROGRESS, TARGET, answering
 from unit_examples import CASE, crashed, measurement, prediction
 
 from pytest_gputrain.execution.launch import fork_server, launcher, processes
@@ -86,13 +85,10 @@ def children() -> Callable[[], list[int]]:
 
 
 def test_a_worker_is_forked_as_wished_and_its_end_is_told_apart(wishes: Path, source: ForkServer) -> None:
-    worker = _fork(source)
-    worker.wait()
-    assert worker.poll() == 5
-    variables = {CASE_FOLDER: "case"}
-    assert json.loads(wishes.read_text()) == {"folder": "case", "rank": 0, "cwd": os.getcwd(), "variables": variables}
     first, second = _fork(source), _fork(source, STAYS)
     first.wait()
+    wish = json.loads(wishes.read_text().splitlines()[0])
+    assert wish == {"folder": "case", "rank": 0, "cwd": os.getcwd(), "variables": {CASE_FOLDER: "case"}}
     assert (first.poll(), second.poll()) == (5, None)
     assert first.pid != second.pid
     os.kill(second.pid, signal.SIGKILL)
@@ -115,10 +111,10 @@ def test_a_source_serves_as_long_as_it_lives(wishes: Path, source: ForkServer, c
     assert first not in children()
 
 
-def test_each_environment_has_a_source_of_its_own_and_few_are_kept(
+def test_each_environment_and_own_code_have_a_source_of_their_own_and_few_are_kept(
     wishes: Path, source: ForkServer, children: Callable[[], list[int]]
 ) -> None:
-    first, second, third = (_serving(source, A=value) for value in "123")
+    first, second, third = _serving(source, A="1"), _serving(source, A="2"), _serving(source, A="2", task=OWN)
     assert _serving(source, A="1") == first
     assert children() == [first, second, third]
     fourth = _serving(source, A="4")
@@ -126,12 +122,6 @@ def test_each_environment_has_a_source_of_its_own_and_few_are_kept(
 
 
 OWN = msgspec.structs.replace(TASK, case=CASE.replace(code="a.py::b", method="custom"))
-
-
-def test_own_code_has_a_source_that_imports_nothing_for_the_zoo(wishes: Path, source: ForkServer) -> None:
-    of_zoo = _serving(source)
-    assert _serving(source, task=OWN) not in (of_zoo, os.getpid())
-    assert _serving(source) == of_zoo
 
 
 def test_a_source_has_the_limits_and_the_cores_of_the_test(
@@ -161,9 +151,7 @@ def test_a_source_that_does_not_fork_is_given_up(
     wishes: Path, source: ForkServer, rank: int, seconds: float, children: Callable[[], list[int]]
 ) -> None:
     before = os.listdir("/proc/self/fd")
-    began = time.monotonic()
     assert _fork(source, rank, seconds) is None
-    assert time.monotonic() - began < 60
     assert children() == []
     assert os.listdir("/proc/self/fd") == before
     assert _fork(source) is not None, "the next gets another"
@@ -176,9 +164,6 @@ def test_a_worker_ends_with_its_source(wishes: Path, source: ForkServer, childre
     worker.wait()
     assert worker.poll() == -signal.SIGKILL
     os.kill(worker.pid, signal.SIGKILL)
-
-
-# Fresh interpreters
 
 
 def test_a_fresh_worker_leaves_what_it_prints_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +182,6 @@ def test_a_fresh_worker_leaves_what_it_prints_in_its_folder(tmp_path: Path, monk
     assert (own / "stderr.txt").read_text() == "told\n"
 
 
-# The ranks of a case
-
-
 class Started:
     """What stands in for processes: each has replied and ended."""
 
@@ -216,7 +198,7 @@ class Started:
         assert msgspec.json.decode((folder / "case.json").read_bytes(), type=Task).case == CASE
         (folder / f"rank{rank}" / "reply.json").write_bytes(msgspec.json.encode(self.reply))
         (folder / f"rank{rank}" / "progress.jsonl").write_bytes(PROGRESS)
-        process = Answering(0, polls=0)
+        process = answering(0, polls=0)
         process.end = self.end
         return process
 

@@ -143,17 +143,6 @@ def test_headings_sort_by_mouse_and_by_keys(open_page: Any) -> None:
     assert opened.page.locator("[aria-sort]").all_inner_texts() == ["Suite"]
 
 
-def test_verdicts_sort_by_their_weight(open_page: Any) -> None:
-    opened = open_page()
-    badges = opened.page.locator("#table tbody .badge")
-    as_written = badges.all_inner_texts()
-    assert as_written[:2] == ["regressed", "failed"]
-    opened.page.get_by_role("button", name="Case").click()
-    assert badges.all_inner_texts() != as_written
-    opened.page.get_by_role("button", name="Verdict").click()
-    assert badges.all_inner_texts() == as_written
-
-
 def test_search_and_filters_narrow_the_table_and_say_how_far(open_page: Any) -> None:
     opened = open_page()
     count = opened.page.locator("#filters output")
@@ -195,12 +184,6 @@ def test_no_width_scrolls_sideways(open_page: Any, width: int) -> None:
     boxes = opened.page.evaluate("[...document.querySelectorAll('svg')].map((one) => one.getBoundingClientRect().width)")
     assert boxes
     assert all(width * 0.2 < box <= width for box in boxes)
-
-
-@pytest.mark.parametrize("width", [1200, 1280])
-def test_the_table_of_cases_fits_a_desk(open_page: Any, width: int) -> None:
-    frame = open_page(viewport={"width": width, "height": 900}).page.get_by_role("region", name="Table of cases")
-    assert frame.evaluate("it => it.scrollWidth - it.clientWidth") == 0
 
 
 def test_paper_shows_the_whole_width(open_page: Any) -> None:
@@ -274,14 +257,3 @@ def test_without_scripts_it_is_a_plain_page_with_every_case(open_page: Any) -> N
     assert not opened.page.locator("#filters").is_visible()
     assert not opened.page.locator("#theme").is_visible()
     assert opened.page.locator("thead button").count() == 0
-
-
-def test_hostile_names_do_nothing(browser: Any, tmp_path: Path) -> None:
-    text = """</script><script>document.title = 'broken'</script><img src=x onerror="document.title = 'broken'">'"""
-    written = tmp_path / "page.html"
-    page.write(written, [everything(text)], baseline_dir=BASELINES)
-    opened = Opened(browser, written)
-    assert "broken" not in opened.page.title()
-    assert (opened.said, opened.asked) == ([], [written.as_uri()])
-    assert opened.page.locator("#table tbody tr").count() == 5
-    opened.context.close()

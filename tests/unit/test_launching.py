@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import psutil
@@ -18,11 +19,11 @@ import pytest
 from leftovers import wait_until
 from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction
 
-from pytest_gputrain.execution.launch import case_folder, ranks
+from pytest_gputrain.execution.launch import ranks
 from pytest_gputrain.execution.launch.case_folder import folder_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment, refuse_recursion, worker_environment
 from pytest_gputrain.execution.launch.merge import merge
-from pytest_gputrain.execution.launch.processes import CASE_FOLDER, FreshProcess, Process
+from pytest_gputrain.execution.launch.processes import CASE_FOLDER, FreshProcess
 from pytest_gputrain.execution.launch.ranks import Rank, exit_text, follow, timed_out
 from pytest_gputrain.records import (
     FORMAT,
@@ -65,13 +66,7 @@ def test_a_worker_has_the_session_s_environment_with_the_task_s_changes_and_what
     task: Task, adds: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OF_ANOTHER_TEST", "1")
-    began = {
-        "KEPT": "1",
-        "CHANGED": "1",
-        "DELETED": "1",
-        "PATH": "/bin",
-        **dict.fromkeys((*LAUNCHER, "PYTEST_CURRENT_TEST"), "1"),
-    }
+    began = dict.fromkeys(("KEPT", "CHANGED", "DELETED", *LAUNCHER, "PYTEST_CURRENT_TEST"), "1") | {"PATH": "/bin"}
     task = msgspec.structs.replace(task, variables={"CHANGED": "2", "DELETED": None, "NEW": "3", "PYTHONHASHSEED": "7"})
     assert worker_environment(task, (), began) == {
         "KEPT": "1",
@@ -108,9 +103,6 @@ def test_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PARENT, "1")
     with pytest.raises(RuntimeError, match=r"^a worker of pytest-gputrain must not start workers"):
         refuse_recursion()
-
-
-# Figures of several ranks
 
 
 def _of_rank(number: int, **fields: Any) -> Measurement:
@@ -177,27 +169,10 @@ def test_several_nodes_are_named_in_the_order_of_their_ranks(hosts: tuple[str, .
     assert merged.environment.hosts == named
 
 
-# Traces of a rank
-
-
-class Answering(Process):
-    """Ends by itself, with this exit code, when it has been asked so often."""
-
-    def __init__(self, exit_code: int, polls: int) -> None:
-        self.exit_code, self.polls = exit_code, polls
-
-    def poll(self) -> int | None:
-        self.polls -= 1
-        return self.exit_code if self.polls < 0 else None
-
-    def killed_for_memory(self, kills_before: int) -> bool:
-        return False
-
-    def ask_for_stacks(self) -> None:
-        """Has none."""
-
-    def end(self) -> None:
-        """Has ended."""
+def answering(exit_code: int, polls: int) -> Any:
+    """Return a process that ends by itself, with this exit code, when it has been asked so often."""
+    running = iter(range(polls))
+    return mock.Mock(poll=lambda: exit_code if next(running, None) is None else None, killed_for_memory=lambda before: False)
 
 
 @pytest.fixture
@@ -205,7 +180,7 @@ def rank(tmp_path: Path) -> Callable[..., Rank]:
     """Makes a rank whose process has ended (after ``polls`` questions) with an exit code, and left these files."""
 
     def make(exit_code: int = 0, number: int = 0, polls: int = 0, **files: bytes) -> Rank:
-        process = Answering(exit_code, polls)
+        process = answering(exit_code, polls)
         made = Rank(number, tmp_path / "case", lambda folder, rank: process)
         for name, data in files.items():
             (made.folder / name.replace("_", ".")).write_bytes(data)
@@ -266,19 +241,12 @@ def test_a_reply_that_cannot_be_taken_is_a_crash(rank: Any, reply: bytes, exit_c
     assert (crash.phase, crash.step, crash.detail, crash.exit_code) == ("measure", 2, "err", exit_code)
 
 
-@pytest.mark.parametrize(("free", "is_told"), [((1 << 20) - 1, True), (1 << 20, False), (None, False)])
+@pytest.mark.parametrize(("free", "is_told"), [((1 << 20) - 1, True), (1 << 20, False)])
 def test_a_full_disk_is_told_as_what_may_have_kept_a_worker_from_replying(
-    rank: Any, free: int | None, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: Any, free: int, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def usage(folder: Path) -> Any:
-        if free is None:
-            raise FileNotFoundError(folder)
-        return SimpleNamespace(free=free)
-
-    monkeypatch.setattr(shutil, "disk_usage", usage)
-    sentence = rank(1).reply().sentence
-    assert sentence.startswith("the worker ended with exit code 1 without a reply")
-    assert sentence.endswith(f"is free in {tmp_path}" if is_told else "without a reply")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    assert rank(1).reply().sentence.endswith(f"is free in {tmp_path}" if is_told else "without a reply")
 
 
 def test_lines_of_progress_are_read_once_when_they_are_whole(rank: Any) -> None:
@@ -311,17 +279,10 @@ def test_of_what_a_worker_prints_the_end_is_kept_and_the_disk_is_spared(rank: An
     assert len(detail) == 8000
 
 
-# Which rank's failure is the case's
-
-
-def _replied(reply: Any) -> bytes:
-    return msgspec.json.encode(reply)
-
-
 def test_a_death_without_a_word_is_the_cause_then_memory_then_the_earliest(rank: Any) -> None:
     silent = rank(-9, number=0)
-    memory = rank(number=1, reply_json=_replied(out_of_memory()))
-    early, late = (rank(number=number, reply_json=_replied(crashed())) for number in (2, 3))
+    memory = rank(number=1, reply_json=msgspec.json.encode(out_of_memory()))
+    early, late = (rank(number=number, reply_json=msgspec.json.encode(crashed())) for number in (2, 3))
     for at, each_rank in enumerate((early, late, memory)):
         os.utime(each_rank.folder / "reply.json", ns=(at, 1_000 + at))
     by_cause = sorted([late, early, memory, silent], key=Rank.failure_sort_key)
@@ -329,14 +290,14 @@ def test_a_death_without_a_word_is_the_cause_then_memory_then_the_earliest(rank:
 
 
 def test_the_failed_rank_is_named_where_there_are_several(rank: Any) -> None:
-    failing = rank(number=1, reply_json=_replied(crashed()))
+    failing = rank(number=1, reply_json=msgspec.json.encode(crashed()))
     assert follow([rank(polls=9), failing], 60, print) == crashed(rank=1)
     assert follow([failing], 60, print) == crashed()
 
 
 @pytest.mark.parametrize(("grace_seconds", "cause"), [(0.0, 0), (30.0, 1)])
 def test_a_death_that_is_told_late_is_still_the_cause(rank: Any, grace_seconds: float, cause: int) -> None:
-    ranks_ = [rank(reply_json=_replied(crashed())), rank(-signal.SIGKILL, number=1, polls=5)]
+    ranks_ = [rank(reply_json=msgspec.json.encode(crashed())), rank(-signal.SIGKILL, number=1, polls=5)]
     assert follow(ranks_, 60, print, grace_seconds=grace_seconds).rank == cause
 
 
@@ -347,22 +308,22 @@ def test_a_death_that_is_told_late_is_still_the_cause(rank: Any, grace_seconds: 
 def test_the_first_bad_news_are_the_cause(rank: Any, polls: int, sentence: str) -> None:
     """A rank that fails before there is trouble elsewhere, one that fails after, and one that tells nothing."""
     asked = iter(range(10_000))
-    ranks_ = [rank(polls=polls, reply_json=_replied(crashed())), rank(number=1, polls=10_000)]
+    ranks_ = [rank(polls=polls, reply_json=msgspec.json.encode(crashed())), rank(number=1, polls=10_000)]
     trouble = crashed(sentence="node-2 was switched off")
     reply = follow(ranks_, 60, print, trouble=lambda: trouble if next(asked) >= 2 else None, grace_seconds=0.3)
     assert reply.sentence == sentence
 
 
 def test_a_case_ends_when_all_its_ranks_have(rank: Any) -> None:
-    both = [rank(number=number, polls=number, reply_json=_replied(_of_rank(number))) for number in range(2)]
+    both = [rank(number=number, polls=number, reply_json=msgspec.json.encode(_of_rank(number))) for number in range(2)]
     assert follow(both, 60, print) == merge([_of_rank(0), _of_rank(1)])
-    assert follow([rank(reply_json=_replied(prediction()))], 60, print) == prediction()
+    assert follow([rank(reply_json=msgspec.json.encode(prediction()))], 60, print) == prediction()
 
 
 def test_every_event_of_the_first_rank_is_shown_once_also_those_of_the_last_moment(rank: Any) -> None:
     shown: list[Event] = []
-    first = rank(reply_json=_replied(_of_rank(0)), progress_jsonl=_events(Event(phase="build")))
-    other = rank(number=1, polls=3, reply_json=_replied(_of_rank(1)), progress_jsonl=PROGRESS)
+    first = rank(reply_json=msgspec.json.encode(_of_rank(0)), progress_jsonl=_events(Event(phase="build")))
+    other = rank(number=1, polls=3, reply_json=msgspec.json.encode(_of_rank(1)), progress_jsonl=PROGRESS)
 
     def end() -> int:
         (first.folder / "progress.jsonl").write_bytes(PROGRESS)
@@ -390,24 +351,15 @@ def test_stacks_are_asked_for_and_waited_for(rank: Any, monkeypatch: pytest.Monk
     assert ended_rank.stacks() == "in build"
 
 
-# Folders and processes
-
-
 def test_a_case_has_a_folder_with_its_task_for_as_long_as_it_or_the_process_runs(tmp_path: Path) -> None:
     open_files = len(os.listdir("/proc/self/fd"))
     with contextlib.suppress(KeyError), folder_of(TASK, tmp_path) as folder:
         assert folder.parent == tmp_path
         assert folder.name.startswith("gputrain-")
         assert msgspec.json.decode((folder / "case.json").read_bytes(), type=Task) == TASK
-        assert folder in case_folder._running
         raise KeyError
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == open_files
-    (tmp_path / "cut short").mkdir()
-    case_folder._running[tmp_path / "cut short"] = os.open(os.devnull, os.O_RDONLY)
-    case_folder._clear_all()
-    assert list(tmp_path.iterdir()) == []
-    assert not case_folder._running
 
 
 @contextlib.contextmanager
@@ -416,7 +368,6 @@ def _family(script: str, **environment: str) -> Iterator[tuple[subprocess.Popen[
     worker = subprocess.Popen(
         ["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True, env=os.environ | environment
     )
-    assert worker.stdout is not None
     other = int(worker.stdout.readline())
     try:
         yield worker, other
@@ -462,15 +413,16 @@ def test_daemons_of_a_case_end_with_it_and_others_stay(tmp_path: Path) -> None:
         assert _runs(other)
 
 
-def test_only_a_kill_that_the_kernel_counted_was_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("exit_code", "kills_before", "is_for_memory"),
+    [(-signal.SIGKILL, 4, True), (-signal.SIGKILL, 5, False), (-signal.SIGSEGV, 4, False)],
+)
+def test_only_a_kill_that_the_kernel_counted_was_for_memory(
+    exit_code: int, kills_before: int, is_for_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pytest_gputrain.execution.launch.processes.oom_kills", lambda: 5)
-
-    def ended(exit_code: int) -> FreshProcess:
-        return FreshProcess(SimpleNamespace(pid=0, poll=lambda: exit_code))  # type: ignore[arg-type]
-
-    assert ended(-signal.SIGKILL).killed_for_memory(4)
-    assert not ended(-signal.SIGKILL).killed_for_memory(5)
-    assert not ended(-signal.SIGSEGV).killed_for_memory(4)
+    ended = FreshProcess(SimpleNamespace(pid=0, poll=lambda: exit_code))
+    assert ended.killed_for_memory(kills_before) is is_for_memory
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

@@ -223,7 +223,7 @@ def test_a_project_without_cases_loads_options_markers_and_fixtures_only(
     """And what these need: no records, no gate, no runner, no report."""
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    plain\n    other\n")
     (tmp_path / "test_plain.py").write_text(PLAIN_TESTS)
-    assert sorted(_loaded_by_run(tmp_path, "-m", "plain and not other")) == snapshot
+    assert ", ".join(sorted(_loaded_by_run(tmp_path, "-m", "plain and not other"))) == snapshot
 
 
 @pytest.mark.parametrize("arguments", [["--gpu-runs=2"], ["-o", "gpu_runs=2"]])
@@ -239,7 +239,7 @@ def test_a_test_that_asks_for_the_fixture_has_everything_loaded_before_the_first
 
 
 def test_public_names_are_these(snapshot: SnapshotAssertion) -> None:
-    assert pytest_gputrain.__all__ == snapshot
+    assert ", ".join(pytest_gputrain.__all__) == snapshot
     assert [name for name in pytest_gputrain.__all__ if getattr(pytest_gputrain, name, None) is None] == []
 
 

@@ -33,15 +33,6 @@ say("let go")
 sys.stdin.readline()
 """
 
-# O_EXCL fails where the file is there: a second holder at the same time is seen however short it is.
-CLAIM = """
-for _ in range(6):
-    with lease(gpus, 1, folder) as (gpu,):
-        mark = folder / f"{gpu.uuid}.claimed"
-        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
-        time.sleep(0.01)
-        mark.unlink()
-"""
 
 Start = Callable[..., "Process"]
 
@@ -97,11 +88,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.close()
 
 
-def test_a_device_is_held_by_one_process_at_a_time(start: Start) -> None:
-    claimants = [start(CLAIM, gpus=1) for _ in range(2)]
-    assert [claimant.process.wait(30) for claimant in claimants] == [0, 0]
-
-
 def test_two_processes_hold_two_devices_at_once_and_two_of_two_wait_for_the_one_that_is_held(start: Start) -> None:
     holders = [start(HOLD, gpus=2) for _ in range(2)]
     assert [holder.line() for holder in holders] == ["asking"] * 2
@@ -116,15 +102,10 @@ def test_two_processes_hold_two_devices_at_once_and_two_of_two_wait_for_the_one_
     assert sorted(taker.line().split()) == ["0", "1", "held"]
 
 
-@pytest.mark.parametrize("killed", [True, False])
-def test_a_holder_that_let_go_or_was_killed_frees_its_device(start: Start, killed: bool) -> None:
+def test_a_holder_that_was_killed_frees_its_device(start: Start) -> None:
     holder = start(HOLD, gpus=1)
     assert [holder.line(), holder.line()] == ["asking", "held 0"]
-    if killed:
-        holder.kill()
-    else:
-        holder.go_on()
-        assert holder.line() == "let go"
+    holder.kill()
     other = start(HOLD, gpus=1)
     assert [other.line(), other.line()] == ["asking", "held 0"]
 

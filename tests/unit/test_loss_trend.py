@@ -22,19 +22,6 @@ NOISES: dict[str, Callable[[random.Random], float]] = {
 }
 
 
-@given(lengths, st.floats(1e-5, 0.4))
-def test_a_smooth_fall_converges_and_a_smooth_rise_diverges(steps: int, rate: float) -> None:
-    falling = [10 * math.exp(-rate * step) for step in range(steps)]
-    assert trend(falling) == "converging"
-    assert trend([-loss for loss in falling]) == "diverging"
-
-
-def test_the_same_wandering_diverged_where_only_its_noise_counted() -> None:
-    draw = random.Random(20240101)
-    walks = [_wandering(draw, 20, 0.01) for _ in range(200)]
-    assert sum(trend([2.3 * (1 + place * RESOLUTIONS["bf16"]) for place in walk]) == "diverging" for walk in walks) >= 20
-
-
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("steps", [LEAST_STEPS, 50, 200])
 def test_noise_alone_is_flat_in_nearly_all_draws(noise: str, steps: int) -> None:
@@ -135,12 +122,6 @@ def test_a_rise_that_ends_no_higher_than_fp32_is_no_divergence_of_the_precision(
     assert trend(overshot, precision="bf16") == "diverging"
     assert trend(overshot, precision="bf16", reference=reference) == "flat"
     assert trend(overshot, precision="bf16", reference=[loss - 2 for loss in reference]) == "diverging"
-
-
-def test_weights_that_rounding_put_elsewhere_do_not_diverge() -> None:
-    # Weights stored in bf16 begin elsewhere, by more than the loss resolves: 0.4 % of it, and 1.2 % for one seed.
-    reference = _slowly_falling(40, 2.3)
-    assert trend([1.012 * loss for loss in reference], precision="bf16", reference=reference) == "converging"
 
 
 @pytest.mark.parametrize("steps", [50, 200, 1500])

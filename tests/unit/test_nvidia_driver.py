@@ -141,9 +141,6 @@ def test_the_oldest_binding_is_asked(ask: Ask, binding: Path | None) -> None:
     assert binding is None or Path(file).is_relative_to(binding)
 
 
-# Processes
-
-
 @pytest.mark.parametrize("driver", [470, 580])
 def test_processes_are_told_by_drivers_of_every_age(ask: Ask, driver: int) -> None:
     """Driver 470 lacks the list that bindings ask for; bindings since 12.560 say so by no NVMLError."""
@@ -161,9 +158,6 @@ def test_processes_are_told_by_drivers_of_every_age(ask: Ask, driver: int) -> No
 def test_processes_that_a_driver_refuses_to_tell_are_unknown(ask: Ask, code: int) -> None:
     gpu = f"{H100},nvmlDeviceGetComputeRunningProcesses={code}"
     assert ask("each(lambda d, g: d.occupancy(g).holders)", gpu) == [None]
-
-
-# Errors
 
 
 @pytest.mark.parametrize(
@@ -198,9 +192,6 @@ def test_a_host_whose_driver_or_gpus_fail_is_no_cpu_and_one_without_gpus_is(ask:
 def test_paths_of_healthy_gpus_are_told_beside_a_lost_one(ask: Ask) -> None:
     gpus = (f"{H100},links=18*switch", f"{H100_TOO},links=18*switch", f"{T4},nvmlDeviceGetHandleByIndex=15")
     assert ask("drivers.paths([gpu for gpu in gpus if not gpu.fault])", *gpus) == [["X", "NV18"], ["NV18", "X"]]
-
-
-# Which GPUs
 
 
 def test_numbers_that_cuda_counts_otherwise_are_refused(ask: Ask) -> None:
@@ -242,9 +233,6 @@ def test_a_gpu_is_named_by_the_beginning_of_its_uuid_or_a_whole_one_without_a_pr
     assert (ask(shown, jetson), ask(shown, H100)) == ("0", ONE)
 
 
-# Figures
-
-
 def test_memory_that_is_not_told_is_not_zero(libraries: dict[int, Path]) -> None:
     gpu = f"name=NVIDIA GB10,uuid={ONE},bus=1"
     environ = _environment(libraries[580], NVML_GPUS=gpu, COLUMNS="300")
@@ -274,9 +262,6 @@ def test_a_reading_has_every_figure_that_the_driver_tells(ask: Ask, driver: int)
     power = "each(lambda d, g: d.read(g).power_watts)"
     assert ask(power, f"{H100},power=629450,instant=588390") == [588.39]
     assert ask(power, f"{H100},power=629450,nvmlDeviceGetFieldValues=3") == [629.45]
-
-
-# Links
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import assume, given
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction, timed_out
@@ -16,8 +15,6 @@ from pytest_gputrain.gate.published import judge_published, step_seconds
 from pytest_gputrain.records import Case, Holder, Published, Reply, Verdict
 from pytest_gputrain.records.published import Figure, Figures
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
-
-ORDER = ["improved", "pass", "regressed"]
 
 
 def figure(low: float, high: float | None = None, rounding: float = 0.1) -> Figure:
@@ -48,34 +45,10 @@ def judged(
 def _timed(seconds: float, published: Published, **given: Any) -> str:
     verdict = judged(published, measurement(step_seconds=(seconds,)), **given)
     metric = verdict.metric("step_seconds")
-    assert metric is not None
     return metric.status
 
 
 seconds = st.floats(0.01, 1000)
-
-
-@given(low=seconds, width=st.floats(0, 10), rounding=st.sampled_from([0.01, 0.1, 1.0]), share=st.floats(0, 1))
-def test_what_would_be_printed_so_passes(low: float, width: float, rounding: float, share: float) -> None:
-    assume(low > rounding)
-    published = row(step_seconds=figure(low, low + width, rounding))
-    inside = low - rounding / 2 + share * (width + rounding)
-    assert _timed(inside, published) == "pass"
-
-
-@given(base=st.floats(1, 100), first=seconds, other=seconds, tolerance=st.floats(0, 0.5))
-def test_slower_is_never_better(base: float, first: float, other: float, tolerance: float) -> None:
-    published = row(step_seconds=figure(base))
-    fast, slow = (ORDER.index(_timed(value, published, time=tolerance)) for value in sorted((first, other)))
-    assert fast <= slow
-
-
-@given(base=st.integers(1, 100), first=st.integers(0, 2**40), other=st.integers(0, 2**40))
-def test_more_memory_is_never_better(base: int, first: int, other: int) -> None:
-    published = row(peak_reserved_bytes=figure(base * GiB, rounding=GiB))
-    verdicts = [judged(published, measurement(peak_reserved_bytes=value)) for value in sorted((first, other))]
-    small, big = (ORDER.index(verdict.status) for verdict in verdicts)
-    assert small <= big
 
 
 @pytest.mark.parametrize(
@@ -106,7 +79,6 @@ def test_memory_that_cannot_be_judged_is_shown_with_the_reason(used: int) -> Non
     published = msgspec.structs.replace(printed, memory_not_judged="published with FSDP1")
     verdict = judged(published, measurement(step_seconds=(1.0,), device_used_bytes=used))
     metric = verdict.metric("device_used_bytes")
-    assert metric is not None
     assert (verdict.status, metric.status, metric.note) == ("pass", "not-comparable", "published with FSDP1")
     assert (metric.value, metric.baseline) == (used, 40 * GiB)
     slower = judged(published, measurement(step_seconds=(2.0,), device_used_bytes=used))
@@ -133,7 +105,6 @@ def test_throughput_is_of_the_samples_of_its_gpus_and_its_digits_are_ends_of_the
     case: Case, published: dict[str, Figure], ends: tuple[float, float, float]
 ) -> None:
     seconds_of_step = step_seconds(case, Figures(**published))
-    assert seconds_of_step is not None
     assert (seconds_of_step.least, seconds_of_step.middle, seconds_of_step.most) == pytest.approx(ends)
 
 

@@ -19,16 +19,16 @@ def test_one_process_lies_nowhere_apart() -> None:
     assert widest([measurement(), measurement(ranks=(_rank(1.0),))]) is None
 
 
-def test_the_slowest_is_the_one_whose_own_work_takes_longest() -> None:
-    spread = widest([measurement(ranks=(_rank(0.3, 0.4, 0.5), _rank(0.5, 0.5, 0.5), _rank(0.4, 0.4, 9.0)))])
-    assert spread is not None
-    assert (spread.slowest, spread.lag, spread.lag_seconds) == (1, pytest.approx(0.25), pytest.approx(0.1))
-
-
-def test_being_late_by_turns_is_no_straggling() -> None:
-    spread = widest([measurement(ranks=(_rank(0.4, 0.8, 0.4, 0.8), _rank(0.8, 0.4, 0.8, 0.4)))])
-    assert spread is not None
-    assert spread.lag == 0
+@pytest.mark.parametrize(
+    ("ranks", "slowest", "lag"),
+    [
+        ((_rank(0.3, 0.4, 0.5), _rank(0.5, 0.5, 0.5), _rank(0.4, 0.4, 9.0)), 1, (0.25, 0.1)),
+        ((_rank(0.4, 0.8, 0.4, 0.8), _rank(0.8, 0.4, 0.8, 0.4)), 0, (0, 0)),  # late by turns
+    ],
+)
+def test_the_slowest_is_the_one_whose_own_work_takes_longest(ranks: tuple[Rank, ...], slowest: int, lag: Any) -> None:
+    spread = widest([measurement(ranks=ranks)])
+    assert (spread.slowest, (spread.lag, spread.lag_seconds)) == (slowest, pytest.approx(lag))
 
 
 def test_memory_is_that_of_the_least_and_of_the_most() -> None:

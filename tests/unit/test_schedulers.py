@@ -199,7 +199,7 @@ def test_gpus_and_cores_are_asked_for(
 
 def test_a_platform_adds_to_what_counts_for_all(commands: Commands, tmp_path: Path) -> None:
     given = (("", ("--account=x",)), ("h100", ("--partition=a",)), ("a100", ("--partition=b",)))
-    engine = scheduler_of(SimpleNamespace(fleet="slurm", fleet_args=given), "h100")  # type: ignore[arg-type]
+    engine = scheduler_of(SimpleNamespace(fleet="slurm", fleet_args=given), "h100")
     commands.answer("sbatch", "17\n")
     engine.submit(order(), tmp_path / "1")
     (words,) = commands.calls("sbatch")

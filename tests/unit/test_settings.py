@@ -3,14 +3,12 @@
 import fnmatch
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
-from pytest_gputrain.plugin.options import GONE, OPTIONS, Option, heir_of
+from pytest_gputrain.plugin.options import GONE, OPTIONS, heir_of
 from pytest_gputrain.plugin.settings import read
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import MemoryTolerance
@@ -35,17 +33,14 @@ def _refusal(options: dict[str, Any] | None = None, ini: dict[str, str] | None =
     return None
 
 
-class Layers:
+class Layers(NamedTuple):
     """One option in each of its sources, with the field it feeds and what that holds then; nothing types an ini-only one."""
 
-    def __init__(
-        self, option: str, field: str, typed: tuple[Any, Any] | None, written: tuple[str, Any], default: Any
-    ) -> None:
-        self.option, self.field = option, field
-        self.typed, self.written, self.default = typed, written, default
-
-    def __repr__(self) -> str:
-        return self.option
+    option: str
+    field: str
+    typed: tuple[Any, Any] | None
+    written: tuple[str, Any]
+    default: Any
 
 
 LAYERS = [
@@ -125,7 +120,7 @@ def test_every_option_has_flag_ini_twin_layers_above_and_help_that_tells_its_def
     assert set(GONE.values()) <= {option.name for option in TYPED}
 
 
-@pytest.mark.parametrize("layers", LAYERS, ids=repr)
+@pytest.mark.parametrize("layers", LAYERS, ids=lambda layers: layers.option)
 def test_command_line_counts_before_ini_and_ini_before_default(layers: Layers) -> None:
     written, expected = layers.written
     assert getattr(_read(), layers.field) == layers.default
@@ -279,19 +274,15 @@ REFUSED = {
 BAD = [(name, text) for name, texts in REFUSED.items() for text in texts]
 
 
-@pytest.mark.parametrize(("name", "text"), [(name, text) for name, text in BAD if not BY_NAME[name].ini_only])
-def test_a_bad_value_typed_is_told_in_one_sentence(name: str, text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(BY_NAME[name].flag)) as caught:
-        _read({name: text})
-    assert "\n" not in str(caught.value)
-    assert repr(text) in str(caught.value)
-
-
 @pytest.mark.parametrize(("name", "text"), BAD)
-def test_a_bad_value_of_the_ini_file_is_told_by_its_name_there(name: str, text: str) -> None:
-    with pytest.raises(ValueError, match=BY_NAME[name].ini) as caught:
-        _read(ini={name: text})
-    assert "\n" not in str(caught.value)
+def test_a_bad_value_is_told_in_one_sentence_by_its_name_where_it_stands(name: str, text: str) -> None:
+    refusal = _refusal(ini={name: text})
+    assert BY_NAME[name].ini in refusal
+    if not BY_NAME[name].ini_only:
+        refusal = _refusal({name: text})
+        assert BY_NAME[name].flag in refusal
+        assert repr(text) in refusal
+    assert "\n" not in refusal
 
 
 @pytest.mark.parametrize("name", [option.name for option in TYPED if not option.switch])
@@ -302,31 +293,3 @@ def test_an_empty_value_typed_is_refused_or_counts_as_not_given(name: str) -> No
         assert _read({name: ""}) == _read()
     else:
         assert BY_NAME[name].flag in refusal
-
-
-@given(
-    st.sampled_from(
-        [
-            option
-            for option in OPTIONS
-            if option.name not in ("baseline-dir", "history", "html", "json", "summary", "platform", "shared")
-        ]
-    ),
-    st.text(min_size=1),
-)
-def test_any_text_is_taken_or_refused_in_one_line(option: Option, text: str) -> None:
-    refusal = _refusal(ini={option.name: text}) if option.ini_only else _refusal({option.name: text})
-    name = option.ini if option.ini_only else option.flag
-    assert refusal is None or (name in refusal and len(refusal.splitlines()) == 1)
-
-
-@pytest.mark.parametrize(
-    ("tolerance", "shown"),
-    [
-        (MemoryTolerance(ratio=0.02), "2.0 %"),
-        (MemoryTolerance(bytes=512 * MiB), "512 MiB"),
-        (MemoryTolerance(ratio=0.02, bytes=512 * MiB), "2.0 % + 512 MiB"),
-    ],
-)
-def test_memory_tolerance_is_shown_as_it_was_meant(tolerance: MemoryTolerance, shown: str) -> None:
-    assert str(tolerance) == shown

@@ -46,9 +46,6 @@ def _in_turn(stream: Sequence[float], base: Sequence[float] = STEADY, **options:
     raise AssertionError("more runs are asked for than there may be")
 
 
-# The formula
-
-
 def test_limit_and_sd_are_those_of_the_formula_by_hand() -> None:
     """Baseline of deviations -2, -1, 0, 1, 2 %, first run at 3 %."""
     base = [math.exp(x / 100) for x in (-2, -1, 0, 1, 2)]
@@ -68,30 +65,28 @@ def test_limit_and_sd_are_those_of_the_formula_by_hand() -> None:
     assert decision.sd == pytest.approx(math.sqrt(total / 10))
 
 
-def test_the_limit_of_a_steady_case_is_the_tolerance_and_of_a_single_run_that_of_the_prior() -> None:
-    assert _decide([1.0], tolerance=0.05).limit == pytest.approx(math.log(1.05))
+def test_a_single_run_has_the_limit_of_the_prior_and_equal_times_have_none_but_rounding() -> None:
     alone = _decide([1.0], [1.0])
     assert (alone.sd, alone.limit) == (PRIOR_SD, pytest.approx(LIMIT_SDS * PRIOR_SD * math.sqrt(1.8)))
     for slower, outcome in ((1.0, "pass"), (1.001, "regressed")):
         assert _in_turn([slower] * 5, tolerance=0.0, prior=0.0)[0].outcome == outcome
 
 
-@pytest.mark.parametrize("base_runs", [3, 4, 5, 20])
-def test_one_bad_process_does_not_move_the_baseline(base_runs: int) -> None:
-    assert _decide([1.0], [1.5] + [1.0] * (base_runs - 1)).ratios == pytest.approx([0.0])
+CUT_OFF = 4 * 0.01**2 + (3 * math.sqrt(4 * 0.01**2 / 7)) ** 2
 
 
-@pytest.mark.parametrize("side", ["base", "new"])
-def test_a_run_alone_deviates_from_nothing(side: str) -> None:
-    """Nor does it make the others' deviations look smaller: three of them, one of which is cut off."""
-    sides = {"base": [1.0], "new": [1.0]} | {side: [1.0, 1.0, math.exp(0.2)]}
-    first = math.sqrt(4 * 0.01**2 / 7)
-    assert decide(**sides, tolerance=0.0).sd == pytest.approx(math.sqrt((4 * 0.01**2 + (3 * first) ** 2) / 6))
-
-
-def test_two_runs_deviate_from_their_middle() -> None:
-    decision = _decide([1.0, math.exp(0.02)], [math.exp(-0.01), math.exp(0.03)])
-    assert decision.sd == pytest.approx(math.sqrt((4 * 0.01**2 + 2 * 0.02**2 + 2 * 0.01**2) / 6))
+@pytest.mark.parametrize(
+    ("base", "new", "squares", "weight"),
+    [
+        # A run alone deviates from nothing, nor does it make the others' deviations look smaller: one of three is cut off.
+        ((0.0, 0.0, 0.2), (0.0,), CUT_OFF, 6),
+        ((0.0,), (0.0, 0.0, 0.2), CUT_OFF, 6),
+        ((-0.01, 0.03), (0.0, 0.02), 4 * 0.01**2 + 2 * 0.02**2 + 2 * 0.01**2, 6),
+    ],
+)
+def test_runs_deviate_from_the_middle_of_their_side(base: Any, new: Any, squares: float, weight: int) -> None:
+    decision = _decide([math.exp(x) for x in new], [math.exp(x) for x in base], tolerance=0.0)
+    assert decision.sd == pytest.approx(math.sqrt(squares / weight))
 
 
 def test_the_centre_is_a_median_until_the_fastest_and_the_slowest_can_be_left_out() -> None:
@@ -99,9 +94,6 @@ def test_the_centre_is_a_median_until_the_fastest_and_the_slowest_can_be_left_ou
     four, five = ([math.exp(x) for x in some] for some in (logs[:4], logs))
     assert _decide([1.0], four).ratios == pytest.approx([-0.015])
     assert _decide([1.0], five).ratios == pytest.approx([-0.03])
-
-
-# Votes
 
 
 @pytest.mark.parametrize(
@@ -125,12 +117,6 @@ def test_runs_vote_until_three_agree(stream: list[float], outcome: str, runs: in
     assert (decision.outcome, taken) == (outcome, runs)
 
 
-def test_beyond_the_tolerance_but_not_beyond_the_noise_is_inconclusive() -> None:
-    decision, _ = _in_turn([1.05] * 5, NOISY)
-    assert decision.limit > math.log(1.05)
-    assert decision.outcome == "inconclusive"
-
-
 def test_without_re_measurement_one_run_is_held_against_a_wider_limit() -> None:
     alone = _decide([1.04], LESS_NOISY, most=1)
     assert alone.limit == pytest.approx(4.0 * alone.sd)
@@ -152,9 +138,6 @@ def test_most_of_the_runs_that_there_may_be_have_to_agree() -> None:
     assert three.limit == pytest.approx(LIMIT_SDS * three.sd * math.sqrt(0.88))
 
 
-# The suite
-
-
 def test_a_suite_of_ten_tells_its_own_prior() -> None:
     assert suite_prior([LESS_NOISY] * 9) == PRIOR_SD
     assert suite_prior([LESS_NOISY] * 9 + [[1.0]]) == PRIOR_SD
@@ -165,8 +148,7 @@ def test_a_suite_of_ten_tells_its_own_prior() -> None:
 
 def test_a_suite_of_ten_tells_its_shift() -> None:
     assert suite_shift([0.02] * 9) is None
-    assert suite_shift([0.02] * 10) == 0.02
-    assert suite_shift([0.02] * 6 + [0.0] * 5) == 0.02
+    assert suite_shift([0.02] * 6 + [0.0] * 4) == 0.02
 
 
 @pytest.mark.parametrize(
@@ -185,14 +167,7 @@ def test_a_suite_of_ten_tells_its_shift() -> None:
 def test_a_case_regresses_only_with_and_without_the_suites_shift(run: float, shift: float, outcome: str, runs: int) -> None:
     decision, taken = _in_turn([math.exp(run)] * 5, shift=shift)
     assert (decision.outcome, taken) == (outcome, runs)
-
-
-def test_a_slow_day_is_no_reason_to_doubt_what_is_within_the_noise() -> None:
-    assert _decide([1.05], NOISY).suspicious
-    assert _decide([1.05], NOISY, shift=0.045).outcome == "pass"
-
-
-# Memory
+    assert [_decide([1.05], NOISY, shift=of_suite).suspicious for of_suite in (0.0, 0.045)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +178,6 @@ def test_a_slow_day_is_no_reason_to_doubt_what_is_within_the_noise() -> None:
         ("++", 5, None),
         ("+++", 5, True),
         ("++-", 5, False),
-        ("++++-", 5, True),
         ("+++--", 5, True),
         ("++---", 5, False),
         ("++--", 5, False),
@@ -227,9 +201,6 @@ def test_running_out_of_memory_takes_two_of_three(most: int, expected: dict[tupl
     assert {(out, runs): runs_out(out, runs, most) for out, runs in expected} == expected
 
 
-# For any figures
-
-
 @pytest.mark.parametrize(
     ("base", "new", "options"),
     [
@@ -246,21 +217,15 @@ def test_what_is_no_comparison_of_times_is_refused(base: list[float], new: list[
         _decide(new, base, **options)
 
 
-@given(BASES, STREAMS, st.floats(0, 0.5), st.floats(0, 0.1))
-def test_it_always_ends(base: list[float], logs: list[float], tolerance: float, prior: float) -> None:
-    decision, runs = _in_turn([math.exp(x) for x in logs], base, tolerance=tolerance, prior=prior)
-    assert 1 <= runs <= MOST_RUNS
-    assert all(map(math.isfinite, (decision.sd, decision.limit, decision.sensitivity)))
-    assert math.log1p(tolerance) <= decision.limit <= decision.sensitivity
-
-
 @given(BASES, STREAMS, st.floats(0, 0.3), st.floats(-0.1, 0.1))
 def test_what_is_within_the_tolerance_never_regresses(
     base: list[float], logs: list[float], tolerance: float, shift: float
 ) -> None:
     centre = -_decide([1.0], base).ratios[0]
     within = [math.exp(centre + min(x, 0.999 * math.log1p(tolerance))) for x in logs]
-    assert _in_turn(within, base, tolerance=tolerance, shift=shift)[0].outcome != "regressed"
+    decision, _ = _in_turn(within, base, tolerance=tolerance, shift=shift)
+    assert decision.outcome != "regressed"
+    assert math.log1p(tolerance) <= decision.limit <= decision.sensitivity < math.inf
 
 
 @given(BASES, STREAMS, st.floats(1, 2))
@@ -270,18 +235,10 @@ def test_a_slower_step_is_never_a_better_outcome(base: list[float], logs: list[f
     assert BADNESS[before] <= BADNESS[after]
 
 
-@given(BASES, STREAMS, st.integers(-20, 20))
-def test_the_unit_does_not_matter(base: list[float], logs: list[float], power: int) -> None:
-    scale = 2.0**power
-    stream = [base[0] * math.exp(x) for x in logs]
-    here = _in_turn(stream, base)[0]
-    there = _in_turn([s * scale for s in stream], [s * scale for s in base])[0]
-    assert there.limit == pytest.approx(here.limit)
-    assert there.ratios == pytest.approx(here.ratios, abs=1e-9)
-
-
 @given(BASES, STREAMS, st.integers(1, 5), st.randoms(use_true_random=False))
-def test_the_order_of_runs_does_not_matter(base: list[float], logs: list[float], runs: int, order: random.Random) -> None:
+def test_neither_order_nor_unit_of_runs_matters(
+    base: list[float], logs: list[float], runs: int, order: random.Random
+) -> None:
     new = [math.exp(x) for x in logs[:runs]]
     here = _decide(new, base)
     order.shuffle(base)
@@ -289,3 +246,4 @@ def test_the_order_of_runs_does_not_matter(base: list[float], logs: list[float],
     there = _decide(new, base)
     assert (there.outcome, there.settled, there.votes) == (here.outcome, here.settled, here.votes)
     assert there.limit == pytest.approx(here.limit)
+    assert _decide([3600 * x for x in new], [3600 * x for x in base]).ratios == pytest.approx(there.ratios, abs=1e-9)

@@ -3,13 +3,11 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
-from unit_examples import CASE, crashed, measurement, out_of_memory, result, timed_out, values_of
+from unit_examples import CASE, crashed, measurement, out_of_memory, result, timed_out
 
 from pytest_gputrain.gate.loss_trend import describe_divergence, describe_failed_curves
-from pytest_gputrain.records import BatchSearch, LossStudy, Reply, Result, Task
+from pytest_gputrain.records import Reply, Task
 from pytest_gputrain.records.study import LossCurve, Search, Try
 from pytest_gputrain.report import studies as shown
 from pytest_gputrain.report.terminal import render
@@ -58,9 +56,6 @@ def test_a_precision_that_parameter_servers_lack_is_left_out() -> None:
     assert left_out == {"fp16-amp": "parameter servers take no gradients of a scaled loss"}
 
 
-# The search
-
-
 def test_a_search_has_the_figures_of_the_fastest_and_all_tries_or_of_what_did_not_fit() -> None:
     study, launched = _search(11)
     assert (study.search.largest, study.search.fastest) == (11, 11)
@@ -83,9 +78,6 @@ def test_a_time_out_and_a_stand_in_with_fewer_samples_bound_the_search_and_a_cra
     assert {attempt.outcome for attempt in capped.tries if attempt.batch_size > 6} == {"capped"}
     study, _ = _search(5, beyond=crashed())
     assert (study.reply, study.task.case.batch_size) == (crashed(), 8)
-
-
-# Loss curves
 
 
 def test_precisions_are_compared_with_fp32_and_the_case_keeps_its_own_reply() -> None:
@@ -147,13 +139,6 @@ def test_a_rise_is_compared_with_fp32_where_that_does_not_diverge(fp32: Any, exp
     assert [curve.trend for curve in study.loss_curves[1:]] == [expected, "flat", "flat"]
 
 
-@pytest.mark.parametrize(("precision", "expected"), [("bf16-amp", "flat"), ("fp16-amp", "diverging")])
-def test_a_rise_counts_by_what_its_precision_resolves(precision: str, expected: str) -> None:
-    slight = tuple(10 * (1 + step / 20000) for step in range(40))
-    study = _curves({"fp32": FLAT, "bf16-amp": FLAT, "fp16-amp": FLAT, "bf16": FLAT, precision: slight})
-    assert {curve.precision: curve.trend for curve in study.loss_curves}[precision] == expected
-
-
 def test_divergence_counts_where_fp32_does_not_diverge_or_the_loss_of_the_case_is_not_finite() -> None:
     worse = _curve("fp16-amp", trend="diverging", losses=FALLING[:7], non_finite_step=8)
     assert describe_divergence(CASE, [_curve("fp32"), worse]) == (
@@ -165,9 +150,6 @@ def test_divergence_counts_where_fp32_does_not_diverge_or_the_loss_of_the_case_i
     for fp32 in ("diverging", "converging"):
         expected = f"{CASE} diverges: its loss is not finite in step 8"
         assert describe_divergence(CASE, [_curve("fp32", trend=fp32), own]) == expected
-
-
-# Tables and sentences
 
 
 def test_searches_and_curves_are_shown_and_explained(snapshot: SnapshotAssertion) -> None:
@@ -196,10 +178,3 @@ def test_searches_and_curves_are_shown_and_explained(snapshot: SnapshotAssertion
     assert {
         name: (render(results, width=120, colour=False), shown.explain(results)) for name, results in shown_results.items()
     } == snapshot
-
-
-@given(st.one_of(values_of(BatchSearch), values_of(LossStudy)).filter(lambda outcome: outcome.replies))
-def test_any_findings_can_be_shown(outcome: Result) -> None:
-    if all(getattr(reply, "step_seconds", True) for reply in outcome.replies):
-        assert render([outcome], width=80, colour=False)
-        assert isinstance(shown.explain([outcome]), list)

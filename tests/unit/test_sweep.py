@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,18 +52,6 @@ def test_what_cannot_be_is_told_in_one_sentence(snapshot: SnapshotAssertion) -> 
             parse_axes(text, MARKERS)
         said[text] = str(caught.value).partition("; known: ")[0]
     assert said == snapshot
-
-
-@given(st.sampled_from(KNOBS), st.text())
-def test_any_value_is_of_its_type_or_refused(knob: str, text: str) -> None:
-    try:
-        axes = parse_axes(f"{knob}={text}", MARKERS)
-    except ValueError:
-        return
-    for parsed_knob, values in axes:
-        assert parsed_knob == knob
-        for value in values:
-            msgspec.convert(msgspec.structs.asdict(Case(**{knob: value})), Case)
 
 
 def test_combinations_are_the_product_with_the_last_knob_fastest() -> None:

@@ -20,11 +20,12 @@ from unit_examples import (
     prediction,
     report,
     result,
+    summary,
     timed_out,
     values_of,
 )
 
-from pytest_gputrain.records import Case, Event, MetricVerdict, Report, Result, Summary, Verdict
+from pytest_gputrain.records import Case, Event, MetricVerdict, Report, Result, Verdict
 from pytest_gputrain.records.verdict import LimitVerdict
 from pytest_gputrain.report import json_report, uncompared
 from pytest_gputrain.report.progress_line import ProgressLine, describe
@@ -40,16 +41,6 @@ def _render(*results: Result, width: int = 160, colour: bool = False) -> str:
 
 def _verdict(status: Any, *metrics: MetricVerdict, sentence: str = "a sentence") -> Verdict:
     return Verdict(status=status, sentence=sentence, metrics=metrics)
-
-
-def _summary(seconds: float, peak: int = 40_000_000_000) -> Summary:
-    return Summary(
-        median_step_seconds=seconds,
-        samples_per_second=1.0,
-        tokens_per_second=None,
-        peak_allocated_bytes=peak,
-        model_flops_utilization=None,
-    )
 
 
 def _custom(model: str, **fields: Any) -> Result:
@@ -74,7 +65,7 @@ def test_tables_have_the_figures_of_the_published_ones(snapshot: SnapshotAsserti
     failed = {"summary": None, "verdict": _verdict("failed")}
     not_compared = MetricVerdict(metric="step_seconds", status="not-comparable", value=2.0, baseline=1.0)
     tables = {
-        "figures": _render(result(replies=(measurement(model_bytes=15 * GiB),), summary=_summary(0.42, peak))),
+        "figures": _render(result(replies=(measurement(model_bytes=15 * GiB),), summary=summary(0.42, peak))),
         "methods and named knobs": _render(*(result(CASE.replace(method=how, named=("batch_size",))) for how in METHODS)),
         "own code": _render(_custom("my_step")),
         "no figures": _render(
@@ -83,8 +74,8 @@ def test_tables_have_the_figures_of_the_published_ones(snapshot: SnapshotAsserti
             result(replies=(msgspec.structs.replace(crashed(), refused=True),), **failed),
             result(replies=(timed_out(),), **failed),
         ),
-        "the peak that was judged": _render(result(replies=peaks, summary=_summary(1.0, peak=25 * GiB))),
-        "one run of two has figures": _render(result(replies=(out_of_memory(), peaks[0]), summary=_summary(1.0, 20 * GiB))),
+        "the peak that was judged": _render(result(replies=peaks, summary=summary(1.0, peak=25 * GiB))),
+        "one run of two has figures": _render(result(replies=(out_of_memory(), peaks[0]), summary=summary(1.0, 20 * GiB))),
         "changes": _render(result(verdict=_verdict("regressed", *CHANGED))),
         "the change of the phase that regressed": _render(result(verdict=_verdict("regressed", *PHASES))),
         "no change in the peak": _render(result(verdict=_verdict("pass", *PHASES[:1]))),
@@ -94,12 +85,15 @@ def test_tables_have_the_figures_of_the_published_ones(snapshot: SnapshotAsserti
         "judged by one test, measured by another": _render(
             result(verdict=None), result(), result(CASE.replace(method="full"), verdict=None)
         ),
-        "tiny scale": _render(result(scale="tiny", device="cpu", platform="cpu")),
-        "an unknown GPU": _render(result(platform="unknown", device="nvidia-z9000")),
-        "eight GPUs": _render(result(CASE.replace(gpus=8, parallel="fsdp"))),
-        "CPU at full scale": _render(result(platform="cpu", device="cpu")),
         "two suites": _render(result(), result(suite="vision"), result()),
     }
+    titled = {
+        "tiny scale": result(scale="tiny", device="cpu", platform="cpu"),
+        "an unknown GPU": result(platform="unknown", device="nvidia-z9000"),
+        "eight GPUs": result(CASE.replace(gpus=8, parallel="fsdp")),
+        "CPU at full scale": result(platform="cpu", device="cpu"),
+    }
+    tables |= {what: _render(one).splitlines()[0] for what, one in titled.items()}
     assert tables == snapshot
 
 
@@ -107,28 +101,10 @@ METHODS = ("full", "lora", "qlora")
 
 
 @pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("colour", [False, True])
-def test_no_line_is_wider_than_the_terminal(width: int, colour: bool) -> None:
-    case = CASE.replace(named=("batch_size", "activation_checkpointing", "gradient_accumulation", "optimizer"))
-    time = MetricVerdict(metric="step_seconds", status="pass", value=1.0, baseline=1.1)
-    memory = MetricVerdict(metric="peak_allocated_bytes", status="pass", value=99, baseline=100)
-    results = [
-        result(case, verdict=_verdict("not-comparable", time, memory)),
-        _custom("Z" * 100),
-        result(suite="s" * 200),
-    ]
-    text = _render(*results, width=width, colour=colour)
-    assert ("\x1b" in text) == colour
-    assert max(map(len, ESCAPE.sub("", text).splitlines())) <= width
-    assert text.count("Z") == 100, "a word longer than its line is broken"
-    assert ESCAPE.sub("", text) == _render(*results, width=width), "colour changes no word"
-
-
-@pytest.mark.parametrize("width", [80, 100, 120])
 def test_figures_and_verdicts_fit_the_terminal(width: int, snapshot: SnapshotAssertion) -> None:
     case = CASE.replace(activation_checkpointing=True, named=("activation_checkpointing",))
     scaling = MetricVerdict(metric="scaling_efficiency", status="pass", value=0.913, baseline=0.9)
-    efficient = msgspec.structs.replace(_summary(1.02), scaling_efficiency=0.913)
+    efficient = msgspec.structs.replace(summary(1.02), scaling_efficiency=0.913)
     parallel = case.replace(parallel="ddp", gpus=8, named=("gpus", "activation_checkpointing"))
     knobs = {"offload_optimizer": True, "offload_param": True, "overlap_comm": False, "stage3_max_live_parameters": 10**9}
     many = CASE.replace(parallel="zero3", named=tuple(knobs), **knobs)
@@ -143,7 +119,13 @@ def test_figures_and_verdicts_fit_the_terminal(width: int, snapshot: SnapshotAss
         ),
     ]
     assert max(map(len, "\n".join(tables).splitlines())) <= width
-    assert tables == snapshot
+    if width == 80:
+        assert tables == snapshot
+    results = [_custom("Z" * 100), result(suite="s" * 200)]
+    coloured = _render(*results, width=width, colour=True)
+    assert ESCAPE.sub("", coloured) == _render(*results, width=width) != coloured, "colour changes no word"
+    assert max(map(len, ESCAPE.sub("", coloured).splitlines())) <= width
+    assert coloured.count("Z") == 100, "a word longer than its line is broken"
 
 
 def test_the_advice_of_a_first_run_is_a_line_of_the_explanation() -> None:
@@ -160,7 +142,7 @@ def test_where_all_was_compared_there_is_no_line_and_time_is_not_compared_with_a
     assert uncompared.line([result(CASE, verdict=held)]) == "not compared: step time of 1 case"
 
 
-@pytest.mark.parametrize("name", ["[red]", "[/]", "[bold]x[/bold]", "a[/red]", "x[link=y]", ":smile:", "\\[red]"])
+@pytest.mark.parametrize("name", ["[/]", "[bold]x[/bold]", ":smile:", "\\[red]"])
 def test_markup_in_a_name_or_title_is_shown_as_it_is(name: str) -> None:
     assert name in _render(_custom(name))
     assert name in _render(result(suite=name))
@@ -176,9 +158,6 @@ def test_any_result_can_be_shown(any_result: Result, width: int, colour: bool) -
         return
     assert _render(any_result, width=width, colour=colour)
     assert isinstance(explain([any_result]), list)
-
-
-# Sentences below the table
 
 
 def test_sentences_below_the_table_are_few_and_counted(snapshot: SnapshotAssertion) -> None:
@@ -208,9 +187,6 @@ def test_sentences_below_the_table_are_few_and_counted(snapshot: SnapshotAsserti
     assert explained == snapshot
 
 
-# Many results
-
-
 def _results(*statuses: str) -> list[Result]:
     """One for each, of cases that a number tells apart."""
     made = []
@@ -224,20 +200,14 @@ def _results(*statuses: str) -> list[Result]:
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_results_written_one_by_one_make_the_same_document(tmp_path: Path, count: int) -> None:
     results = _results(*["pass"] * count)
-    whole = report(*results)
+    whole = report(*results, notes=('"results": []\n}', "[]"))  # which looks like the end of a document
     expected = msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
     json_report.write(whole, tmp_path / "whole.json")
-    json_report.write(report(), tmp_path / "parts.json", iter(results))
-    json_report.write(report(*results[:1]), tmp_path / "both.json", iter(results[1:]))
+    json_report.write(report(notes=whole.notes), tmp_path / "parts.json", iter(results))
+    json_report.write(report(*results[:1], notes=whole.notes), tmp_path / "both.json", iter(results[1:]))
     for name in ("whole", "parts", "both"):
         assert (tmp_path / f"{name}.json").read_bytes() == expected
     assert msgspec.json.decode(expected, type=Report) == whole
-
-
-def test_a_text_like_the_end_of_a_document_does_not_split_it(tmp_path: Path) -> None:
-    odd = report(*_results("pass"), notes=('"results": []\n}', "[]"))
-    json_report.write(odd, tmp_path / "report.json")
-    assert msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Report) == odd
 
 
 def _batches(results: Sequence[Result], most: int | None) -> tuple[list[int], str]:
@@ -250,9 +220,6 @@ def test_of_too_many_cases_the_table_has_those_that_want_attention() -> None:
     results = _results("pass", "pass", "regressed", "recorded", "failed", "new", "pass")
     assert _batches(results, None)[0] == _batches(results, 7)[0] == [1, 2, 3, 4, 5, 6, 7]
     assert _batches(results, 4) == ([3, 4, 5, 6], "(and 3 more cases; the JSON report has all)")
-
-
-# What a run did not compare
 
 
 def test_cases_metrics_limits_tests_and_baselines_are_counted() -> None:
@@ -268,9 +235,6 @@ def test_cases_metrics_limits_tests_and_baselines_are_counted() -> None:
         "not compared: 2 cases without a baseline, 1 case recorded instead, FLOPs of 1 case, step time of 1 case, "
         "1 test skipped, 2 baselines that no test asked for"
     )
-
-
-# The progress line
 
 
 @pytest.mark.parametrize(
@@ -296,27 +260,11 @@ def test_live_line_tells_what_is_no_measurement_and_stays_within_the_terminal(ca
     assert re.sub(r"\x1b(\[[0-9]*[A-Za-z]|[A-Z78])|\r", "", capsys.readouterr().out) == "m" * 19
 
 
-@given(values_of(Event))
-def test_any_event_can_be_described(event: Event) -> None:
-    assert describe(CASE, event).startswith(str(CASE))
-
-
 def test_live_line_comes_back_to_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     progress_line = ProgressLine(80, nullcontext)
     progress_line.show(CASE, Event(phase="build"))
     progress_line.clear()
+    ProgressLine(80, nullcontext).clear()  # of which nothing was drawn
     drawn = capsys.readouterr().out
     assert drawn.count("\x1b7") == drawn.count("\x1b8") == 2
     assert "\n" not in drawn
-
-
-def test_nothing_drawn_needs_no_clearing(capsys: pytest.CaptureFixture[str]) -> None:
-    ProgressLine(80, nullcontext).clear()
-    assert capsys.readouterr().out == ""
-
-
-def test_live_line_is_not_drawn_for_every_event(capsys: pytest.CaptureFixture[str]) -> None:
-    progress_line = ProgressLine(80, nullcontext)
-    for _ in range(100):
-        progress_line.show(CASE, Event(phase="build"))
-    assert 0 < capsys.readouterr().out.count("building") < 100

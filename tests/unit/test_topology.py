@@ -32,9 +32,6 @@ def test_every_pair_counts_once_and_without_a_driver_there_is_no_topology(monkey
     assert paths(_gpus("0000:1b:00.0", "0000:83:00.0")) == ()
 
 
-# Cores, and network cards
-
-
 class FakeSysfs:
     """A sysfs with devices on PCIe, each at the end of its bridges."""
 

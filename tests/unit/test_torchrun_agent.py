@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -69,10 +70,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
     """Stands for those that pytest or a node would start."""
     started = Agent()
-    started.started = []  # type: ignore[attr-defined]
+    started.started = []
 
     def start(*arguments: Any, **options: Any) -> Agent:
-        started.started.append((*arguments, *options.values()))  # type: ignore[attr-defined]
+        started.started.append((*arguments, *options.values()))
         return started
 
     monkeypatch.setattr(torchrun, "run_module", start)
@@ -177,18 +178,6 @@ def test_agents_are_told_that_the_case_is_over_and_waited_for(
     assert clock[0] >= before + torchrun._CLOSING_SECONDS
 
 
-def test_an_agent_that_is_gone_ends_a_case_whose_ranks_tell_nothing(
-    tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("_CLOSING_SECONDS", "_GRACE_SECONDS"):
-        monkeypatch.setattr(torchrun, name, 0.0)
-    agent.exit_code = 3
-    reply = on_nodes(TASK, gpus=(), timeout_seconds=60, cluster=Cluster(nodes=2, shared=tmp_path, rendezvous="first"))
-    assert isinstance(reply, Crashed)
-    assert reply.sentence == "the agent of this node ended with exit code 3 before the case was over"
-    assert agent.started[0][2]["CUDA_VISIBLE_DEVICES"] == ""
-
-
 def test_a_distant_rank_is_known_by_what_lies_in_its_folder(tmp_path: Path, agent: Any, clock: list[float]) -> None:
     folder = tmp_path / "rank1"
     folder.mkdir()
@@ -203,14 +192,6 @@ def test_a_distant_rank_is_known_by_what_lies_in_its_folder(tmp_path: Path, agen
     assert read_record(tmp_path / COMMAND, Command) == Command(number=1, action="stacks")
 
 
-# Slurm
-
-
-@pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-
-
 @pytest.mark.parametrize(("count", "rendezvous", "by_slurm"), [("2", "", True), ("1", "", False), ("2", "here", False)])
 def test_slurm_starts_what_runs_in_an_allocation_of_several_nodes(
     count: str, rendezvous: str, by_slurm: bool, monkeypatch: pytest.MonkeyPatch
@@ -222,8 +203,10 @@ def test_slurm_starts_what_runs_in_an_allocation_of_several_nodes(
     assert cluster.by_slurm == by_slurm
 
 
-@pytest.mark.usefixtures("slurm")
-def test_srun_is_what_failed_and_what_to_look_at(tmp_path: Path, agent: Any, clock: list[float]) -> None:
+def test_srun_is_what_failed_and_what_to_look_at(
+    tmp_path: Path, agent: Any, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     agents = _agents(tmp_path, rendezvous="")
     agents.start()
     assert not (tmp_path / "node0").exists(), "each agent takes a node number of its own"
@@ -238,7 +221,6 @@ def test_srun_is_what_failed_and_what_to_look_at(tmp_path: Path, agent: Any, clo
     assert clock[0] == 1010.0, "srun has waited for them"
 
 
-@pytest.mark.usefixtures("slurm")
 @pytest.mark.parametrize("chosen", ["GPU-1", ""])
 def test_gpus_are_named_to_slurm_as_before_pytest_chose(
     tmp_path: Path, agent: Any, clock: list[float], chosen: str, monkeypatch: pytest.MonkeyPatch
@@ -255,9 +237,6 @@ def test_gpus_are_named_to_slurm_as_before_pytest_chose(
     assert environment == {"A": "1"} | shown
 
 
-# From a case to its reply
-
-
 @pytest.mark.parametrize(("timeout_seconds", "join_seconds"), [(100.0, 50.0), (10_000.0, 300.0)])
 def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
     tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch, timeout_seconds: float, join_seconds: float
@@ -271,7 +250,7 @@ def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
             (folder / f"rank{number}" / "reply.json").write_bytes(msgspec.json.encode(measurement()))
         assert folder.parent == shared
         agent.exit_code = 0
-        return agent  # type: ignore[no-any-return]
+        return agent
 
     def written(path: Path, record: Any) -> None:
         told.extend([record] if isinstance(record, Nodes) else [])
@@ -281,13 +260,10 @@ def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
     monkeypatch.setattr(torchrun, "write_record", written)
     cluster = Cluster(nodes=2, shared=shared, rendezvous="first")
     reply = on_nodes(TASK, gpus=(), timeout_seconds=timeout_seconds, cluster=cluster)
-    assert len(reply.ranks) == 4  # type: ignore[union-attr]
+    assert len(reply.ranks) == 4
     assert told == [Nodes(count=2, processes=4, join_seconds=join_seconds)]
     assert agent.ended == 1
     assert list(shared.iterdir()) == []
-
-
-# The other nodes
 
 
 @pytest.fixture
@@ -317,42 +293,28 @@ def test_a_node_takes_part_until_its_agent_ends_and_the_case_is_over(tmp_path: P
     left.unlink()
     assert node_of_case.is_running()
     assert not left.exists(), "told once"
+    write_record(left, Left(failure="its own words"))
+    again = node_service._NodeOfCase(folder, 1, "second")
+    assert again.is_running()
+    assert read_record(left, Left) == Left(failure="its own words")
     shutil.rmtree(folder)
     assert not node_of_case.is_running()
-
-
-def test_an_agent_that_has_told_why_it_left_is_not_told_of_again(tmp_path: Path, agent: Any, node_of_case: Any) -> None:
-    left = tmp_path / "case" / "node1" / LEFT
-    write_record(left, Left(failure="its own words"))
-    agent.exit_code = 1
-    node_of_case.is_running()
-    assert read_record(left, Left) == Left(failure="its own words")
 
 
 def test_a_node_that_is_ended_tells_so_and_ends_its_agent(tmp_path: Path, agent: Any, node_of_case: Any) -> None:
     node_of_case.leave()
     assert agent.ended == 1
+    over = node_service._NodeOfCase(tmp_path / "over", 1, "second")
+    assert (over.title, over.is_running()) == ("a case that is over (over)", False)
+    over.leave()
     ended = Left(failure="`gputrain node` on node second was ended before the case was over")
     assert read_record(tmp_path / "case" / "node1" / LEFT, Left) == ended
-
-
-def test_a_node_of_a_case_that_is_over_is_left(tmp_path: Path) -> None:
-    node_of_case = node_service._NodeOfCase(tmp_path / "case", 1, "second")
-    assert (node_of_case.title, node_of_case.is_running()) == ("a case that is over (case)", False)
-    node_of_case.leave()
-
-
-# ``gputrain node``
 
 
 def _serve_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What it says until its first pause, in which somebody types Ctrl-C."""
     said: list[str] = []
-
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("pytest_gputrain.execution.launch.node_service.time.sleep", interrupt)
+    monkeypatch.setattr(node_service.time, "sleep", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         node_service.serve(shared, "node-2", said.append)
     return said
@@ -382,20 +344,13 @@ def test_a_node_that_cannot_take_part_tells_why(
 ) -> None:
     if case is not None:
         (of_gpus / "case.json").write_text(case)
-    said = _serve_once(tmp_path, monkeypatch)[1:]
-    assert case is not None or said == [str(CASE)]
+    for taken in (["node1"], ["node1", "node2"], ["node1", "node2"]):  # each once, and the first never
+        said = _serve_once(tmp_path, monkeypatch)[1:]
+        assert sorted(path.name for path in of_gpus.glob("node[0-9]")) == taken
+    assert said == []
     left = read_record(node_folder(of_gpus, 1) / LEFT, Left)
-    assert left is not None
     assert left.failure.startswith("node node-2 cannot take part: ")
     assert why in left.failure
-
-
-def test_every_node_is_taken_once_and_the_first_never(
-    tmp_path: Path, of_gpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for taken in (["node1"], ["node1", "node2"], ["node1", "node2"]):
-        _serve_once(tmp_path, monkeypatch)
-        assert sorted(path.name for path in of_gpus.glob("node[0-9]")) == taken
 
 
 @pytest.mark.parametrize(("count", "processes", "shares"), [(2, 16, [8, 8]), (2, 3, [2, 1]), (3, 8, [3, 3, 2])])

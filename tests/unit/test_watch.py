@@ -47,7 +47,6 @@ def test_energy_is_power_times_the_time_between_the_moments(moments: list[int], 
     samples = [_sample(at, *[Reading(energy_joules=7 + watts * at, power_watts=watts)] * gpus) for at in seconds]
     begin, end = (seconds[0] + seconds[1]) / 2, (seconds[-2] + seconds[-1]) / 2
     telemetry = between(samples, begin, end)
-    assert telemetry is not None
     assert telemetry.energy_joules == pytest.approx(watts * (end - begin) * gpus, rel=1e-6, abs=1e-6)
     assert telemetry.power_watts == pytest.approx(watts * gpus)
     assert telemetry.readings == len(moments) - 2
@@ -64,7 +63,6 @@ def test_energy_is_power_times_the_time_between_the_moments(moments: list[int], 
 def test_energy_that_the_counters_do_not_tell_is_not_told(joules: tuple[float, ...], begin: float, end: float) -> None:
     samples = [_sample(at, Reading(energy_joules=figure, clock_mhz=1000)) for at, figure in enumerate(joules, 1)]
     telemetry = between(samples, begin, end)
-    assert telemetry is not None
     assert (telemetry.energy_joules, telemetry.clock_mhz) == (None, 1000)
 
 
@@ -75,7 +73,6 @@ def test_too_few_readings_tell_nothing_and_one_gpu_that_tells_nothing_leaves_no_
     assert between([], 0, 1) is None
     samples = [_sample(at, Reading(energy_joules=at, power_watts=1.0), Reading()) for at in (0.0, 1.0, 2.0)]
     telemetry = between(samples, 0, 2)
-    assert telemetry is not None
     assert (telemetry.energy_joules, telemetry.power_watts, telemetry.clock_mhz, telemetry.throttled) == (None,) * 4
 
 
@@ -87,7 +84,6 @@ def test_the_slowest_gpu_and_the_most_lowered_clock_count() -> None:
         for at, (clock, why) in enumerate(of_second)
     ]
     telemetry = between(samples, 0, 3)
-    assert telemetry is not None
     assert telemetry.clock_mhz == 1500
     assert telemetry.throttled == {"SW Power Cap": 1.0, "HW Slowdown": 0.25}
 
@@ -109,7 +105,6 @@ def test_a_watch_reads_while_the_steps_are_timed() -> None:
     with watching(gpus, set) as watched:
         _timed(watched, LEAST_READINGS)
     telemetry = watched.telemetry()
-    assert telemetry is not None
     assert telemetry.readings >= LEAST_READINGS
     assert (telemetry.power_watts, telemetry.clock_mhz) == (pytest.approx(588.39 + 69.62), 345)
     assert telemetry.utilization == pytest.approx(0.5)
@@ -133,7 +128,7 @@ def test_who_comes_meanwhile_is_seen_where_one_knows_oneself() -> None:
     theirs = library._calls[key][0].reply[0]
     for own, others in (({99_999_999}, (stranger,)), ({11327, 99_999_999}, ()), ({1}, ())):
         library._left[key] = [RecordedReply(reply=[mine, theirs])]
-        with watching([gpu], lambda own=own: own) as watched:  # type: ignore[misc]
+        with watching([gpu], lambda own=own: own) as watched:
             _timed(watched, 3)
         assert watched.others == others
 

@@ -156,6 +156,14 @@ def prediction(**fields: Any) -> Prediction:
     return Prediction(**{**example, **fields})
 
 
+def summary(seconds: float = 1.0, peak: int = 40_000_000_000, **fields: Any) -> Summary:
+    unknown = dict.fromkeys(("tokens_per_second", "model_flops_utilization"))
+    example = {"median_step_seconds": seconds, "samples_per_second": 2 / seconds, "peak_allocated_bytes": peak, **unknown}
+    return Summary(**{**example, **fields})
+
+
+SETTINGS = {"time_tolerance": 0.03, "memory_tolerance": {"ratio": 0.02, "bytes": 0}, "judge_cpu_time": False}
+"""Tolerances of a report."""
 RESULT_KINDS: tuple[type[Result], ...] = (Measured, Predicted, BatchSearch, LossStudy)
 
 
@@ -170,13 +178,7 @@ def result(case: Case = CASE, **fields: Any) -> Result:
         "platform": "h100",
         "device": "nvidia-h100-80gb-hbm3",
         "replies": (measurement(),),
-        "summary": Summary(
-            median_step_seconds=1.0,
-            samples_per_second=2.0,
-            tokens_per_second=16384.0,
-            peak_allocated_bytes=40_000_000_000,
-            model_flops_utilization=0.5,
-        ),
+        "summary": summary(tokens_per_second=16384.0, model_flops_utilization=0.5),
         "verdict": Verdict(status="pass", sentence=f"{case} is within its limits"),
     }
     kinds = {"reply": Predicted, "search": BatchSearch, "loss_curves": LossStudy}
