@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from pytest_gputrain.records import Target
 from pytest_gputrain.worker.prediction import attention, reductions
@@ -38,6 +39,10 @@ def temporaries(target: Target) -> dict[Any, Temporaries]:
         _ATEN._fused_rms_norm_backward: _norm_backward,
         _ATEN.native_group_norm: _group_norm,
         _ATEN.native_group_norm_backward: _group_norm_backward,
+        _ATEN.convolution: _convolution,
+        _ATEN.convolution_backward: _convolution_backward,
+        _ATEN.upsample_nearest2d: _copies_in_own_format,
+        _ATEN.upsample_nearest2d_backward: _copies_in_own_format,
         _ATEN.embedding_dense_backward: _embedding_backward,
         _ATEN.mse_loss: _loss,
         _ATEN.smooth_l1_loss: _loss,
@@ -50,13 +55,36 @@ def temporaries(target: Target) -> dict[Any, Temporaries]:
     return sizes_of
 
 
-def _copied(*tensors: Tensor) -> tuple[int, ...]:
+def _copied(*tensors: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> tuple[int, ...]:
     """Return the sizes of contiguous copies, of the tensors that are not contiguous."""
-    return tuple(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
+    return tuple(tensor.nbytes for tensor in tensors if not tensor.is_contiguous(memory_format=memory_format))
 
 
 def _copies_of_strided(args: tuple[Any, ...]) -> tuple[int, ...]:
     return _copied(args[0])
+
+
+def _copies_in_own_format(args: tuple[Any, ...]) -> tuple[int, ...]:
+    return _copied(args[0], memory_format=suggest_memory_format(args[0]))
+
+
+def _convolution(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Size copies in the format that cuDNN computes in, of what is laid out otherwise; its own workspace is not known."""
+    return _copied(*args[:2], memory_format=_format_of_convolution(*args[:2]))
+
+
+def _convolution_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Size the copies of what the wanted gradients are made of."""
+    grad, source, weight = args[:3]
+    for_source, for_weight, _ = args[-1]
+    read = [grad, *[source] * for_weight, *[weight] * for_source]
+    return _copied(*read, memory_format=_format_of_convolution(source, weight))
+
+
+def _format_of_convolution(source: Tensor, weight: Tensor) -> torch.memory_format:
+    """Return that with the channels last, if either has it."""
+    formats = [suggest_memory_format(tensor) for tensor in (source, weight)]
+    return next((found for found in formats if found != torch.contiguous_format), torch.contiguous_format)
 
 
 def _norm_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
