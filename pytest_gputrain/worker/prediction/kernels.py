@@ -74,10 +74,10 @@ def _convolution(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _convolution_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Size the copies of what the wanted gradients are made of."""
+    """Size the copies of what the wanted gradients are made of; that of the weight is gone when its gradient is made."""
     grad, source, weight = args[:3]
     for_source, for_weight, _ = args[-1]
-    read = [grad, *[source] * for_weight, *[weight] * for_source]
+    read = [grad, source] if for_weight else [grad, weight] if for_source else [grad]
     return _copied(*read, memory_format=_format_of_convolution(source, weight))
 
 
