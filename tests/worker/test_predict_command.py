@@ -11,6 +11,7 @@ import pytest
 
 from pytest_gputrain import GiB
 from pytest_gputrain.cli.main import main
+from pytest_gputrain.cli.predict import _about
 from pytest_gputrain.execution import emulated
 from pytest_gputrain.hardware.emulation.libraries import read_torch
 
@@ -172,7 +173,7 @@ def test_markdown_and_a_page_have_the_same_cells(once: Path) -> None:
             ("llama-3.1-8c", "--gpu=h100"),
             "the model 'llama-3.1-8c' is unknown (did you mean 'llama-3.1-8b'?): it is not a file",
         ),
-        (("small", "--gpu=rtx_409"), "the GPU 'rtx_409' is unknown (did you mean 'rtx_4090'?); known: "),
+        (("small", "--gpu=RTX 409"), "the GPU 'rtx_409' is unknown (did you mean 'rtx_4090'?); known: "),
         (("small", "--gpu=,"), "--gpu names none; give some of "),
         (("small", "--gpu=h100", "--method=lroa"), "the method 'lroa' is unknown (did you mean 'lora'?); known: "),
         (("small", "--gpu=h100", "--set=lora_rnak=8"), "'lora_rnak' is not a knob of a case (did you mean 'lora_rank'?)"),
@@ -181,7 +182,7 @@ def test_markdown_and_a_page_have_the_same_cells(once: Path) -> None:
         (("small", "--gpu=h100", "--batch=0"), "a case has batch_size=0; it must be at least 1"),
         (("small", "--gpu=h100", "--gpus=8"), "asks for 8 GPUs, but parallel='single' uses one; choose a parallelism"),
         (("small", "--gpu=t4"), "T4 does not compute in bf16; choose precision=fp16-amp or fp32 for it"),
-        (("sdxl", "--gpu=h100"), "sets no resolution, which sdxl needs, as resolution='512x512'"),
+        (("sdxl", "--gpu=h100"), "sdxl has inputs whose size you choose; add --set resolution=512x512\n"),
         (("small/nothing.json", "--gpu=h100"), "the model 'small/nothing.json' is unknown"),
         (("broken.json", "--gpu=h100"), "broken.json has neither model_type"),
         (
@@ -245,6 +246,12 @@ def test_a_combination_that_cannot_be_does_not_stop_the_others(capsys: pytest.Ca
     )
     assert [cell["case"]["parallel"] for cell in answered["cells"]] == ["fsdp"]
     assert "asks for reshard_after_forward, which parallel='single' does not do" in capsys.readouterr().out
+
+
+def test_a_folder_named_like_a_model_of_the_zoo_is_told(project: Path) -> None:
+    (project / "sdxl").mkdir()
+    assert _about("sdxl") == ("sdxl is the model of the zoo; give ./sdxl for the file or folder of that name",)
+    assert not _about("sd3")
 
 
 def test_the_parent_imports_no_library_that_trains(once: Path) -> None:
