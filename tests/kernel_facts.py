@@ -22,7 +22,7 @@ CALLS = {
         values.contiguous(memory_format=torch.channels_last), 32, weight, bias
     ),
     "convolution of channels last": lambda values, *weights: functional.conv2d(
-        values.contiguous(memory_format=torch.channels_last), *weights, padding=1
+        values.contiguous(memory_format=torch.channels_last), *weights, padding="same"
     ),
     "convolution of transposed": lambda values, *weights: functional.conv2d(values.transpose(0, 1), *weights, padding=1),
     # The only sample leaves its stride open, and so the memory format.
@@ -170,6 +170,7 @@ FACTS = [
     Fact("convolution of channels last", [bf16(2, 64, 16, 16), bf16(128, 64, 3, 3)], (344064, 196608), (294912, 147456)),
     Fact("convolution of transposed", [bf16(64, 2, 16, 16), bf16(128, 64, 3, 3)], (196608, 131072), (278528, 212992)),
     Fact("convolution of halved rows", [bf16(1, 512, 64), bf16(128, 64, 3, 3)], (262144, 196608), (278528, 147456)),
+    Fact("convolution of channels last", [bf16(1, 64, 32, 32), bf16(2240, 64, 1, 1), bf16(2240)], (4718592, 4718592), (18772992, 291328)),
     Fact("upsampling of transposed", [fp32(64, 2, 16, 16)], (655360, 524288), (262144, 131072)),
     Fact("embedding", [fp32(30000, 1024), rows(4096)], (16777216, 16777216), (141533696, 122880000)),
     Fact("embedding", [bf16(30000, 1024), rows(4096)], (8388608, 8388608), (80093696, 61440000)),

@@ -6,6 +6,7 @@ and types, and the history of that allocator was read. `tests/worker/test_predic
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Final
 
@@ -40,14 +41,15 @@ def temporaries(target: Target) -> dict[Any, Temporaries]:
         _ATEN.native_group_norm: _group_norm,
         _ATEN.native_group_norm_backward: _group_norm_backward,
         _ATEN.convolution: _convolution,
-        _ATEN.convolution_backward: _convolution_backward,
         _ATEN.upsample_nearest2d: _copies_in_own_format,
         _ATEN.upsample_nearest2d_backward: _copies_in_own_format,
         _ATEN.embedding_dense_backward: _embedding_backward,
         _ATEN.mse_loss: _loss,
         _ATEN.smooth_l1_loss: _loss,
     }
-    sizes_of |= reductions.temporaries(target)
+    sums = reductions.temporaries(target)
+    sizes_of |= sums
+    sizes_of[_ATEN.convolution_backward] = functools.partial(_convolution_backward, sums[_ATEN.sum])
     sizes_of |= attention.temporaries()
     four_bits = getattr(torch.ops, "bitsandbytes", None)
     if four_bits is not None and hasattr(four_bits, "gemm_4bit"):
@@ -73,12 +75,17 @@ def _convolution(args: tuple[Any, ...]) -> tuple[int, ...]:
     return _copied(*args[:2], memory_format=_format_of_convolution(*args[:2]))
 
 
-def _convolution_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Size the copies of what the wanted gradients are made of; that of the weight is gone when its gradient is made."""
+def _convolution_backward(sums: Temporaries, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Size the copies of what the wanted gradients are made of, or the buffer that the bias's is added up in.
+
+    The copy of the weight is gone when the gradient of its size is made, and all copies are when the bias's is.
+    """
     grad, source, weight = args[:3]
-    for_source, for_weight, _ = args[-1]
+    for_source, for_weight, for_bias = args[-1]
     read = [grad, source] if for_weight else [grad, weight] if for_source else [grad]
-    return _copied(*read, memory_format=_format_of_convolution(source, weight))
+    copies = _copied(*read, memory_format=_format_of_convolution(source, weight))
+    buffers = sums((grad, [0, *range(2, grad.dim())])) if for_bias else ()
+    return max(copies, buffers, key=sum)
 
 
 def _format_of_convolution(source: Tensor, weight: Tensor) -> torch.memory_format:
