@@ -114,6 +114,7 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     assert 1 < batch < 1024
     around = answer(*common, f"--batch={batch},{batch + 1}", "--only-cells")
     assert [cell["fit"] == "fits" for cell in around["cells"]] == [True, False]
+    assert around["cells"][0]["needed_bytes"] == largest["needed_bytes"]
 
 
 @pytest.mark.slow
