@@ -18,11 +18,24 @@ CALLS = {
         values[..., : len(weight)], weight.shape, weight, weight
     ),
     "group_norm": lambda values, weight, bias: functional.group_norm(values, 32, weight, bias),
+    "group_norm of channels last": lambda values, weight, bias: functional.group_norm(
+        values.contiguous(memory_format=torch.channels_last), 32, weight, bias
+    ),
+    "convolution of channels last": lambda values, *weights: functional.conv2d(
+        values.contiguous(memory_format=torch.channels_last), *weights, padding="same"
+    ),
+    "convolution of transposed": lambda values, *weights: functional.conv2d(values.transpose(0, 1), *weights, padding=1),
+    # The only sample leaves its stride open, and so the memory format.
+    "convolution of halved rows": lambda values, *weights: functional.conv2d(
+        values.transpose(1, 2).reshape(1, values.shape[2], 16, -1) / 2, *weights, padding=1
+    ),
+    "upsampling of transposed": lambda values: functional.interpolate(values.transpose(0, 1), scale_factor=2.0),
     "sum of rows": lambda values: values.sum(0),
     "sum of channels": lambda values: values.sum((0, 2, 3)),
     "mean": torch.mean,
     "norm": torch.linalg.vector_norm,
     "linear": functional.linear,
+    "linear of transposed": lambda values, *weights: functional.linear(values.transpose(1, 2), *weights),
     "embedding": lambda weight, rows: functional.embedding(rows, weight),
     "attention": functional.scaled_dot_product_attention,
     "attention with dropout": functools.partial(functional.scaled_dot_product_attention, dropout_p=0.1),
@@ -152,6 +165,18 @@ FACTS = [
     Fact("mean", [still(bf16(16384, 14336))], (8192, 512)),
     Fact("norm", [still(fp32(4, 1000, 3000))], (3584, 512)),
     Fact("linear", [bf16(2, 500, 320), bf16(640, 320), bf16(640)], (1280000, 1280000), (1051136, 1051136)),
+    Fact("linear of transposed", [bf16(1, 320, 500), bf16(640, 320), bf16(640)], (640000, 640000), (731136, 731136)),
+    Fact("group_norm of channels last", [bf16(2, 320, 64, 64), bf16(320), bf16(320)], (15735808, 10486784), (5253632, 1024)),
+    Fact("convolution of channels last", [bf16(2, 64, 16, 16), bf16(128, 64, 3, 3)], (344064, 196608), (294912, 147456)),
+    Fact("convolution of transposed", [bf16(64, 2, 16, 16), bf16(128, 64, 3, 3)], (196608, 131072), (278528, 212992)),
+    Fact("convolution of halved rows", [bf16(1, 512, 64), bf16(128, 64, 3, 3)], (262144, 196608), (278528, 147456)),
+    Fact(
+        "convolution of channels last",
+        [bf16(1, 64, 32, 32), bf16(2240, 64, 1, 1), bf16(2240)],
+        (4718592, 4718592),
+        (18772992, 291328),
+    ),
+    Fact("upsampling of transposed", [fp32(64, 2, 16, 16)], (655360, 524288), (262144, 131072)),
     Fact("embedding", [fp32(30000, 1024), rows(4096)], (16777216, 16777216), (141533696, 122880000)),
     Fact("embedding", [bf16(30000, 1024), rows(4096)], (8388608, 8388608), (80093696, 61440000)),
     Fact("embedding", [bf16(128256, 4096), rows(16384)], (134217728, 134217728), (1346746368, 1050673152)),
@@ -184,6 +209,8 @@ FACTS = [
         (2421248, 2421248),
         (6523392, 1990144),
     ),
+    Fact("attention", [bf16(2, 8, 1000, 64), *[bf16(2, 8, 1, 64)] * 2], (2113024, 2113024), (10407936, 1987072)),
+    Fact("attention", [*[bf16(2, 8, 1000, 192)] * 2, bf16(2, 8, 1000, 128)], (4161024, 4161024), (28736000, 16318976)),
     Fact("attention", [*[fp32(2, 8, 512, 512)] * 3], (16809984, 16809984), (67174400, 50298880)),
     Fact("attention with dropout", [*[bf16(2, 8, 1000, 128)] * 3], (4161536, 4161024), (28934144, 12222976)),
     Fact(

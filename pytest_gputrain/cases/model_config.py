@@ -81,9 +81,9 @@ def config_of(case: Case) -> Config:
     return architectures()[case.model].trained_part.config if "#" in case.model and case.model in architectures() else {}
 
 
-def longest_sequence(config: Config) -> int | None:
-    """Return how many positions a language model was made for; None where its config does not say."""
-    return next((config[key] for key in _POSITIONS if isinstance(config.get(key), int)), None)
+def key_of_positions(config: Config) -> str | None:
+    """Return the key that says how many positions a language model was made for; None where its config does not say."""
+    return next((key for key in _POSITIONS if isinstance(config.get(key), int)), None)
 
 
 class ConfigError(OneLineError):

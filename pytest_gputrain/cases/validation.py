@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain.cases.architectures.facts import Architecture, architectures
-from pytest_gputrain.cases.model_config import longest_sequence
+from pytest_gputrain.cases.model_config import key_of_positions
 from pytest_gputrain.records import Case
 from pytest_gputrain.utils.suggest import did_you_mean
 
@@ -250,11 +250,11 @@ def _bad_model(case: Case) -> str | None:
         if field not in architecture.needs and getattr(case, field):
             return f"sets {field}, which {case.model} does not have; leave it out"
     facts = architecture.trained_part
-    positions = None if facts.model_class else longest_sequence(facts.config)
-    if positions is not None and case.sequence_length > positions:
+    key = None if facts.model_class else key_of_positions(facts.config)
+    if key is not None and case.sequence_length > facts.config[key]:
         return (
-            f"has sequence_length={case.sequence_length}, more than the {positions:,} positions of {case.model} "
-            "(max_position_embeddings); shorten it, or raise that key in the config.json"
+            f"has sequence_length={case.sequence_length}, more than the {facts.config[key]:,} positions of {case.model} "
+            f"({key}); shorten it, or raise that key in the config.json"
         )
     if complaint := _bad_input(case, architecture):
         return complaint

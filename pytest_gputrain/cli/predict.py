@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,6 +53,8 @@ _KNOBS: Final = {
 
 _METHODS: Final[tuple[str, ...]] = ("full", "lora", "qlora")
 _SEQUENCE: Final = "2048"
+_NEEDED: Final = {"resolution": "resolution=512x512", "frames": "frames=17"}
+"""Knobs without a default, which models of images and videos need, with examples."""
 _LANGUAGE: Final = ("language", "vision_language")
 """Families whose cases have a loss to choose."""
 _MOST_CELLS: Final = 2000
@@ -172,12 +175,13 @@ def _unknown(name: str) -> str:
 
 
 def _gpus(text: str) -> list[str]:
-    """Look up the GPUs that the user named.
+    """Look up the GPUs that the user named, by their markers or as ``RTX 4090``.
 
     Raises:
         ValueError: the catalog lacks one.
     """
-    markers = list(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
+    names = (re.sub(r"[\s-]+", "_", part.strip().lower()) for part in text.split(","))
+    markers = list(dict.fromkeys(filter(None, names)))
     for marker in markers:
         if marker not in PLATFORMS:
             raise ValueError(
@@ -189,7 +193,11 @@ def _gpus(text: str) -> list[str]:
 
 
 def _knobs(options: argparse.Namespace, base: Case) -> str:
-    """Collect all knobs as `sweep.parse_axes` takes them."""
+    """Collect all knobs as `sweep.parse_axes` takes them.
+
+    Raises:
+        ValueError: one that the model needs is missing.
+    """
     architecture = architectures()[base.model]
     methods = [method for method in _METHODS if method in architecture.trainable] or [*architecture.trainable]
     lines = [f"{knob}={values}" for knob, _ in _KNOBS.values() if (values := getattr(options, knob)) is not None]
@@ -199,6 +207,8 @@ def _knobs(options: argparse.Namespace, base: Case) -> str:
         lines.insert(0, f"method={','.join(methods)}")
     if "sequence_length" not in given and "sequence_length" in architecture.needs:
         lines.append(f"sequence_length={_SEQUENCE}")
+    if lacking := [f"--set {example}" for knob, example in _NEEDED.items() if knob in {*architecture.needs} - given]:
+        raise ValueError(f"{base.model.partition('#')[0]} has inputs whose size you choose; add {' '.join(lacking)}")
     if "loss" not in given and architecture.family in _LANGUAGE and architecture.trained_part.library == "transformers":
         lines.append("loss=fp32")  # of transformers and its Trainer
     return "\n".join(lines)
@@ -267,6 +277,8 @@ def _answer(
 def _about(name: str) -> tuple[str, ...]:
     """Say what of a config is not looked at, though memory would depend on it."""
     path = None if name in architectures() else _path(name)
+    if name in architectures() and Path(name).exists():
+        return (f"{name} is the built-in model; give ./{name} for the file or folder of that name",)
     packing = "" if path is None else quantised_by(path)
     if not packing:
         return ()

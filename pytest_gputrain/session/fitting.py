@@ -186,7 +186,7 @@ class Fitting:
             if problem(case, MARKERS):
                 return None
             try:
-                return self._predicted(case, cell.gpu, tight(_memory(cell.gpu)))
+                return self._surely(case, cell.gpu)
             except BadCase:
                 return None
 
@@ -197,11 +197,8 @@ class Fitting:
     def _largest(self, known: Sequence[FitCell]) -> LargestBatch:
         case, gpu = known[0].case, known[0].gpu
 
-        def predicted(batch: int) -> Prediction:
-            return self._predicted(case.replace(batch_size=batch), gpu, tight(_memory(gpu)))
-
         def need(batch: int) -> Need:
-            prediction = predicted(batch)
+            prediction = self._predicted(case.replace(batch_size=batch), gpu, tight(_memory(gpu)))
             return Need(bool(prediction.fits), needed_bytes(prediction))
 
         tried = {
@@ -211,7 +208,7 @@ class Fitting:
         }
         try:
             batch = largest_batch(need, tried, tight(_memory(gpu)), MOST_BATCH)
-            prediction, failure = predicted(batch) if batch else None, ""
+            prediction, failure = self._surely(case.replace(batch_size=batch), gpu) if batch else None, ""
         except BadCase as error:
             batch, prediction, failure = 0, None, str(error)
         return LargestBatch(
@@ -224,6 +221,12 @@ class Fitting:
             is_bound=batch >= MOST_BATCH,
             failure=failure,
         )
+
+    def _surely(self, case: Case, gpu: str) -> Prediction:
+        """Predict whether the case fits a GPU of a little less memory, and if so, what it takes of the GPU itself, where the
+        allocator gives less back."""
+        prediction = self._predicted(case, gpu, tight(_memory(gpu)))
+        return self._predicted(case, gpu) if prediction.fits else prediction
 
     def _predicted(self, case: Case, gpu: str, memory_bytes: int | None = None) -> Prediction:
         """Predict the case for the GPU, or for one that is alike but for its memory.

@@ -205,9 +205,11 @@ def test_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:
         resolved(tmp_path, "./vae")
 
 
-def test_positions_limit_the_sequence(tmp_path: Path) -> None:
-    written(tmp_path / "m.json")
+@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
+def test_positions_limit_the_sequence(tmp_path: Path, key: str) -> None:
+    written(tmp_path / "m.json", {**{k: v for k, v in LLAMA.items() if k != "max_position_embeddings"}, key: 4096})
     case = resolved(tmp_path, "m.json")
     assert problem(case.replace(sequence_length=4096), ()) is None
     sentence = problem(case.replace(sequence_length=4097), ())
     assert "has sequence_length=4097, more than the 4,096 positions of m#" in sentence
+    assert f"({key}); shorten it, or raise that key" in sentence

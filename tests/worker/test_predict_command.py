@@ -11,6 +11,7 @@ import pytest
 
 from pytest_gputrain import GiB
 from pytest_gputrain.cli.main import main
+from pytest_gputrain.cli.predict import _about
 from pytest_gputrain.execution import emulated
 from pytest_gputrain.hardware.emulation.libraries import read_torch
 
@@ -120,6 +121,7 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     assert 1 < batch < 1024
     around = answer(*T4, "--set=sequence_length=4096", f"--batch={batch},{batch + 1}", "--only-cells")
     assert [cell["fit"] == "fits" for cell in around["cells"]] == [True, False]
+    assert around["cells"][0]["needed_bytes"] == largest["needed_bytes"]
 
 
 @pytest.mark.slow
@@ -188,7 +190,7 @@ MANY = ",".join(map(str, range(1, 2002)))
         ("small --gpu=h100 --batch=0", "a case has batch_size=0; it must be at least 1"),
         ("small --gpu=h100 --gpus=8", "asks for 8 GPUs, but parallel='single' uses one; choose a parallelism"),
         ("small --gpu=t4", "T4 does not compute in bf16; choose precision=fp16-amp or fp32 for it"),
-        ("sdxl --gpu=h100", "sets no resolution, which sdxl needs, as resolution='512x512'"),
+        ("sdxl --gpu=h100", "sdxl has inputs whose size you choose; add --set resolution=512x512"),
         ("small/nothing.json --gpu=h100", "the model 'small/nothing.json' is unknown"),
         ("broken.json --gpu=h100", "broken.json has neither model_type"),
         (f"small --gpu=h100 --batch={MANY} --method=full", "2,001 combinations are"),
@@ -209,3 +211,9 @@ def test_bad_input_is_one_sentence_and_status_2(words, sentence, capsys, monkeyp
     assert out == ""
     (told,) = [line for line in err.splitlines() if "may take about" not in line]
     assert sentence in told
+
+
+def test_a_folder_named_like_a_built_in_model_is_told(project):
+    (project / "sdxl").mkdir()
+    assert _about("sdxl") == ("sdxl is the built-in model; give ./sdxl for the file or folder of that name",)
+    assert not _about("sd3")

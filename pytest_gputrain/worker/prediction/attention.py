@@ -21,10 +21,11 @@ _CUDNN = ((9, 0), (10, 0))
 def chooser(target: Target) -> Callable[..., Tensor]:
     """Return ``scaled_dot_product_attention`` by the rules of ATen/native/transformers/cuda/sdp_utils.cpp.
 
-    cuDNN's kernel on 9.0 and 10.0 (halves, no dropout, aligned heads of up to 256, masks too), where attention is that of
-    today: torch prefers it since 2.7. Else flash where it can (halves, no mask, heads of up to 256, compute capability 8.0);
-    else the memory-efficient kernel, which knows no grouped queries and wants aligned heads; else plain products, which hold
-    the scores. Dropout in a fused kernel is drawn again in the backward pass.
+    cuDNN's kernel on 9.0 and 10.0 (halves, no dropout, more than one key, aligned heads of up to 256, masks too), where
+    attention is that of today: torch prefers it since 2.7. Else flash where it can (halves, no mask, heads of up to 256, as
+    many queries as keys if causal, compute capability 8.0); else the memory-efficient kernel, which knows no grouped queries
+    and wants aligned heads; else plain products, which hold the scores. So do all where the numbers of a head do not lie
+    beside each other. Dropout in a fused kernel is drawn again in the backward pass.
     """
     aten = torch.ops.aten
     prefers_cudnn = target.attention == "current" and target.capability in _CUDNN
@@ -43,15 +44,16 @@ def chooser(target: Target) -> Callable[..., Tensor]:
         if target.attention == "unfused":
             return _unfused(query, key, value, attn_mask, dropout_p, is_causal, scale)
         width, height = query.shape[-1], value.shape[-1]
-        fused = query.dim() == key.dim() == value.dim() == 4
+        dense = all(part.stride(-1) == 1 for part in (query, key, value, attn_mask) if part is not None)
+        fused = query.dim() == key.dim() == value.dim() == 4 and dense
         modern = target.capability >= (8, 0)
         half = query.dtype in _HALVES
         grouped = enable_gqa and key.shape[1] != query.shape[1]
         result: tuple[Tensor, ...]
         recorded = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
         learned = attn_mask is not None and attn_mask.requires_grad  # of which cuDNN's kernel has no gradient
-        cudnn = prefers_cudnn and fused and half and not dropout_p and not learned
-        if cudnn and width == height <= 256 and not width % 8:
+        cudnn = prefers_cudnn and fused and half and not dropout_p and not learned and key.shape[2] > 1
+        if cudnn and max(width, height) <= 256 and not width % 8 and not height % 8:
             bias = None if attn_mask is None else _added(attn_mask, query.dtype)
             if bias is not None:
                 bias = bias.expand(*query.shape[:3], key.shape[2])
@@ -59,7 +61,8 @@ def chooser(target: Target) -> Callable[..., Tensor]:
                 query, key, value, bias, recorded, dropout_p, is_causal, False, scale=scale
             )
             return result[0]
-        if fused and modern and attn_mask is None and half and width == height <= 256:
+        even = not is_causal or query.shape[2] == key.shape[2]
+        if fused and modern and attn_mask is None and half and width == height <= 256 and even:
             # Heads are padded to a multiple of 8; the scale stays that of their true width.
             parts = [functional.pad(part, [0, -width % 8]) if width % 8 else part for part in (query, key, value)]
             scale = 1 / math.sqrt(width) if scale is None else scale

@@ -6,11 +6,13 @@ and types, and the history of that allocator was read. `tests/worker/test_predic
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from pytest_gputrain.records import Target
 from pytest_gputrain.worker.prediction import attention, reductions
@@ -38,11 +40,16 @@ def temporaries(target: Target) -> dict[Any, Temporaries]:
         _ATEN._fused_rms_norm_backward: _norm_backward,
         _ATEN.native_group_norm: _group_norm,
         _ATEN.native_group_norm_backward: _group_norm_backward,
+        _ATEN.convolution: _convolution,
+        _ATEN.upsample_nearest2d: _copies_in_own_format,
+        _ATEN.upsample_nearest2d_backward: _copies_in_own_format,
         _ATEN.embedding_dense_backward: _embedding_backward,
         _ATEN.mse_loss: _loss,
         _ATEN.smooth_l1_loss: _loss,
     }
-    sizes_of |= reductions.temporaries(target)
+    sums = reductions.temporaries(target)
+    sizes_of |= sums
+    sizes_of[_ATEN.convolution_backward] = functools.partial(_convolution_backward, sums[_ATEN.sum])
     sizes_of |= attention.temporaries()
     four_bits = getattr(torch.ops, "bitsandbytes", None)
     if four_bits is not None and hasattr(four_bits, "gemm_4bit"):
@@ -50,13 +57,41 @@ def temporaries(target: Target) -> dict[Any, Temporaries]:
     return sizes_of
 
 
-def _copied(*tensors: Tensor) -> tuple[int, ...]:
+def _copied(*tensors: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> tuple[int, ...]:
     """Return the sizes of contiguous copies, of the tensors that are not contiguous."""
-    return tuple(tensor.nbytes for tensor in tensors if not tensor.is_contiguous())
+    return tuple(tensor.nbytes for tensor in tensors if not tensor.is_contiguous(memory_format=memory_format))
 
 
 def _copies_of_strided(args: tuple[Any, ...]) -> tuple[int, ...]:
     return _copied(args[0])
+
+
+def _copies_in_own_format(args: tuple[Any, ...]) -> tuple[int, ...]:
+    return _copied(args[0], memory_format=suggest_memory_format(args[0]))
+
+
+def _convolution(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Size copies in the format that cuDNN computes in, of what is laid out otherwise; its own workspace is not known."""
+    return _copied(*args[:2], memory_format=_format_of_convolution(*args[:2]))
+
+
+def _convolution_backward(sums: Temporaries, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Size the copies of what the wanted gradients are made of, or the buffer that the bias's is added up in.
+
+    The copy of the weight is gone when the gradient of its size is made, and all copies are when the bias's is.
+    """
+    grad, source, weight = args[:3]
+    for_source, for_weight, for_bias = args[-1]
+    read = [grad, source] if for_weight else [grad, weight] if for_source else [grad]
+    copies = _copied(*read, memory_format=_format_of_convolution(source, weight))
+    buffers = sums((grad, [0, *range(2, grad.dim())])) if for_bias else ()
+    return max(copies, buffers, key=sum)
+
+
+def _format_of_convolution(source: Tensor, weight: Tensor) -> torch.memory_format:
+    """Return that with the channels last, if either has it."""
+    formats = [suggest_memory_format(tensor) for tensor in (source, weight)]
+    return next((found for found in formats if found != torch.contiguous_format), torch.contiguous_format)
 
 
 def _norm_backward(args: tuple[Any, ...]) -> tuple[int, ...]:

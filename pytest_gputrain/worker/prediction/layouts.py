@@ -6,6 +6,7 @@ size, strides, type and storage of all others are alike.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -28,6 +29,8 @@ def layouts(target: Target) -> dict[Any, Layout]:
     }
     for operator in (_ATEN.mse_loss.default, _ATEN.smooth_l1_loss.default):
         replacements[operator] = _reduced_loss(operator)
+    for operator in (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor):
+        replacements[operator] = _strided_as_source(operator)
     replacements[_ATEN.clone.default] = _clone
     replacements[_ATEN.convolution.default] = _convolution
     if target.kind == "cpu":
@@ -55,6 +58,22 @@ def _view_by_kernel(operator: Any) -> Layout:
         return FakeTensor(source.fake_mode, element, source.fake_device)
 
     return view
+
+
+def _strided_as_source(operator: Any) -> Layout:
+    """Keep the strides of a tensor that a number is added to or the like, also those of dimensions of one element: later
+    operators take its memory format from them, and fakes tidy them up."""
+
+    def with_number(source: Any, other: Any, **options: Any) -> Any:
+        result = operator(source, other, **options)
+        if isinstance(other, Tensor) or not isinstance(source, Tensor) or source.stride() == result.stride():
+            return result
+        varying = [size > 1 for size in source.shape]
+        if [*itertools.compress(source.stride(), varying)] != [*itertools.compress(result.stride(), varying)]:
+            return result
+        return result.new_empty_strided(source.shape, source.stride())
+
+    return with_number
 
 
 def _reduced_loss(operator: Any) -> Layout:

@@ -43,6 +43,14 @@ def rms_norm(source: Tensor, shape: Any, weight: Tensor | None = None, eps: floa
     return result
 
 
+def group_norm(source: Tensor, *others: Any) -> Tensor:
+    """Stand in for `torch.group_norm` of CUDA, which copies a source that is laid out with its channels last, and keeps the
+    copy.
+    """
+    result: Tensor = _ATEN.group_norm.default.decompose(source.contiguous(), *others)
+    return result
+
+
 def softmax(source: Tensor, dimension: int, dtype: torch.dtype | None = None) -> Tensor:
     """Stand in for ``softmax.int`` of CUDA, which reads fp16 and writes fp32 without a copy."""
     return _of_fp16(_ATEN._softmax, _ATEN.softmax.int, source, dimension, dtype)

@@ -234,6 +234,8 @@ def _register_cuda(library: Any, target: Target) -> None:
         library.impl("dropout", _dropout, "AutogradCPU")
         # It has kernels for what a CPU takes apart.
         library.impl("rms_norm", norms.rms_norm, "AutogradCPU")
+        library.impl("group_norm", norms.group_norm, "AutogradCPU")
+        library.impl("linear", _linear, "AutogradCPU")
         library.impl("softmax.int", norms.softmax, "AutogradCPU")
         library.impl("log_softmax.int", norms.log_softmax, "AutogradCPU")
         for name in _AUTOCAST_FP32.split():
@@ -277,6 +279,14 @@ def _dropout(values: Tensor, p: float, train: bool) -> Tensor:
         return values
     dropped_out: Tensor = torch.native_dropout(values, p, True)[0]
     return dropped_out
+
+
+def _linear(source: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Add the bias in place where torch multiplies first: it makes another tensor where a mode looks on, as here."""
+    if bias is None or source.dim() == 2 or source.is_contiguous():
+        fused: Tensor = torch.ops.aten.linear.default.decompose(source, weight, bias)
+        return fused
+    return torch.matmul(source, weight.t()).add_(bias)
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

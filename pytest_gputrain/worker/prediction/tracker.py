@@ -131,8 +131,6 @@ class Tracker(TorchDispatchMode):
             func = ADD_IN_PLACE
         operator = self._operators[func]
         self._phases.follow()
-        if operator.multiplies and self._workspace_bytes:
-            self._take_workspace()
         tensors: list[Tensor] = []
         key = self._shapes.key(operator, args, kwargs, tensors)
         if key is not None and touches_values(operator, tensors):
@@ -143,7 +141,7 @@ class Tracker(TorchDispatchMode):
         result = compute(operator, func, args, kwargs, tensors)
         written = sum(self._see_any(tensor, operator.name) for tensor in tensors_in((result,)))
         temporaries = operator.temporaries(args) if operator.temporaries is not None else ()
-        self._pass(temporaries, operator.name)
+        self._pass(temporaries, operator)
         if result is None:
             written = sum(self._bytes_of(tensor) for tensor in operator.targets(args, kwargs))
         described = None if key is None else self._shapes.described(result, tensors)
@@ -171,7 +169,7 @@ class Tracker(TorchDispatchMode):
             self._on_device.see(
                 storage, described.nbytes, operator.name, self._phases.current, described.size, described.dtype
             )
-        self._pass(call.temporaries, operator.name)
+        self._pass(call.temporaries, operator)
         self._count(operator, call)
         return result
 
@@ -238,9 +236,12 @@ class Tracker(TorchDispatchMode):
             size = storage.nbytes()
             self._on_device.see(storage, size, "resize_", self._phases.current, (size,), None)
 
-    def _pass(self, sizes: tuple[int, ...], operator: str) -> None:
+    def _pass(self, sizes: tuple[int, ...], operator: Operator) -> None:
         """Allocate and free what a kernel holds beside its results: most make these first."""
-        numbers = [self.trace.allocate(size, operator, self._phases.current, (size,), "bytes") for size in sizes if size]
+        if operator.multiplies and self._workspace_bytes:
+            self._take_workspace()
+        phase = self._phases.current
+        numbers = [self.trace.allocate(size, operator.name, phase, (size,), "bytes") for size in sizes if size]
         for number in reversed(numbers):
             self.trace.free(number)
 
