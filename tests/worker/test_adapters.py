@@ -5,7 +5,7 @@ import peft
 import pytest
 from several_processes import measured as measured_by_workers
 from torch import nn
-from zoo_examples import H100, example, predicted, refused, trained
+from zoo_examples import H100, example, measured, predicted, refused, trained
 
 LLAMA = example("llama-3.1-8b", "lora", activation_checkpointing=True)
 BLOCKS, WIDTH, KEYS, INNER = 2, 64, 32, 128
@@ -74,6 +74,15 @@ def test_dropout_is_the_case_s(dropout, kinds):
     assert {getattr(module, "p", 0.0) for module in found} == {0.05 if dropout is None else dropout}
 
 
+@pytest.mark.parametrize(
+    "knobs", [{"dora": True}, {"lora_targets": "all-linear", "lora_dropout": 0.0}, {"lora_alpha": 64}], ids=str
+)
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_it_trains(method, knobs):
+    losses = measured(LLAMA.replace(method=method, precision="fp32", learning_rate=1e-2, steps=3, warmup=1, **knobs)).losses
+    assert losses[-1] < losses[0]
+
+
 def test_a_prediction_of_the_full_model_has_the_trained_parameters():
     rank, width, keys = 8, 4096, 1024
     prediction = predicted(LLAMA.replace(lora_targets="q_proj+v_proj", dora=True), H100, scale="full")
@@ -103,4 +112,3 @@ def test_two_processes_adapt_as_one(parallel, knobs):
     case = LLAMA.replace(precision="fp32", learning_rate=1e-2, lora_dropout=0.0, steps=3, warmup=1, gpus=2, **knobs)
     losses, expected = (measured_by_workers(case.replace(parallel=name)).losses for name in (parallel, "ddp"))
     assert losses == pytest.approx(expected, rel=1e-4)
-    assert losses[-1] < losses[0]
