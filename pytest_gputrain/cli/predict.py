@@ -68,8 +68,7 @@ def add_to(commands: Any) -> None:
         "predict",
         help="predict whether a model fits a GPU, by which method, and up to which batch",
         description="Predict the memory of training a model on GPUs. The GPUs need not be here, because the training "
-        "runs on "
-        "tensors without data. Each option takes several values, separated by commas, and all combinations are "
+        "runs on tensors without data. Each option takes several values, separated by commas, and all combinations are "
         "predicted. The exit status is 0 whether anything fits or not, and 2 for bad input. Example: gputrain predict "
         "llama-3.1-8b --method lora,qlora --gpu rtx_4090",
     )
@@ -275,10 +274,12 @@ def _answer(
 
 
 def _about(name: str) -> tuple[str, ...]:
-    """Say what of a config is not looked at, though memory would depend on it."""
-    path = None if name in architectures() else _path(name)
-    if name in architectures() and Path(name).exists():
-        return (f"{name} is the built-in model; give ./{name} for the file or folder of that name",)
+    """Say that a built-in model was taken for a folder's name, or what of a config is not looked at, though memory would
+    depend on it."""
+    if name in architectures():
+        both = Path(name).exists()
+        return (f"{name} is the built-in model; give ./{name} for the file or folder of that name",) if both else ()
+    path = _path(name)
     packing = "" if path is None else quantised_by(path)
     if not packing:
         return ()

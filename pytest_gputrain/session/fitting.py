@@ -186,7 +186,9 @@ class Fitting:
             if problem(case, MARKERS):
                 return None
             try:
-                return self._surely(case, cell.gpu)
+                surely = self._predicted(case, cell.gpu, tight(_memory(cell.gpu)))
+                # What it takes is told of the whole GPU, where the allocator gives less back.
+                return self._predicted(case, cell.gpu) if surely.fits else surely
             except BadCase:
                 return None
 
@@ -208,7 +210,8 @@ class Fitting:
         }
         try:
             batch = largest_batch(need, tried, tight(_memory(gpu)), MOST_BATCH)
-            prediction, failure = self._surely(case.replace(batch_size=batch), gpu) if batch else None, ""
+            # It fits with less memory, which `need` has found or a cell shows.
+            prediction, failure = self._predicted(case.replace(batch_size=batch), gpu) if batch else None, ""
         except BadCase as error:
             batch, prediction, failure = 0, None, str(error)
         return LargestBatch(
@@ -221,12 +224,6 @@ class Fitting:
             is_bound=batch >= MOST_BATCH,
             failure=failure,
         )
-
-    def _surely(self, case: Case, gpu: str) -> Prediction:
-        """Predict whether the case fits a GPU of a little less memory, and if so, what it takes of the GPU itself, where the
-        allocator gives less back."""
-        prediction = self._predicted(case, gpu, tight(_memory(gpu)))
-        return self._predicted(case, gpu) if prediction.fits else prediction
 
     def _predicted(self, case: Case, gpu: str, memory_bytes: int | None = None) -> Prediction:
         """Predict the case for the GPU, or for one that is alike but for its memory.
