@@ -324,13 +324,9 @@ def test_the_runtime_tells_what_the_catalog_has(call, marker):
     assert " ".join(printed[4:]) == chosen.name
 
 
-def test_stand_ins_are_known_by_a_symbol_and_their_sources_begin_with_a_comment(built):
+def test_stand_ins_are_known_by_a_symbol(built):
     with Elf(built / build.CORE) as library:
         assert "gputrain_emulated_gpu" in library.defined()
-    sources = sorted(build.SOURCES.glob("*.[ch]"))
-    assert len(sources) > 10
-    assert [path.name for path in sources if not path.read_text().startswith("// ")] == []
-    assert [path.name for path in sources if max(map(len, path.read_text().splitlines())) > 125] == []
 
 
 HEADERS = {"nvidia/cu13/include/driver_types.h": "13000", "nvidia/cuda_runtime/include/driver_types.h": "12080"}
