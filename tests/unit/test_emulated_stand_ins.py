@@ -303,27 +303,6 @@ def test_what_the_runtime_says_without_a_gpu_of_graphs_and_of_kernels(call):
     assert call("count = c_int(7); print(runtime.cudaGetDeviceCount(byref(count)), count.value)", devices=0) == ["100", "0"]
 
 
-@pytest.mark.parametrize("marker", boards.emulated_markers())
-def test_the_runtime_tells_what_the_catalog_has(call, marker):
-    chosen = boards.board(marker)
-    attributes = {16: chosen.multiprocessors, 75: chosen.capability[0], 76: chosen.capability[1]}
-    printed = call(
-        f"""
-        name = ctypes.create_string_buffer(256)
-        driver.cuDeviceGetName(name, 256, 0)
-        values = []
-        for attribute in {list(attributes)}:
-            value = c_int()
-            runtime.cudaDeviceGetAttribute(byref(value), attribute, 0)
-            values.append(value.value)
-        print(*values, memory()[1], name.value.decode())
-        """,
-        marker=marker,
-    )
-    assert list(map(int, printed[:4])) == [*attributes.values(), chosen.memory_bytes]
-    assert " ".join(printed[4:]) == chosen.name
-
-
 def test_stand_ins_are_known_by_a_symbol(built):
     with Elf(built / build.CORE) as library:
         assert "gputrain_emulated_gpu" in library.defined()

@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 from unit_examples import (
     CASE,
@@ -29,13 +27,11 @@ from pytest_gputrain.gate.regression import Circumstances, GateResult, first_rat
 from pytest_gputrain.records import (
     Baseline,
     Case,
-    Crashed,
     Environment,
     Holder,
     Measurement,
     MetricVerdict,
     Reply,
-    TimedOut,
     Verdict,
 )
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
@@ -395,33 +391,3 @@ def test_every_phase_has_the_tolerance_of_the_peak_and_of_several_processes_a_sh
 def test_three_lines_are_named_at_most() -> None:
     row = live_tensor(lines=tuple(f"a.py:{number}" for number in range(6)))
     assert tensor(row).endswith("at a.py:0, a.py:1, a.py:2 and 3 more lines)")
-
-
-# For any figures
-
-SECONDS = st.floats(1e-4, 1e4)
-STEPS = st.lists(SECONDS, min_size=1, max_size=5).map(tuple)
-PEAKS = st.integers(1, 10**12)
-FIGURES = {"step_seconds": STEPS, "peak_allocated_bytes": PEAKS, "environment": st.sampled_from([GPU, ON_H200, CPU])}
-MEASURED = st.builds(measurement, **FIGURES)
-REPLIES = st.lists(
-    st.one_of(MEASURED, MEASURED, st.sampled_from([out_of_memory(), crashed(), timed_out()])), min_size=1, max_size=4
-)
-RUNS = st.builds(baseline_run, **FIGURES) | st.just(oom_run())
-OTHER = baseline(case=CASE.replace(gpus=2))
-KNOWN = st.sampled_from([None, OTHER]) | st.lists(RUNS, min_size=1, max_size=6).map(lambda runs: baseline(*runs))
-
-
-@given(REPLIES, KNOWN, st.randoms(use_true_random=False))
-def test_any_verdict_is_one_line_that_names_the_case_and_no_order_of_the_baseline_runs_changes_it(
-    replies: list[Reply], stored: Baseline | None, random: Any
-) -> None:
-    verdict = _judge(replies, stored)
-    assert verdict.sentence.startswith(str(CASE))
-    assert len(verdict.sentence.splitlines()) == 1
-    if any(isinstance(reply, Crashed | TimedOut) for reply in replies):
-        assert verdict.status == "failed"
-    if stored is not None:
-        shuffled = list(stored.runs)
-        random.shuffle(shuffled)
-        assert _judge(replies, msgspec.structs.replace(stored, runs=tuple(shuffled))).status == verdict.status
