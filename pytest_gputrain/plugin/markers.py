@@ -84,8 +84,6 @@ def _read(mark: pytest.Mark, stated: str) -> dict[str, Any]:
         raise BadCase(f"{stated} takes {_listed(f'{keyword}=' for keyword in keywords)}, as {example}")
     values = {}
     for keyword, value in mark.kwargs.items():
-        if (mark.name, keyword) == (LIMIT, "step"):
-            raise BadCase(f"{stated}: step= is called time=; write that, as {example}")
         if keyword not in keywords:
             hint = did_you_mean(keyword, keywords)
             raise BadCase(f"{stated} knows no {keyword!r}{hint}; it takes {_listed(keywords)}, as {example}")
