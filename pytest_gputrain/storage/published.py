@@ -25,7 +25,6 @@ GATED: Final = "pytorch"
 _SHIPPED: Final = Path(__file__).with_name("published_tables")
 _CLONE: Final = Path(__file__).parents[2] / "baselines" / FOLDER
 _REMEDY: Final = "restore it from git"
-_AGAIN: Final = "update the repository that has it"
 
 
 class Column(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,7 +168,7 @@ def load(path: Path) -> PublishedTable:
     Raises:
         BaselineError: it is no sound table.
     """
-    table = decode(path, PublishedTable, "a published table", _REMEDY, again=_AGAIN)
+    table = decode(path, PublishedTable, "a published table", _REMEDY)
     if table.name != path.stem:
         raise BaselineError(f"says that it is {table.name}", _REMEDY, path=path)
     headers = [column.header for column in table.columns]

@@ -32,7 +32,7 @@ def read_report(path: Path, remedy: str = "give the file that --gpu-json wrote")
     Raises:
         BaselineError: it cannot be read, or is none of this package.
     """
-    report = decode(path, Report, "a report of --gpu-json", remedy, again="run again with --gpu-json")
+    report = decode(path, Report, "a report of --gpu-json", remedy)
     for result in report.results:
         curves = result.loss_curves if isinstance(result, LossStudy) else ()
         for precision in (result.case.precision, *(curve.precision for curve in curves)):

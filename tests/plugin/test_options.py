@@ -44,7 +44,9 @@ def test_the_flag_of_a_setting_of_the_ini_file_is_refused(suite: Project, words:
     assert_refused(suite, sentence)
 
 
-@pytest.mark.parametrize("abbreviated", ["--gpu-node=2", "--gpu-fleet-arg=x", "--gpu-predic", "--gpu-stric", "--no-gpu-stric"])
+@pytest.mark.parametrize(
+    "abbreviated", ["--gpu-node=2", "--gpu-fleet-arg=x", "--gpu-predic", "--gpu-stric", "--no-gpu-stric"]
+)
 def test_an_abbreviation_is_no_option(suite: Project, abbreviated: str) -> None:
     result = suite.run(abbreviated)
     assert result.ret == pytest.ExitCode.USAGE_ERROR

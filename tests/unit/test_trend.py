@@ -206,7 +206,7 @@ _FP16 = _OTHER.replace('"key":""', '"key":"m-fp16","precision":"fp16"')
         ),
         (
             f"{_OTHER}\n{_OTHER.replace('2', '1', 1)}\n",
-            "{path} has lines of format 1, which were written before 0.1.0; remove them, or give --gpu-history another file",
+            "{path} has lines of format 1, this version reads format 2",
         ),
         (
             f"{_OTHER}\n{_FP16}\n",

@@ -114,7 +114,10 @@ class History:
             for offset, line in read(path, point, warn):
                 lines += 1
                 if line.format != FORMAT:
-                    raise HistoryError(f"{path} has lines of format {line.format}, {_why_not_read(line.format)}")
+                    newer = "; update pytest-gputrain" if line.format > FORMAT else ""
+                    raise HistoryError(
+                        f"{path} has lines of format {line.format}, this version reads format {FORMAT}{newer}"
+                    )
                 if name := renamed("precision", line.precision):
                     remedy = "write that in its lines' key and precision, or remove them"
                     raise HistoryError(f"{path} names in {line.key} {name}; {remedy}")
@@ -154,12 +157,6 @@ class History:
         except (OSError, *UNREADABLE) as error:
             raise HistoryError(f"{self._paths[file]} changed while it was read: {error}; try again") from None
         return fields
-
-
-def _why_not_read(version: int) -> str:
-    if version == 1:
-        return "which were written before 0.1.0; remove them, or give --gpu-history another file"
-    return f"this version reads format {FORMAT}{'; update pytest-gputrain' if version > FORMAT else ''}"
 
 
 _NAMES: Final = ("suite", "key", "device", "branch")
