@@ -42,9 +42,6 @@ VOCABULARY: Final = {
 }
 """The words of a field that takes words; an empty one is the field's default."""
 
-_RENAMED: Final = {("precision", "fp16"): "is called 'fp16-amp' (autocast over weights in fp32)"}
-"""Words that a field does not take under this name, and the rest of a sentence about each."""
-
 ADAPTING: Final = ("lora", "qlora")
 """Methods that train adapters."""
 
@@ -118,13 +115,6 @@ _NOT_OF_OWN_CODE: Final = {
 """Knobs that nobody but own code itself can follow, and what to do instead."""
 
 
-def renamed(field: str, word: object) -> str:
-    """Describe a word that has another name: ``the precision 'fp16', which is called 'fp16-amp' (...)``; empty for any
-    other."""
-    description = _RENAMED.get((field, word)) if isinstance(word, str) else None
-    return f"the {field} {word!r}, which {description}" if description else ""
-
-
 def problem(case: Case, markers: Sequence[str]) -> str | None:
     """Find the first thing that makes ``case`` impossible to run, as one sentence with its remedy; None for a sound case.
 
@@ -163,8 +153,6 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
         vocabulary.insert(1, ("method", case.method, METHODS))
     for field, value, names in vocabulary:
         choices = tuple(names)
-        if name := renamed(field, value):
-            return f"names {name}; write that"
         if value not in choices:
             hint = did_you_mean(value, choices)
             return f"names the unknown {field} {value!r}{hint}; known: {', '.join(filter(None, choices))}"

@@ -23,7 +23,6 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from pytest_gputrain.cases.validation import renamed
 from pytest_gputrain.records import FORMAT, MAX_RUNS, Baseline, BaselineRun, Case, Environment, Scale
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.utils import json_text
@@ -244,8 +243,6 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
             case, scale, stored = msgspec.structs.astuple(msgspec.json.decode(raw, type=self.case_type))
         except UNREADABLE as error:
             raise refusal(f"is not {self.what}: {error} in {key}", _remedy(error, _RESTORE)) from None
-        if name := renamed("precision", case.precision):
-            raise refusal(f"names in {key} {name}", _RECORD_ENTRY)
 
         def find(reference: Any) -> dict[str, Any]:
             if not isinstance(reference, str) or reference not in shared:

@@ -13,7 +13,6 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct
 
-from pytest_gputrain.cases.validation import renamed
 from pytest_gputrain.records import Case, Published
 from pytest_gputrain.records.published import Figure, Figures
 from pytest_gputrain.storage.baselines import BaselineError, decode
@@ -181,8 +180,6 @@ def load(path: Path) -> PublishedTable:
 
 
 def _trouble(row: _Row, name: str, headers: Sequence[str], platforms: Container[str]) -> str:
-    if renamed_precision := renamed("precision", row.case.precision):
-        return f"names in {name} {renamed_precision}"
     if row.platform not in platforms:
         return f"has {name}, of which it says nothing else"
     if list(row.cells) != headers:

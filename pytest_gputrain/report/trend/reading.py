@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-from pytest_gputrain.cases.validation import renamed
 from pytest_gputrain.records import FORMAT, Case, HistoryLine
 from pytest_gputrain.storage.history import HistoryError, read
 from pytest_gputrain.utils.files import UNREADABLE
@@ -102,7 +101,7 @@ class History:
         fields = [("date", Annotated[datetime, msgspec.Meta(tz=True)]), *((name, str) for name in _NAMES)]
         point: Any = msgspec.defstruct(
             "Point",
-            [("format", int), *fields, ("precision", str, ""), *((metric, float | None, None) for metric in metrics)],
+            [("format", int), *fields, *((metric, float | None, None) for metric in metrics)],
         )
         series_by_branch: dict[tuple[str, Subject], Series | None] = {}
         lines = end = 0
@@ -118,9 +117,6 @@ class History:
                     raise HistoryError(
                         f"{path} has lines of format {line.format}, this version reads format {FORMAT}{newer}"
                     )
-                if name := renamed("precision", line.precision):
-                    remedy = "write that in its lines' key and precision, or remove them"
-                    raise HistoryError(f"{path} names in {line.key} {name}; {remedy}")
                 branch_subject = (line.branch, Subject(line.suite, line.key, line.device))
                 if branch_subject not in series_by_branch:
                     series_by_branch[branch_subject] = Series.empty(metrics) if wanted.wants(line.key, line.device) else None
