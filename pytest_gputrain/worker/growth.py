@@ -72,11 +72,8 @@ class Growth:
         def see(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._optimizers.add(optimizer)
 
-        hook = register_optimizer_step_pre_hook(see)
-        try:
+        with register_optimizer_step_pre_hook(see):
             yield
-        finally:
-            hook.remove()
 
     def count(self, training: Trainable, allocated: Callable[[], int], begin_step: Callable[[], None]) -> Steps:
         """Have the counted rounds run: the first makes the optimizer's states, the second finds them there.
