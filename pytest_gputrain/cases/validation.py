@@ -96,6 +96,9 @@ COMPILED: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2")
 each of which breaks the graph: two tiny blocks became 104 graphs. What the parameter server does in backward, none holds."""
 
 
+SIZES: Final[dict[str, int | str]] = {"sequence_length": 512, "resolution": "512x512", "frames": 9}
+"""Fields that set the size of a model's inputs, with examples."""
+
 _SCALED_LOGITS: Final = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Keys of models that change logits behind the head."""
 
@@ -231,10 +234,9 @@ def _bad_model(case: Case) -> str | None:
         return complaint
     if "sequence_length" in architecture.needs and case.sequence_length == 1:
         return "has sequence_length=1; it must be at least 2"
-    examples = {"sequence_length": "sequence_length=512", "resolution": "resolution='512x512'", "frames": "frames=9"}
-    for field in ("sequence_length", "resolution", "frames"):
+    for field, example in SIZES.items():
         if field in architecture.needs and not getattr(case, field):
-            return f"sets no {field}, which {case.model} needs, as {examples[field]}"
+            return f"sets no {field}, which {case.model} needs, as {field}={example!r}"
         if field not in architecture.needs and getattr(case, field):
             return f"sets {field}, which {case.model} does not have; leave it out"
     facts = architecture.trained_part
