@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
 
@@ -18,6 +18,7 @@ from pytest_gputrain.records.emulated import NOT_MADE
 from pytest_gputrain.worker.device import Device
 from pytest_gputrain.worker.emulated_values import tracking
 from pytest_gputrain.worker.memory_recorder import unknown
+from pytest_gputrain.worker.prediction.zero import Kernels
 from pytest_gputrain.worker.untouched_host import UntouchedHost
 
 _NAMED: Final = 2
@@ -39,20 +40,11 @@ def training_on_emulated_gpu(case: Case) -> Iterator[None]:
         yield
 
 
-class _InPlace:
-    """DeepSpeed's compiled optimizers, of which all functions work in place and allocate nothing."""
+class _InPlace(Kernels):
+    """DeepSpeed's compiled optimizers, which work in place, allocate nothing, and here compute nothing."""
 
-    def load(self) -> _InPlace:
-        """Return itself, where their builders load a library."""
-        return self
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name not in _OF_OPTIMIZERS:
-            raise AttributeError(name)
-        return lambda *arguments, **options: None
-
-
-_OF_OPTIMIZERS: Final = frozenset({"multi_tensor_adam", "create_adam", "adam_update", "destroy_adam"})
+    def multi_tensor_adam(self, chunk: int, flag: Any, lists: list[list[Tensor]], *numbers: float) -> None:
+        """Update nothing."""
 
 
 _make: Final = DistributedDataParallel.__init__
