@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the generated parts of the reference pages in docs/ from the code.
+"""Writes the generated parts of the reference pages in docs/ from the code, and the schema of reports.
 
     tools/reference_pages.py
 
@@ -20,13 +20,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final, Literal, NamedTuple, get_args, get_origin
 
+import msgspec
+
 from pytest_gputrain.cli.main import command_parser
 from pytest_gputrain.hardware.catalog import MARKERS
 from pytest_gputrain.plugin.marker_help import lines as marker_lines
 from pytest_gputrain.plugin.options import OPTIONS, Option
+from pytest_gputrain.records import Report
 
 DOCS: Final = Path(__file__).parent.parent / "docs"
 PAGES: Final = tuple(DOCS / name for name in ("api.md", "api-records.md", "cli.md", "options.md", "history.md"))
+SCHEMA: Final = DOCS / "report.schema.json"
 _PART: Final = re.compile(r"<!-- begin ([\w.]+) -->\n.*?<!-- end \1 -->", re.DOTALL)
 _WITH_DEFAULTS: Final = ("Case",)
 """Classes whose objects users make; they only read those of the others."""
@@ -322,6 +326,14 @@ def filled(page: str) -> str:
     return _PART.sub(part, page)
 
 
+def schema_text() -> str:
+    """Return the JSON Schema of reports, from the records."""
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "pytest-gputrain report"}
+    document = msgspec.json.schema(Report) | dialect
+    return msgspec.json.format(msgspec.json.encode(document, order="deterministic"), indent=1).decode() + "\n"
+
+
 if __name__ == "__main__":
+    SCHEMA.write_text(schema_text())
     for path in PAGES:
         path.write_text(filled(path.read_text()))

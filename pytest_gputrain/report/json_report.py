@@ -1,4 +1,4 @@
-"""Writes the JSON report of ``--gpu-json`` and generates its schema; storage reads such reports."""
+"""Writes the JSON report of ``--gpu-json``; storage reads such reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -26,19 +25,6 @@ def write(report: Report, path: Path, more_results: Iterable[Result] = ()) -> No
     """
     results = itertools.chain(report.results, more_results)
     write_atomically(path, json_text.document(msgspec.structs.replace(report, results=()), map(json_text.item, results)))
-
-
-def schema() -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of the report, generated from the records."""
-    document = msgspec.json.schema(Report)
-    document["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    document["title"] = "pytest-gputrain report"
-    return document
-
-
-def schema_text() -> str:
-    """Return the schema as published in docs/report.schema.json."""
-    return msgspec.json.format(msgspec.json.encode(schema(), order="deterministic"), indent=1).decode() + "\n"
 
 
 def generator() -> str:
