@@ -17,6 +17,7 @@ import io
 import os
 import random
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -30,6 +31,13 @@ from damage import damaged
 from readers import READERS, Reader, Scratch
 
 SHOWN: Final = 20
+
+LIMIT_SECONDS: Final = 20
+"""Processor time, of which a busy machine takes no more. Every input is read in less than one."""
+
+
+class TooLong(Exception):
+    """An input took longer than `LIMIT_SECONDS`."""
 
 
 class Failure(NamedTuple):
@@ -47,7 +55,7 @@ def attempt(reader: Reader, seed: int, scratch: Scratch) -> tuple[str, Failure |
     rng = random.Random(seed)
     data = damaged(rng, reader.samples, structured=reader.is_json)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with limited(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             reader.read(data, scratch, rng)
     except reader.documented as error:
         sentence = str(error)
@@ -60,6 +68,22 @@ def attempt(reader: Reader, seed: int, scratch: Scratch) -> tuple[str, Failure |
         detail = "".join(traceback.format_exception(error)[-6:]) + f"input: {data[:300]!r}"
         return "failed", Failure(reader.name, seed, where, detail)
     return "accepted", None
+
+
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """Raise a `TooLong` in what does not end by itself."""
+
+    def stop(*_: object) -> None:
+        raise TooLong(f"it was not read in {LIMIT_SECONDS} s")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def seeds_of(reader: Reader, seed: int, count: int) -> Iterator[int]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the generated parts of the reference pages in docs/, and the schema of the report, from the code.
+"""Writes the generated parts of the reference pages in docs/ from the code, and the schema of reports.
 
     tools/reference_pages.py
 
@@ -326,15 +326,14 @@ def filled(page: str) -> str:
     return _PART.sub(part, page)
 
 
-def schema_of_the_report() -> str:
-    """Return the JSON Schema (2020-12) of the report, generated from its records."""
-    document = msgspec.json.schema(Report)
-    document["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    document["title"] = "pytest-gputrain report"
+def schema_text() -> str:
+    """Return the JSON Schema of reports, from the records."""
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "pytest-gputrain report"}
+    document = msgspec.json.schema(Report) | dialect
     return msgspec.json.format(msgspec.json.encode(document, order="deterministic"), indent=1).decode() + "\n"
 
 
 if __name__ == "__main__":
+    SCHEMA.write_text(schema_text())
     for path in PAGES:
         path.write_text(filled(path.read_text()))
-    SCHEMA.write_text(schema_of_the_report())

@@ -11,7 +11,7 @@ import msgspec
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.identity import ALWAYS_IN_ID
 from pytest_gputrain.cases.model_config import is_path
-from pytest_gputrain.cases.validation import VOCABULARY, bad_number, renamed
+from pytest_gputrain.cases.validation import VOCABULARY, bad_number
 from pytest_gputrain.records import Case, knob_text
 from pytest_gputrain.records.settings import Axes
 from pytest_gputrain.records.whole import Whole
@@ -82,8 +82,6 @@ def _value(knob: str, text: str) -> Any:
         ValueError: the text is no value of the knob.
     """
     choices: Iterable[str] | None = architectures() if knob == "model" else VOCABULARY.get(knob)
-    if name := renamed(knob, text):
-        raise ValueError(f"a case would name {name}; write that")
     if choices is not None and text not in choices and not (knob == "model" and is_path(text)):
         known = ", ".join(filter(None, choices))
         raise ValueError(f"the {knob} {text!r} is unknown{did_you_mean(text, choices)}; known: {known}")

@@ -42,9 +42,6 @@ VOCABULARY: Final = {
 }
 """The words of a field that takes words; an empty one is the field's default."""
 
-_RENAMED: Final = {("precision", "fp16"): "is called 'fp16-amp' (autocast over weights in fp32)"}
-"""Words that a field does not take under this name, and the rest of a sentence about each."""
-
 ADAPTING: Final = ("lora", "qlora")
 """Methods that train adapters."""
 
@@ -99,6 +96,9 @@ COMPILED: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2")
 each of which breaks the graph: two tiny blocks became 104 graphs. What the parameter server does in backward, none holds."""
 
 
+SIZES: Final[dict[str, int | str]] = {"sequence_length": 512, "resolution": "512x512", "frames": 9}
+"""Fields that set the size of a model's inputs, with examples."""
+
 _SCALED_LOGITS: Final = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Keys of models that change logits behind the head."""
 
@@ -116,13 +116,6 @@ _NOT_OF_OWN_CODE: Final = {
     "quantized_compute": "but own code quantises its own weights; set the type there",
 }
 """Knobs that nobody but own code itself can follow, and what to do instead."""
-
-
-def renamed(field: str, word: object) -> str:
-    """Describe a word that has another name: ``the precision 'fp16', which is called 'fp16-amp' (...)``; empty for any
-    other."""
-    description = _RENAMED.get((field, word)) if isinstance(word, str) else None
-    return f"the {field} {word!r}, which {description}" if description else ""
 
 
 def problem(case: Case, markers: Sequence[str]) -> str | None:
@@ -163,8 +156,6 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
         vocabulary.insert(1, ("method", case.method, METHODS))
     for field, value, names in vocabulary:
         choices = tuple(names)
-        if name := renamed(field, value):
-            return f"names {name}; write that"
         if value not in choices:
             hint = did_you_mean(value, choices)
             return f"names the unknown {field} {value!r}{hint}; known: {', '.join(filter(None, choices))}"
@@ -243,10 +234,9 @@ def _bad_model(case: Case) -> str | None:
         return complaint
     if "sequence_length" in architecture.needs and case.sequence_length == 1:
         return "has sequence_length=1; it must be at least 2"
-    examples = {"sequence_length": "sequence_length=512", "resolution": "resolution='512x512'", "frames": "frames=9"}
-    for field in ("sequence_length", "resolution", "frames"):
+    for field, example in SIZES.items():
         if field in architecture.needs and not getattr(case, field):
-            return f"sets no {field}, which {case.model} needs, as {examples[field]}"
+            return f"sets no {field}, which {case.model} needs, as {field}={example!r}"
         if field not in architecture.needs and getattr(case, field):
             return f"sets {field}, which {case.model} does not have; leave it out"
     facts = architecture.trained_part

@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 
 from pytest_gputrain.cli import failing
-from pytest_gputrain.cli.ab_sides import Side, SideError, open_side, run, uncommitted
+from pytest_gputrain.cli.ab_sides import Side, SideError, open_side, run
 from pytest_gputrain.cli.comparison_output import print_comparison, verdicts
 from pytest_gputrain.gate.ab import compare, missing
 from pytest_gputrain.records import MAX_RUNS, Report
 from pytest_gputrain.report import json_report
 from pytest_gputrain.utils import console
+from pytest_gputrain.utils.git import uncommitted
 
 _INTERRUPTED = 130
 

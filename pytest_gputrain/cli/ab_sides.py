@@ -15,6 +15,7 @@ from typing import Final
 from pytest_gputrain.records import Measured, Report, UnmeasuredResult
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.reports import read_report
+from pytest_gputrain.utils.git import git_output, uncommitted
 
 _USAGE_ERROR: Final = 4
 _NOTHING_SELECTED: Final = 5
@@ -56,9 +57,9 @@ def open_side(name: str, source: str, scratch: Path) -> Iterator[Side]:
             raise SideError(f"--{name}: {source} has no pytest-gputrain; install it there")
         yield side
     elif Path(source).is_dir():
-        root = _git(cwd, "rev-parse", "--show-toplevel")
+        root = git_output(cwd, "rev-parse", "--show-toplevel")
         folder = Path(source).absolute()
-        environ = _environ(Path(root) if root else cwd, Path(_git(folder, "rev-parse", "--show-toplevel") or folder))
+        environ = _environ(Path(root) if root else cwd, Path(git_output(folder, "rev-parse", "--show-toplevel") or folder))
         label = f"{source} (with uncommitted changes)" if uncommitted(folder) else source
         yield Side(name=name, label=label, python=sys.executable, folder=folder, environ=environ)
     else:
@@ -68,12 +69,12 @@ def open_side(name: str, source: str, scratch: Path) -> Iterator[Side]:
 
 @contextlib.contextmanager
 def _worktree(name: str, revision: str, cwd: Path, scratch: Path) -> Iterator[Side]:
-    commit = _git(cwd, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+    commit = git_output(cwd, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
     if not commit:
         raise SideError(
             f"--{name}: {revision!r} is neither a folder, a virtual environment nor a revision of a git repository here"
         )
-    root, tree = Path(_git(cwd, "rev-parse", "--show-toplevel")), scratch / name
+    root, tree = Path(git_output(cwd, "rev-parse", "--show-toplevel")), scratch / name
     added = subprocess.run(
         ["git", "-C", str(root), "worktree", "add", "--detach", str(tree), commit],
         capture_output=True,
@@ -104,11 +105,6 @@ def _environ(root: Path, tree: Path) -> dict[str, str]:
         paths.append(str(tree / Path(path).resolve().relative_to(root.resolve())) if inside else path)
     own = [str(folder) for folder in (tree / "src", tree) if folder.is_dir()]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*own, *paths]))}
-
-
-def uncommitted(folder: Path) -> bool:
-    """Tell whether tracked files differ from the commit that is checked out."""
-    return bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
 
 
 def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
@@ -171,8 +167,3 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     except BaseException:
         child.kill()
         child.wait()
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""

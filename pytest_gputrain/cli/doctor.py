@@ -13,7 +13,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,12 +22,14 @@ from typing import Any, Final, Literal, NamedTuple
 from pytest_gputrain.execution.launch.environment import CHOOSING
 from pytest_gputrain.hardware import amd, drivers, lease, machine, nvidia
 from pytest_gputrain.hardware.devices import Gpu, HardwareError, Vendor
+from pytest_gputrain.hardware.emulation.build import COMPILERS, find_compiler
+from pytest_gputrain.hardware.emulation.libraries import version_file
 from pytest_gputrain.utils import console
+from pytest_gputrain.utils.errors import CannotEmulate
 
 Status = Literal["ok", "warning", "problem"]
 
 _GET_TORCH: Final = "install the build for it from https://pytorch.org/get-started/locally"
-_COMPILERS: Final = ("cc", "gcc", "clang")
 _ORDER: Final = "CUDA_DEVICE_ORDER"
 _NO_ROCM: Final = (20,)
 """No release of ROCm: the binding that ROCm brings counts those of the C library, from 23 on."""
@@ -237,15 +238,10 @@ def torch_build() -> Torch | None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    text = ""
+    about: dict[str, str] = {}
     with contextlib.suppress(OSError):
-        text = Path(spec.origin).with_name("version.py").read_text()
-
-    def attribute(name: str) -> str:
-        match = re.search(rf"^{name}\b.*= *'([^']*)'", text, re.MULTILINE)
-        return match[1] if match else ""
-
-    return Torch(attribute("__version__") or _installed("torch"), attribute("cuda"), attribute("hip"))
+        about = version_file(Path(spec.origin).parent)
+    return Torch(about.get("__version__") or _installed("torch"), about.get("cuda", ""), about.get("hip", ""))
 
 
 def _torch(gpus: Sequence[Gpu]) -> Iterator[Check]:
@@ -301,12 +297,10 @@ def _cuda_of_driver() -> tuple[int, int] | None:
 
 def _compiler() -> Iterator[Check]:
     """Look for what torch.compile and DeepSpeed build their kernels with."""
-    named = os.environ.get("CC")
-    path = next(filter(None, map(shutil.which, [named] if named else _COMPILERS)), None)
-    if path is not None:
-        yield Check("compiler", "ok", path)
+    with contextlib.suppress(CannotEmulate):
+        yield Check("compiler", "ok", shutil.which(find_compiler()[0]) or "")
         return
-    looked = f"CC={named}" if named else ", ".join(_COMPILERS)
+    looked = f"CC={os.environ['CC']}" if os.environ.get("CC") else ", ".join(COMPILERS)
     yield Check(
         "compiler",
         "warning",

@@ -17,6 +17,7 @@ from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.identity import ALWAYS_IN_ID
 from pytest_gputrain.cases.model_config import quantised_by, with_model
+from pytest_gputrain.cases.validation import SIZES
 from pytest_gputrain.execution.prediction_pool import PredictionPool
 from pytest_gputrain.gate.fit import ERROR
 from pytest_gputrain.gate.messages import count
@@ -53,8 +54,6 @@ _KNOBS: Final = {
 
 _METHODS: Final[tuple[str, ...]] = ("full", "lora", "qlora")
 _SEQUENCE: Final = "2048"
-_NEEDED: Final = {"resolution": "resolution=512x512", "frames": "frames=17"}
-"""Knobs without a default, which models of images and videos need, with examples."""
 _LANGUAGE: Final = ("language", "vision_language")
 """Families whose cases have a loss to choose."""
 _MOST_CELLS: Final = 2000
@@ -204,9 +203,10 @@ def _knobs(options: argparse.Namespace, base: Case) -> str:
     given = {line.partition("=")[0].strip() for line in lines}
     if "method" not in given:
         lines.insert(0, f"method={','.join(methods)}")
-    if "sequence_length" not in given and "sequence_length" in architecture.needs:
+    needed = {*architecture.needs} - given
+    if "sequence_length" in needed:
         lines.append(f"sequence_length={_SEQUENCE}")
-    if lacking := [f"--set {example}" for knob, example in _NEEDED.items() if knob in {*architecture.needs} - given]:
+    if lacking := [f"--set {knob}={example}" for knob, example in SIZES.items() if knob in needed - {"sequence_length"}]:
         raise ValueError(f"{base.model.partition('#')[0]} has inputs whose size you choose; add {' '.join(lacking)}")
     if "loss" not in given and architecture.family in _LANGUAGE and architecture.trained_part.library == "transformers":
         lines.append("loss=fp32")  # of transformers and its Trainer

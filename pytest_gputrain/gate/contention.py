@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from pytest_gputrain.gate.messages import count, describe_failure
+from pytest_gputrain.gate.messages import count, describe_failure, listed
 from pytest_gputrain.records import Baseline, BaselineRun, Holder, Measurement, MetricVerdict, OutOfMemory
 from pytest_gputrain.utils.units import MiB, format_bytes, format_percent
 
@@ -28,8 +28,7 @@ def describe_holders(holders: Iterable[Holder]) -> str:
     """Describe processes on GPUs: ``python (pid 4711, 12.30 GiB) on GPU 0``; empty for nobody."""
     names = [_describe_holder(holder) for holder in sorted(holders, key=lambda holder: -(holder.bytes or 0))]
     more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-    *first, last = [*names[:_SHOWN], *more] or [""]
-    return f"{', '.join(first)} and {last}" if first else last
+    return listed([*names[:_SHOWN], *more])
 
 
 def _describe_holder(holder: Holder) -> str:

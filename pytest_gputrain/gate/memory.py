@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
-from pytest_gputrain.gate.messages import describe_metric, describe_process_count
+from pytest_gputrain.gate.messages import describe_metric, describe_process_count, listed
 from pytest_gputrain.gate.step_times import exceeds
 from pytest_gputrain.records import (
     BaselineRun,
@@ -243,7 +243,7 @@ def describe_tensors(phase: TrainingPhase, now: PeaksByPhase, before: PeaksByPha
         share = "all" if format_bytes(moved[first]) == format_bytes(abs(change)) else "most"
         return f", {share} of it {'' if first in new else 'was '}{tensor(named)}"
     some = [kind for kind in kinds if (kind in new) == (first in new)][:_MOST_TENSORS_SHOWN]
-    return f", including {'' if first in new else 'was '}{_listed([tensor(new.get(kind) or old[kind]) for kind in some])}"
+    return f", including {'' if first in new else 'was '}{listed([tensor(new.get(kind) or old[kind]) for kind in some])}"
 
 
 def tensor(row: LiveTensor) -> str:
@@ -253,7 +253,7 @@ def tensor(row: LiveTensor) -> str:
     shape = f"{row.dtype}{list(row.shape)}" if row.shape else row.dtype
     more = len(row.lines) - _MOST_LINES_SHOWN
     lines = [*row.lines[:_MOST_LINES_SHOWN], *([f"{more} more lines"] if more > 0 else [])]
-    at = f" at {_listed(lines)}" if lines else ""
+    at = f" at {listed(lines)}" if lines else ""
     return f"{format_bytes(row.bytes)} ({times}{shape} by {row.operator.removeprefix('aten.')} {in_phase(row.phase)}{at})"
 
 
@@ -265,11 +265,7 @@ def in_phase(phase: TrainingPhase) -> str:
 def _in_phases(names: Sequence[TrainingPhase]) -> str:
     inside = [name for name in names if name != "between"]
     parts = [f"in {inside[0]}", *inside[1:]] if inside else []
-    return _listed([*parts, *(in_phase(name) for name in names if name == "between")])
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    return listed([*parts, *(in_phase(name) for name in names if name == "between")])
 
 
 def _kind(row: LiveTensor) -> tuple[str, str, tuple[int, ...], str]:

@@ -45,8 +45,6 @@ class Platform:
     rate the vendor does not tell, or that the hardware `lacks`."""
     bandwidth: float
     """Bytes per second of the device memory."""
-    sources: dict[str, str]
-    """The document that each figure is from, by its name in ``boards.toml``."""
 
     @property
     def tf32_flops(self) -> float | None:
@@ -95,13 +93,10 @@ def _platforms() -> Iterator[Platform]:
     file = tomllib.loads(BOARDS.read_text(encoding="utf-8"))
     for marker, board in file["boards"].items():
         figures: dict[str, Any] = {}
-        sources: dict[str, str] = {}
-        for document, figures_there in board["from"].items():
+        for figures_there in board["from"].values():
             figures |= figures_there
-            sources |= dict.fromkeys(figures_there, file["documents"][document])
         if "bf16" in figures:
             figures.setdefault("fp16", figures["bf16"])
-            sources.setdefault("fp16", sources["bf16"])
         usable = figures.get("usable", figures["memory"] * _USABLE_SHARE)
         target = figures["capability"]
         major, _, minor = target.partition(".")
@@ -117,7 +112,6 @@ def _platforms() -> Iterator[Platform]:
             multiprocessors=figures["multiprocessors"],
             peak_flops={name: figures[name] * 1e12 for name in ("fp32", "bf16", "fp16") if name in figures},
             bandwidth=figures["bandwidth"] * 1e12,
-            sources=sources,
         )
 
 

@@ -27,6 +27,9 @@ ERRORS: Final = {"pynvml": "NVMLError", "amdsmi": "AmdSmiException"}
 
 _UNSUPPORTED: Final = {"pynvml": 3, "amdsmi": 2}
 
+_MOST_UNRECORDED: Final = 10_000
+"""A sound recording lacks a few calls of each GPU."""
+
 
 class _Handle:
     """A handle of a recording."""
@@ -136,6 +139,7 @@ class Replay(types.ModuleType):
         """Calls in their order."""
         self._calls = sound.calls
         self._left = {key: list(replies) for key, replies in self._calls.items()}
+        self._unrecorded = 0
         self._unsupported = _UNSUPPORTED[sound.library]
         base = _error_class(ERRORS[sound.library])
         setattr(self, ERRORS[sound.library], base)
@@ -153,6 +157,9 @@ class Replay(types.ModuleType):
         self.asked.append(key)
         replies = self._left.get(key)
         if not replies:
+            self._unrecorded += 1
+            if self._unrecorded > _MOST_UNRECORDED:  # a damaged count, which a driver's caller would count up to
+                raise ValueError(f"{self._unrecorded} calls that follow from it, as {key}, were not recorded")
             raise self._error(self._unsupported, f"{key} was not recorded")
         said = replies.pop(0) if len(replies) > 1 else replies[0]
         if said.error is not None:

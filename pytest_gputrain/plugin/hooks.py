@@ -18,7 +18,7 @@ from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.plugin import marker_help
 from pytest_gputrain.plugin.deselected import DeselectedTests
 from pytest_gputrain.plugin.items import expression_of, has_cases, has_parameters, on_controller
-from pytest_gputrain.plugin.options import GONE, OPTIONS, heir_of
+from pytest_gputrain.plugin.options import OPTIONS, ini_only_sentence
 from pytest_gputrain.utils.signals import terminable, undisturbed
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for option in OPTIONS:
         parser.addini(option.ini, option.help if option.ini_only else f"as {option.flag}", default="")
         if option.ini_only:
+            group.addoption(option.flag, action=_IniOnly, nargs="?", help=argparse.SUPPRESS)
             continue
         help_text = option.help.replace("%", "%%")
         if option.switch:
@@ -44,15 +45,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         else:
             action = "append" if option.repeated else "store"
             group.addoption(option.flag, action=action, default=None, metavar=option.metavar, help=help_text)
-    for name in (*GONE, *(option.name for option in OPTIONS if option.ini_only)):
-        group.addoption(f"--gpu-{name}", action=_Gone, nargs="?", help=argparse.SUPPRESS)
 
 
-class _Gone(argparse.Action):
-    """A flag that went. It takes the word after it, too, which would else be a path to collect."""
+class _IniOnly(argparse.Action):
+    """The flag of a setting that only the ini file has. It takes the word after it, too, which would else be a path to
+    collect."""
 
     def __call__(self, _parser: object, _namespace: object, value: object, option_string: str | None = None) -> None:
-        raise pytest.UsageError(heir_of(str(option_string).removeprefix("--gpu-"), None if value is None else str(value)))
+        raise pytest.UsageError(ini_only_sentence(str(option_string), None if value is None else str(value)))
 
 
 def pytest_configure(config: pytest.Config) -> None:

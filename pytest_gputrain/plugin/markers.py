@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import pytest
 
+from pytest_gputrain.gate.messages import listed
 from pytest_gputrain.plugin.marker_help import LIMIT, TOLERANCE
 from pytest_gputrain.records import MetricName
 from pytest_gputrain.records.tolerance import Cap, Terms, read_memory_tolerance
@@ -81,14 +82,12 @@ def _levels(item: pytest.Item) -> Iterator[tuple[str, list[pytest.Mark]]]:
 def _read(mark: pytest.Mark, stated: str) -> dict[str, Any]:
     keywords, example = _KEYWORDS[mark.name], _EXAMPLES[mark.name]
     if mark.args or not mark.kwargs:
-        raise BadCase(f"{stated} takes {_listed(f'{keyword}=' for keyword in keywords)}, as {example}")
+        raise BadCase(f"{stated} takes {listed(f'{keyword}=' for keyword in keywords)}, as {example}")
     values = {}
     for keyword, value in mark.kwargs.items():
-        if (mark.name, keyword) == (LIMIT, "step"):
-            raise BadCase(f"{stated}: step= is called time=; write that, as {example}")
         if keyword not in keywords:
             hint = did_you_mean(keyword, keywords)
-            raise BadCase(f"{stated} knows no {keyword!r}{hint}; it takes {_listed(keywords)}, as {example}")
+            raise BadCase(f"{stated} knows no {keyword!r}{hint}; it takes {listed(keywords)}, as {example}")
         try:
             values[keyword] = keywords[keyword](value)
         except ValueError as error:
@@ -96,11 +95,6 @@ def _read(mark: pytest.Mark, stated: str) -> dict[str, Any]:
         if mark.name == LIMIT and not values[keyword]:
             raise BadCase(f"{stated}: {keyword}={value!r} lets nothing pass; state more than zero, as {example}")
     return values
-
-
-def _listed(words: Iterable[str]) -> str:
-    *most, last = words
-    return f"{', '.join(most)} and {last}"
 
 
 def _refuse_misspelt(item: pytest.Item) -> None:

@@ -446,20 +446,14 @@ OPTIONS: Final = (
     ),
 )
 
-GONE: Final = {"fleet": "executor", "dry-run": "predict"}
-"""Names that options had before, each with its present name."""
 
-
-def heir_of(name: str, value: str | None) -> str:
-    """Return the sentence that refuses a flag that went, with what has to be written instead.
+def ini_only_sentence(flag: str, value: str | None) -> str:
+    """Return the sentence that refuses the flag of an option that is `ini_only`, with what has to be written instead.
 
     Args:
-        name: of an option that is `ini_only`, or of `GONE`.
         value: as it was typed; None or empty where there was none.
     """
-    option = next(option for option in OPTIONS if option.name == GONE.get(name, name))
+    option = next(option for option in OPTIONS if option.flag == flag)
     value = "true" if option.switch else value or option.metavar
-    if option.ini_only:
-        override = shlex.quote(f"{option.ini}={value}")
-        return f"{option.flag} is set in the ini file now: {option.ini} = {value}, or -o {override} for one run"
-    return f"--gpu-{name} is {option.flag if option.switch else f'{option.flag}={value}'} now"
+    override = shlex.quote(f"{option.ini}={value}")
+    return f"{flag} is set in the ini file: {option.ini} = {value}, or -o {override} for one run"

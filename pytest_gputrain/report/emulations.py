@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Emulated, EmulatedRun, Result
 from pytest_gputrain.report import rich_text
 from pytest_gputrain.report.results import latest, of_kind
@@ -59,20 +60,17 @@ def explain(results: Sequence[Result]) -> list[str]:
     if unfit:
         lines.append(f"does not fit: {', '.join(unfit)}")
     for note in dict.fromkeys(note for _, run in runs for note in run.notes):
-        lines.append(f"{_cases([result for result, run in runs if note in run.notes])}: {note}")
+        lines.append(f"{count(sum(note in run.notes for _, run in runs), 'case')}: {note}")
     for what in dict.fromkeys(what for _, run in runs for what in run.not_counted):
-        cases = _cases([result for result, run in runs if what in run.not_counted])
+        cases = count(sum(what in run.not_counted for _, run in runs), "case")
         lines.append(f"{cases}: at least this memory is needed; {what} are not known, and not counted")
-    several = [result for result, run in runs if run.processes > 1]
-    if several:
-        lines.append(f"{_cases(several)} of several GPUs: the first process of each ran, beside torch's fake process group")
+    if several := sum(run.processes > 1 for _, run in runs):
+        lines.append(
+            f"{count(several, 'case')} of several GPUs: the first process of each ran, beside torch's fake process group"
+        )
     return lines
 
 
 def _compute(run: EmulatedRun) -> str:
     flops = (run.flops_per_step or 0) + (run.recomputed_flops_per_step or 0)
     return format_flops(flops) if flops else ""
-
-
-def _cases(results: Sequence[Result]) -> str:
-    return f"{len(results)} case{'' if len(results) == 1 else 's'}"

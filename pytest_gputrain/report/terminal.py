@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.gate.contention import describe_throttling
 from pytest_gputrain.gate.memory import PHASES, is_memory_metric
+from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU, title_of
 from pytest_gputrain.records import (
     BatchSearch,
@@ -132,13 +133,15 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
     if uncompiled:
         first = f"{next(iter(uncompiled))}{_and_more(list(uncompiled))}"
         lines.append(
-            f"{_cases(len(uncompiled))} not compiled: {first} uses torch.compile, which has no effect on a CPU, because "
-            "tensors are counted one by one; its effect shows on a GPU"
+            f"{count(len(uncompiled), 'case')} not compiled: {first} uses torch.compile, which has no effect on a CPU, "
+            "because tensors are counted one by one; its effect shows on a GPU"
         )
     lines += predictions.explain(results)
     lines += emulations.explain(results)
-    lines += [f"{_cases(count)} with {reason}" for reason, count in reasons.items()]
-    lines += [f"{_cases(len(names))}: {note}: {next(iter(names))}{_and_more(names)}" for note, names in uncounted.items()]
+    lines += [f"{count(number, 'case')} with {reason}" for reason, number in reasons.items()]
+    lines += [
+        f"{count(len(names), 'case')}: {note}: {next(iter(names))}{_and_more(names)}" for note, names in uncounted.items()
+    ]
     noted = [*changed, *spreads, *slowed]
     lines += noted[:_SHOWN_NOTES]
     if len(noted) > _SHOWN_NOTES:
@@ -154,7 +157,7 @@ def advice(results: Sequence[Result]) -> str:
 
 
 def _doubt(description: str, sentences: Sequence[str]) -> str:
-    return f"{_cases(len(sentences))} {description}: {sentences[0]}{_and_more(sentences)}"
+    return f"{count(len(sentences), 'case')} {description}: {sentences[0]}{_and_more(sentences)}"
 
 
 def _environments(results: Sequence[Result]) -> Iterator[str]:
@@ -330,10 +333,6 @@ def _device(result: Result) -> str:
     if result.platform == CPU:
         return f"CPU{kind}"
     return f"{title_of(result.platform, result.device)} x{result.case.gpus}{kind}"
-
-
-def _cases(count: int) -> str:
-    return f"{count} case{'' if count == 1 else 's'}"
 
 
 def _and_more(items: Collection[str]) -> str:

@@ -23,7 +23,6 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from pytest_gputrain.cases.validation import renamed
 from pytest_gputrain.records import FORMAT, MAX_RUNS, Baseline, BaselineRun, Case, Environment, Scale
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.utils import json_text
@@ -69,8 +68,6 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
     """The folder of the devices' folders, below that of the baselines."""
     what: ClassVar[str]
     """The kind of file in a sentence, such as "a baseline file"."""
-    option: ClassVar[str]
-    """Records the entries."""
     entry: ClassVar[str]
     """An entry in a sentence, such as "run"."""
     shared: ClassVar[str]
@@ -226,8 +223,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
     def _load(self, path: Path, device: str) -> dict[str, _Record]:
         if not path.exists():
             return {}
-        again = f"delete it and record it again with {self.option}"
-        file = decode(path, self.file_type, self.what, again=again)
+        file = decode(path, self.file_type, self.what)
         _, in_device, in_suite, shared, cases = msgspec.structs.astuple(file)
         if (in_device, in_suite) != (device, path.stem):
             remedy = "move it to where it belongs, or record again"
@@ -247,8 +243,6 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
             case, scale, stored = msgspec.structs.astuple(msgspec.json.decode(raw, type=self.case_type))
         except UNREADABLE as error:
             raise refusal(f"is not {self.what}: {error} in {key}", _remedy(error, _RESTORE)) from None
-        if name := renamed("precision", case.precision):
-            raise refusal(f"names in {key} {name}", _RECORD_ENTRY)
 
         def find(reference: Any) -> dict[str, Any]:
             if not isinstance(reference, str) or reference not in shared:
@@ -299,7 +293,6 @@ class BaselineStore(SuiteStore[Baseline, BaselineRun]):
     """Measured baselines; an update replaces all runs of a case where a figure differs that is judged."""
 
     what = "a baseline file"
-    option = "--gpu-baseline-update"
     entry = "run"
     shared = "environment"
     file_type = _File
@@ -349,12 +342,11 @@ def _judged(baseline: Baseline) -> tuple[object, ...]:
     return baseline.case, baseline.scale, runs
 
 
-def decode(path: Path, type_: type[_Type], what: str, remedy: str = _RESTORE, *, again: str) -> _Type:
+def decode(path: Path, type_: type[_Type], what: str, remedy: str = _RESTORE) -> _Type:
     """Decode the record of ``type_`` in a file.
 
     Args:
         what: the kind of file, in a sentence.
-        again: makes a file of an old format anew.
 
     Raises:
         BaselineError: not ``what``, told with the place where that shows.
@@ -375,8 +367,6 @@ def decode(path: Path, type_: type[_Type], what: str, remedy: str = _RESTORE, *,
         offset = re.search(r"\(byte (\d+)\)", str(error))
         place = int(offset[1]) if offset else None
         raise refusal(f"is not {what}: {error}", _remedy(error, remedy), place=place) from None
-    if version == 1:
-        raise refusal("has format 1, which was written before 0.1.0", again)
     remedy = f"{_NEWER}, or {remedy}" if version > FORMAT else remedy
     raise refusal(f"has format {version}, this version reads format {FORMAT}", remedy)
 

@@ -13,7 +13,6 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct
 
-from pytest_gputrain.cases.validation import renamed
 from pytest_gputrain.records import Case, Published
 from pytest_gputrain.records.published import Figure, Figures
 from pytest_gputrain.storage.baselines import BaselineError, decode
@@ -25,7 +24,6 @@ GATED: Final = "pytorch"
 _SHIPPED: Final = Path(__file__).with_name("published_tables")
 _CLONE: Final = Path(__file__).parents[2] / "baselines" / FOLDER
 _REMEDY: Final = "restore it from git"
-_AGAIN: Final = "update the repository that has it"
 
 
 class Column(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,7 +167,7 @@ def load(path: Path) -> PublishedTable:
     Raises:
         BaselineError: it is no sound table.
     """
-    table = decode(path, PublishedTable, "a published table", _REMEDY, again=_AGAIN)
+    table = decode(path, PublishedTable, "a published table", _REMEDY)
     if table.name != path.stem:
         raise BaselineError(f"says that it is {table.name}", _REMEDY, path=path)
     headers = [column.header for column in table.columns]
@@ -182,8 +180,6 @@ def load(path: Path) -> PublishedTable:
 
 
 def _trouble(row: _Row, name: str, headers: Sequence[str], platforms: Container[str]) -> str:
-    if renamed_precision := renamed("precision", row.case.precision):
-        return f"names in {name} {renamed_precision}"
     if row.platform not in platforms:
         return f"has {name}, of which it says nothing else"
     if list(row.cells) != headers:

@@ -91,7 +91,6 @@ class PredictionStore(RecordedStore[Prediction]):
 
     parent = (PREDICTED,)
     what = "a file of recorded predictions"
-    option = "--gpu-predict --gpu-baseline-update"
     entry = "prediction"
     case_type = _PredictedCase
     entry_type = Prediction
@@ -106,7 +105,6 @@ class EmulationStore(RecordedStore[EmulatedRun]):
 
     parent = (EMULATED,)
     what = "a file of figures of an emulated GPU"
-    option = "--gpu-emulate --gpu-baseline-update"
     entry = "run"
     case_type = _EmulatedCase
     entry_type = EmulatedRun

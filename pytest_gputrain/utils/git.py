@@ -48,8 +48,8 @@ class RunInfo:
         Args:
             written: files and folders whose changes are the run's own.
         """
-        commit = _git(root, "rev-parse", "--short=12", "HEAD")
-        if commit and _git(root, "status", "--porcelain", "--untracked-files=no"):
+        commit = git_output(root, "rev-parse", "--short=12", "HEAD")
+        if commit and uncommitted(root):
             commit += "+dirty"
         now = datetime.datetime.now(datetime.UTC)  # noqa: TID251 - the date of the run
         return cls(
@@ -57,8 +57,13 @@ class RunInfo:
             created=now.isoformat(timespec="seconds").replace("+00:00", "Z"),
             commit=commit,
             changes=_changes(root, written) if commit.endswith("+dirty") else "",
-            branch=_git(root, "branch", "--show-current") or (_branch_of_ci() if commit else ""),
+            branch=git_output(root, "branch", "--show-current") or (_branch_of_ci() if commit else ""),
         )
+
+
+def uncommitted(folder: Path) -> bool:
+    """Tell whether tracked files differ from the commit that is checked out."""
+    return bool(git_output(folder, "status", "--porcelain", "--untracked-files=no"))
 
 
 def archive(folder: Path, reference: str) -> bytes:
@@ -67,10 +72,10 @@ def archive(folder: Path, reference: str) -> bytes:
     Raises:
         ValueError: there is no such commit, or no repository.
     """
-    commit = _git(folder, "rev-parse", "--verify", "--end-of-options", f"{reference}^{{commit}}")
+    commit = git_output(folder, "rev-parse", "--verify", "--end-of-options", f"{reference}^{{commit}}")
     if not commit:
         raise ValueError(f"{reference!r} is not a commit of the repository of {folder}; fetch it, or give another")
-    if not _git(folder, "ls-tree", "--name-only", commit):
+    if not git_output(folder, "ls-tree", "--name-only", commit):
         return b""
     files = _output(folder, "archive", "--format=tar", commit)
     if files is None:
@@ -80,7 +85,7 @@ def archive(folder: Path, reference: str) -> bytes:
 
 def files_of_repository(folder: Path) -> list[Path]:
     """Return the files of the repository that ``folder`` lies in, without those that it ignores; none outside of one."""
-    top = _git(folder, "rev-parse", "--show-toplevel")
+    top = git_output(folder, "rev-parse", "--show-toplevel")
     listed = _output(Path(top), "ls-files", "-z", "--cached", "--others", "--exclude-standard") if top else None
     paths = (Path(top, os.fsdecode(name)) for name in (listed or b"").split(b"\0") if name)
     return [path for path in paths if path.exists()]
@@ -107,7 +112,7 @@ def _branch_of_ci() -> str:
 
 def _changes(root: Path, written: Sequence[Path]) -> str:
     """Digest what is not committed; the digest equals no other where git does not tell."""
-    top = Path(_git(root, "rev-parse", "--show-toplevel"))
+    top = Path(git_output(root, "rev-parse", "--show-toplevel"))
     own = [path.resolve().relative_to(top) for path in written if path.resolve().is_relative_to(top)]
     apart = [f":(top,exclude,literal){path}" for path in own if path != Path()]
     diff = _output(root, "diff", "--no-ext-diff", "--no-color", "--full-index", "HEAD", "--", ":/", *apart)
@@ -116,7 +121,7 @@ def _changes(root: Path, written: Sequence[Path]) -> str:
     return hashlib.sha256(diff).hexdigest()[:12] if diff else ""
 
 
-def _git(root: Path, *arguments: str) -> str:
+def git_output(root: Path, *arguments: str) -> str:
     """Return what a git command in ``root`` prints; empty where there is no git or no repository."""
     return (_output(root, *arguments) or b"").decode(errors="surrogateescape").strip()
 

@@ -70,7 +70,7 @@ class AllocationCounter(SharedMode):
                 for part in strided_parts(value):
                     storage = part.untyped_storage()
                     if not self._storages.knows(storage):
-                        self._see(storage, _name(func), tuple(part.shape), part.dtype)
+                        self._see(storage, name_of(func), tuple(part.shape), part.dtype)
         return result
 
     def __enter__(self) -> AllocationCounter:
@@ -109,7 +109,8 @@ def resizes_noted_by(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[N
 
 
 @functools.cache
-def _name(operator: Any) -> str:
+def name_of(operator: Any) -> str:
+    """Return the name of an operator without that of its overload: ``aten.mm``."""
     return str(getattr(operator, "overloadpacket", operator))
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
 
@@ -18,9 +17,10 @@ from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, Out
 from pytest_gputrain.records.emulated import NOT_MADE
 from pytest_gputrain.worker.device import Device
 from pytest_gputrain.worker.emulated_values import tracking
+from pytest_gputrain.worker.memory_recorder import unknown
+from pytest_gputrain.worker.prediction.zero import Kernels
 from pytest_gputrain.worker.untouched_host import UntouchedHost
 
-_MOST_UNKNOWN: Final = 1000
 _NAMED: Final = 2
 """Lines that a note names."""
 
@@ -40,20 +40,11 @@ def training_on_emulated_gpu(case: Case) -> Iterator[None]:
         yield
 
 
-class _InPlace:
-    """DeepSpeed's compiled optimizers, of which all functions work in place and allocate nothing."""
+class _InPlace(Kernels):
+    """DeepSpeed's compiled optimizers, which work in place, allocate nothing, and here compute nothing."""
 
-    def load(self) -> _InPlace:
-        """Return itself, where their builders load a library."""
-        return self
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if name not in _OF_OPTIMIZERS:
-            raise AttributeError(name)
-        return lambda *arguments, **options: None
-
-
-_OF_OPTIMIZERS: Final = frozenset({"multi_tensor_adam", "create_adam", "adam_update", "destroy_adam"})
+    def multi_tensor_adam(self, chunk: int, flag: Any, lists: list[list[Tensor]], *numbers: float) -> None:
+        """Update nothing."""
 
 
 _make: Final = DistributedDataParallel.__init__
@@ -93,7 +84,7 @@ def emulated_reply(reply: Reply | Served, task: Task, device: Device) -> Emulate
             peak_allocated_bytes=reply.peak_allocated_bytes or 0,
             peak_reserved_bytes=peaks.reserved or 0,
             device_used_bytes=peaks.used or 0,
-            not_counted=tuple(_not_counted()),
+            not_counted=tuple(unknown()),
         )
     assert isinstance(reply, OutOfMemory | Crashed), "a worker on an emulated GPU serves nobody, and waits for nobody"
     return reply
@@ -112,7 +103,7 @@ def emulated_run(measured: Measurement, task: Task, device: Device) -> EmulatedR
         model_bytes=measured.model_bytes,
         flops_per_step=measured.flops_per_step,
         recomputed_flops_per_step=measured.recomputed_flops_per_step,
-        not_counted=tuple(_not_counted()),
+        not_counted=tuple(unknown()),
         notes=(*measured.notes, NOT_MADE, *assumed(tracking.report()["dealt"])),
     )
 
@@ -143,14 +134,3 @@ def read_as_zeros(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
 
 def _places(happened: Sequence[Mapping[str, str | int]]) -> str:
     return ", ".join(f"{one['what']} at {one['where']}" for one in happened[:_NAMED])
-
-
-def _not_counted() -> Iterator[str]:
-    """Yield the memory of libraries that the stand-ins know nothing of."""
-    at = ctypes.CDLL(None).gputrain_unknown_at
-    at.restype = ctypes.c_char_p
-    for number in range(_MOST_UNKNOWN):
-        text: bytes | None = at(number)
-        if text is None:
-            return
-        yield text.decode()

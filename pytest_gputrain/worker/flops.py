@@ -199,11 +199,9 @@ def _own_formulas() -> dict[Any, Any]:
     aten = torch.ops.aten
     formulas: dict[Any, Any] = {}
     for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"):
-        forward, backward = f"_scaled_dot_product_{name}", f"_scaled_dot_product_{name}_backward"
-        if hasattr(aten, forward) and hasattr(aten, backward):
-            formulas |= {getattr(aten, forward): _attention, getattr(aten, backward): _attention_backward}
-    if hasattr(aten, "_grouped_mm"):
-        formulas[aten._grouped_mm] = _grouped_product
+        formulas[getattr(aten, f"_scaled_dot_product_{name}")] = _attention
+        formulas[getattr(aten, f"_scaled_dot_product_{name}_backward")] = _attention_backward
+    formulas[aten._grouped_mm] = _grouped_product
     if "bitsandbytes" in sys.modules:
         for name in ("gemm_4bit", "gemv_4bit"):
             if hasattr(torch.ops.bitsandbytes, name):

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 
 from pytest_gputrain.records import Task
 from pytest_gputrain.utils.units import KiB, MiB, format_bytes
-from pytest_gputrain.worker.allocations import strided_parts, wraps
+from pytest_gputrain.worker.allocations import name_of, strided_parts, wraps
 from pytest_gputrain.worker.checks import CheckFailed, local
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.loop import Steps
@@ -72,11 +72,8 @@ class Growth:
         def see(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._optimizers.add(optimizer)
 
-        hook = register_optimizer_step_pre_hook(see)
-        try:
+        with register_optimizer_step_pre_hook(see):
             yield
-        finally:
-            hook.remove()
 
     def count(self, training: Trainable, allocated: Callable[[], int], begin_step: Callable[[], None]) -> Steps:
         """Have the counted rounds run: the first makes the optimizer's states, the second finds them there.
@@ -228,10 +225,8 @@ class _Makers(SharedMode):
         given = {storage._cdata for _, storage in _storages((args, kwargs))}
         for tensor, storage in _storages(result):
             if storage._cdata not in given:
-                operator = str(getattr(func, "overloadpacket", func))
-                maker = _Maker(
-                    operator, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), self._lines.current()
-                )
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                maker = _Maker(name_of(func), tuple(tensor.shape), dtype, self._lines.current())
                 # A storage that was made where a freed one had been takes its place.
                 self._rounds[-1][storage._cdata] = weakref.ref(storage), maker, storage.nbytes()
         return result

@@ -21,7 +21,7 @@ class ThreadOperators:
     """The operators that ran on each thread, by the number of the thread in the operating system.
 
     Attributes:
-        operators: the names of the operators of each thread, in no particular order; empty if this torch cannot report them.
+        operators: the names of the operators of each thread, in no particular order; empty if torch did not report them.
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,7 @@ class ThreadOperators:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Provide a context that records its operators."""
-        try:
-            config = _ExperimentalConfig(profile_all_threads=True)
-        except TypeError:  # before torch 2.7
-            yield
-            return
+        config = _ExperimentalConfig(profile_all_threads=True)
         os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
         with profiler.profile(use_cpu=True, use_kineto=True, experimental_config=config) as profiled:
             yield

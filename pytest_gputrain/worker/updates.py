@@ -54,12 +54,8 @@ class Updates:
         def see(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._rounds.setdefault(optimizer, Counter())[self._steps // self._steps_of_round] += 1
 
-        with mock.patch.object(Optimizer, "__init__", noting):
-            hook = register_optimizer_step_pre_hook(see)
-            try:
-                yield
-            finally:
-                hook.remove()
+        with mock.patch.object(Optimizer, "__init__", noting), register_optimizer_step_pre_hook(see):
+            yield
 
     def during(self, steps: Steps) -> Steps:
         """Yield what ``steps`` does, and check after the last step how often optimizers stepped.

@@ -102,7 +102,7 @@ SENSELESS = {
     "gpu_limit(memory=True)": "gpu_limit on test_it: memory: True is not an amount of memory; *",
     "gpu_limit(memory='0 GiB')": "gpu_limit on test_it: memory='0 GiB' lets nothing pass; state more *",
     "gpu_limit(time=float('inf'))": "gpu_limit on test_it: time: inf is not a time; *",
-    "gpu_limit(step='1 s')": "gpu_limit on test_it: step= is called time=; write that, as @pytest.mark.gpu_limit(*",
+    "gpu_limit(step='1 s')": "gpu_limit on test_it knows no 'step'; it takes memory and time, as @pytest.mark.gpu_limit(*",
     "gpu_limit(memroy='1GiB')": "gpu_limit on test_it knows no 'memroy' (did you mean 'memory'?); it takes *",
     "gpu_limit('24 GiB')": "gpu_limit on test_it takes memory= and time=, as @pytest.mark.gpu_limit(memory=*",
     "gpu_limit()": "gpu_limit on test_it takes memory= and time=, as @pytest.mark.gpu_limit(memory=*",

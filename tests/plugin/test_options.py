@@ -32,20 +32,21 @@ def test_the_help_has_each_option_of_the_command_line_once_with_its_opposite_and
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--gpu-nodes=2"], "--gpu-nodes is set in the ini file now: gpu_nodes = 2, or -o gpu_nodes=2 for one run"),
-        (["--gpu-nodes", "2"], "--gpu-nodes is set in the ini file now: gpu_nodes = 2, or *"),
-        (["--gpu-nodes"], "--gpu-nodes is set in the ini file now: *"),
-        (["--gpu-fleet", "test_tuning.py"], "--gpu-fleet is --gpu-executor=test_tuning.py now"),
-        (["--gpu-dry-run", "test_tuning.py"], "--gpu-dry-run is --gpu-predict now"),
+        (["--gpu-nodes=2"], "--gpu-nodes is set in the ini file: gpu_nodes = 2, or -o gpu_nodes=2 for one run"),
+        (["--gpu-nodes", "2"], "--gpu-nodes is set in the ini file: gpu_nodes = 2, or *"),
+        (["--gpu-nodes"], "--gpu-nodes is set in the ini file: *"),
+        (["--gpu-nodes", "test_tuning.py"], "--gpu-nodes is set in the ini file: gpu_nodes = test_tuning.py, or *"),
     ],
 )
-def test_a_flag_that_went_is_refused_with_its_heir(suite: Project, words: list[str], sentence: str) -> None:
+def test_the_flag_of_a_setting_of_the_ini_file_is_refused(suite: Project, words: list[str], sentence: str) -> None:
     assert_refused(suite, sentence, *words)
     suite.ini(f"addopts = {' '.join(words)}")
     assert_refused(suite, sentence)
 
 
-@pytest.mark.parametrize("abbreviated", ["--gpu-node=2", "--gpu-fleet-arg=x", "--gpu-dry", "--gpu-stric", "--no-gpu-stric"])
+@pytest.mark.parametrize(
+    "abbreviated", ["--gpu-node=2", "--gpu-fleet-arg=x", "--gpu-predic", "--gpu-stric", "--no-gpu-stric"]
+)
 def test_an_abbreviation_is_no_option(suite: Project, abbreviated: str) -> None:
     result = suite.run(abbreviated)
     assert result.ret == pytest.ExitCode.USAGE_ERROR

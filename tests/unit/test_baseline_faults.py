@@ -27,8 +27,8 @@ DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)
 MEASURED, PREDICTED = KINDS
 ENTRIES = {KEY: baseline(baseline_run())}
 MORE = {f"{KEY}-steps={steps}": baseline(baseline_run(step_seconds=(1.0,) * 99)) for steps in range(9)}
-OLD, *SAMPLES = sorted((Path(__file__).parent / "samples").iterdir())
-"""The first is of the format that no version reads, the others are of those that all versions do."""
+SAMPLES = sorted((Path(__file__).parent / "samples").iterdir())
+"""Files of each format that this version reads."""
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
@@ -126,7 +126,7 @@ def test_no_count_is_negative(kind: Kind, tmp_path: Path, file: Path) -> None:
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_what_earlier_versions_wrote_is_read_and_kept_by_an_update(tmp_path: Path, sample: Path) -> None:
     """A folder is named after its format, and after the version that wrote it where there were several."""
-    assert {int(each.name.split("-")[1]) for each in [*SAMPLES, OLD]} == {*range(1, FORMAT + 1)}
+    assert {int(each.name.split("-")[1]) for each in SAMPLES} == {*range(2, FORMAT + 1)}, "format 1 was never released"
     assert [result.key for result in read_report(sample / "report.json").results] == [KEY, "other", "third"]
     read = History([sample / "history.jsonl"], ["median_step_seconds", "peak_allocated_bytes"], Filter(), pytest.fail)
     assert sorted(subject.key for subject in read.series) == [KEY, "other", "third"]
@@ -137,20 +137,6 @@ def test_what_earlier_versions_wrote_is_read_and_kept_by_an_update(tmp_path: Pat
     for kind in KINDS:
         kind.update(tmp_path / "baselines", {"new": kind.record})
     assert [kind.get(tmp_path / "baselines", KEY) for kind in KINDS] == before
-
-
-def test_format_1_is_refused_with_what_to_do(kind: Kind, tmp_path: Path) -> None:
-    path = kind.file(tmp_path)
-    path.parent.mkdir(parents=True)
-    shutil.copy(OLD / "llm.json", path)
-    assert _refusal(kind, tmp_path) == (
-        f"{path} has format 1, which was written before 0.1.0; delete it and record it again with {kind.store.option}"
-    )
-    with pytest.raises(BaselineError, match=r"has format 1, .* run again with --gpu-json"):
-        read_report(path)
-    path.unlink()
-    kind.update(tmp_path, {KEY: kind.record})
-    assert kind.get(tmp_path, KEY) == kind.record
 
 
 def test_a_read_only_file_stays(kind: Kind, tmp_path: Path, file: Path) -> None:

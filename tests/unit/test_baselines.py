@@ -246,7 +246,6 @@ NUMBERS: dict[str, list[Any]] = {
     "environment": [1],
 }
 OF_BOTH: list[tuple[tuple[Any, ...], Any]] = [
-    ((*IN_CASE, "case"), {"model": "m", "precision": "fp16"}),
     ((*IN_CASE, "scale"), "huge"),
     ((*IN_CASE, "scale"), "tiny"),
 ]

@@ -103,7 +103,6 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "without runs": (of_case(runs=[]), f'"{CASE}": {{'),
     "of another scale": (of_case(scale="tiny"), f'"{CASE}": {{'),
     "without its case": (lambda file: file["cases"][str(CASE)].pop("case"), f'"{CASE}": {{'),
-    "a word of another name": (lambda file: file["cases"][str(CASE)]["case"].update(precision="fp16"), f'"{CASE}": {{'),
     "no environments": (lambda file: file["environments"].clear(), f'"{CASE}": {{'),
     "a bad environment": (lambda file: next(iter(file["environments"].values())).update(packages=5), "device_name"),
 }

@@ -11,7 +11,6 @@ from unit_examples import CASE, SETTINGS, crashed, gpu_environment, measurement,
 from pytest_gputrain.cli.failing import VERDICTS
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.records import Case, Result
-from pytest_gputrain.records.study import LossCurve
 from pytest_gputrain.report import json_report
 from pytest_gputrain.utils.units import GiB
 
@@ -86,15 +85,3 @@ def test_what_is_said_and_what_fails(compare: Compare, snapshot: Any, what: str)
     rows = [" ".join(line.split()) for line in out.splitlines()[3:]]
     said = [row for row in rows if "batch_size" not in row or " in doubt: " in row or re.search("size=[56] ", row)]
     assert {"fails": ", ".join(fails), "said": said} == snapshot
-
-
-@pytest.mark.parametrize("where", ["case", "curve"])
-def test_a_report_with_a_precision_of_another_name_is_refused(compare: Compare, where: str) -> None:
-    curve = LossCurve(precision="fp16", outcome="recorded", losses=(1.0,))
-    named = result(loss_curves=(curve,)) if where == "curve" else measured(1.0, case=CASE.replace(precision="fp16"))
-    code, out, err = compare([named], [BASE])
-    assert (code, out) == (2, "")
-    assert err.endswith(
-        f"a.json names in {named.key} the precision 'fp16', which is called 'fp16-amp' (autocast over weights in fp32); "
-        "write the report again\n"
-    )

@@ -112,6 +112,14 @@ def test_odd_replies_of_a_driver_are_understood(tmp_path: Path) -> None:
             assert len(drivers.gpus()) == 2, "a library that cannot be closed says nothing"
 
 
+def test_a_damaged_count_is_not_counted_up_to(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match=r"changed\.json has replies that no driver gives .* were not recorded"),
+        replayed(_changed(tmp_path, "nvidia-mig", "nvmlDeviceGetMaxMigDeviceCount", {"reply": 2**63})),
+    ):
+        drivers.gpus()
+
+
 @machine("amd-mi300x-x2")
 @pytest.mark.parametrize(
     ("environ", "shown"),

@@ -201,7 +201,6 @@ def test_a_damaged_table_is_told_by_file_and_place(tmp_path: Path, snapshot: Sna
         "low below its rounding": lambda it: _speed(it).update(low=0.001),
         "no rounding": lambda it: _speed(it).update(rounding=0),
         "a row twice": lambda it: it["rows"].append(it["rows"][0]),
-        "an old precision": lambda it: it["rows"][0]["case"].update(precision="fp16"),
         "an outcome": lambda it: it["rows"][0].update(outcome="fine"),
         "an earlier format": lambda it: it.update(format=1),
         "a later format": lambda it: it.update(format=99),

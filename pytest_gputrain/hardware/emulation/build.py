@@ -39,7 +39,7 @@ CORE: Final = "libgputrain_emulated.so"
 _CORE_SOURCES: Final = ("gpus.c", "memory.c", "threads.c", "values.c")
 
 _MANIFEST: Final = "manifest.json"
-_COMPILERS: Final = ("cc", "gcc", "clang")
+COMPILERS: Final = ("cc", "gcc", "clang")
 _FLAGS: Final = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-D_GNU_SOURCE")
 _SECONDS: Final = 120.0
 """The time limit of the compiler for one library; it takes less than one second."""
@@ -176,7 +176,7 @@ def find_compiler() -> list[str]:
         if shutil.which(chosen[0]) is None:
             raise CannotEmulate(f"CC names the C compiler {chosen[0]}, which is not installed; unset CC or install it")
         return chosen
-    for name in _COMPILERS:
+    for name in COMPILERS:
         if path := shutil.which(name):
             return [path]
     raise CannotEmulate(

@@ -76,6 +76,16 @@ def find_torch() -> Torch:
     return read_torch(Path(spec.origin).parent)
 
 
+def version_file(folder: Path) -> dict[str, str]:
+    """Return ``__version__``, ``cuda`` and ``hip`` of the torch in this folder, those that its file of versions has.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    text = (folder / "version.py").read_text()
+    return dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*= *'([^']*)'", text, re.MULTILINE))
+
+
 def read_torch(folder: Path) -> Torch:
     """Read of which versions the torch in this folder is.
 
@@ -83,13 +93,12 @@ def read_torch(folder: Path) -> Torch:
         CannotEmulate: it is no CUDA build.
     """
     try:
-        text = (folder / "version.py").read_text()
+        about = version_file(folder)
     except OSError as error:
         raise CannotEmulate(f"torch in {folder} does not say its version: {error.strerror}") from None
-    version = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
-    cuda = re.search(r"^cuda\b[^=\n]*= '(\d+)\.(\d+)'", text, re.MULTILINE)
+    version, cuda = about.get("__version__"), re.fullmatch(r"(\d+)\.(\d+)", about.get("cuda", ""))
     if version is None or cuda is None or not (folder / "lib" / "libtorch_cuda.so").exists():
-        name = f"torch {version[1]}" if version else "torch"
+        name = f"torch {version}" if version else "torch"
         raise CannotEmulate(
             f"{name} in {folder} is not a CUDA build; install PyPI's torch for Linux, which is one, in a new environment "
             "(its nvidia-* packages are not needed, so they may be left out)"
@@ -97,7 +106,7 @@ def read_torch(folder: Path) -> Torch:
     requires = _requirements(folder)
     return Torch(
         folder=folder,
-        version=version[1],
+        version=version,
         cuda=(int(cuda[1]), int(cuda[2])),
         cudnn=_pinned(requires, "nvidia-cudnn", (9, 10, 2)),
         nccl=_pinned(requires, "nvidia-nccl", (2, 27, 5)),

@@ -23,7 +23,6 @@ from pytest_gputrain.records import (
     Measurement,
     MetricName,
     Predicted,
-    Report,
     Result,
     UnmeasuredResult,
     knob_text,
@@ -262,10 +261,13 @@ def environment_summaries(results: Sequence[Result]) -> list[EnvironmentSummary]
 
 def _summary_of(members: Sequence[Result]) -> EnvironmentSummary:
     if predicted := of_kind(members, Predicted):
-        return _predicted_summary(predicted)
-    if emulated := of_kind(members, Emulated):
-        return _emulated_summary(emulated)
-    return _measured_summary(members)
+        facts = _predicted_facts(predicted)
+    elif emulated := of_kind(members, Emulated):
+        facts = _emulated_facts(emulated)
+    else:
+        facts = _measured_facts(members)
+    known = {name: fact for name, fact in facts.items() if fact}
+    return EnvironmentSummary(title=members[0].device, facts=known, cases=len(members))
 
 
 def _key(*records: object) -> bytes:
@@ -278,11 +280,11 @@ def _environments(results: Sequence[Result]) -> list[Environment]:
     return [environment for environment in candidates if environment is not None]
 
 
-def _measured_summary(results: Sequence[Result]) -> EnvironmentSummary:
+def _measured_facts(results: Sequence[Result]) -> dict[str, str]:
     environments = _environments(results)
     first = environments[0]
     memory = first.device_memory_bytes
-    facts = {
+    return {
         "Device": first.device_name,
         "Memory of one": format_bytes(memory) if memory else "",
         "Processes of a case": _several(environment.device_count for environment in environments),
@@ -305,20 +307,17 @@ def _measured_summary(results: Sequence[Result]) -> EnvironmentSummary:
         "Python": first.python,
         **dict(sorted(first.packages.items())),
     }
-    return EnvironmentSummary(
-        title=results[0].device, facts={name: fact for name, fact in facts.items() if fact}, cases=len(results)
-    )
 
 
 def _several(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(set(numbers))))
 
 
-def _predicted_summary(results: Sequence[Predicted]) -> EnvironmentSummary:
+def _predicted_facts(results: Sequence[Predicted]) -> dict[str, str]:
     predictions = [result.figures for result in results if result.figures is not None]
     target = predictions[0].target
     memory = target.memory_bytes
-    facts = {
+    return {
         "Predicted for": target.marker,
         "Memory of one": format_bytes(memory) if memory else "",
         "Attention": target.attention,
@@ -326,47 +325,13 @@ def _predicted_summary(results: Sequence[Predicted]) -> EnvironmentSummary:
             sorted({name: version for prediction in predictions for name, version in prediction.packages.items()}.items())
         ),
     }
-    return EnvironmentSummary(
-        title=results[0].device, facts={name: fact for name, fact in facts.items() if fact}, cases=len(results)
-    )
 
 
-def _emulated_summary(results: Sequence[Emulated]) -> EnvironmentSummary:
+def _emulated_facts(results: Sequence[Emulated]) -> dict[str, str]:
     first = next(run for result in results if (run := result.figures) is not None)
-    facts = {
+    return {
         "Emulated": first.device_name,
         "Memory of one": format_bytes(first.device_memory_bytes),
         "Runtime": first.runtime or "",
         **dict(sorted(first.packages.items())),
     }
-    return EnvironmentSummary(
-        title=results[0].device, facts={name: fact for name, fact in facts.items() if fact}, cases=len(results)
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReportHeader:
-    """The header of a report: when, from which code and by which command it was made."""
-
-    created: str
-    commit: str
-    branch: str
-    generator: str
-    arguments: str
-    exit_status: int
-    notes: tuple[str, ...]
-
-
-def report_headers(reports: Sequence[Report]) -> list[ReportHeader]:
-    return [
-        ReportHeader(
-            created=report.created,
-            commit=report.commit,
-            branch=report.branch,
-            generator=report.generator,
-            arguments=" ".join(report.arguments),
-            exit_status=report.exit_status,
-            notes=report.notes,
-        )
-        for report in reports
-    ]

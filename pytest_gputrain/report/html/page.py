@@ -98,7 +98,7 @@ def page(reports: Sequence[Report], history_trends: HistoryTrends | None = None,
     return _rendered(
         charts,
         figures,
-        report_headers=cases.report_headers(reports),
+        reports=reports,
         cases=cases.gathered(results),
         environments=cases.environment_summaries(results),
         cards=cards,
@@ -144,7 +144,7 @@ def _rendered(charts: Charts, figures: Mapping[str, Sequence[CaptionedChart]], *
     from pytest_gputrain.report.html import cases
 
     environment = templates()
-    absent = {"cases": cases.gathered([]), "report_headers": [], "environments": [], "cards": []}
+    absent = {"cases": cases.gathered([]), "reports": [], "environments": [], "cards": []}
     css = f"{source(environment, 'page.css')}\n{charts.css}\n"
     script = source(environment, "page.js")
     text = environment.get_template("page.html").render(

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-from pytest_gputrain.cases.validation import renamed
 from pytest_gputrain.records import FORMAT, Case, HistoryLine
 from pytest_gputrain.storage.history import HistoryError, read
 from pytest_gputrain.utils.files import UNREADABLE
@@ -102,7 +101,7 @@ class History:
         fields = [("date", Annotated[datetime, msgspec.Meta(tz=True)]), *((name, str) for name in _NAMES)]
         point: Any = msgspec.defstruct(
             "Point",
-            [("format", int), *fields, ("precision", str, ""), *((metric, float | None, None) for metric in metrics)],
+            [("format", int), *fields, *((metric, float | None, None) for metric in metrics)],
         )
         series_by_branch: dict[tuple[str, Subject], Series | None] = {}
         lines = end = 0
@@ -114,10 +113,10 @@ class History:
             for offset, line in read(path, point, warn):
                 lines += 1
                 if line.format != FORMAT:
-                    raise HistoryError(f"{path} has lines of format {line.format}, {_why_not_read(line.format)}")
-                if name := renamed("precision", line.precision):
-                    remedy = "write that in its lines' key and precision, or remove them"
-                    raise HistoryError(f"{path} names in {line.key} {name}; {remedy}")
+                    newer = "; update pytest-gputrain" if line.format > FORMAT else ""
+                    raise HistoryError(
+                        f"{path} has lines of format {line.format}, this version reads format {FORMAT}{newer}"
+                    )
                 branch_subject = (line.branch, Subject(line.suite, line.key, line.device))
                 if branch_subject not in series_by_branch:
                     series_by_branch[branch_subject] = Series.empty(metrics) if wanted.wants(line.key, line.device) else None
@@ -154,12 +153,6 @@ class History:
         except (OSError, *UNREADABLE) as error:
             raise HistoryError(f"{self._paths[file]} changed while it was read: {error}; try again") from None
         return fields
-
-
-def _why_not_read(version: int) -> str:
-    if version == 1:
-        return "which were written before 0.1.0; remove them, or give --gpu-history another file"
-    return f"this version reads format {FORMAT}{'; update pytest-gputrain' if version > FORMAT else ''}"
 
 
 _NAMES: Final = ("suite", "key", "device", "branch")

@@ -51,9 +51,8 @@ def temporaries(target: Target) -> dict[Any, Temporaries]:
     sizes_of |= sums
     sizes_of[_ATEN.convolution_backward] = functools.partial(_convolution_backward, sums[_ATEN.sum])
     sizes_of |= attention.temporaries()
-    four_bits = getattr(torch.ops, "bitsandbytes", None)
-    if four_bits is not None and hasattr(four_bits, "gemm_4bit"):
-        sizes_of[four_bits.gemm_4bit] = _unpacked
+    if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        sizes_of[torch.ops.bitsandbytes.gemm_4bit] = _unpacked
     return sizes_of
 
 
