@@ -61,7 +61,7 @@ class Nvidia:
         self._nvml = nvml
 
     def gpus(self) -> tuple[Gpu, ...]:
-        driver = _text(self._nvml.nvmlSystemGetDriverVersion())
+        driver = self._nvml.nvmlSystemGetDriverVersion()
         listed: list[Gpu] = []
         for index, handle, fault in self._each():
             try:
@@ -97,8 +97,8 @@ class Nvidia:
             described.append(
                 Gpu(
                     index=index,
-                    uuid=_text(self._nvml.nvmlDeviceGetUUID(part)),
-                    name=_text(self._nvml.nvmlDeviceGetName(part)),
+                    uuid=self._nvml.nvmlDeviceGetUUID(part),
+                    name=self._nvml.nvmlDeviceGetName(part),
                     memory_bytes=0 if memory is None else int(memory.total),
                     driver=driver,
                     power_limit_watts=None if limit is None else limit / 1000,
@@ -270,7 +270,3 @@ def _fault(error: Exception) -> HardwareError:
         f"the NVIDIA driver failed to describe its GPUs ({error}); see what nvidia-smi says, or leave them alone with "
         "--gpu-platform=cpu"
     )
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

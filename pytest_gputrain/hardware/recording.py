@@ -123,8 +123,10 @@ class Replay(types.ModuleType):
     """Its GPUs have no files here."""
 
     def __init__(self, recording: Any) -> None:
-        """Raises:
-        ValueError: it is no recording.
+        """Make the library of a recording.
+
+        Raises:
+            ValueError: it is no recording.
         """
         try:
             sound = msgspec.convert(recording, _Recording)

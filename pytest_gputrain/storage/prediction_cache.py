@@ -58,7 +58,7 @@ class PredictionCache:
     @staticmethod
     def _forget_old(folder: Path) -> None:
         """Delete predictions of code and libraries that nobody has any more."""
-        now = time.time()
+        now = time.time()  # noqa: TID251 - as the files' dates
         for path in folder.glob("*.json"):
             if now - path.stat().st_mtime > KEPT_SECONDS:
                 path.unlink()

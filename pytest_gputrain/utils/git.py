@@ -51,7 +51,7 @@ class RunInfo:
         commit = git_output(root, "rev-parse", "--short=12", "HEAD")
         if commit and uncommitted(root):
             commit += "+dirty"
-        now = datetime.datetime.now(datetime.UTC)
+        now = datetime.datetime.now(datetime.UTC)  # noqa: TID251 - the date of the run
         return cls(
             id=uuid.uuid4().hex[:12],
             created=now.isoformat(timespec="seconds").replace("+00:00", "Z"),

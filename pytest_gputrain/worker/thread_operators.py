@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess  # noqa: TID251 - it only starts processes
 from pathlib import Path
 from typing import Final
 from unittest import mock

@@ -178,16 +178,7 @@ def test_results_that_no_table_shows_are_told_in_one_line(
     assert err.count("\n") == 1
 
 
-def test_markdown_rows_have_the_cells_of_their_header(capsys: pytest.CaptureFixture[str], written: Any) -> None:
-    _, out, _ = run(capsys, written(measured(LLAMA)), "--published", "--format", "markdown")
-    lines = out.splitlines()
-    rules = [number for number, line in enumerate(lines) if line.startswith("| --- |")]
-    assert len(rules) == sum(len(table.platforms) for table in STORE.tables)
-    for rule in rules:
-        table = [lines[rule - 1]]
-        table += lines[rule : next(at for at in range(rule, len(lines) + 1) if at == len(lines) or not lines[at])]
-        assert len({line.replace("\\|", "").count("|") for line in table}) == 1
-    assert "| Llama 3.1 8B \\*\\* | QLoRA | H100 x 1 |" in out
+def test_cells_in_markdown_are_escaped() -> None:
     odd = render([TextTable(title="t", headers=("h",), rows=(("a | *b* `c` <br> [d](e)\nf",),))], "markdown")
     assert r"| a \| \*b\* \`c\` \<br\> \[d\](e) f |" in odd
 

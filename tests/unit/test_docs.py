@@ -12,7 +12,6 @@ import reference_pages
 
 import pytest_gputrain
 from pytest_gputrain.cases.validation import METHODS, PRECISIONS
-from pytest_gputrain.cli.main import COMMANDS
 from pytest_gputrain.plugin.hooks import __all__ as FIXTURES
 from pytest_gputrain.plugin.markers import _KEYWORDS as KEYWORDS
 
@@ -112,15 +111,6 @@ def test_every_field_of_the_api_has_a_meaning() -> None:
     rows = [row for page in API for row in page.read_text().splitlines() if row.startswith("| `")]
     assert len(rows) > 400
     assert [row for row in rows if row.endswith("|  |")] == []
-
-
-def test_the_reference_of_the_command_has_every_argument() -> None:
-    page = (DOCS / "cli.md").read_text()
-    for name, module in COMMANDS.items():
-        section = page.partition(f"## `gputrain {name}`\n")[2].partition("\n## ")[0]
-        added = re.findall(r"\.add_argument\(\s*\"([\w-]+)\"", Path(str(module.__file__)).read_text())
-        assert [argument for argument in added if argument.startswith("-") and f"{argument}" not in section] == []
-        assert section, name
 
 
 def test_the_accuracy_of_predictions_is_that_of_the_recorded_figures() -> None:

@@ -303,34 +303,9 @@ def test_what_the_runtime_says_without_a_gpu_of_graphs_and_of_kernels(call):
     assert call("count = c_int(7); print(runtime.cudaGetDeviceCount(byref(count)), count.value)", devices=0) == ["100", "0"]
 
 
-@pytest.mark.parametrize("marker", boards.emulated_markers())
-def test_the_runtime_tells_what_the_catalog_has(call, marker):
-    chosen = boards.board(marker)
-    attributes = {16: chosen.multiprocessors, 75: chosen.capability[0], 76: chosen.capability[1]}
-    printed = call(
-        f"""
-        name = ctypes.create_string_buffer(256)
-        driver.cuDeviceGetName(name, 256, 0)
-        values = []
-        for attribute in {list(attributes)}:
-            value = c_int()
-            runtime.cudaDeviceGetAttribute(byref(value), attribute, 0)
-            values.append(value.value)
-        print(*values, memory()[1], name.value.decode())
-        """,
-        marker=marker,
-    )
-    assert list(map(int, printed[:4])) == [*attributes.values(), chosen.memory_bytes]
-    assert " ".join(printed[4:]) == chosen.name
-
-
-def test_stand_ins_are_known_by_a_symbol_and_their_sources_begin_with_a_comment(built):
+def test_stand_ins_are_known_by_a_symbol(built):
     with Elf(built / build.CORE) as library:
         assert "gputrain_emulated_gpu" in library.defined()
-    sources = sorted(build.SOURCES.glob("*.[ch]"))
-    assert len(sources) > 10
-    assert [path.name for path in sources if not path.read_text().startswith("// ")] == []
-    assert [path.name for path in sources if max(map(len, path.read_text().splitlines())) > 125] == []
 
 
 HEADERS = {"nvidia/cu13/include/driver_types.h": "13000", "nvidia/cuda_runtime/include/driver_types.h": "12080"}

@@ -108,17 +108,16 @@ def test_a_library_for_another_cuda_is_left_out(site, tmp_path):
     assert "lib12.so" not in names
 
 
-@pytest.mark.parametrize(("package", "version"), [("nvidia-cudnn", (9, 20, 0)), ("nvidia-nccl", (2, 29, 7))])
-def test_versions_are_those_that_torch_asks_for(tmp_path, package, version):
+def test_versions_of_cudnn_and_nccl_are_those_that_torch_asks_for(tmp_path):
+    (tmp_path / "torch" / "lib").mkdir(parents=True)
+    (tmp_path / "torch" / "lib" / "libtorch_cuda.so").touch()
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n")
     folder = tmp_path / "torch-2.13.0.dist-info"
     folder.mkdir()
-    (folder / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\nRequires-Dist: numpy\n"
-        'Requires-Dist: nvidia-cudnn-cu13==9.20.0.48; platform_system == "Linux"\nRequires-Dist: nvidia-nccl-cu13==2.29.7\n'
-    )
-    requirements = libraries._requirements(tmp_path / "torch")
-    assert libraries._pinned(requirements, package, (0, 0, 0)) == version
-    assert libraries._pinned([], package, (1, 2, 3)) == (1, 2, 3)
+    for asked in ("cudnn-cu13==9.20.0.48", "nccl-cu13==2.29.7"):
+        (folder / "METADATA").write_text(f"Name: torch\nRequires-Dist: numpy\nRequires-Dist: nvidia-{asked}\n")
+        torch = libraries.read_torch(tmp_path / "torch")
+        assert (torch.cudnn, torch.nccl) == (((9, 20, 0), (2, 27, 5)) if "cudnn" in asked else ((9, 10, 2), (2, 29, 7)))
 
 
 @pytest.fixture

@@ -247,15 +247,6 @@ def test_a_file_without_line_ends_is_refused_early(tmp_path: Path, monkeypatch: 
         list(read(path, HistoryLine, _refuse))
 
 
-def test_keys_that_are_not_asked_for_and_those_of_later_versions_are_passed_over(tmp_path: Path) -> None:
-    class Wanted(msgspec.Struct):
-        session: str
-
-    path = tmp_path / "history.jsonl"
-    path.write_text('{"session": "a", "of_the_future": {"nested": [1]}}\n{"session": "b"}')
-    assert list(read(path, Wanted, _refuse)) == [(0, Wanted("a")), (51, Wanted("b"))]
-
-
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """On branch ``trunk``, without variables of this machine's CI."""

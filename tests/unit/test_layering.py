@@ -248,20 +248,3 @@ def test_no_two_test_modules_share_a_name() -> None:
     names = [path.name for folder in ("tests", "benchmarks") for path in REPOSITORY.glob(f"{folder}/**/test_*.py")]
     assert len(names) > 50
     assert sorted(names) == sorted(set(names))
-
-
-def test_wall_clocks_are_read_only_for_the_date_of_a_run() -> None:
-    """They jump: no duration and no time-out may hang on one."""
-    of_walls = {("time", name) for name in ("time", "time_ns", "localtime", "gmtime", "ctime")}
-    of_walls |= {(name, method) for name in ("datetime", "date") for method in ("now", "utcnow", "today")}
-    clocks = set()
-    for module, path in SOURCES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
-                owner = node.value.id if isinstance(node.value, ast.Name) else node.value.attr
-                if (owner, node.attr) in of_walls:
-                    clocks.add((module, node.attr))
-            elif isinstance(node, ast.ImportFrom) and node.module == "time":
-                clocks |= {(module, alias.name) for alias in node.names if ("time", alias.name) in of_walls}
-    # And for the age of a file that may be forgotten.
-    assert clocks == {("pytest_gputrain.utils.git", "now"), ("pytest_gputrain.storage.prediction_cache", "time")}

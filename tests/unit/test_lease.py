@@ -44,8 +44,6 @@ class Process:
         command = [sys.executable, "-c", PRELUDE + code, str(folder), str(gpus), str(count)]
         # Without buffers: what a buffer holds, select does not see.
         self.process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
 
     def says_nothing(self, seconds: float) -> bool:

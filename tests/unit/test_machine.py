@@ -32,10 +32,9 @@ Driver = Callable[..., list[str]]
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Puts an NVML with these GPUs in the place of pynvml, and returns the calls that open and close it."""
 
-    def install(*gpus: tuple[str, str, int], as_bytes: bool = False, loaded: bool = True) -> list[str]:
+    def install(*gpus: tuple[str, str, int], loaded: bool = True) -> list[str]:
         calls: list[str] = []
         nvml: Any = types.ModuleType("pynvml")
-        encode = str.encode if as_bytes else str
 
         class NVMLError(Exception):
             value = 9
@@ -50,11 +49,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         nvml.NVMLError = NVMLError
         nvml.nvmlInit = init
         nvml.nvmlShutdown = lambda: calls.append("shutdown")
-        nvml.nvmlSystemGetDriverVersion = lambda: encode("580.10")
+        nvml.nvmlSystemGetDriverVersion = lambda: "580.10"
         nvml.nvmlDeviceGetCount = lambda: len(gpus)
         nvml.nvmlDeviceGetHandleByIndex = lambda index: gpus[index]
-        nvml.nvmlDeviceGetUUID = lambda gpu: encode(gpu[0])
-        nvml.nvmlDeviceGetName = lambda gpu: encode(gpu[1])
+        nvml.nvmlDeviceGetUUID = lambda gpu: gpu[0]
+        nvml.nvmlDeviceGetName = lambda gpu: gpu[1]
         nvml.nvmlDeviceGetMemoryInfo = lambda gpu: types.SimpleNamespace(total=gpu[2], free=gpu[2] - GiB)
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
         return calls
@@ -70,9 +69,8 @@ def _detect(visible: str | None = None, **how: Any) -> Machine:
     return detect(environ={} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, **how)
 
 
-@pytest.mark.parametrize("as_bytes", [False, True], ids=["text", "bytes of older bindings"])
-def test_a_gpu_is_as_its_driver_describes_it(driver: Driver, as_bytes: bool) -> None:
-    calls = driver(H200, as_bytes=as_bytes)
+def test_a_gpu_is_as_its_driver_describes_it(driver: Driver) -> None:
+    calls = driver(H200)
     machine = _detect()
     (gpu,) = machine.gpus
     assert (gpu.index, gpu.uuid, gpu.name, gpu.memory_bytes, gpu.driver) == (0, *H200, "580.10")

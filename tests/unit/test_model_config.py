@@ -165,7 +165,6 @@ _VALUES = st.recursive(
 @example(content=b'{"model_type": "", "_class_name": []}')
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(content=st.binary(max_size=64) | st.dictionaries(_KEYS, _VALUES).map(lambda config: json.dumps(config).encode()))
-@example(content=b'{"model_type": "", "_class_name": null}')
 def test_any_content_is_a_case_or_one_sentence(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "any.json").write_bytes(content)
     case, complaint = None, ""

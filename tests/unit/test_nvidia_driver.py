@@ -106,8 +106,6 @@ def ask(libraries: dict[int, Path], binding: Path | None) -> Iterator[Ask]:
 
         def evaluate(expression: str, *gpus: str, driver: int = 580, init: int = 0, **variables: str) -> Any:
             told, answers = children[driver].stdin, children[driver].stdout
-            assert told is not None
-            assert answers is not None
             variables = {"NVML_GPUS": ";".join(gpus), "NVML_INIT": str(init), **variables}
             told.write(json.dumps([expression, variables]) + "\n")
             told.flush()

@@ -48,7 +48,6 @@ def _result_with_spread(lag: float, seconds: float, least: int = 1000, device: s
         slowest=3, lag=lag, lag_seconds=seconds, least_peak_allocated_bytes=least, most_peak_allocated_bytes=1000
     )
     plain = result(CASE)
-    assert plain.summary is not None
     return result(CASE, device=device, summary=msgspec.structs.replace(plain.summary, median_step_seconds=1.0, ranks=spread))
 
 

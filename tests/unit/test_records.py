@@ -1,15 +1,12 @@
 """The records: one definition for wire, files and schema."""
 
 import json
-import statistics
 from pathlib import Path
 
 import jsonschema
 import msgspec
 import pytest
 import reference_pages
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from unit_examples import (
     crashed,
     measurement,
@@ -17,18 +14,11 @@ from unit_examples import (
     report,
     result,
     timed_out,
-    values_of,
 )
 
-from pytest_gputrain import records
 from pytest_gputrain.records import Case, Event, MetricVerdict, Reply, Report, Task, Verdict
 from pytest_gputrain.report import json_report
 
-RECORDS = [
-    value
-    for value in vars(records).values()
-    if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not msgspec.Struct
-]
 REPLIES = [measurement(), out_of_memory(), crashed(), timed_out()]
 
 
@@ -47,17 +37,6 @@ def _full_report() -> Report:
     )
 
 
-@pytest.mark.parametrize(
-    "record", [record for record in RECORDS if record is not Report], ids=lambda record: record.__name__
-)
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], max_examples=6)
-@given(data=st.data())
-def test_every_record_survives_json(record: type, data: st.DataObject) -> None:
-    """But the report itself, which takes long to draw: its parts are drawn here, and a full one is written below."""
-    value = data.draw(values_of(record))
-    assert msgspec.json.decode(msgspec.json.encode(value), type=record) == value
-
-
 def test_a_reply_is_told_by_its_outcome_as_published() -> None:
     encoded = [msgspec.json.encode(reply) for reply in REPLIES]
     assert [json.loads(text)["outcome"] for text in encoded] == ["measured", "out_of_memory", "crashed", "timed_out"]
@@ -73,11 +52,6 @@ def test_a_field_the_worker_does_not_know_is_refused_and_an_event_of_a_newer_wor
     with pytest.raises(msgspec.ValidationError, match="surprise"):
         msgspec.json.decode(msgspec.json.encode(fields), type=type(value))
     assert msgspec.json.decode('{"phase": "build", "new": 1}', type=Event) == Event(phase="build")
-
-
-@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=9).map(tuple))
-def test_step_time_is_the_median(seconds: tuple[float, ...]) -> None:
-    assert measurement(step_seconds=seconds).median_step_seconds == statistics.median(seconds)
 
 
 @pytest.mark.parametrize(("sequence_length", "tokens"), [(100, 800), (0, None)])

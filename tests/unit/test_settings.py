@@ -183,12 +183,6 @@ def test_one_file_is_not_written_for_two_options(tmp_path: Path) -> None:
         _read({"json": str(tmp_path / "out"), "html": str(tmp_path / "link")})
 
 
-@pytest.mark.parametrize("name", ["json", "html", "summary", "history"])
-def test_a_test_file_is_no_output(name: str) -> None:
-    with pytest.raises(ValueError, match=f"--gpu-{name}: benchmarks/test_llm.py is code, which it would replace"):
-        _read({name: "benchmarks/test_llm.py"})
-
-
 def test_paths_are_in_the_folder_of_the_ini_file_or_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ini").mkdir()
@@ -196,7 +190,6 @@ def test_paths_are_in_the_folder_of_the_ini_file_or_the_current_one(tmp_path: Pa
         (folder / "old.json").touch()
     written = {"baseline-dir": "figures", "json": "out/new.json", "baseline": "old.json"}
     for folder, settings in ((tmp_path / "ini", _read(ini=written, root=tmp_path / "ini")), (tmp_path, _read(written))):
-        assert settings.json is not None
         assert Path(settings.baseline).absolute() == folder / "old.json"
         assert (settings.baseline_dir, settings.json.absolute()) == (folder / "figures", folder / "out/new.json")
 

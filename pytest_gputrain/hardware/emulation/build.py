@@ -68,7 +68,8 @@ class StandIns:
     """
 
     def __init__(self, folder: Path) -> None:
-        """
+        """Read them from their folder.
+
         Raises:
             ValueError: they are not as they were built.
             OSError: they cannot be read.
