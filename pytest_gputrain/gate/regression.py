@@ -381,7 +381,9 @@ def _conclude(
         since = [describe_changes(measured[0].environment, fitted, given.variables)]
         since += describe_counters(measured[0], fitted, flops=not flops_described)
         since += filter(None, [describe_throttling(measured)])
-        sentence = f"{worse} (baseline of {dates(baseline)}); {', '.join(since)}"
+        unclear = describe("inconclusive").removeprefix(f"{case} ")
+        doubt = f"; it also {unclear}, which noise or the whole suite may explain" if unclear else ""
+        sentence = f"{worse} (baseline of {dates(baseline)}); {', '.join(since)}{doubt}"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
     if unclear := describe("inconclusive"):
         allowed = format_percent(tolerance.time, signed=False)

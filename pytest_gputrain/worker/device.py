@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from pytest_gputrain.worker.allocations import AllocationCounter
+from pytest_gputrain.worker.batches_in_turn import batches_in_turn
 
 _RESETS: Final = frozenset({"_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"})
 """Functions of ``torch._C`` that everything ends in which resets peaks by Python: ``torch.cuda.reset_peak_memory_stats``,
@@ -233,7 +234,7 @@ class Cpu:
         # Reference cycles die when the collector happens to run. Without it the count is the same on every run.
         gc.disable()
         try:
-            with AllocationCounter(line) as counter:
+            with batches_in_turn(), AllocationCounter(line) as counter:
                 # The first operator of any mode imports torch's compiler, whose exceptions hold the frames that it is called
                 # from, with all tensors of a step.
                 torch.empty(0)

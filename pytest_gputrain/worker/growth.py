@@ -189,7 +189,7 @@ class Growth:
         mean = (ends[-1] - ends[0]) / _ROUNDS
         after = "step" if self._steps == 1 else f"round of {self._steps} steps"
         raise CheckFailed(
-            f"{self._name} keeps {format_bytes(mean)} more of tensors after every {after}{makers.largest()}; do not "
+            f"{self._name} keeps {format_bytes(mean)} more of tensors after every {after}{makers.largest(mean)}; do not "
             f"keep them "
             "(a loss that is kept without detach() keeps its graph), or, if a buffer is meant to fill, allow it with "
             f"{_marker(mean)}"
@@ -221,8 +221,9 @@ class _Makers(SharedMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if wraps(types):
             return NotImplemented
-        result = func(*args, **(kwargs or {}))
+        # Before the operator: `set_`, by which a batch of a DataLoader's process arrives, gives its tensor another storage.
         given = {storage._cdata for _, storage in _storages((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
         for tensor, storage in _storages(result):
             if storage._cdata not in given:
                 dtype = str(tensor.dtype).removeprefix("torch.")
@@ -231,8 +232,12 @@ class _Makers(SharedMode):
                 self._rounds[-1][storage._cdata] = weakref.ref(storage), maker, storage.nbytes()
         return result
 
-    def largest(self) -> str:
-        """Describe the largest of what is left over of all rounds but the last, whose tensors may still be in use."""
+    def largest(self, growth: float) -> str:
+        """Describe the largest part of what a round leaves over. Tensors of the last round may still be in use.
+
+        Args:
+            growth: the bytes that are left over after each round. A part that explains less than a tenth is not described.
+        """
         kept: defaultdict[_Maker, list[int]] = defaultdict(list)
         for storages in self._rounds[:-1]:
             for reference, maker, size in storages.values():
@@ -240,10 +245,16 @@ class _Makers(SharedMode):
                     kept[maker].append(size)
         if not kept:
             return ""
-        maker = max(kept, key=lambda maker: sum(kept[maker]))
+        rounds = max(1, len(self._rounds) - 2)
+        maker, sizes = max(kept.items(), key=lambda item: sum(item[1]))
+        share = sum(sizes) / rounds
+        if share < growth / 10:
+            return ""
+        part = "most of it" if share > growth / 2 else "including"
+        count = round(len(sizes) / rounds)
+        tensors = f"{count} x {maker.dtype}" if count > 1 else maker.dtype
         where = f" in {maker.line}" if maker.line else ""
-        shape = f"{maker.dtype} {list(maker.shape)}"
-        return f", most of it {shape} ({format_bytes(max(kept[maker]))}) made by {maker.operator}{where}"
+        return f", {part} {tensors} {list(maker.shape)} ({format_bytes(share)}) made by {maker.operator}{where}"
 
 
 def resident_bytes() -> int | None:

@@ -72,6 +72,13 @@ def test_a_run_without_figures_is_reported_as_one(suite: Project) -> None:
     assert "3 failed" in (suite.path / "own.md").read_text()
 
 
+def test_a_test_in_which_a_run_was_ended_has_not_passed(project: Project) -> None:
+    project.write(test_cut_off="import pytest\n\n\ndef test_cut_off(gputrain):\n    pytest.exit('over')\n")
+    result = project.run()
+    result.stdout.fnmatch_lines(["*Exit: over*"])
+    result.stdout.no_fnmatch_line("*1 passed*")
+
+
 def test_a_run_whose_cases_were_all_skipped_is_reported_as_one(project: Project) -> None:
     project.machine(None)
     project.write(test_tuning="def test_it(gputrain):\n    import pytest\n\n    pytest.skip('no network')\n")

@@ -149,6 +149,14 @@ def test_time_on_a_cpu_is_judged_on_request_against_five_runs_of_its_host(
     assert _judge(CPU_TWICE, stored, tolerance=tolerance).status == "regressed", "memory decides where time cannot"
 
 
+def test_a_case_that_needs_more_memory_says_that_it_may_be_slower_too():
+    sentence = _judge(_took(1.05, peak_allocated_bytes=2 * BASE_BYTES), NOISY).sentence
+    assert "(100.0 %) more memory" in sentence
+    assert "; it also is 5.0 % slower at 1.05 s a step" in sentence
+    assert sentence.endswith(", which noise or the whole suite may explain")
+    assert "it also" not in _judge(_needed(2 * BASE_BYTES), NOISY).sentence
+
+
 @pytest.mark.parametrize("memory", [MemoryTolerance(ratio=0.02), MemoryTolerance(bytes=512 * MiB), MemoryTolerance()])
 @pytest.mark.parametrize(
     ("environment", "least_ratio", "noise"),

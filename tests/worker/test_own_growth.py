@@ -130,6 +130,27 @@ def test_a_tensor_that_every_step_keeps_fails_the_case():
     assert reply.sentence.endswith('allow it with @pytest.mark.gpu_tolerance(growth="320 KiB")')
 
 
+@pytest.mark.parametrize(
+    ("others", "described"),
+    [
+        (0, ", most of it 2 x float32 [65536] (512 KiB) made by aten.ones in "),
+        (3, ", including 2 x float32 [65536] (512 KiB) made by aten.ones in "),
+        (60, "; do not keep them"),
+    ],
+)
+def test_the_named_part_of_the_growth_has_the_bytes_of_all_its_tensors(others, described):
+    def build(setup):
+        kept = []
+
+        def step():
+            kept.append([torch.ones(LARGE) for _ in range(2)])
+            kept.append([torch.zeros(LARGE + number) for number in range(others)])
+
+        return step
+
+    assert f"more of tensors after every step{described}" in refused(MINE, build)
+
+
 LEAKING = """\
 import torch
 
@@ -246,7 +267,7 @@ def test_on_a_gpu_the_timed_steps_tell_of_growth_that_goes_on(grown):
         training.step(True)
         growth.end_step(training, training.bytes)
     if grown == [MiB] * 9:
-        with pytest.raises(CheckFailed, match=r"mine keeps 1\.00 MiB more of tensors after every step, most of it float32"):
+        with pytest.raises(CheckFailed, match=r"mine keeps 1\.00 MiB more of tensors after every step, including float32"):
             training.check(growth)
     else:
         assert training.check(growth) == ""

@@ -1,0 +1,79 @@
+"""Lets a batch that a process of torch's DataLoader sends be counted when the loader hands it out, not when it arrives."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+
+@contextlib.contextmanager
+def batches_in_turn() -> Iterator[None]:
+    """Provide a context in which dispatch modes see the batches of a DataLoader in the order of the data set.
+
+    Which of its processes is the first to send a batch differs from run to run. The loader keeps a batch that is early, so
+    a mode that saw each as it arrives would count more or fewer of them in each run.
+    """
+    receive: Any = _MultiProcessingDataLoaderIter._try_get_data
+    hand_out: Any = _MultiProcessingDataLoaderIter._process_data
+    waiting: dict[int, list[_Rebuilt]] = {}
+    """What batches are made of, by the id of the batch. A loader may drop a batch, so this keeps none alive."""
+
+    def received(loader: Any, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes(), _Rebuilding() as rebuilding:
+            success, data = receive(loader, *args, **kwargs)
+        if success and rebuilding.made:
+            _, batch = data
+            waiting[id(batch)] = rebuilding.made
+        return success, data
+
+    def handed_out(loader: Any, batch: Any, *args: Any) -> Any:
+        for rebuilt in waiting.pop(id(batch), ()):
+            rebuilt.show()
+        return hand_out(loader, batch, *args)
+
+    patch = mock.patch.object
+    with (
+        patch(_MultiProcessingDataLoaderIter, "_try_get_data", received),
+        patch(_MultiProcessingDataLoaderIter, "_process_data", handed_out),
+    ):
+        yield
+
+
+class _Rebuilt(NamedTuple):
+    """A tensor that came from another process."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    dtype: torch.dtype
+    layout: tuple[Any, ...]
+
+    def show(self) -> None:
+        """Repeat the operator by which torch rebuilt it, for the modes that are entered now."""
+        if (storage := self.storage()) is not None:
+            torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.layout)
+
+
+class _Rebuilding(TorchDispatchMode):
+    """Notes the tensors that are rebuilt while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[_Rebuilt] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.set_:
+            for value in tree_iter(result):
+                if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+                    layout = value.storage_offset(), value.size(), value.stride()
+                    self.made.append(_Rebuilt(weakref.ref(value.untyped_storage()), value.dtype, layout))
+        return result

@@ -1,0 +1,65 @@
+"""Own code with processes of a DataLoader: which of them is early changes no figure."""
+
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+from zoo_examples import MINE, measured, refused
+
+# From Python 3.12 on; torch's DataLoader forks so, too.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+BATCH = 4 * 64 * 64
+
+
+class Uneven(torch.utils.data.Dataset):
+    """Samples of which the first process is slow to load its own, so that those of all others arrive before their turn."""
+
+    def __len__(self):
+        return 6400
+
+    def __getitem__(self, index):
+        if get_worker_info().id == 0:
+            time.sleep(0.002)
+        return torch.ones(64)
+
+
+class Opaque:
+    """A batch whose tensor no library finds."""
+
+    def __init__(self, samples):
+        self.samples = torch.stack(samples)
+
+
+def training(workers, collate=None, kept=None):
+    def loop(setup):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 4)
+        optimizer = torch.optim.SGD(model.parameters())
+        setup.watch(model)
+        for batch in DataLoader(Uneven(), 64, num_workers=workers, collate_fn=collate):
+            loss = model(getattr(batch, "samples", batch)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if kept is not None:
+                kept.append(batch)
+            yield loss
+
+    return loop
+
+
+@pytest.mark.parametrize("collate", [None, Opaque])
+def test_memory_does_not_depend_on_which_process_is_early(collate):
+    one, two = (measured(MINE, training(workers, collate)) for workers in (1, 2))
+    assert two.phase_peak_bytes == one.phase_peak_bytes
+    lines = {line for tensor in two.largest["forward"] if tensor.operator == "aten.set_" for line in tensor.lines}
+    assert [line.partition(":")[0] for line in lines] == ["tests/worker/test_batches_in_turn.py"]
+    assert two.peak_allocated_bytes > 2 * BATCH, "the batch and the one before are counted"
+
+
+def test_batches_that_are_kept_are_found_with_the_line_that_took_them():
+    message = refused(MINE, training(2, kept=[]))
+    assert "keeps 16.0 KiB more of tensors after every step, most of it float32 [64, 64] (16.0 KiB)" in message
+    assert "set_ in tests/worker/test_batches_in_turn.py" in message
