@@ -120,7 +120,9 @@ def main(options: argparse.Namespace) -> int:
         cases = [base.replace(**knobs, named=named) for knobs in sweep.combinations(tuple(axes.items()))]
         if len(cases) * len(gpus) > _MOST_CELLS:
             raise ValueError(f"{len(cases) * len(gpus):,} combinations are too many; ask for at most {_MOST_CELLS:,}")
-        report = _answer(options, base.model.partition("#")[0], cases, gpus, axes, _about(options.model))
+        report = _answer(
+            options, base.model.partition("#")[0], cases, gpus, axes, (*_about(options.model), *_unlike_trainer(cases))
+        )
         _write(options, report)
     except (ValueError, BadCase, CannotEmulate) as error:
         console.say(error)
@@ -286,6 +288,19 @@ def _about(name: str) -> tuple[str, ...]:
     return (
         f"the quantization_config of {name} ({packing}) is ignored: full and lora keep the weights in the type of the "
         "precision, and qlora packs them as NF4",
+    )
+
+
+def _unlike_trainer(cases: list[Case]) -> tuple[str, ...]:
+    """Say where transformers' Trainer needs more memory than the loop that is predicted."""
+    if not any(
+        case.optimizer == "adamw_8bit" and case.method == "full" and architectures()[case.model].family in _LANGUAGE
+        for case in cases
+    ):
+        return ()
+    return (
+        'transformers\' Trainer keeps the states of embeddings in fp32 (optim="adamw_bnb_8bit"): add 6 bytes for each of '
+        "their elements to the memory of adamw_8bit",
     )
 
 

@@ -160,7 +160,7 @@ def _trained(report: FitReport) -> Iterator[str]:
         if case.method in ADAPTING and prediction is not None and prediction.trainable_parameters
     }
     if counts:
-        yield f"{', '.join(counts.values())}; --set lora_rank=8 or --set lora_targets=all-linear changes that"
+        yield f"{', '.join(counts.values())}; --set lora_rank=... and --set lora_targets=... change that"
 
 
 _ORIGINS: Final[dict[TrainingPhase, str]] = {

@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-from pytest_gputrain import GiB
+from pytest_gputrain import Case, GiB
 from pytest_gputrain.cli.main import main
-from pytest_gputrain.cli.predict import _about
+from pytest_gputrain.cli.predict import _about, _unlike_trainer
 from pytest_gputrain.execution import emulated
 from pytest_gputrain.hardware.emulation.libraries import read_torch
 
@@ -217,3 +217,21 @@ def test_a_folder_named_like_a_built_in_model_is_told(project):
     (project / "sdxl").mkdir()
     assert _about("sdxl") == ("sdxl is the built-in model; give ./sdxl for the file or folder of that name",)
     assert not _about("sd3")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, True),
+        ({"optimizer": "adamw"}, False),
+        ({"optimizer": "paged_adamw_8bit"}, False),
+        ({"method": "lora"}, False),
+        ({"model": "sd-1.5"}, False),
+    ],
+)
+def test_the_states_that_a_trainer_keeps_in_more_bits_are_told(fields, said):
+    case = Case(**{"model": "qwen3-0.6b", "method": "full", "optimizer": "adamw_8bit"} | fields)
+    told = _unlike_trainer([Case(model="qwen3-0.6b"), case])
+    assert [sentence.partition(" (")[0] for sentence in told] == [
+        "transformers' Trainer keeps the states of embeddings in fp32"
+    ] * said

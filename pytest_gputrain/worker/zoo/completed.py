@@ -9,6 +9,7 @@ import copy
 import difflib
 import functools
 import inspect
+import json
 import math
 from collections.abc import Collection, Sequence
 from typing import Any, Final
@@ -62,7 +63,22 @@ def _completed(name: str) -> Architecture:
     except CheckFailed:
         raise
     except Exception as error:
+        part = architecture.trained_part
+        if isinstance(error, KeyError) and (key := _key_of(part.config, error.args[0])):
+            raise CheckFailed(
+                f"{name} has {key}={error.args[0]!r} in its config.json, a value that {part.library} does not know"
+            ) from error
         raise CheckFailed(f"{name} cannot be built from its config.json: {described(error)}") from error
+
+
+def _key_of(config: dict[str, Any], value: object) -> str | None:
+    """Return the key that has a value, as ``rope_scaling.rope_type``; None where no key has it."""
+    for key, given in config.items():
+        if given == value or (isinstance(given, list) and value in given):
+            return key
+        if isinstance(given, dict) and (inner := _key_of(given, value)):
+            return f"{key}.{inner}"
+    return None
 
 
 def _language_model(name: str, architecture: Architecture) -> Architecture:
@@ -161,7 +177,7 @@ def _check_counts(name: str, given: dict[str, Any], names: dict[str, str]) -> No
                 continue  # which the class knows to read
             if type(value) is not int or not 1 <= value <= most:
                 raise CheckFailed(
-                    f"{name} has {key}={value!r} in its config.json; it must be a whole number from 1 to {most:,}"
+                    f"{name} has {key}={_as_written(value)} in its config.json; it must be a whole number from 1 to {most:,}"
                 )
             counts[common] = value
     heads, key_heads = counts.get("num_attention_heads", 0), counts.get("num_key_value_heads", 1)
@@ -170,6 +186,13 @@ def _check_counts(name: str, given: dict[str, Any], names: dict[str, str]) -> No
             f"{name} has num_attention_heads={heads} in its config.json, which is no multiple of "
             f"num_key_value_heads={key_heads}"
         )
+
+
+def _as_written(value: Any) -> str:
+    """Return a value as the file has it, but strings in the quotes of Python, as in all other sentences."""
+    if isinstance(value, dict) and value.keys() == {"__float__"}:  # what `model_config` makes of a NaN
+        return str(value["__float__"])
+    return repr(value) if isinstance(value, str) else json.dumps(value)
 
 
 def _config(config_class: Any, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
