@@ -5,11 +5,8 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Collection
-from pathlib import Path
 
 import psutil
-import pytest
 
 from pytest_gputrain import Case
 from pytest_gputrain.records import Crashed, OutOfMemory, TimedOut
@@ -60,7 +57,7 @@ def hangs(setup):
 """
 
 
-def own_case(name: str) -> Case:
+def own_case(name):
     """Two processes of a function of `FAULTS`, in ``code.py``."""
     return Case(
         model=name, method="custom", precision="fp32", parallel="ddp", gpus=2, code=f"code.py::{name}", steps=2, warmup=0
@@ -71,14 +68,14 @@ REASONS = {"raises": "ValueError: a bad day", "killed": "ended by SIGKILL", "mem
 """What is told of the ends of faults."""
 
 
-def assert_told(reply: object, fault: str) -> None:
+def assert_told(reply, fault):
     """Assert that the case ended by this fault of its second process."""
     assert isinstance(reply, OutOfMemory if fault == "memory" else Crashed), reply
     assert reply.rank == 1
     assert REASONS[fault] in (reply.sentence if isinstance(reply, Crashed) else reply.message)
 
 
-def assert_hung(reply: object) -> None:
+def assert_hung(reply):
     """Assert that the first process is told to wait for the second, and the second to be in its own code."""
     assert isinstance(reply, TimedOut), reply
     first, second = reply.detail.split("rank 1:")
@@ -87,12 +84,12 @@ def assert_hung(reply: object) -> None:
     assert "all_reduce" not in second
 
 
-def wait_for(*paths: Path, seconds: float = 200) -> None:
+def wait_for(*paths, seconds=200):
     """Until the files are there."""
     wait_until(lambda: all(path.exists() for path in paths), seconds)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+def wait_until(condition, seconds=60):
     """Until it holds."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -103,7 +100,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
 class Leftovers:
     """What is there now and was not before, of all that processes started from here do."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder, monkeypatch):
         self._mark = uuid.uuid4().hex
         self._temporary = folder / "tmp"
         self._temporary.mkdir()
@@ -116,7 +113,7 @@ class Leftovers:
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(self._extensions))
         monkeypatch.setattr(tempfile, "tempdir", str(self._temporary))
 
-    def processes(self, but: Collection[int] = ()) -> list[str]:
+    def processes(self, but=()):
         """Command lines of those that live; zombies are dead."""
         command_lines = []
         for process in psutil.process_iter():
@@ -128,7 +125,7 @@ class Leftovers:
                 continue
         return command_lines
 
-    def all(self, but: Collection[int] = (), seconds: float = 3) -> list[str]:
+    def all(self, but=(), seconds=3):
         """Everything, once ``seconds`` have not been enough for it to go.
 
         Args:
@@ -139,7 +136,7 @@ class Leftovers:
             time.sleep(0.1)
         return left
 
-    def _now(self, but: Collection[int]) -> list[str]:
+    def _now(self, but):
         memory = [name for name in os.listdir("/dev/shm") if name not in self._shared_memory]
         leases = self._temporary / "gputrain-leases"  # its files stay for the next run; held they must not be
         stay = (leases.name, f"gputrain-locks-{os.getuid()}")
@@ -150,7 +147,7 @@ class Leftovers:
         return self.processes(but) + memory + temporary + held + locks
 
 
-def _is_held(path: Path) -> bool:
+def _is_held(path):
     with open(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

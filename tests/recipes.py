@@ -1,7 +1,7 @@
 """Applies the differences that the recipes of own loops show, for the tests that run them."""
 
 
-def patched(program: str, diff: str) -> str:
+def patched(program, diff):
     """Apply a diff, whose hunks are found by their lines."""
     for hunk in diff.split("@@\n"):
         lines = [line or " " for line in hunk.splitlines()]

@@ -33,7 +33,7 @@ def test_it(gputrain):
 """
 
 
-def run(*command: object, cwd: Path) -> str:
+def run(*command, cwd):
     environ = {name: value for name, value in os.environ.items() if name not in ("CI", "PYTHONPATH", "PYTEST_ADDOPTS")}
     words = [str(word) for word in command]
     done = subprocess.run(
@@ -43,12 +43,12 @@ def run(*command: object, cwd: Path) -> str:
     return done.stdout
 
 
-def tracked(*folders: str) -> set[PurePosixPath]:
+def tracked(*folders):
     return {PurePosixPath(line) for line in run("git", "ls-files", *folders, cwd=ROOT).splitlines()}
 
 
 @pytest.fixture(scope="module")
-def wheel() -> Path:
+def wheel():
     """Made from the sdist, as an installer makes it that finds no wheel."""
     shutil.rmtree(DIST, ignore_errors=True)
     run(sys.executable, "-m", "build", "--outdir", DIST, ROOT, cwd=ROOT)
@@ -57,7 +57,7 @@ def wheel() -> Path:
 
 
 @pytest.fixture(scope="module")
-def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fresh(wheel, tmp_path_factory):
     """The commands of an environment that has the wheel and what the suites need."""
     folder = tmp_path_factory.mktemp("fresh")
     run(sys.executable, "-m", "venv", folder, cwd=folder)
@@ -65,7 +65,7 @@ def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-def test_metadata_are_complete(wheel: Path) -> None:
+def test_metadata_are_complete(wheel):
     run(sys.executable, "-m", "twine", "check", "--strict", *DIST.iterdir(), cwd=ROOT)
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -84,7 +84,7 @@ def test_metadata_are_complete(wheel: Path) -> None:
     assert "Classifier: Framework :: Pytest" in metadata
 
 
-def test_the_wheel_has_every_file_of_the_package_and_the_published_tables(wheel: Path) -> None:
+def test_the_wheel_has_every_file_of_the_package_and_the_published_tables(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {PurePosixPath(name) for name in archive.namelist() if ".dist-info/" not in name}
     tables = PurePosixPath("pytest_gputrain/storage/published_tables")
@@ -93,26 +93,26 @@ def test_the_wheel_has_every_file_of_the_package_and_the_published_tables(wheel:
     assert held == tracked("pytest_gputrain") | published
 
 
-def test_the_sdist_has_every_file_of_the_repository(wheel: Path) -> None:
+def test_the_sdist_has_every_file_of_the_repository(wheel):
     (sdist,) = DIST.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         held = {PurePosixPath(*PurePosixPath(each.name).parts[1:]) for each in archive if each.isfile()}
     assert held - {PurePosixPath("PKG-INFO")} == tracked()
 
 
-def test_the_fixtures_are_known(fresh: Path, tmp_path: Path) -> None:
+def test_the_fixtures_are_known(fresh, tmp_path):
     assert "\ngputrain" in run(fresh / "pytest", "--fixtures", cwd=tmp_path)
 
 
-def test_own_code_is_measured_recorded_and_gated(fresh: Path, tmp_path: Path) -> None:
+def test_own_code_is_measured_recorded_and_gated(fresh, tmp_path):
     (tmp_path / "test_mine.py").write_text(OWN_CODE)
     assert "1 passed" in run(fresh / "pytest", "--gpu-baseline-update", cwd=tmp_path)
     assert "1 passed" in run(fresh / "pytest", "--gpu-strict", cwd=tmp_path)
 
 
-def test_help_is_printed(fresh: Path, tmp_path: Path) -> None:
+def test_help_is_printed(fresh, tmp_path):
     assert "predict" in run(fresh / "gputrain", "--help", cwd=tmp_path)
 
 
-def test_a_model_of_the_zoo_is_predicted(fresh: Path, tmp_path: Path) -> None:
+def test_a_model_of_the_zoo_is_predicted(fresh, tmp_path):
     assert "GiB" in run(fresh / "gputrain", "predict", "llama-3.2-1b", "--gpu", "h100", cwd=tmp_path)

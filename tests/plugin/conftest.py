@@ -9,7 +9,7 @@ from pytest_gputrain.execution.launch import launcher
 
 
 @pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Project:
+def project(pytester, monkeypatch, tmp_path_factory):
     """An empty project on a machine without a GPU."""
     # Locks lend the recorded GPU and the real cores to one case at a time; those of other xdist workers do not count here.
     temporary = tmp_path_factory.getbasetemp() / "temporary"
@@ -30,7 +30,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.fixture
-def h100(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+def h100(project, monkeypatch):
     """A project on a machine with one recorded H100."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     project.machine(H100)
@@ -38,17 +38,17 @@ def h100(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 @pytest.fixture
-def suite(h100: Project) -> Project:
+def suite(h100):
     """Three cases on an H100, without any baseline."""
     h100.write(test_tuning=SUITE)
     return h100
 
 
-_BASELINES: list[bytes] = []
+_BASELINES = []
 
 
 @pytest.fixture
-def gated(suite: Project) -> Project:
+def gated(suite):
     """Three cases with the baselines of an H100, which the first test that wants them records."""
     file = suite.baseline_file("tuning", H100_FOLDER)
     if not _BASELINES:
@@ -61,7 +61,7 @@ def gated(suite: Project) -> Project:
 
 
 @pytest.fixture
-def predictor(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Predictor:
+def predictor(monkeypatch, tmp_path_factory):
     predictor = Predictor()
     monkeypatch.setattr(launcher, "predict", predictor)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # its replies are nobody else's
@@ -69,7 +69,7 @@ def predictor(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture
-def cpu(project: Project) -> Project:
+def cpu(project):
     """A machine without a GPU, whose replies are recorded."""
     project.machine(None)
     return project

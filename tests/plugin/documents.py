@@ -2,27 +2,25 @@
 
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Final
 
 import yaml
 
-ROOT: Final = Path(__file__).parents[2]
-PAGES: Final = {
+ROOT = Path(__file__).parents[2]
+PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
 }
 
-_FENCED: Final = re.compile(r"^```([\w{}-]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_PROMPT: Final = re.compile(r"^\w*\$ ", re.MULTILINE)
-_IN_TEXT: Final = re.compile(r"`((?:(?:pytest|gputrain|pip|tox|python3?) |(?=tools/))[^`]+)`")
-_PLACEHOLDER: Final = re.compile(r"\b[A-Z]{3,}\b")
+_FENCED = re.compile(r"^```([\w{}-]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_PROMPT = re.compile(r"^\w*\$ ", re.MULTILINE)
+_IN_TEXT = re.compile(r"`((?:(?:pytest|gputrain|pip|tox|python3?) |(?=tools/))[^`]+)`")
+_PLACEHOLDER = re.compile(r"\b[A-Z]{3,}\b")
 """What a synopsis has and a command has not, outside of names of variables."""
-_REDIRECTIONS: Final = (">", ">>", "<")
-_JOINTS: Final = ("&&", "||", "|", ";", *_REDIRECTIONS)
+_REDIRECTIONS = (">", ">>", "<")
+_JOINTS = ("&&", "||", "|", ";", *_REDIRECTIONS)
 
 
 @dataclass(frozen=True)
@@ -33,29 +31,29 @@ class Command:
     words: tuple[str, ...]
 
     @property
-    def program(self) -> str:
+    def program(self):
         return Path(self.words[0]).name
 
     @property
-    def arguments(self) -> tuple[str, ...]:
+    def arguments(self):
         return self.words[1:]
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page}: {shlex.join(self.words)}"
 
 
-def blocks(page: str, language: str) -> list[str]:
+def blocks(page, language):
     return [text for block_language, text in _FENCED.findall(PAGES[page]) if block_language == language]
 
 
-def workflow_steps(page: str) -> Iterator[dict[str, Any]]:
+def workflow_steps(page):
     """Of all jobs of GitHub's workflows."""
     for document in map(yaml.safe_load, blocks(page, "yaml")):
         for job in document.get("jobs", {}).values():
             yield from job["steps"]
 
 
-def commands() -> Iterator[Command]:
+def commands():
     """Those of consoles, scripts, workflows and running text, each once."""
     seen = set()
     for page in PAGES:
@@ -66,7 +64,7 @@ def commands() -> Iterator[Command]:
                     yield Command(page, words)
 
 
-def _lines(page: str) -> Iterator[str]:
+def _lines(page):
     for console in blocks(page, "console"):
         # Where there are prompts, lines without one are output.
         with_prompt = [line for line in console.splitlines() if _PROMPT.match(line)]
@@ -78,7 +76,7 @@ def _lines(page: str) -> Iterator[str]:
             yield text
 
 
-def _split(line: str) -> Iterator[tuple[str, ...]]:
+def _split(line):
     """The commands of a line, without assignments to variables before them."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="&|<>;")
     lexer.whitespace_split = True

@@ -1,8 +1,7 @@
 """Provides a scheduler with one node that runs every job when it is submitted, in this process."""
 
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -23,30 +22,30 @@ class ImmediateScheduler:
     ask_seconds = 4.0
     remedies: Mapping[Any, str] = {"held": "wait", "refused": "ask otherwise", "unreachable": "call"}
 
-    def __init__(self) -> None:
-        self.orders: list[Order] = []
-        self.during: list[str] = []
+    def __init__(self):
+        self.orders = []
+        self.during = []
         """Names of the tests that ran when each was submitted; empty where none did any more."""
-        self.cancelled: list[str] = []
+        self.cancelled = []
         """What was done already, and nobody wants any more."""
-        self.refused: set[str] = set()
+        self.refused = set()
         """Ids of cases."""
-        self.nodes: list[tuple[str, int]] | None = None
+        self.nodes = None
         """Names and counts of the GPUs of the nodes that take the jobs in turn; None for a node like this machine."""
-        self.late: dict[int, int] = {}
+        self.late = {}
         """How often the fleet has to ask for jobs, by number from 1, before they are done."""
-        self._to_deliver: dict[int, Path] = {}
+        self._to_deliver = {}
 
     @property
-    def submitted(self) -> list[str]:
+    def submitted(self):
         return [str(order.task.case) for order in self.orders]
 
-    def forget(self) -> None:
+    def forget(self):
         """Forget what was submitted, not what is late."""
         self.orders.clear()
         self.during.clear()
 
-    def submit(self, order: Order, folder: Path) -> str:
+    def submit(self, order, folder):
         if str(order.task.case) in self.refused:
             raise JobRefused("no such partition")
         assert order == msgspec.json.decode((folder / ORDER).read_bytes(), type=Order)
@@ -58,7 +57,7 @@ class ImmediateScheduler:
             self._deliver(number)
         return str(number)
 
-    def _deliver(self, number: int) -> None:
+    def _deliver(self, number):
         folder = self._to_deliver.pop(number)
         with pytest.MonkeyPatch.context() as node:
             if self.nodes is not None:
@@ -70,21 +69,21 @@ class ImmediateScheduler:
                 node.setattr(drivers, "gpus", lambda: gpus)
             deliver(folder)
 
-    def jobs(self, ids: Sequence[str]) -> dict[str, Job]:
+    def jobs(self, ids):
         for number in self._to_deliver.keys() & set(map(int, ids)):
             self.late[number] -= 1
             if not self.late[number]:
                 self._deliver(number)
         return {job: Job("running" if int(job) in self._to_deliver else "ended") for job in ids}
 
-    def cancel(self, ids: Sequence[str]) -> None:
+    def cancel(self, ids):
         self.cancelled += ids
 
-    def close(self) -> None:
+    def close(self):
         """There is nothing to leave."""
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> ImmediateScheduler:
+def stand_in(monkeypatch):
     """The scheduler of every run from now on."""
     scheduler = ImmediateScheduler()
     monkeypatch.setattr(executor, "scheduler_of", lambda settings, platform: scheduler)

@@ -6,15 +6,13 @@ import re
 import subprocess
 import textwrap
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
-from pytest_gputrain.records import Prediction, Task
+from pytest_gputrain.records import Prediction
 
 TESTS = Path(__file__).parent.parent
 RECORDED = Path(__file__).parent / "replies"
@@ -130,9 +128,9 @@ def pytest_configure(config):
 """
 
 
-def recorded(name: str = "h100_measured", *, slower: float = 1.0, bigger: int = 0, **environment: Any) -> dict[str, Any]:
+def recorded(name="h100_measured", *, slower=1.0, bigger=0, **environment):
     """A reply of ``replies/``, with its figures and its environment changed."""
-    reply: dict[str, Any] = json.loads((RECORDED / f"{name}.json").read_text())
+    reply = json.loads((RECORDED / f"{name}.json").read_text())
     if "step_seconds" in reply:
         reply["step_seconds"] = [seconds * slower for seconds in reply["step_seconds"]]
         reply["peak_allocated_bytes"] += bigger
@@ -144,11 +142,11 @@ def recorded(name: str = "h100_measured", *, slower: float = 1.0, bigger: int = 
 class Predictor:
     """Stands in for the processes that predict: all tasks get its reply."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.reply = PREDICTION
-        self.tasks: list[Task] = []
+        self.tasks = []
 
-    def __call__(self, task: Task, **others: Any) -> Prediction:
+    def __call__(self, task, **others):
         self.tasks.append(task)
         return self.reply
 
@@ -160,18 +158,18 @@ class Project:
     pytester: pytest.Pytester
 
     @property
-    def path(self) -> Path:
+    def path(self):
         return self.pytester.path
 
-    def write(self, **files: str) -> None:
+    def write(self, **files):
         """Python files by stem: none of a module of these tests, which may be imported already."""
         assert (taken := files.keys() & {path.stem for path in TESTS.rglob("*.py")} - {"conftest"}) == set(), taken
         self.pytester.makepyfile(**files)
 
-    def ini(self, *lines: str) -> None:
+    def ini(self, *lines):
         (self.path / "tox.ini").write_text("\n".join(["[pytest]", *lines, ""]))
 
-    def machine(self, device_name: str | None, *, gpus: int = 1, power_limit_watts: float | None = None) -> None:
+    def machine(self, device_name, *, gpus=1, power_limit_watts=None):
         """Find ``gpus`` devices of this name, or none, and answer every case with the figures recorded for one."""
         (self.path / "conftest.py").write_text(_STAND_IN)
         gpu = {
@@ -184,13 +182,13 @@ class Project:
         (self.path / "gpus.json").write_text(json.dumps(devices))
         self.answer(recorded("h100_measured", device_name=device_name) if device_name else recorded("cpu_measured"))
 
-    def answer(self, *replies: dict[str, Any], to: str = ANY) -> None:
+    def answer(self, *replies, to=ANY):
         """From now on, the processes of the case ``to`` give these replies, the last one again and again."""
         file = self.path / "replies.json"
         replies_by_key = json.loads(file.read_text()) if file.exists() else {}
         file.write_text(json.dumps(replies_by_key | {to: replies}))
 
-    def when_launched(self, code: str, of: str = "True") -> None:
+    def when_launched(self, code, of="True"):
         """From now on, a launch of which the expression ``of`` holds does this first; `machine` undoes it.
 
         An expression may use ``name``, the id of the case, and ``before``, the number of launches of this run until then.
@@ -201,73 +199,71 @@ class Project:
         body = textwrap.indent(f"before = sum(asked.values())\nif {of}:\n{textwrap.indent(code, '    ')}\n", " " * 8)
         conftest.write_text(text.replace(anchor, anchor + body))
 
-    def git(self, *arguments: str) -> str:
+    def git(self, *arguments):
         """What git says in the project, with the name of an author."""
         command = ["git", "-C", str(self.path), "-c", "user.name=x", "-c", "user.email=x@example.com", *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    def junit(self) -> dict[str, Any]:
+    def junit(self):
         """The cases of ``--junitxml=junit.xml`` by name, and the properties of the suite beside them as ``""``."""
         (suite,) = ElementTree.parse(self.path / "junit.xml").getroot()
         return {"": suite, **{str(case.get("name")): case for case in suite}}
 
-    def occupied(self, *, free_bytes: int, processes: int = 0) -> None:
+    def occupied(self, *, free_bytes, processes=0):
         """From now on, this is what is on the GPUs before a case starts."""
         (self.path / "occupancy.json").write_text(json.dumps([free_bytes, processes]))
 
     @property
-    def launches(self) -> list[dict[str, Any]]:
+    def launches(self):
         """What was launched so far, where `machine` gives the answers."""
         log = self.path / "launches.jsonl"
         return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
-    def run(self, *arguments: str) -> pytest.RunResult:
+    def run(self, *arguments):
         """In this process: quick, and shows every report."""
         return self.pytester.runpytest_inprocess(*arguments)
 
-    def spawn(self, *arguments: str) -> pytest.RunResult:
+    def spawn(self, *arguments):
         """In a process of its own."""
         return self.pytester.runpytest_subprocess(*arguments, timeout=300)
 
-    def baseline_file(self, suite: str, device: str = "cpu") -> Path:
+    def baseline_file(self, suite, device="cpu"):
         return self.path / "baselines" / device / f"{suite}.json"
 
-    def baselines(self, suite: str, device: str = "cpu") -> dict[str, Any]:
+    def baselines(self, suite, device="cpu"):
         """Entries of a baseline file by key."""
-        cases: dict[str, Any] = json.loads(self.baseline_file(suite, device).read_text())["cases"]
-        return cases
+        return json.loads(self.baseline_file(suite, device).read_text())["cases"]
 
-    def report(self, name: str = "report.json") -> dict[str, Any]:
+    def report(self, name="report.json"):
         """What ``--gpu-json=report.json`` wrote."""
-        document: dict[str, Any] = json.loads((self.path / name).read_text())
-        return document
+        return json.loads((self.path / name).read_text())
 
-    def verdicts(self, name: str = "report.json") -> dict[str, str]:
+    def verdicts(self, name="report.json"):
         """Verdict by key in a report."""
         return {result["key"]: result["verdict"]["status"] for result in self.report(name)["results"]}
 
 
-def failures(result: pytest.RunResult) -> dict[str, str]:
+def failures(result):
     """Text of every failure of an in-process run, by name of the test."""
     return {name: report.longreprtext for name, report in _reports(result) if report.failed}
 
 
-def skips(result: pytest.RunResult) -> dict[str, str]:
+def skips(result):
     """Reason of every skip of an in-process run, by name of the test."""
     return {name: report.longrepr[2].removeprefix("Skipped: ") for name, report in _reports(result) if report.skipped}
 
 
-def _reports(result: pytest.RunResult) -> Iterator[tuple[str, Any]]:
+def _reports(result):
     for report in result.reprec.getreports("pytest_runtest_logreport"):
         yield report.nodeid.partition("::")[2], report
 
 
-def junit_properties(case: ElementTree.Element) -> dict[str | None, str]:
+def junit_properties(case):
     """Of a case of `Project.junit`."""
     return {entry.get("name"): str(entry.get("value")) for entry in case.iter("property")}
 
 
-def assert_refused(project: Project, sentence: str, *arguments: str, launched: int = 0) -> None:
+def assert_refused(project, sentence, *arguments, launched=0):
     """pytest with ``arguments`` ends in a usage error of this one sentence, with no launch beside earlier ones."""
     result = project.run(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -277,14 +273,14 @@ def assert_refused(project: Project, sentence: str, *arguments: str, launched: i
     assert len(project.launches) == launched
 
 
-def only_sentence(result: pytest.RunResult, test: str) -> str:
+def only_sentence(result, test):
     """The one line that ``test`` failed with, nothing else having failed."""
     assert list(failures(result)) == [test]
     (line,) = failures(result)[test].strip().splitlines()
     return line
 
 
-def table_rows(text: str) -> list[str]:
+def table_rows(text):
     """Rows of the gputrain table, blanks squeezed: figures and verdicts, without titles and rules."""
     section = text.partition("= gputrain =")[2]
     rows = [re.sub(r"\s{2,}", " | ", line.strip()) for line in section.splitlines()]

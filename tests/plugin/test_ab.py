@@ -7,29 +7,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from plugin_project import GEMMA, LLAMA, Project, recorded
+from plugin_project import GEMMA, LLAMA, recorded
 
 from pytest_gputrain.cli.main import main
 
 
-def _commit(project: Project, tag: str) -> None:
+def _commit(project, tag):
     project.git("add", ".")
     project.git("commit", "--allow-empty", "-qm", tag)
     project.git("tag", tag)
 
 
 @pytest.fixture
-def ab(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., int]:
+def ab(monkeypatch, tmp_path_factory):
     """The command, in this folder and with a temporary folder of its own, which it leaves empty."""
     scratch = tmp_path_factory.mktemp("scratch")
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
 
-    def run(*arguments: str) -> int:
+    def run(*arguments):
         status = main(["ab", *arguments])
         assert [path.name for path in scratch.iterdir() if path.name.startswith("gputrain-ab-")] == []
         return status
@@ -38,7 +36,7 @@ def ab(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def repository(suite: Project) -> Project:
+def repository(suite):
     """Two commits: under ``slow`` a case takes 6 % longer than under ``main``."""
     (suite.path / ".gitignore").write_text("launches.jsonl\n__pycache__\n.pytest_cache\n")
     suite.git("init", "-q", "-b", "trunk")
@@ -48,14 +46,12 @@ def repository(suite: Project) -> Project:
     return suite
 
 
-def _only_worktree(project: Project) -> bool:
+def _only_worktree(project):
     return len(project.git("worktree", "list").splitlines()) == 1
 
 
 @pytest.mark.slow
-def test_a_slower_head_fails_by_its_sentence_and_leaves_no_worktree(
-    repository: Project, ab: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_slower_head_fails_by_its_sentence_and_leaves_no_worktree(repository, ab, capsys):
     assert ab("--base", "fast", "--head", "slow", "--rounds=2", "--json=ab.json", "-k", "gemma or llama-3") == 1
     captured = capsys.readouterr()
     assert f"\n{GEMMA} is 6.0 % slower at " in captured.out
@@ -72,9 +68,7 @@ def test_a_slower_head_fails_by_its_sentence_and_leaves_no_worktree(
 
 
 @pytest.mark.slow
-def test_the_working_tree_counts_as_it_is(
-    repository: Project, ab: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_working_tree_counts_as_it_is(repository, ab, capsys):
     repository.answer(recorded(slower=2), to=GEMMA)
     assert ab("--base", "slow", "--rounds=1", "-k", "gemma") == 1
     captured = capsys.readouterr()
@@ -84,9 +78,7 @@ def test_the_working_tree_counts_as_it_is(
 
 
 @pytest.mark.slow
-def test_a_case_that_base_does_not_have_is_told_and_fails_where_it_is_to(
-    repository: Project, ab: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_case_that_base_does_not_have_is_told_and_fails_where_it_is_to(repository, ab, capsys):
     test = repository.path / "test_tuning.py"
     test.write_text(test.read_text().replace('"gemma-7b"', '"gemma-2-9b"'))
     assert ab("--base", "fast", "--rounds=1", "-k", "gemma") == 0
@@ -97,9 +89,7 @@ def test_a_case_that_base_does_not_have_is_told_and_fails_where_it_is_to(
     assert re.search(rf"{GEMMA}: \. .*has it in 0 of 1 rounds, fast \(\w+\) in more", output)
 
 
-def test_an_environment_runs_by_its_own_python(
-    repository: Project, ab: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_environment_runs_by_its_own_python(repository, ab, capsys):
     python = repository.path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\necho run >> {repository.path}/calls.txt\nexec {sys.executable} "$@"\n')
@@ -120,7 +110,7 @@ UNRUNNABLE = {
 }
 
 
-def test_what_cannot_be_run_is_told(repository: Project, ab: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run_is_told(repository, ab, capsys):
     for arguments, sentence in UNRUNNABLE.items():
         assert ab(*arguments.split()) == 2
         text = " ".join(capsys.readouterr().err.split())
@@ -132,7 +122,7 @@ def test_what_cannot_be_run_is_told(repository: Project, ab: Callable[..., int],
     assert "'0' is not a whole number from 1 to 20" in capsys.readouterr().err
 
 
-def test_an_interrupted_comparison_leaves_nothing(repository: Project, tmp_path: Path) -> None:
+def test_an_interrupted_comparison_leaves_nothing(repository, tmp_path):
     repository.when_launched(f"Path({str(tmp_path / 'reached')!r}).touch()\n__import__('time').sleep(60)")
     _commit(repository, "hanging")
     scratch = tmp_path / "scratch"

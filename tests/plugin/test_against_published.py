@@ -1,10 +1,9 @@
 """Tests ``--gpu-baseline=published``: verdicts, sentences and the table of a run, in one process and under xdist."""
 
 import re
-from typing import Any
 
 import pytest
-from plugin_project import GEMMA, H100, LLAMA, LLAMA_2, Project, assert_refused, failures, recorded
+from plugin_project import GEMMA, H100, LLAMA, LLAMA_2, assert_refused, failures, recorded
 
 from pytest_gputrain import GiB, MiB
 
@@ -24,13 +23,13 @@ def test_tuning(gputrain, case):
 QLORA = "gemma-2-9b-qlora-fp32-attention=sdpa-4.49"
 
 
-def answer(seconds: float, used: int) -> dict[str, Any]:
+def answer(seconds, used):
     """A reply with so many thousand MiB in use, the table's unit."""
     return recorded() | {"step_seconds": [seconds] * 5, "device_used_bytes": used * 1000 * MiB}
 
 
 @pytest.fixture
-def suite(h100: Project) -> Project:
+def suite(h100):
     """Three published LoRA cases, as fast and as big as published for an H100."""
     h100.write(test_llm_finetuning=TUNING)
     h100.answer(answer(6.4, 36), to=LLAMA)
@@ -39,7 +38,7 @@ def suite(h100: Project) -> Project:
     return h100
 
 
-def test_each_case_is_judged_by_its_row_with_what_the_table_was_made_with(suite: Project) -> None:
+def test_each_case_is_judged_by_its_row_with_what_the_table_was_made_with(suite):
     suite.run(PUBLISHED, "--gpu-strict").assert_outcomes(passed=3)
     told = "3 cases without a baseline or prediction, compared with its published memory: *llm-trainer*"
     suite.run().stdout.fnmatch_lines([told])
@@ -68,7 +67,7 @@ def test_each_case_is_judged_by_its_row_with_what_the_table_was_made_with(suite:
     assert set(failures(suite.run("--gpu-time-tolerance=15%"))) == {f"test_tuning[{case}]" for case in (GEMMA, LLAMA_2)}
 
 
-def test_running_out_of_memory_as_published_passes(suite: Project) -> None:
+def test_running_out_of_memory_as_published_passes(suite):
     then = 'method=["qlora"], precision=["fp32"], attention=["sdpa-4.49"]'
     suite.write(test_llm_finetuning=TUNING.replace('method=["lora"]', then).replace("gemma-7b", "gemma-2-9b"))
     for reply, verdict in ((recorded("h100_out_of_memory"), "pass"), (answer(20.0, 70), "improved")):
@@ -87,8 +86,8 @@ def test_running_out_of_memory_as_published_passes(suite: Project) -> None:
     ids=["another platform", "tiny", "another case"],
 )
 def test_what_has_no_row_passes_as_not_comparable_in_ci_too_unless_strict(
-    suite: Project, monkeypatch: pytest.MonkeyPatch, device: str, batch_size: int, arguments: list[str], told: str
-) -> None:
+    suite, monkeypatch, device, batch_size, arguments, told
+):
     monkeypatch.setenv("CI", "true")
     suite.machine(device)
     suite.write(test_llm_finetuning=TUNING.replace("batch_size=2", f"batch_size={batch_size}"))
@@ -100,7 +99,7 @@ def test_what_has_no_row_passes_as_not_comparable_in_ci_too_unless_strict(
     suite.run(PUBLISHED, *arguments, "--gpu-strict").assert_outcomes(failed=3)
 
 
-def test_no_table_is_written_and_a_damaged_one_stops_the_run_with_its_place(suite: Project) -> None:
+def test_no_table_is_written_and_a_damaged_one_stops_the_run_with_its_place(suite):
     for update in ("--gpu-baseline-update", "--gpu-baseline-update-new-only"):
         assert_refused(suite, "*it cannot update a published table", PUBLISHED, update)
     folder = suite.path / "baselines" / "published"
@@ -109,11 +108,11 @@ def test_no_table_is_written_and_a_damaged_one_stops_the_run_with_its_place(suit
     assert_refused(suite, "*broken.json is not a published table: *restore it from git", PUBLISHED)
 
 
-def _section(text: str) -> list[str]:
+def _section(text):
     return [re.sub(r"\s{2,}", " | ", line.strip()) for line in text.partition("= gputrain =")[2].splitlines()]
 
 
-def _of_case(lines: list[str], count: int) -> list[str]:
+def _of_case(lines, count):
     """The first ``count`` lines about the Llama case."""
     index = next(place for place, line in enumerate(lines) if line.startswith(LLAMA))
     return lines[index : index + count]

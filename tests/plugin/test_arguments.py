@@ -1,6 +1,6 @@
 """Tests arguments of own code: that they reach its process and its id, and that what cannot reach it is refused."""
 
-from plugin_project import Project, failures
+from plugin_project import failures
 
 SIZED = """
 import pytest
@@ -26,7 +26,7 @@ def build(setup, width, depth=1, *, names=()):
 """
 
 
-def test_arguments_reach_the_worker_and_tell_cases_apart(project: Project) -> None:
+def test_arguments_reach_the_worker_and_tell_cases_apart(project):
     project.write(
         test_mine=SIZED
         + """
@@ -68,7 +68,7 @@ REFUSED = {
 """Arguments, and what is said of them."""
 
 
-def test_what_cannot_reach_the_worker_is_refused(project: Project) -> None:
+def test_what_cannot_reach_the_worker_is_refused(project):
     tests = "".join(f"\n\ndef test_{at}(gputrain):\n    gputrain.check({given})\n" for at, given in enumerate(REFUSED))
     case = "from pytest_gputrain import Case\n\nCASE = Case(model='gemma-7b', sequence_length=64)\n"
     project.write(test_mine=f"{case}{SIZED}{tests}")

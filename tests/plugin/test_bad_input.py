@@ -1,7 +1,7 @@
 """Tests bad input: one clear sentence, from the right test only, before anything is launched."""
 
 import pytest
-from plugin_project import GEMMA, H100_FOLDER, SUITE, Project, assert_refused, failures, only_sentence
+from plugin_project import GEMMA, H100_FOLDER, SUITE, assert_refused, failures, only_sentence
 
 CASES = """
 import pytest
@@ -46,7 +46,7 @@ ARGUMENTS = {
 }
 
 
-def test_bad_cases_and_arguments_fail_their_own_tests_with_one_sentence_each(h100: Project) -> None:
+def test_bad_cases_and_arguments_fail_their_own_tests_with_one_sentence_each(h100):
     cases = "".join(f"    pytest.param(GOOD.replace({fields}), id='{at}'),\n" for at, fields in enumerate(BAD))
     arguments = "".join(
         f"\n\ndef test_argument_{at}(gputrain):\n    gputrain.check({what})\n" for at, what in enumerate(ARGUMENTS)
@@ -64,7 +64,7 @@ def test_bad_cases_and_arguments_fail_their_own_tests_with_one_sentence_each(h10
     assert len(h100.launches) == 1
 
 
-def test_a_misspelt_platform_is_selected_and_fails_under_any_platform_and_on_any_machine(h100: Project) -> None:
+def test_a_misspelt_platform_is_selected_and_fails_under_any_platform_and_on_any_machine(h100):
     h100.write(test_odd=CASES.format(fields='platforms=("h10",)'))
     assert "unknown platform 'h10'" in only_sentence(h100.run("-m", "h100"), "test_case[bad]")
     h100.machine(None)
@@ -73,7 +73,7 @@ def test_a_misspelt_platform_is_selected_and_fails_under_any_platform_and_on_any
     assert "unknown platform 'h10'" in only_sentence(result, "test_case[bad]")
 
 
-def test_two_cases_of_one_id_fail_the_second_also_where_the_first_is_deselected(h100: Project) -> None:
+def test_two_cases_of_one_id_fail_the_second_also_where_the_first_is_deselected(h100):
     h100.write(test_odd=CASES.format(fields="batch_size=4"))
     result = h100.run()
     result.assert_outcomes(passed=2, failed=1)
@@ -85,7 +85,7 @@ def test_two_cases_of_one_id_fail_the_second_also_where_the_first_is_deselected(
     assert not h100.baseline_file("odd", H100_FOLDER).exists()
 
 
-def test_a_broken_baseline_file_fails_before_anything_is_launched(gated: Project) -> None:
+def test_a_broken_baseline_file_fails_before_anything_is_launched(gated):
     file = gated.baseline_file("tuning", H100_FOLDER)
     broken = file.read_text()[:-100]
     file.write_text(broken)
@@ -96,7 +96,7 @@ def test_a_broken_baseline_file_fails_before_anything_is_launched(gated: Project
     assert file.read_text() == broken
 
 
-def test_a_broken_baseline_file_leaves_other_suites_and_measuring_alone(gated: Project) -> None:
+def test_a_broken_baseline_file_leaves_other_suites_and_measuring_alone(gated):
     gated.baseline_file("tuning", H100_FOLDER).write_text("{")
     gated.write(test_other=SUITE, test_measured=SUITE.replace("check(case)", "measure(case)"))
     result = gated.run()
@@ -104,7 +104,7 @@ def test_a_broken_baseline_file_leaves_other_suites_and_measuring_alone(gated: P
     assert {name.partition("[")[0] for name in failures(result)} == {"test_tuning"}
 
 
-def test_a_baseline_folder_that_was_named_must_exist_for_cases(suite: Project) -> None:
+def test_a_baseline_folder_that_was_named_must_exist_for_cases(suite):
     result = suite.run("--gpu-baseline-dir=baseline", "-k", "gemma")
     sentence = only_sentence(result, f"test_tuning[{GEMMA}]")
     assert sentence == f"the baseline folder {suite.path / 'baseline'} does not exist; --gpu-baseline-update makes it"
@@ -113,7 +113,7 @@ def test_a_baseline_folder_that_was_named_must_exist_for_cases(suite: Project) -
     suite.run("--gpu-baseline-dir=baseline", "-k", "test_it").assert_outcomes(passed=1, deselected=3)
 
 
-def test_a_bad_option_value_is_a_usage_error(suite: Project) -> None:
+def test_a_bad_option_value_is_a_usage_error(suite):
     (suite.path / "tuning.json").touch()
     tolerance = "is not a tolerance; write it as 3% or 0.03"
     not_written = (

@@ -3,12 +3,11 @@
 import json
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from plugin_project import BUILD, GEMMA, LLAMA, LLAMA_2, Project, recorded
+from plugin_project import BUILD, GEMMA, LLAMA, LLAMA_2, recorded
 
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.report.export.pytest_benchmark import stats
@@ -27,7 +26,7 @@ def test_mine(gputrain):
 """
 
 
-def benchmarks(project: Project, name: str = "bench.json") -> dict[str, dict[str, Any]]:
+def benchmarks(project, name="bench.json"):
     """By name in a file of pytest-benchmark."""
     benchmarks = json.loads((project.path / name).read_text())["benchmarks"]
     by_name = {benchmark["name"]: benchmark for benchmark in benchmarks}
@@ -40,7 +39,7 @@ SECONDS = st.lists(st.floats(1e-7, 1e4), min_size=1, max_size=30)
 
 @given(SECONDS)
 @example([1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 9.0])
-def test_statistics_are_those_of_pytest_benchmark(data: list[float]) -> None:
+def test_statistics_are_those_of_pytest_benchmark(data):
     reference = pytest_benchmark_stats.Stats()
     for seconds in data:
         reference.update(seconds)
@@ -55,7 +54,7 @@ def test_statistics_are_those_of_pytest_benchmark(data: list[float]) -> None:
         assert [statistics[name] for name in outliers] == [expected[name] for name in outliers] == [1, 1, "1;1"]
 
 
-def test_cases_appear_in_the_file_of_pytest_benchmark(suite: Project) -> None:
+def test_cases_appear_in_the_file_of_pytest_benchmark(suite):
     suite.answer(recorded("h100_out_of_memory"), to=GEMMA)
     suite.answer(recorded("crashed"), to=LLAMA_2)
     suite.run("--benchmark-json=bench.json", "--gpu-runs=2").assert_outcomes(passed=1, failed=2)
@@ -67,9 +66,7 @@ def test_cases_appear_in_the_file_of_pytest_benchmark(suite: Project) -> None:
     assert case["extra_info"]["verdict"] == "new"
 
 
-def test_pytest_benchmark_compares_what_it_writes_with_what_is_exported(
-    suite: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pytest_benchmark_compares_what_it_writes_with_what_is_exported(suite, monkeypatch):
     monkeypatch.chdir(suite.path)
     suite.run("--benchmark-json=before.json", "--gpu-json=report.json").assert_outcomes(passed=3)
     assert main(["export", "report.json", "--format=pytest-benchmark", "-o", "exported.json"]) == 0
@@ -83,7 +80,7 @@ def test_pytest_benchmark_compares_what_it_writes_with_what_is_exported(
     assert rows == [["(before)", "4.7000"], ["(exported)", "4.7000"]]
 
 
-def test_a_slower_case_fails_a_comparison_of_pytest_benchmark(suite: Project) -> None:
+def test_a_slower_case_fails_a_comparison_of_pytest_benchmark(suite):
     suite.run("--benchmark-autosave").assert_outcomes(passed=3)
     suite.answer(recorded(slower=2), to=GEMMA)
     result = suite.run("--benchmark-compare", "--benchmark-compare-fail=median:10%")
@@ -92,7 +89,7 @@ def test_a_slower_case_fails_a_comparison_of_pytest_benchmark(suite: Project) ->
 
 
 @pytest.mark.slow
-def test_cases_stand_beside_benchmarks_of_the_fixture_under_xdist_too(cpu: Project) -> None:
+def test_cases_stand_beside_benchmarks_of_the_fixture_under_xdist_too(cpu):
     pytest.importorskip("xdist")
     cpu.write(test_both=MIXED)
     for arguments, both in (([], ["build-fp32@tiny", "test_benchmarked"]), (["-n2"], ["build-fp32@tiny"])):
@@ -100,7 +97,7 @@ def test_cases_stand_beside_benchmarks_of_the_fixture_under_xdist_too(cpu: Proje
         assert sorted(benchmarks(cpu)) == both  # its own fixture is off under xdist
 
 
-def test_they_stay_out_of_its_way_unless_it_saves_or_compares(suite: Project) -> None:
+def test_they_stay_out_of_its_way_unless_it_saves_or_compares(suite):
     assert "benchmark 'tuning'" not in suite.run().stdout.str()
     suite.run("--benchmark-json=bench.json", "--benchmark-disable").assert_outcomes(passed=3)
     assert not (suite.path / "bench.json").exists()

@@ -2,11 +2,10 @@
 
 import json
 import platform
-from typing import Any
 
 import pytest
 from immediate_scheduler import stand_in
-from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA_2, Predictor, Project, failures, only_sentence, recorded
+from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA_2, failures, only_sentence, recorded
 
 from pytest_gputrain.cases.libraries import versions
 
@@ -55,26 +54,26 @@ def test_plain(gputrain):
 
 
 @pytest.fixture
-def at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_import(monkeypatch):
     """Undo with the test what the file of its project changes when it is imported, which is no test's change."""
     monkeypatch.setenv("AT_IMPORT", "0")
 
 
 @pytest.fixture
-def two(h100: Project, at_import: None) -> Project:
+def two(h100, at_import):
     write_two(h100)
     return h100
 
 
-def write_two(project: Project, change: str = 'monkeypatch.setenv("FLAG", "1")') -> None:
+def write_two(project, change='monkeypatch.setenv("FLAG", "1")'):
     project.write(test_two=TWO.format(change=change))
 
 
-def of_tests(project: Project, name: str = "report.json") -> dict[str, dict[str, Any]]:
+def of_tests(project, name="report.json"):
     return {result["nodeid"].partition("::")[2]: result for result in project.report(name)["results"]}
 
 
-def flags(project: Project) -> list[str | None]:
+def flags(project):
     return [launched["variables"].get("FLAG") for launched in project.launches]
 
 
@@ -89,9 +88,7 @@ def flags(project: Project) -> list[str | None]:
     ],
     ids=["first", "last", "inline", "xdist"],
 )
-def test_each_test_has_the_figures_of_its_own_environment_and_a_baseline_those_of_one(
-    project: Project, options: list[str], nodeids: tuple[str, ...], runs: int
-) -> None:
+def test_each_test_has_the_figures_of_its_own_environment_and_a_baseline_those_of_one(project, options, nodeids, runs):
     if "-n2" in options:
         pytest.importorskip("xdist")
     project.write(test_mine=TWO_WIDTHS)
@@ -116,7 +113,7 @@ def test_each_test_has_the_figures_of_its_own_environment_and_a_baseline_those_o
     )
 
 
-def test_a_baseline_and_a_regression_name_what_the_test_changes(two: Project) -> None:
+def test_a_baseline_and_a_regression_name_what_the_test_changes(two):
     result = two.run("--gpu-baseline-update", "-k", "changed")
     result.stdout.fnmatch_lines([f"recorded with environment variables that a test changes: {GEMMA} (FLAG)"])
     assert [run["variables"] for run in two.baselines("two", H100_FOLDER)[GEMMA]["runs"]] == [["FLAG"]] * 5
@@ -131,7 +128,7 @@ def test_a_baseline_and_a_regression_name_what_the_test_changes(two: Project) ->
     assert f"{GEMMA} was run in 2 environments: test_two.py::test_changed[{GEMMA}] changes FLAG" in result.stdout.str()
 
 
-def test_two_other_environments_are_not_both_recorded(two: Project) -> None:
+def test_two_other_environments_are_not_both_recorded(two):
     flags_of_test = '@pytest.mark.parametrize("flag", "12")\ndef test_changed(gputrain, monkeypatch, flag, case):'
     text = TWO.format(change='monkeypatch.setenv("FLAG", flag)').partition("def test_plain")[0]
     two.write(test_two=text.replace("def test_changed(gputrain, monkeypatch, case):", flags_of_test))
@@ -143,7 +140,7 @@ def test_two_other_environments_are_not_both_recorded(two: Project) -> None:
     assert len(two.baselines("two", H100_FOLDER)[GEMMA]["runs"]) == 1
 
 
-def test_what_no_worker_sees_is_no_difference_and_what_is_no_text_is_told(two: Project) -> None:
+def test_what_no_worker_sees_is_no_difference_and_what_is_no_text_is_told(two):
     unseen = {"TOKENIZERS_PARALLELISM": "true", "CUDA_VISIBLE_DEVICES": "0", "MASTER_PORT": "1", "HF_HUB_OFFLINE": "0"}
     unseen["PYTEST_XDIST_WORKER_COUNT"] = "7"
     write_two(two, "\n    ".join(f"monkeypatch.setenv({name!r}, {value!r})" for name, value in unseen.items()))
@@ -156,7 +153,7 @@ def test_what_no_worker_sees_is_no_difference_and_what_is_no_text_is_told(two: P
     assert sentence.strip() == f"{GEMMA} was not measured: {why}"
 
 
-def test_one_worker_alone_has_the_environment_of_the_case(two: Project) -> None:
+def test_one_worker_alone_has_the_environment_of_the_case(two):
     two.machine(H100, gpus=2)
     text = TWO.format(change='monkeypatch.setenv("FLAG", "1")').replace("check(case)", "check(case, scaling=True)")
     two.write(test_two=text.replace("sequence_length=8192", "sequence_length=8192, parallel='ddp', gpus=2"))
@@ -164,7 +161,7 @@ def test_one_worker_alone_has_the_environment_of_the_case(two: Project) -> None:
     assert ([len(launched["gpus"]) for launched in two.launches], flags(two)) == ([2, 1], ["1", "1"])
 
 
-def test_cases_that_a_test_in_doubt_looks_at_have_the_environment_of_the_session(h100: Project) -> None:
+def test_cases_that_a_test_in_doubt_looks_at_have_the_environment_of_the_session(h100):
     h100.write(
         test_many="""
         import pytest
@@ -193,7 +190,7 @@ def test_cases_that_a_test_in_doubt_looks_at_have_the_environment_of_the_session
 # Other ways to run
 
 
-def test_a_resumed_run_takes_figures_of_the_same_environment(two: Project) -> None:
+def test_a_resumed_run_takes_figures_of_the_same_environment(two):
     two.answer(recorded(device_name=H100, python=platform.python_version(), packages=versions()))
     two.run("--gpu-json=first.json").assert_outcomes(passed=2)
     two.run("--gpu-resume=first.json", "--gpu-json=second.json").assert_outcomes(passed=2)
@@ -204,7 +201,7 @@ def test_a_resumed_run_takes_figures_of_the_same_environment(two: Project) -> No
     assert flags(two)[2:] == ["2"]
 
 
-def test_a_report_and_the_history_have_the_figures_of_each_environment(two: Project) -> None:
+def test_a_report_and_the_history_have_the_figures_of_each_environment(two):
     two.answer(recorded(device_name=H100), recorded(device_name=H100, bigger=10 << 30))
     two.run("--gpu-json=first.json", "--gpu-history=history.jsonl")
     two.run("--gpu-baseline=first.json").assert_outcomes(passed=2)
@@ -215,9 +212,7 @@ def test_a_report_and_the_history_have_the_figures_of_each_environment(two: Proj
     assert list(failures(two.run("--gpu-baseline=first.json"))) == [f"test_changed[{GEMMA}]"]
 
 
-def test_a_fleet_foresees_cases_in_the_environment_that_tests_begin_in(
-    cpu: Project, at_import: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fleet_foresees_cases_in_the_environment_that_tests_begin_in(cpu, at_import, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     cpu.answer(recorded(device_name=H100))
     scheduler = stand_in(monkeypatch)
@@ -230,7 +225,7 @@ def test_a_fleet_foresees_cases_in_the_environment_that_tests_begin_in(
     assert sorted(ordered) == sorted((case, *digest) for case in (GEMMA, LLAMA_2) for digest in (plain, changed))
 
 
-def test_a_prediction_predicts_for_each_environment(two: Project, predictor: Predictor) -> None:
+def test_a_prediction_predicts_for_each_environment(two, predictor):
     two.run("--gpu-predict", "--gpu-platform=h100", "--gpu-json=report.json").assert_outcomes(passed=2)
     assert [task.variables for task in predictor.tasks] == [{"FLAG": "1"}, {}]
     assert [result["variables"] for result in two.report()["results"]] == [["FLAG"], []]

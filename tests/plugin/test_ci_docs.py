@@ -3,8 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,7 +17,7 @@ WORKFLOWS = [
 STEPS = [step for page in PAGES_OF_CI for step in workflow_steps(page)]
 
 
-def test_there_is_a_workflow_with_a_gpu_and_one_without() -> None:
+def test_there_is_a_workflow_with_a_gpu_and_one_without():
     assert [sorted(workflow["jobs"]) for workflow in WORKFLOWS] == [["cpu"], ["charts", "h100"]]
     without, with_one = WORKFLOWS
     assert without["jobs"]["cpu"]["runs-on"] == "ubuntu-latest"
@@ -27,7 +25,7 @@ def test_there_is_a_workflow_with_a_gpu_and_one_without() -> None:
     assert "head.repo.full_name == github.repository" in with_one["jobs"]["h100"]["if"], "a fork must not get the runner"
 
 
-def test_no_job_that_runs_a_pull_request_may_write_or_keeps_a_token() -> None:
+def test_no_job_that_runs_a_pull_request_may_write_or_keeps_a_token():
     """As docs/security.md says."""
     for workflow in WORKFLOWS:
         assert workflow["permissions"] == {"contents": "read"}
@@ -44,7 +42,7 @@ def test_no_job_that_runs_a_pull_request_may_write_or_keeps_a_token() -> None:
             assert checkout["with"]["persist-credentials"] is False
 
 
-def test_every_step_runs_something_that_github_takes() -> None:
+def test_every_step_runs_something_that_github_takes():
     assert len(STEPS) > 10
     for step in STEPS:
         assert ("run" in step) != ("uses" in step)
@@ -55,17 +53,17 @@ def test_every_step_runs_something_that_github_takes() -> None:
         assert set(workflow) == {"name", True, "permissions", "concurrency", "jobs"}
 
 
-def test_every_format_is_explained() -> None:
+def test_every_format_is_explained():
     assert re.findall(r"^\| `([\w-]+)` \|", PAGES["docs/exchange.md"], re.MULTILINE) == list(FORMATS)
 
 
-def hooks() -> list[dict[str, Any]]:
+def hooks():
     shipped = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
     shown = [hooks for hooks in map(yaml.safe_load, blocks("docs/ci.md", "yaml")) if "repos" in hooks]
     return [*shipped, *(hook for config in shown for repo in config["repos"] for hook in repo["hooks"])]
 
 
-def test_hooks_have_what_pre_commit_requires() -> None:
+def test_hooks_have_what_pre_commit_requires():
     assert [hook["language"] for hook in hooks()] == ["python", "system"]
     for hook in hooks():
         assert {"id", "name", "entry", "language"} <= set(hook)
@@ -76,7 +74,7 @@ def test_hooks_have_what_pre_commit_requires() -> None:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_the_hook_passes_what_is_committed_and_fails_what_is_damaged(tmp_path: Path, damaged: bool) -> None:
+def test_the_hook_passes_what_is_committed_and_fails_what_is_damaged(tmp_path, damaged):
     entry = hooks()[0]["entry"].split()
     assert entry[0] == "gputrain"
     (tmp_path / "baselines" / "cpu").mkdir(parents=True)

@@ -1,10 +1,9 @@
 """Tests what a run writes for CI: annotations and the step summary of GitHub, properties in JUnit's XML."""
 
 import re
-from collections.abc import Iterable
 
 import pytest
-from plugin_project import FOLDER_VANISHES, GEMMA, H100_FOLDER, LLAMA, LLAMA_2, SUITE, Project, junit_properties, recorded
+from plugin_project import FOLDER_VANISHES, GEMMA, H100_FOLDER, LLAMA, LLAMA_2, SUITE, junit_properties, recorded
 
 from pytest_gputrain import GiB
 from pytest_gputrain.report import github
@@ -26,7 +25,7 @@ def test_other():
 
 
 @pytest.fixture
-def job(suite: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+def job(suite, monkeypatch):
     """A job of GitHub's, in whose repository the project is a folder."""
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_WORKSPACE", str(suite.path.parent))
@@ -34,7 +33,7 @@ def job(suite: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     return suite
 
 
-def commands(lines: Iterable[str]) -> list[tuple[dict[str, str], str]]:
+def commands(lines):
     """Properties and message of each annotation, read as GitHub's runner does (ActionCommand.TryParseV2, `UnescapeData`)."""
     annotations = []
     for line in lines:
@@ -44,20 +43,20 @@ def commands(lines: Iterable[str]) -> list[tuple[dict[str, str], str]]:
     return annotations
 
 
-def _unescaped(text: str) -> str:
+def _unescaped(text):
     for code, character in (("%0D", "\r"), ("%0A", "\n"), ("%3A", ":"), ("%2C", ","), ("%25", "%")):
         text = text.replace(code, character)
     return text
 
 
-def _regress(project: Project) -> None:
+def _regress(project):
     project.run("--gpu-baseline-update", "--gpu-summary=none").assert_outcomes(passed=3)
     project.answer(recorded(slower=1.1, bigger=2 * GiB), to=GEMMA)
     project.answer(recorded("crashed"), to=LLAMA_2)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_failures_are_annotated_on_the_lines_of_their_tests(job: Project, workers: int) -> None:
+def test_failures_are_annotated_on_the_lines_of_their_tests(job, workers):
     _regress(job)
     result = job.spawn("-n2") if workers else job.run()
     result.assert_outcomes(passed=1, failed=2)
@@ -71,9 +70,7 @@ def test_failures_are_annotated_on_the_lines_of_their_tests(job: Project, worker
     assert annotations[f"test_tuning[{LLAMA_2}]"][1].startswith(f"{LLAMA_2} gave no measurement (measure in step 4): ")
 
 
-def test_annotations_escape_what_would_end_them_and_nothing_is_annotated_elsewhere_or_twice(
-    job: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_annotations_escape_what_would_end_them_and_nothing_is_annotated_elsewhere_or_twice(job, monkeypatch):
     job.write(test_odd=WITH_ODD_NAME)
     result = job.run("test_odd.py")
     ((properties, message),) = commands(result.stdout.lines)
@@ -85,7 +82,7 @@ def test_annotations_escape_what_would_end_them_and_nothing_is_annotated_elsewhe
     assert commands(job.run("test_odd.py").stdout.lines) == []
 
 
-def test_of_more_than_ten_failures_the_tenth_line_tells_how_many(job: Project) -> None:
+def test_of_more_than_ten_failures_the_tenth_line_tells_how_many(job):
     job.write(test_tuning=SUITE.replace('method=["lora"]', 'method=["lora"], batch_size=[1, 2, 4, 8]'))
     job.answer(recorded("crashed"))
     annotations = commands(job.run().stdout.lines)
@@ -96,7 +93,7 @@ def test_of_more_than_ten_failures_the_tenth_line_tells_how_many(job: Project) -
     )
 
 
-def test_the_step_summary_has_failures_first_and_every_case(job: Project) -> None:
+def test_the_step_summary_has_failures_first_and_every_case(job):
     _regress(job)
     step = job.path / "step.md"
     step.write_text("from another command\n")
@@ -115,7 +112,7 @@ def test_the_step_summary_has_failures_first_and_every_case(job: Project) -> Non
     assert rows[2][3] == f"{H100_FOLDER} | 5.17 s | +10.0 % | 37.0 GiB | +5.7 % |"
 
 
-def test_the_step_summary_stays_below_what_github_shows(job: Project) -> None:
+def test_the_step_summary_stays_below_what_github_shows(job):
     step = job.path / "step.md"
     step.write_text("x" * (1024 * 1024 - 350) + "\n")
     job.run().assert_outcomes(passed=3)
@@ -127,7 +124,7 @@ def test_the_step_summary_stays_below_what_github_shows(job: Project) -> None:
     assert len(step.read_text().encode()) <= 1024 * 1024
 
 
-def test_a_summary_can_go_to_a_file_of_its_own_which_holds_the_last_run_or_fails_it(job: Project) -> None:
+def test_a_summary_can_go_to_a_file_of_its_own_which_holds_the_last_run_or_fails_it(job):
     for _ in range(2):
         job.run("--gpu-summary=deep/own.md", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     assert (job.path / "deep" / "own.md").read_text().count("## gputrain: 1 new") == 1
@@ -140,7 +137,7 @@ def test_a_summary_can_go_to_a_file_of_its_own_which_holds_the_last_run_or_fails
     result.stdout.fnmatch_lines(["the summary cannot be written: *"])
 
 
-def test_no_summary_is_written_elsewhere_or_of_runs_without_cases(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_summary_is_written_elsewhere_or_of_runs_without_cases(project, monkeypatch):
     project.write(test_plain="def test_plain():\n    pass\n")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(project.path / "step.md"))
     project.run().assert_outcomes(passed=1)
@@ -152,7 +149,7 @@ def test_no_summary_is_written_elsewhere_or_of_runs_without_cases(project: Proje
 
 
 @pytest.mark.slow
-def test_junit_has_the_figures_of_every_case_under_xdist_too(gated: Project) -> None:
+def test_junit_has_the_figures_of_every_case_under_xdist_too(gated):
     gated.answer(recorded(slower=1.1), to=GEMMA)
     gated.spawn("-n2", "--junitxml=junit.xml").assert_outcomes(passed=2, failed=1)
     properties = junit_properties(gated.junit()[f"test_tuning[{GEMMA}]"])

@@ -1,16 +1,16 @@
 """Tests that the plugin works together with pytest's own options and with other plugins."""
 
 import pytest
-from plugin_project import BUILD, GEMMA, H100_FOLDER, SUITE, Project, recorded
+from plugin_project import BUILD, GEMMA, H100_FOLDER, SUITE, recorded
 
 
 @pytest.mark.parametrize("absent", ["benchmark", "xdist", "cacheprovider", "capture", "junitxml"])
-def test_it_works_without_another_plugin(suite: Project, absent: str) -> None:
+def test_it_works_without_another_plugin(suite, absent):
     suite.spawn("-p", f"no:{absent}", "--gpu-json=report.json").assert_outcomes(passed=3)
     assert len(suite.report()["results"]) == 3
 
 
-def test_disabled_it_leaves_other_tests_alone(project: Project) -> None:
+def test_disabled_it_leaves_other_tests_alone(project):
     project.ini("gpu_strict = true")
     project.write(test_plain="def test_plain():\n    pass\n")
     result = project.spawn("-p", "no:gputrain")
@@ -18,12 +18,12 @@ def test_disabled_it_leaves_other_tests_alone(project: Project) -> None:
     assert result.ret == 0
 
 
-def test_warnings_as_errors_do_not_hit_the_plugin(suite: Project) -> None:
+def test_warnings_as_errors_do_not_hit_the_plugin(suite):
     suite.ini("filterwarnings = error", "addopts = --strict-markers --strict-config")
     suite.spawn("-W", "error", "--gpu-baseline-update").assert_outcomes(passed=3)
 
 
-def test_collecting_runs_nothing_asks_no_driver_and_makes_no_folder(suite: Project) -> None:
+def test_collecting_runs_nothing_asks_no_driver_and_makes_no_folder(suite):
     (suite.path / "gpus.json").write_text("[]")
     conftest = suite.path / "conftest.py"
     conftest.write_text(conftest.read_text().replace("lambda: gpus", "lambda: 1 / 0"))
@@ -35,7 +35,7 @@ def test_collecting_runs_nothing_asks_no_driver_and_makes_no_folder(suite: Proje
     suite.run("-k", "gemma").assert_outcomes(failed=1, deselected=2)
 
 
-def test_several_runs_ask_for_several_processes_and_for_more_where_they_disagree_but_none_failed(gated: Project) -> None:
+def test_several_runs_ask_for_several_processes_and_for_more_where_they_disagree_but_none_failed(gated):
     gated.answer(recorded(), recorded(slower=1.5), recorded(slower=1.01), to=GEMMA)
     gated.run("--gpu-runs=3", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     assert len(gated.launches) == 4
@@ -44,7 +44,7 @@ def test_several_runs_ask_for_several_processes_and_for_more_where_they_disagree
     assert len(gated.launches) == 5
 
 
-def test_markers_are_listed_with_their_help(project: Project) -> None:
+def test_markers_are_listed_with_their_help(project):
     markers = ["h100: gputrain: declared for H100", "gpu_limit(memory=*, time=*", "gpu_tolerance(time=*, memory=*"]
     project.run("--markers").stdout.fnmatch_lines_random([f"@pytest.mark.{marker}" for marker in markers])
 
@@ -65,9 +65,7 @@ def test_markers_are_listed_with_their_help(project: Project) -> None:
     ],
     ids=["a case", "no case"],
 )
-def test_pytest_imports_nothing_that_trains_and_without_cases_changes_nothing(
-    project: Project, test: str, names: set[str], options: list[str]
-) -> None:
+def test_pytest_imports_nothing_that_trains_and_without_cases_changes_nothing(project, test, names, options):
     (project.path / "conftest.py").write_text(
         "import sys\nfrom pathlib import Path\n\n\ndef pytest_unconfigure(config):\n"
         f"    Path('imported.txt').write_text(repr(sorted({names} & set(sys.modules))))\n"
@@ -77,9 +75,7 @@ def test_pytest_imports_nothing_that_trains_and_without_cases_changes_nothing(
     assert (project.path / "imported.txt").read_text() == "[]"
 
 
-def test_cases_of_fixtures_and_classes_are_recorded_beside_the_ini_file_whatever_the_current_folder(
-    h100: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cases_of_fixtures_and_classes_are_recorded_beside_the_ini_file_whatever_the_current_folder(h100, monkeypatch):
     h100.write(
         test_classes="""
         import pytest
@@ -105,7 +101,7 @@ def test_cases_of_fixtures_and_classes_are_recorded_beside_the_ini_file_whatever
 
 
 @pytest.mark.slow
-def test_a_zoo_case_recorded_then_gated_has_identical_memory(project: Project) -> None:
+def test_a_zoo_case_recorded_then_gated_has_identical_memory(project):
     project.write(test_tuning=SUITE.replace("sequence_length=8192", "sequence_length=64, steps=2, warmup=1"))
     one = {"passed": 1, "deselected": 2}
     project.spawn("--gpu-baseline-update", "-k", GEMMA).assert_outcomes(**one)

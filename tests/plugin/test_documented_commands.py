@@ -12,25 +12,24 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final
+from typing import ClassVar
 
 import numpy  # noqa: F401  # a process can import it only once, and what tests import is taken out again
 import pytest
 from documents import PAGES, ROOT, Command, blocks, commands
 from immediate_scheduler import stand_in
 from packaging.requirements import Requirement
-from plugin_project import H100, Predictor, Project
+from plugin_project import H100
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cli import main
 from pytest_gputrain.plugin.options import OPTIONS
 
-COMMANDS: Final = list(commands())
-PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SUITES: Final = ("conftest.py", "test_diffusion.py", "test_llm_finetuning.py")
-NOT_OURS: Final = ("bencher", "cd", "echo", "git", "less", "otava", "pre-commit", "source", "unshare")
-OWN_CODE: Final = "import torch"
+COMMANDS = list(commands())
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SUITES = ("conftest.py", "test_diffusion.py", "test_llm_finetuning.py")
+NOT_OURS = ("bencher", "cd", "echo", "git", "less", "otava", "pre-commit", "source", "unshare")
+OWN_CODE = "import torch"
 """Tells a program that trains its own code from one whose cases are the zoo's."""
 
 
@@ -40,26 +39,26 @@ class CommandProject:
     written: ClassVar[dict[str, bytes]] = {}
     """By suffix: made once."""
 
-    def __init__(self, project: Project) -> None:
+    def __init__(self, project):
         self.project = project
         self.path = project.path
         (self.path / "benchmarks").mkdir()
 
-    def add_suites(self, words: Sequence[str]) -> None:
+    def add_suites(self, words):
         """All where some are chosen; of a whole folder a part is enough, and quicker."""
         chosen = "-k" in words or any(word.endswith(".py") for word in words)
         for path in ROOT.glob("benchmarks/*.py"):
             if chosen or path.name in SUITES:
                 shutil.copy(path, self.path / "benchmarks")
 
-    def add_programs(self, page: str) -> None:
+    def add_programs(self, page):
         """Those that the page shows."""
         for number, program in enumerate(blocks(page, "python")):
             # Nothing is built here, and a process can import torch only once.
             without_torch = re.sub(r"^(import|from) torch.*\n", "", program, flags=re.MULTILINE)
             (self.path / "benchmarks" / f"test_of_page_{number}.py").write_text(without_torch)
 
-    def add_reports(self, *names: str) -> None:
+    def add_reports(self, *names):
         """As if earlier commands had written them."""
         if not self.written:
             written = ("--gpu-json=wrote.json", "--gpu-history=wrote.jsonl")
@@ -69,7 +68,7 @@ class CommandProject:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(self.written[path.suffix])
 
-    def run(self, *words: str) -> None:
+    def run(self, *words):
         """pytest accepts them, selects tests and runs them.
 
         They may fail: all cases get the same figures, and none has a baseline.
@@ -87,7 +86,7 @@ class CommandProject:
 
 
 @pytest.fixture
-def command_project(project: Project, predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> CommandProject:
+def command_project(project, predictor, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     for folder in ("CHECKPOINT", "SAMPLES"):  # which docs/convergence.md skips without
         monkeypatch.setenv(folder, folder)
@@ -95,7 +94,7 @@ def command_project(project: Project, predictor: Predictor, monkeypatch: pytest.
     return CommandProject(project)
 
 
-def check_pytest(command: Command, command_project: CommandProject) -> None:
+def check_pytest(command, command_project):
     words = command.arguments
     if words == ("--markers",):
         return
@@ -119,7 +118,7 @@ def check_pytest(command: Command, command_project: CommandProject) -> None:
     command_project.run(*words)
 
 
-def check_gputrain(command: Command, command_project: CommandProject) -> None:
+def check_gputrain(command, command_project):
     words = [word.replace("*", "one") for word in command.arguments]
     if "--help" in words or (len(words) == 1 and words != ["check-baselines"]):
         with pytest.raises(SystemExit) as exit_info:
@@ -154,7 +153,7 @@ def check_gputrain(command: Command, command_project: CommandProject) -> None:
         assert main.main(words) == 0
 
 
-def check_pip(command: Command, command_project: CommandProject) -> None:
+def check_pip(command, command_project):
     subcommand, *words = command.arguments
     if subcommand == "freeze":
         assert words in ([], [">", "constraints.txt"])
@@ -170,14 +169,14 @@ def check_pip(command: Command, command_project: CommandProject) -> None:
             )
 
 
-def check_python(command: Command, command_project: CommandProject) -> None:
+def check_python(command, command_project):
     if command.arguments[0] == "-m":
         assert command.arguments[1:-1] == ("venv",)
     else:
         check_tool(Command(command.page, command.arguments), command_project)
 
 
-def check_tool(command: Command, command_project: CommandProject) -> None:
+def check_tool(command, command_project):
     """A program of tools/, each of which takes minutes: its options are there."""
     script = (ROOT / command.words[0]).read_text()
     source = script + ((ROOT / "tools" / "claims.py").read_text() if "from claims import" in script else "")
@@ -185,7 +184,7 @@ def check_tool(command: Command, command_project: CommandProject) -> None:
     assert {word for word in command.arguments if word.startswith("-")} <= constants
 
 
-def check_tox(command: Command, command_project: CommandProject) -> None:
+def check_tox(command, command_project):
     text = (ROOT / "tox.ini").read_text()
     if command.arguments != ("run-parallel", "--parallel-live"):
         arguments = command.arguments[1:-1] if command.arguments[0] == "devenv" else command.arguments
@@ -194,7 +193,7 @@ def check_tox(command: Command, command_project: CommandProject) -> None:
         assert arguments[2:3] in ((), ("--",))
 
 
-def check_docker(command: Command, command_project: CommandProject) -> None:
+def check_docker(command, command_project):
     """Nothing is built here: the Dockerfile is there, and what runs in the image is a command that works."""
     subcommand, *words = command.arguments
     if subcommand == "build":
@@ -208,7 +207,7 @@ def check_docker(command: Command, command_project: CommandProject) -> None:
         check_pytest(Command(command.page, tuple(inside)), command_project)
 
 
-def check_mutmut(command: Command, command_project: CommandProject) -> None:
+def check_mutmut(command, command_project):
     """Takes an hour: what it is told to mutate, and the tests that it runs, are there."""
     assert command.arguments[0] == "run"
     configured = PROJECT["tool"]["mutmut"]
@@ -216,13 +215,13 @@ def check_mutmut(command: Command, command_project: CommandProject) -> None:
     assert all([*ROOT.glob(name)] for name in files)
 
 
-def check_pytest_benchmark(command: Command, command_project: CommandProject) -> None:
-    benchmark_cli: Any = pytest.importorskip("pytest_benchmark.cli")
+def check_pytest_benchmark(command, command_project):
+    benchmark_cli = pytest.importorskip("pytest_benchmark.cli")
     benchmark_cli.make_parser().parse_args(command.arguments)
 
 
-TOOLS: Final = {path.name for path in ROOT.glob("tools/*.py")}
-RULES: Final[dict[str, Callable[[Command, CommandProject], None]]] = {
+TOOLS = {path.name for path in ROOT.glob("tools/*.py")}
+RULES = {
     "docker": check_docker,
     "gputrain": check_gputrain,
     "mutmut": check_mutmut,
@@ -237,27 +236,27 @@ RULES: Final[dict[str, Callable[[Command, CommandProject], None]]] = {
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.program not in NOT_OURS], ids=str)
-def test_command(command_project: CommandProject, command: Command) -> None:
+def test_command(command_project, command):
     assert command.program in RULES, "a program without a rule: say how to check it, or that it is not ours"
     RULES[command.program](command, command_project)
 
 
-def test_commands_were_found() -> None:
+def test_commands_were_found():
     assert len(COMMANDS) > 80
     assert {command.program for command in COMMANDS} >= {*RULES, *NOT_OURS} - TOOLS
 
 
-PROGRAMS: Final = {f"{page}-{number}": text for page in PAGES for number, text in enumerate(blocks(page, "python"))}
-ZOO: Final = [name for name, text in PROGRAMS.items() if OWN_CODE not in text]
-CONVERGENCE: Final = "docs/convergence.md-0"
+PROGRAMS = {f"{page}-{number}": text for page in PAGES for number, text in enumerate(blocks(page, "python"))}
+ZOO = [name for name, text in PROGRAMS.items() if OWN_CODE not in text]
+CONVERGENCE = "docs/convergence.md-0"
 """Trains a checkpoint and samples of the reader's own."""
-LOOPS: Final = "docs/own-loops"
+LOOPS = "docs/own-loops"
 """Pages whose programs test_recipes.py runs."""
-OWN: Final = [name for name in PROGRAMS if name not in (*ZOO, CONVERGENCE) and not name.startswith(LOOPS)]
+OWN = [name for name in PROGRAMS if name not in (*ZOO, CONVERGENCE) and not name.startswith(LOOPS)]
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_programs_that_declare_cases_run(project: Project, name: str) -> None:
+def test_programs_that_declare_cases_run(project, name):
     project.write(test_program=PROGRAMS[name])
     project.machine(None)
     result = project.run()
@@ -266,7 +265,7 @@ def test_programs_that_declare_cases_run(project: Project, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_programs_of_own_code_train(project: Project) -> None:
+def test_programs_of_own_code_train(project):
     """In one pytest, in processes as on any machine without a GPU."""
     project.write(**{f"test_program_{number}": PROGRAMS[name] for number, name in enumerate(OWN)})
     assert {name.partition("-")[0] for name in OWN} >= {"README.md", "docs/gating", "docs/comparing"}
@@ -274,7 +273,7 @@ def test_programs_of_own_code_train(project: Project) -> None:
     project.spawn("--gpu-platform=cpu").assert_outcomes(passed=tests)
 
 
-A_SMALL_FLUX: Final = """
+A_SMALL_FLUX = """
 import torch
 from diffusers import FluxTransformer2DModel
 
@@ -289,7 +288,7 @@ for number in range(8):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_learns_from_files(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_learns_from_files(project, monkeypatch):
     (project.path / "samples").mkdir()
     subprocess.run([sys.executable, "-c", A_SMALL_FLUX], cwd=project.path, check=True, timeout=300)
     monkeypatch.setenv("CHECKPOINT", str(project.path / "checkpoint"))
@@ -304,7 +303,7 @@ def test_a_checkpoint_learns_from_files(project: Project, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_fragments_are_python_and_settings_exist(page: str) -> None:
+def test_fragments_are_python_and_settings_exist(page):
     for text in blocks(page, "py"):
         # Decorators are complete with what they decorate, elements of a list within one.
         ast.parse(f"{text}\ndef decorated(): ..." if text.startswith("@") else f"({text})" if text.startswith("*") else text)

@@ -1,14 +1,13 @@
 """``--gpu-emulate``: what it refuses, what it judges and records, and that its figures never meet those of a real GPU."""
 
 import json
-from typing import Any
 
 import pytest
-from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA, SUITE, Project, assert_refused, failures, only_sentence, skips
+from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA, SUITE, assert_refused, failures, only_sentence, skips
 
 from pytest_gputrain.records import EmulatedRun
 
-RUN: dict[str, Any] = {
+RUN = {
     "outcome": "emulated",
     "device_name": "NVIDIA H100 80GB HBM3",
     "device_memory_bytes": 84_943_715_696,
@@ -56,7 +55,7 @@ def pytest_configure(config):
 
 
 @pytest.fixture
-def emulating(project: Project) -> Project:
+def emulating(project):
     """Three cases on a machine that emulates GPUs, without anything recorded."""
     (project.path / "conftest.py").write_text(CONFTEST)
     project.answer(RUN)
@@ -65,13 +64,13 @@ def emulating(project: Project) -> Project:
 
 
 @pytest.fixture
-def gated(emulating: Project) -> Project:
+def gated(emulating):
     """The same cases with what was recorded of them."""
     emulating.run(*EMULATE, UPDATE).assert_outcomes(passed=3)
     return emulating
 
 
-def emulated_baselines(project: Project) -> dict[str, Any]:
+def emulated_baselines(project):
     return project.baselines("tuning", "emulated/h100")
 
 
@@ -83,11 +82,11 @@ def emulated_baselines(project: Project) -> dict[str, Any]:
         (["-m", "mi300x"], "mi300x is not an NVIDIA GPU that can be emulated; *"),
     ],
 )
-def test_it_takes_one_platform_of_nvidia(emulating: Project, arguments: list[str], sentence: str) -> None:
+def test_it_takes_one_platform_of_nvidia(emulating, arguments, sentence):
     assert_refused(emulating, sentence, *arguments, "--gpu-emulate")
 
 
-def test_a_case_without_a_figure_to_compare_with_is_new_and_fails_where_that_is_strict(emulating: Project) -> None:
+def test_a_case_without_a_figure_to_compare_with_is_new_and_fails_where_that_is_strict(emulating):
     emulating.run(*EMULATE, "--gpu-json=report.json").assert_outcomes(passed=3)
     assert emulating.verdicts()[LLAMA] == "new"
     assert {launch["emulated"] for launch in emulating.launches} == {"h100"}
@@ -95,7 +94,7 @@ def test_a_case_without_a_figure_to_compare_with_is_new_and_fails_where_that_is_
     assert "was never recorded on an emulated H100" in failures(strict)[TEST]
 
 
-def test_one_byte_more_is_a_regression_and_one_less_an_improvement(gated: Project) -> None:
+def test_one_byte_more_is_a_regression_and_one_less_an_improvement(gated):
     gated.run(*EMULATE, "--gpu-strict").assert_outcomes(passed=3)
     for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
         gated.answer({**RUN, name: RUN[name] + 1}, to=GEMMA)
@@ -106,7 +105,7 @@ def test_one_byte_more_is_a_regression_and_one_less_an_improvement(gated: Projec
         assert gated.verdicts()[GEMMA] == "improved"
 
 
-def test_a_compiled_case_may_differ_a_little(emulating: Project) -> None:
+def test_a_compiled_case_may_differ_a_little(emulating):
     compiled = (*EMULATE, "--gpu-set=compile=default", "-k", "gemma")
     emulating.run(*compiled, UPDATE).assert_outcomes(passed=1, deselected=2)
     for factor, outcome in ((1.0009, "passed"), (1.0011, "failed")):
@@ -114,7 +113,7 @@ def test_a_compiled_case_may_differ_a_little(emulating: Project) -> None:
         emulating.run(*compiled, "--gpu-strict").assert_outcomes(**{outcome: 1}, deselected=2)
 
 
-def test_a_case_that_does_not_fit_fails_until_that_is_recorded(emulating: Project) -> None:
+def test_a_case_that_does_not_fit_fails_until_that_is_recorded(emulating):
     unfit = {**RUN, "fits": False, "refused": "CUDA out of memory. Tried to allocate 2.00 GiB."}
     emulating.answer(unfit, to=GEMMA)
     sentence = only_sentence(emulating.run(*EMULATE), TEST)
@@ -125,7 +124,7 @@ def test_a_case_that_does_not_fit_fails_until_that_is_recorded(emulating: Projec
     assert "no longer fits" in only_sentence(emulating.run(*EMULATE), f"test_tuning[{LLAMA}]")
 
 
-def test_other_libraries_are_not_compared_and_what_no_test_asks_for_is_pruned(gated: Project) -> None:
+def test_other_libraries_are_not_compared_and_what_no_test_asks_for_is_pruned(gated):
     gated.answer({**RUN, "packages": {"torch": "2.14.0"}, "peak_allocated_bytes": 1})
     result = gated.run(*EMULATE)
     result.assert_outcomes(passed=3)
@@ -137,7 +136,7 @@ def test_other_libraries_are_not_compared_and_what_no_test_asks_for_is_pruned(ga
     assert GEMMA not in emulated_baselines(gated)
 
 
-def test_nothing_has_a_time_and_all_says_that_it_is_emulated(emulating: Project) -> None:
+def test_nothing_has_a_time_and_all_says_that_it_is_emulated(emulating):
     outputs = ("--gpu-json=report.json", "--gpu-history=history.jsonl", "--gpu-html=report.html", "--gpu-summary=summary.md")
     result = emulating.run(*EMULATE, *outputs)
     emulated = "emulated NVIDIA H100 80GB HBM3 with 79.1 GiB*"
@@ -152,7 +151,7 @@ def test_nothing_has_a_time_and_all_says_that_it_is_emulated(emulating: Project)
     assert "| emulated/h100 |  |  | 31.3 GiB |" in (emulating.path / "summary.md").read_text()
 
 
-def test_figures_of_an_emulated_gpu_are_never_compared_with_measured_ones(h100: Project) -> None:
+def test_figures_of_an_emulated_gpu_are_never_compared_with_measured_ones(h100):
     h100.write(test_tuning=SUITE)
     h100.run(UPDATE, "--gpu-runs=1").assert_outcomes(passed=3)
     before = h100.baseline_file("tuning", H100_FOLDER).read_bytes()
@@ -170,7 +169,7 @@ def test_figures_of_an_emulated_gpu_are_never_compared_with_measured_ones(h100: 
         assert {(result["kind"], result["verdict"]["status"]) for result in results} == {("measured", "new")}
 
 
-def test_what_has_no_time_or_no_emulation_is_skipped(emulating: Project) -> None:
+def test_what_has_no_time_or_no_emulation_is_skipped(emulating):
     emulating.write(
         test_tuning="""
         from pytest_gputrain import Case
@@ -195,9 +194,7 @@ def test_what_has_no_time_or_no_emulation_is_skipped(emulating: Project) -> None
     assert "parameter servers" in skips(result)["test_served"]
 
 
-def test_a_case_of_several_gpus_is_one_launch_of_all_its_processes_and_one_that_fails_gives_no_figures(
-    emulating: Project,
-) -> None:
+def test_a_case_of_several_gpus_is_one_launch_of_all_its_processes_and_one_that_fails_gives_no_figures(emulating):
     assert RUN.keys() - {"outcome"} <= set(EmulatedRun.__struct_fields__)
     emulating.answer({**RUN, "processes": 8})
     eight = ("--gpu-set=parallel=fsdp", "--gpu-set=gpus=8", "-k", "gemma")

@@ -8,12 +8,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from leftovers import Leftovers, wait_for
-from plugin_project import BUILD, GEMMA, LLAMA, LLAMA_2, Project, failures
+from plugin_project import BUILD, GEMMA, LLAMA, LLAMA_2, failures
 
 SUITE = """
 from pytest_gputrain import Case
@@ -36,13 +35,7 @@ def test_never(gputrain):
 OPTIONS = ("--gpu-json=report.json", "--gpu-history=history.jsonl")
 
 
-def _ended(
-    project: Project,
-    *arguments: str,
-    by: tuple[int, ...],
-    group: bool = False,
-    then: Callable[[subprocess.Popen[str]], None] = lambda run: None,
-) -> tuple[int, str]:
+def _ended(project, *arguments, by, group=False, then=lambda run: None):
     """How a pytest ends that is sent signals when its case hangs, for longer than it may take, and what it says.
 
     Args:
@@ -71,7 +64,7 @@ def _ended(
         run.wait()
 
 
-def _assert_kept(project: Project, ended: tuple[int, str], *keys: str) -> None:
+def _assert_kept(project, ended, *keys):
     """The report and the history have these cases, and pytest was interrupted without an error."""
     status, output = ended
     assert status == project.report()["exit_status"] == pytest.ExitCode.INTERRUPTED, output
@@ -82,7 +75,7 @@ def _assert_kept(project: Project, ended: tuple[int, str], *keys: str) -> None:
 
 
 @pytest.fixture
-def hanging(h100: Project) -> Project:
+def hanging(h100):
     h100.write(test_tuning=SUITE)
     h100.when_launched("Path('hangs').touch()\n__import__('time').sleep(600)", of=f"name == {LLAMA_2!r}")
     return h100
@@ -91,7 +84,7 @@ def hanging(h100: Project) -> Project:
 @pytest.mark.parametrize(
     "signals", [(signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGINT,) * 3, (signal.SIGTERM,) * 3], ids=str
 )
-def test_what_ends_a_run_ends_it_at_once_with_all_that_was_measured(hanging: Project, signals: tuple[int, ...]) -> None:
+def test_what_ends_a_run_ends_it_at_once_with_all_that_was_measured(hanging, signals):
     status, output = _ended(hanging, by=signals)
     _assert_kept(hanging, (status, output), LLAMA, GEMMA)
     if len(signals) == 1:
@@ -113,11 +106,11 @@ def pytest_unconfigure():
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_during_the_end_of_a_run_changes_nothing(hanging: Project, first: int) -> None:
+def test_a_second_signal_during_the_end_of_a_run_changes_nothing(hanging, first):
     conftest = hanging.path / "conftest.py"
     conftest.write_text(conftest.read_text() + ENDING)
 
-    def again(run: subprocess.Popen[str]) -> None:
+    def again(run):
         wait_for(hanging.path / "ending", seconds=30)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             run.send_signal(number)
@@ -130,7 +123,7 @@ def test_a_second_signal_during_the_end_of_a_run_changes_nothing(hanging: Projec
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False)], ids=["Ctrl-C", "SIGTERM"])
-def test_under_two_workers_the_tests_that_were_over_are_kept(hanging: Project, number: int, group: bool) -> None:
+def test_under_two_workers_the_tests_that_were_over_are_kept(hanging, number, group):
     pytest.importorskip("xdist")
     _assert_kept(hanging, _ended(hanging, "-n2", "--dist=loadfile", by=(number,), group=group), LLAMA)
 
@@ -173,7 +166,7 @@ def test_full_before_the_worker(gputrain):
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def small_disk(tmp_path, monkeypatch):
     """A folder for temporary files on a disk of its own."""
     leftovers = Leftovers(tmp_path, monkeypatch)
     disk = Path(tempfile.gettempdir())
@@ -188,7 +181,7 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_told_and_the_next_case_has_room(project: Project, small_disk: Path) -> None:
+def test_a_full_disk_is_told_and_the_next_case_has_room(project, small_disk):
     project.write(test_filling=FILLING)
     result = project.run(*OPTIONS)
     (small_disk / "full").unlink()
@@ -202,7 +195,7 @@ def test_a_full_disk_is_told_and_the_next_case_has_room(project: Project, small_
     assert len((project.path / "history.jsonl").read_text().splitlines()) == 2
 
 
-def test_where_no_disk_has_room_that_is_told(suite: Project, small_disk: Path) -> None:
+def test_where_no_disk_has_room_that_is_told(suite, small_disk):
     """Neither for the report, nor for what is kept aside."""
     suite.run().assert_outcomes(passed=3)
     suite.write(

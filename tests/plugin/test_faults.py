@@ -4,12 +4,11 @@ import itertools
 import json
 import re
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 from leftovers import Leftovers
-from plugin_project import Project, failures
+from plugin_project import failures
 
 from pytest_gputrain.utils import linux
 
@@ -135,11 +134,11 @@ SHOWN = [
 
 
 @pytest.fixture
-def leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Leftovers:
+def leftovers(tmp_path, monkeypatch):
     return Leftovers(tmp_path, monkeypatch)
 
 
-def write(project: Project, faults: dict[str, tuple[str, str, str]], sound: dict[str, str]) -> None:
+def write(project, faults, sound):
     """One after the other in one file, where each is the next of another, and in the end sound ones."""
     tests = [FAULTY.format(name=name, build=build, step=step) for name, (build, step, _) in faults.items()]
     tests += [FAULTY.format(name=name, build=build, step="pass") for name, build in sound.items()]
@@ -147,9 +146,7 @@ def write(project: Project, faults: dict[str, tuple[str, str, str]], sound: dict
 
 
 @pytest.mark.slow
-def test_every_fault_is_told_and_none_touches_the_next(
-    project: Project, leftovers: Leftovers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_fault_is_told_and_none_touches_the_next(project, leftovers, monkeypatch):
     (project.path / "misspelt.py").write_text("def (\n")
     (project.path / "counters").write_text("oom_kill 7")
     monkeypatch.setattr(linux, "_COUNTERS", project.path / "counters")
@@ -195,7 +192,7 @@ HANGS = {
 
 
 @pytest.mark.slow
-def test_hangs_are_ended_in_time_and_told_with_phase_step_and_stacks(project: Project, leftovers: Leftovers) -> None:
+def test_hangs_are_ended_in_time_and_told_with_phase_step_and_stacks(project, leftovers):
     write(project, HANGS, {"healthy": "pass"})
     result = project.run("--gpu-timeout=20s", "--gpu-json=report.json")
     result.assert_outcomes(passed=1, failed=len(HANGS))

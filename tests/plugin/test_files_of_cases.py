@@ -1,10 +1,9 @@
 """A config.json as a case's model, and a file of options of DeepSpeed: from the test file to the id and the baseline."""
 
 import json
-from typing import Any
 
 import pytest
-from plugin_project import H100_FOLDER, Project, only_sentence
+from plugin_project import H100_FOLDER, only_sentence
 
 MODELS = """
 import pytest
@@ -20,19 +19,19 @@ def test_ours(gputrain, case):
 LLAMA = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "max_position_embeddings": 4096}
 
 
-def write(project: Project, name: str = "configs/ours.json", **config: Any) -> None:
+def write(project, name="configs/ours.json", **config):
     (project.path / name).write_text(json.dumps(config))
 
 
 @pytest.fixture
-def models(h100: Project) -> Project:
+def models(h100):
     for folder, file, text in (("suite", "test_ours.py", MODELS), ("configs", "ours.json", json.dumps(LLAMA))):
         (h100.path / folder).mkdir()
         (h100.path / folder / file).write_text(text)
     return h100
 
 
-def test_a_path_from_the_test_file_becomes_a_name_and_another_content_another_case(models: Project) -> None:
+def test_a_path_from_the_test_file_becomes_a_name_and_another_content_another_case(models):
     models.run("--gpu-baseline-update").assert_outcomes(passed=2)
     names = sorted(models.baselines("ours", H100_FOLDER))
     assert [name.partition("#")[0] for name in names] == ["ours", "ours"]
@@ -45,13 +44,13 @@ def test_a_path_from_the_test_file_becomes_a_name_and_another_content_another_ca
     result.stdout.fnmatch_lines(["FAILED *ours#*-full-bf16 has no baseline; *"])
 
 
-def test_a_knob_of_the_command_line_takes_a_path(models: Project) -> None:
+def test_a_knob_of_the_command_line_takes_a_path(models):
     write(models, "configs/other.json", **LLAMA)
     models.run("--gpu-set=model=../configs/other.json", "-k", "full").assert_outcomes(passed=1, deselected=1)
     assert models.launches[0]["id"].startswith("other#")
 
 
-def test_a_config_that_does_not_fit_starts_nothing(models: Project) -> None:
+def test_a_config_that_does_not_fit_starts_nothing(models):
     write(models, model_type="t5", is_encoder_decoder=True)
     sentence = only_sentence(models.run("-k", "full"), "test_ours[full]")
     assert "names the model ../configs/ours.json, but" in sentence
@@ -76,9 +75,7 @@ def test_sharded(gputrain, case):
 """
 
 
-def test_options_of_another_content_are_not_compared_and_without_the_file_or_with_a_contradiction_nothing_starts(
-    h100: Project,
-) -> None:
+def test_options_of_another_content_are_not_compared_and_without_the_file_or_with_a_contradiction_nothing_starts(h100):
     h100.write(test_sharded=SHARDED)
     sentence = only_sentence(h100.run("-k", "plain"), "test_sharded[plain]")
     assert "asks for deepspeed_config, but ds.json cannot be read (No such file or directory); give a file" in sentence

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from immediate_scheduler import ImmediateScheduler, stand_in
+from immediate_scheduler import stand_in
 from plugin_project import (
     GEMMA,
     H100,
@@ -11,7 +11,6 @@ from plugin_project import (
     LLAMA,
     LLAMA_2,
     SUITE,
-    Project,
     assert_refused,
     failures,
     only_sentence,
@@ -23,12 +22,12 @@ FLEET = ("-m", "h100", "--gpu-executor=slurm")
 IN_FIRST = f"test_tuning[{LLAMA}]"
 
 
-def slower(times: float) -> dict[str, object]:
+def slower(times):
     return recorded(device_name=H100, slower=times)
 
 
 @pytest.fixture
-def scheduler(project: Project, monkeypatch: pytest.MonkeyPatch) -> ImmediateScheduler:
+def scheduler(project, monkeypatch):
     """A fleet of nodes with eight H100s that foresees all, for a project on a machine without a GPU."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     project.machine(None)
@@ -40,7 +39,7 @@ def scheduler(project: Project, monkeypatch: pytest.MonkeyPatch) -> ImmediateSch
     return scheduler
 
 
-def assert_same_here(project: Project, fleet_run: pytest.RunResult, *arguments: str) -> None:
+def assert_same_here(project, fleet_run, *arguments):
     """A run on a machine like the nodes has the failures and the results that ``there.json`` has."""
     replies = (project.path / "replies.json").read_text()
     project.machine(H100, gpus=8)
@@ -50,9 +49,7 @@ def assert_same_here(project: Project, fleet_run: pytest.RunResult, *arguments: 
 
 
 @pytest.mark.parametrize("ask_seconds", [4.0, 0.0], ids=["tests ask", "all foreseen"])
-def test_a_fleet_judges_as_the_node_itself_would(
-    project: Project, scheduler: ImmediateScheduler, ask_seconds: float
-) -> None:
+def test_a_fleet_judges_as_the_node_itself_would(project, scheduler, ask_seconds):
     scheduler.ask_seconds = ask_seconds
     project.run(*FLEET, "--gpu-baseline-update", "--gpu-runs=3")
     project.answer(slower(1.2), to=GEMMA)
@@ -62,7 +59,7 @@ def test_a_fleet_judges_as_the_node_itself_would(
     assert_same_here(project, fleet_run)
 
 
-def test_a_day_on_which_all_are_slower_puts_none_of_them_in_doubt(project: Project, scheduler: ImmediateScheduler) -> None:
+def test_a_day_on_which_all_are_slower_puts_none_of_them_in_doubt(project, scheduler):
     project.write(test_tuning=SUITE.replace('method=["lora"]', 'method=["lora"], batch_size=[1, 2, 3, 4]'))
     project.run(*FLEET, "--gpu-baseline-update", "--gpu-runs=5")
     scheduler.forget()
@@ -77,16 +74,14 @@ def test_a_day_on_which_all_are_slower_puts_none_of_them_in_doubt(project: Proje
 
 
 @pytest.mark.parametrize("option", ["--gpu-baseline-update", "--gpu-runs=5"])
-def test_runs_that_are_known_from_the_start_are_submitted_in_turn(
-    project: Project, scheduler: ImmediateScheduler, option: str
-) -> None:
+def test_runs_that_are_known_from_the_start_are_submitted_in_turn(project, scheduler, option):
     project.run(*FLEET, option)
     assert scheduler.submitted == [LLAMA, GEMMA, LLAMA_2] * 5
     # As many as may wait, and those that fit when these are seen to be done.
     assert scheduler.during == [IN_FIRST] * 15
 
 
-def test_what_takes_longest_by_the_history_is_submitted_first(project: Project, scheduler: ImmediateScheduler) -> None:
+def test_what_takes_longest_by_the_history_is_submitted_first(project, scheduler):
     for case, times in ((LLAMA, 1.0), (GEMMA, 2.5), (LLAMA_2, 1.4)):
         project.answer(slower(times), to=case)
     # Of several runs, those that are left count together: 7.5, 5, 4.2, 3, 2.8, 2.5, 2, 1.4, 1.
@@ -97,9 +92,7 @@ def test_what_takes_longest_by_the_history_is_submitted_first(project: Project, 
         scheduler.forget()
 
 
-def test_baselines_that_there_are_not_yet_are_known_with_the_first_delivery(
-    project: Project, scheduler: ImmediateScheduler
-) -> None:
+def test_baselines_that_there_are_not_yet_are_known_with_the_first_delivery(project, scheduler):
     project.run(*FLEET, "--gpu-baseline-update", "-k", "gemma")
     scheduler.forget()
     project.run(*FLEET, "--gpu-baseline-update-new-only")
@@ -125,15 +118,7 @@ TEN = SUITE.replace('method=["lora"]', "batch_size=range(1, 11)").replace(
     ],
     ids=["before its test asks", "a later run before the first", "ten cases"],
 )
-def test_a_case_in_doubt_is_run_again_before_its_test_asks(
-    project: Project,
-    scheduler: ImmediateScheduler,
-    suite: str,
-    late: dict[int, int],
-    runs: int,
-    doubtful: str,
-    submitted: list[str] | None,
-) -> None:
+def test_a_case_in_doubt_is_run_again_before_its_test_asks(project, scheduler, suite, late, runs, doubtful, submitted):
     project.write(test_tuning=suite)
     project.run(*FLEET, "--gpu-baseline-update")
     scheduler.forget()
@@ -148,9 +133,7 @@ def test_a_case_in_doubt_is_run_again_before_its_test_asks(
 @pytest.mark.parametrize(
     ("case", "ask_seconds"), [(LLAMA_2, 0.0), (LLAMA, 4.0)], ids=["by its delivery", "by its test, for both at once"]
 )
-def test_a_run_that_was_foreseen_and_is_not_asked_for_says_nothing(
-    project: Project, scheduler: ImmediateScheduler, case: str, ask_seconds: float
-) -> None:
+def test_a_run_that_was_foreseen_and_is_not_asked_for_says_nothing(project, scheduler, case, ask_seconds):
     project.run(*FLEET, "--gpu-baseline-update")
     scheduler.forget()
     scheduler.ask_seconds = ask_seconds
@@ -163,9 +146,7 @@ def test_a_run_that_was_foreseen_and_is_not_asked_for_says_nothing(
     assert len(result["replies"]) == 2
 
 
-def test_a_case_of_two_names_is_submitted_once_with_what_its_limit_asks_for_and_nothing_by_collecting(
-    project: Project, scheduler: ImmediateScheduler
-) -> None:
+def test_a_case_of_two_names_is_submitted_once_with_what_its_limit_asks_for_and_nothing_by_collecting(project, scheduler):
     limited = SUITE.replace("@pytest.mark.p", "@pytest.mark.gpu_limit(memory='1 GiB')\n@pytest.mark.p")
     other = limited.replace("sequence_length=8192)", "sequence_length=8192, platforms=('h100', 'a100'))")
     project.write(test_tuning=limited, test_another=other)
@@ -176,7 +157,7 @@ def test_a_case_of_two_names_is_submitted_once_with_what_its_limit_asks_for_and_
     assert set(scheduler.during) == {IN_FIRST}
 
 
-def test_what_becomes_no_baseline_is_run_no_further(project: Project, scheduler: ImmediateScheduler) -> None:
+def test_what_becomes_no_baseline_is_run_no_further(project, scheduler):
     scheduler.ask_seconds = 4.0
     project.write(test_tuning=SUITE + "    assert case.model != 'gemma-7b'\n")
     project.run(*FLEET, "--gpu-baseline-update").assert_outcomes(passed=2, failed=1)
@@ -184,7 +165,7 @@ def test_what_becomes_no_baseline_is_run_no_further(project: Project, scheduler:
     assert len(set(scheduler.cancelled)) == 2
 
 
-def test_a_study_runs_nothing_but_its_own_tasks(project: Project, scheduler: ImmediateScheduler) -> None:
+def test_a_study_runs_nothing_but_its_own_tasks(project, scheduler):
     project.run(*FLEET, "-k", "gemma", "--gpu-find-batch", "-o", "gpu_find_batch_max=4", "--gpu-json=report.json")
     assert sorted({order.task.case.batch_size for order in scheduler.orders}) == [1, 2, 3, 4]
     assert project.report()["results"][0]["device"] == H100_FOLDER
@@ -194,7 +175,7 @@ def test_a_study_runs_nothing_but_its_own_tasks(project: Project, scheduler: Imm
     assert all(order.task.curve for order in scheduler.orders)
 
 
-def test_a_case_asks_for_what_it_takes_of_nodes(project: Project, scheduler: ImmediateScheduler) -> None:
+def test_a_case_asks_for_what_it_takes_of_nodes(project, scheduler):
     project.write(
         test_tuning="""
         import pytest
@@ -215,7 +196,7 @@ def test_a_case_asks_for_what_it_takes_of_nodes(project: Project, scheduler: Imm
 
 
 @pytest.mark.slow
-def test_without_a_platform_the_cpus_of_the_nodes_train(project: Project, scheduler: ImmediateScheduler) -> None:
+def test_without_a_platform_the_cpus_of_the_nodes_train(project, scheduler):
     scheduler.nodes = None
     project.answer(recorded("cpu_measured"))
     project.run("--gpu-executor=slurm", "--gpu-json=report.json").assert_outcomes(passed=3)
@@ -226,7 +207,7 @@ def test_without_a_platform_the_cpus_of_the_nodes_train(project: Project, schedu
 # What a fleet loses or refuses
 
 
-def test_what_is_lost_fails_its_test_and_no_other(project: Project, scheduler: ImmediateScheduler) -> None:
+def test_what_is_lost_fails_its_test_and_no_other(project, scheduler):
     scheduler.refused = {GEMMA}
     result = project.run(*FLEET, "--gpu-json=report.json", "--gpu-history=history.jsonl")
     result.assert_outcomes(passed=2, failed=1)
@@ -257,9 +238,7 @@ def test_what_is_lost_fails_its_test_and_no_other(project: Project, scheduler: I
     ],
     ids=["another GPU", "too few", "two kinds", "in use"],
 )
-def test_a_node_that_is_not_what_was_asked_for_fails_the_case_with_its_name(
-    project: Project, scheduler: ImmediateScheduler, nodes: list[tuple[str, int]], arguments: list[str], says: list[str]
-) -> None:
+def test_a_node_that_is_not_what_was_asked_for_fails_the_case_with_its_name(project, scheduler, nodes, arguments, says):
     wide = "gputrain.check(Case(model='gemma-7b', parallel='ddp', gpus=2, sequence_length=8192))"
     project.write(test_tuning=f"from pytest_gputrain import Case\n\n\ndef test_wide(gputrain):\n    {wide}\n")
     project.occupied(free_bytes=2**30, processes=1)
@@ -268,7 +247,7 @@ def test_a_node_that_is_not_what_was_asked_for_fails_the_case_with_its_name(
     assert [words for words in says if words not in sentence] == [], sentence
 
 
-def test_what_runs_in_the_pytest_process_is_refused(project: Project, scheduler: ImmediateScheduler) -> None:
+def test_what_runs_in_the_pytest_process_is_refused(project, scheduler):
     project.write(
         test_tuning="""
         def test_inline(gputrain):
@@ -295,7 +274,5 @@ def test_what_runs_in_the_pytest_process_is_refused(project: Project, scheduler:
         ([*FLEET, "-ogpu_fleet_args=h1000: -p gpu"], "gpu_fleet_args: 'h1000' is unknown (did you mean 'h100'?); known: *"),
     ],
 )
-def test_what_a_fleet_cannot_do_is_refused(
-    project: Project, scheduler: ImmediateScheduler, arguments: tuple[str, ...], sentence: str
-) -> None:
+def test_what_a_fleet_cannot_do_is_refused(project, scheduler, arguments, sentence):
     assert_refused(project, sentence, *arguments)

@@ -5,15 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from leftovers import wait_until
-from plugin_project import BUILD, Project
+from plugin_project import BUILD
 from slurm_here import lacking, slurm_here
 
 from pytest_gputrain.execution.fleet import job_queue
@@ -87,12 +85,12 @@ class Nodes:
     here: Any
     """Of ``slurm_here`` or ``ray_here``."""
 
-    def engine(self, *arguments: str) -> Slurm | Ray:
+    def engine(self, *arguments):
         return Slurm(arguments) if self.name == "slurm" else Ray(arguments)
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=marks) for name, marks in NEEDS.items()])
-def started(request: pytest.FixtureRequest) -> Iterator[Nodes]:
+def started(request):
     if request.param == "slurm":
         with slurm_here() as slurm:
             yield Nodes("slurm", slurm)
@@ -105,7 +103,7 @@ def started(request: pytest.FixtureRequest) -> Iterator[Nodes]:
 
 
 @pytest.fixture
-def nodes(started: Nodes, monkeypatch: pytest.MonkeyPatch) -> Nodes:
+def nodes(started, monkeypatch):
     """Those that are found from here."""
     for name, value in started.here.environment.items():
         monkeypatch.setenv(name, value)
@@ -114,12 +112,12 @@ def nodes(started: Nodes, monkeypatch: pytest.MonkeyPatch) -> Nodes:
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Path:
+def shared(tmp_path):
     (tmp_path / "code_of_mine.py").write_text(CODE)
     return tmp_path / "shared"
 
 
-def order(name: str, shared: Path, *, nodes: int = 1, **knobs: Any) -> Order:
+def order(name, shared, *, nodes=1, **knobs):
     code = {"model": name, "method": "custom", "code": f"code_of_mine.py::{name}"} if name != "ctr-dnn" else {"model": name}
     case = Case(**{**code, "precision": "fp32", "steps": 2, "warmup": 1, **knobs})
     task = Task(case=case, scale="tiny", device_type="cpu", processes=case.gpus, nodes=nodes, root=str(shared.parent))
@@ -127,17 +125,10 @@ def order(name: str, shared: Path, *, nodes: int = 1, **knobs: Any) -> Order:
     return Order(task=task, conditions=conditions, gpus=0, cpus=1)
 
 
-def outcome_of(
-    engine: Slurm | Ray,
-    order: Order,
-    shared: Path,
-    *,
-    as_it_runs: Callable[[], object] = lambda: None,
-    wait_seconds: float = 60,
-) -> Delivery | Lost:
+def outcome_of(engine, order, shared, *, as_it_runs=lambda: None, wait_seconds=60):
     due = [as_it_runs]
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         time.sleep(seconds)
         if due and (shared.parent / "pid.txt").exists():
             due.pop()()
@@ -149,31 +140,31 @@ def outcome_of(
         fleet.close()
 
 
-def assert_lost(outcome: Delivery | Lost, cause: str, *fragments: str) -> None:
+def assert_lost(outcome, cause, *fragments):
     assert isinstance(outcome, Lost), outcome
     assert outcome.cause == cause
     assert [fragment for fragment in fragments if fragment not in outcome.sentence] == [], outcome.sentence
 
 
-def measurement(outcome: Delivery | Lost) -> Measurement:
+def measurement(outcome):
     assert isinstance(outcome, Delivery), outcome
     assert isinstance(outcome.reply, Measurement), outcome.reply
     return outcome.reply
 
 
-def assert_no_worker(folder: Path) -> None:
+def assert_no_worker(folder):
     """The case's own process ends."""
     wait_until(lambda: not psutil.pid_exists(int((folder / "pid.txt").read_text())))
 
 
-def assert_no_job(nodes: Nodes) -> None:
+def assert_no_job(nodes):
     if nodes.name == "slurm":
         assert not {"RUNNING", "PENDING"} & set(
             nodes.here.command("squeue", "--noheader", "--states=all", "--format=%T").split()
         )
 
 
-def test_the_verdicts_are_those_of_a_run_on_this_machine(project: Project, nodes: Nodes) -> None:
+def test_the_verdicts_are_those_of_a_run_on_this_machine(project, nodes):
     project.write(code_of_mine=CODE, test_mine=SUITE)
     project.spawn("--gpu-baseline-update")
     file = project.baseline_file("mine")
@@ -203,8 +194,8 @@ def test_the_verdicts_are_those_of_a_run_on_this_machine(project: Project, nodes
     resumed.stdout.fnmatch_lines(["3 cases taken from *there.json*"])
 
 
-def test_a_case_of_two_nodes_is_one_job_on_both(nodes: Nodes, shared: Path) -> None:
-    knobs: dict[str, Any] = {"batch_size": 50, "optimizer": "adam", "parallel": "ddp", "gpus": 2}
+def test_a_case_of_two_nodes_is_one_job_on_both(nodes, shared):
+    knobs = {"batch_size": 50, "optimizer": "adam", "parallel": "ddp", "gpus": 2}
     reply = measurement(outcome_of(nodes.engine(), order("ctr-dnn", shared, nodes=2, **knobs), shared))
     assert len(reply.ranks) == 2
     # Both agents of Ray were there, which pytest waits for; that they have one host name is this machine's doing.
@@ -212,7 +203,7 @@ def test_a_case_of_two_nodes_is_one_job_on_both(nodes: Nodes, shared: Path) -> N
         assert nodes.here.command("squeue", "--noheader", "--states=all", "--format=%D").split()[-1] == "2"
 
 
-def test_a_node_that_dies_loses_its_case_and_no_other(nodes: Nodes, shared: Path) -> None:
+def test_a_node_that_dies_loses_its_case_and_no_other(nodes, shared):
     if nodes.name == "slurm":
         engine, node, name = nodes.engine("--nodelist=n1"), "n1", "Slurm"
     else:
@@ -226,9 +217,9 @@ def test_a_node_that_dies_loses_its_case_and_no_other(nodes: Nodes, shared: Path
         nodes.here.revive_node("n1")
 
 
-def test_a_job_that_somebody_cancels_is_told_and_leaves_nothing(nodes: Nodes, shared: Path) -> None:
+def test_a_job_that_somebody_cancels_is_told_and_leaves_nothing(nodes, shared):
     engine = nodes.engine()
-    cancel: dict[str, Callable[[], object]] = {
+    cancel = {
         "slurm": lambda: nodes.here.command("scancel", "--user=root"),
         "ray": lambda: engine.cancel(["1"]),
     }
@@ -236,7 +227,7 @@ def test_a_job_that_somebody_cancels_is_told_and_leaves_nothing(nodes: Nodes, sh
     assert_no_worker(shared.parent)
 
 
-def test_an_end_by_a_signal_cancels_what_runs_and_writes_the_report(project: Project, nodes: Nodes) -> None:
+def test_an_end_by_a_signal_cancels_what_runs_and_writes_the_report(project, nodes):
     sleeping = "from code_of_mine import sleeps\n\n\ndef test_sleeps(gputrain):\n    gputrain.check(sleeps)\n"
     project.write(code_of_mine=CODE, test_mine=sleeping)
     command = [sys.executable, "-m", "pytest", f"--gpu-executor={nodes.name}", "--gpu-json=report.json"]
@@ -260,9 +251,7 @@ def test_an_end_by_a_signal_cancels_what_runs_and_writes_the_report(project: Pro
     ],
     indirect=["started"],
 )
-def test_a_job_that_can_never_start_is_given_up_with_its_reason(
-    nodes: Nodes, shared: Path, argument: tuple[str, ...], count: int, reason: str
-) -> None:
+def test_a_job_that_can_never_start_is_given_up_with_its_reason(nodes, shared, argument, count, reason):
     outcome = outcome_of(nodes.engine(*argument), order("sound", shared, nodes=count), shared, wait_seconds=3)
     assert_lost(outcome, "not_scheduled", reason)
     assert_no_job(nodes)
@@ -278,9 +267,7 @@ def test_a_job_that_can_never_start_is_given_up_with_its_reason(
         ("first=1", "localhost:1", "--gpu-executor=ray finds no cluster at localhost:1: Connection refused"),
     ],
 )
-def test_what_is_no_cluster_or_no_resource_is_refused(
-    monkeypatch: pytest.MonkeyPatch, argument: str, address: str, sentence: str
-) -> None:
+def test_what_is_no_cluster_or_no_resource_is_refused(monkeypatch, argument, address, sentence):
     pytest.importorskip("ray", reason="needs Ray: pip install 'pytest-gputrain[ray]'")
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ValueError, match=r"^(gpu_fleet_args|--gpu-executor)") as caught:

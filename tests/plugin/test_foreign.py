@@ -1,7 +1,7 @@
 """Tests cases whose GPUs are also used by processes of others."""
 
 import pytest
-from plugin_project import GEMMA, H100, H100_FOLDER, Project, failures, only_sentence, recorded
+from plugin_project import GEMMA, H100, H100_FOLDER, failures, only_sentence, recorded
 
 from pytest_gputrain import GiB
 
@@ -10,14 +10,14 @@ WHO = "python (pid 4711, 1.00 GiB) on GPU 0"
 
 
 @pytest.fixture
-def recorded_suite(suite: Project) -> Project:
+def recorded_suite(suite):
     """Three cases with baselines of an H100 that they had for themselves."""
     suite.occupied(free_bytes=78 * GiB)
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     return suite
 
 
-def test_a_slower_case_beside_others_is_in_doubt_and_no_baseline_unless_they_are_ignored(recorded_suite: Project) -> None:
+def test_a_slower_case_beside_others_is_in_doubt_and_no_baseline_unless_they_are_ignored(recorded_suite):
     recorded_suite.answer(recorded(slower=1.2), to=GEMMA)
     recorded_suite.occupied(free_bytes=77 * GiB, processes=1)
     result = recorded_suite.run("--gpu-json=report.json")
@@ -41,7 +41,7 @@ def test_a_slower_case_beside_others_is_in_doubt_and_no_baseline_unless_they_are
     recorded_suite.run("-o", "gpu_foreign=ignore", "--gpu-baseline-update").assert_outcomes(passed=3)
 
 
-def test_error_measures_nothing_beside_others(recorded_suite: Project) -> None:
+def test_error_measures_nothing_beside_others(recorded_suite):
     launched = len(recorded_suite.launches)
     recorded_suite.occupied(free_bytes=77 * GiB, processes=1)
     result = recorded_suite.run("-o", "gpu_foreign=error", "-k", "gemma")
@@ -53,14 +53,12 @@ def test_error_measures_nothing_beside_others(recorded_suite: Project) -> None:
     recorded_suite.run("-o", "gpu_foreign=error", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
 
 
-def _telemetry(**telemetry: object) -> dict[str, object]:
+def _telemetry(**telemetry):
     example = {"readings": 9, "energy_joules": None, "power_watts": None, "clock_mhz": None, "utilization": None}
     return {**example, "throttled": None, **telemetry}
 
 
-def test_energy_is_in_the_summary_and_lowered_clocks_are_told_whatever_the_verdict(
-    recorded_suite: Project,
-) -> None:
+def test_energy_is_in_the_summary_and_lowered_clocks_are_told_whatever_the_verdict(recorded_suite):
     hot = {"HW Thermal Slowdown": 0.4, "SW Power Cap": 1.0}
     telemetry = _telemetry(energy_joules=7000.0, power_watts=650.0, clock_mhz=1500, throttled=hot)
     recorded_suite.answer({**recorded(), "telemetry": telemetry}, to=GEMMA)
@@ -73,7 +71,7 @@ def test_energy_is_in_the_summary_and_lowered_clocks_are_told_whatever_the_verdi
     assert "HW Thermal Slowdown for 40.0 % of the time" in only_sentence(recorded_suite.run(), TEST)
 
 
-def test_a_lower_power_limit_is_named_with_a_slower_step(recorded_suite: Project) -> None:
+def test_a_lower_power_limit_is_named_with_a_slower_step(recorded_suite):
     recorded_suite.machine(H100, power_limit_watts=700.0)
     recorded_suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     recorded_suite.machine(H100, power_limit_watts=500.0)

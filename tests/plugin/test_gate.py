@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from plugin_project import GEMMA, H100_FOLDER, SUITE, Project, failures, junit_properties, only_sentence, recorded
+from plugin_project import GEMMA, H100_FOLDER, SUITE, failures, junit_properties, only_sentence, recorded
 
 from pytest_gputrain import GiB
 
@@ -71,7 +71,7 @@ def test_it(gputrain, name):
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["plain", "strict"])
-def test_each_verdict_has_its_sentence_and_passes_or_fails(h100: Project, strict: bool) -> None:
+def test_each_verdict_has_its_sentence_and_passes_or_fails(h100, strict):
     names = (f'pytest.param("{name}", marks={f"pytest.mark.{row.mark}" if row.mark else []})' for name, row in ROWS.items())
     h100.write(test_own=OWN.format(names=", ".join(names)))
     for name, row in ROWS.items():
@@ -123,8 +123,8 @@ def test_each_verdict_has_its_sentence_and_passes_or_fails(h100: Project, strict
     ],
 )
 def test_the_last_word_on_the_command_line_counts_before_the_ini_file_and_that_before_ci(
-    suite: Project, monkeypatch: pytest.MonkeyPatch, ci: str | None, ini: str, arguments: list[str], strict: bool
-) -> None:
+    suite, monkeypatch, ci, ini, arguments, strict
+):
     if ci is not None:
         monkeypatch.setenv("CI", ci)
     suite.ini(*([f"gpu_strict = {ini}"] if ini else []))
@@ -132,7 +132,7 @@ def test_the_last_word_on_the_command_line_counts_before_the_ini_file_and_that_b
     assert not (suite.path / "baselines").exists()
 
 
-def test_what_cannot_be_compared_passes_unless_strict_and_says_what_differs(gated: Project) -> None:
+def test_what_cannot_be_compared_passes_unless_strict_and_says_what_differs(gated):
     gated.write(test_tuning=SUITE.replace("batch_size=2", "batch_size=4"))
     result = gated.run("--gpu-json=report.json")
     result.assert_outcomes(passed=3)
@@ -154,9 +154,7 @@ def test_what_cannot_be_compared_passes_unless_strict_and_says_what_differs(gate
         (78 * GiB - 2**20, 0, None),
     ],
 )
-def test_running_out_of_what_others_took_says_nothing_of_the_case(
-    suite: Project, free: int, processes: int, why: str | None
-) -> None:
+def test_running_out_of_what_others_took_says_nothing_of_the_case(suite, free, processes, why):
     suite.occupied(free_bytes=78 * GiB)
     suite.run("--gpu-baseline-update", "-k", "gemma")
     suite.answer(OUT_OF_MEMORY, to=GEMMA)
@@ -170,7 +168,7 @@ def test_running_out_of_what_others_took_says_nothing_of_the_case(
     suite.run("--gpu-strict", "-k", "gemma").assert_outcomes(failed=1, deselected=2)
 
 
-def test_time_on_a_cpu_is_judged_on_request_against_five_runs(cpu: Project) -> None:
+def test_time_on_a_cpu_is_judged_on_request_against_five_runs(cpu):
     cpu.write(test_tuning=SUITE)
     cpu.run("--gpu-baseline-update", "-o", "gpu_judge_cpu_time=true").assert_outcomes(passed=3)
     assert [len(entry["runs"]) for entry in cpu.baselines("tuning").values()] == [5] * 3
@@ -179,7 +177,7 @@ def test_time_on_a_cpu_is_judged_on_request_against_five_runs(cpu: Project) -> N
     assert "is 20.0 % slower" in only_sentence(cpu.run("-o", "gpu_judge_cpu_time=true"), TEST)
 
 
-def test_reruns_are_bounded_and_without_them_the_limit_is_wider(gated: Project) -> None:
+def test_reruns_are_bounded_and_without_them_the_limit_is_wider(gated):
     gated.answer(recorded(slower=1.2), to=GEMMA)
     for reruns in range(3):
         before = len(gated.launches)
@@ -206,14 +204,14 @@ FIRST, LAST = (f"gemma-7b-lora-bf16-batch_size={size}" for size in (1, 12))
 
 
 @pytest.fixture
-def many(h100: Project) -> Project:
+def many(h100):
     """Twelve cases with baselines."""
     h100.write(test_many=MANY)
     h100.run("--gpu-baseline-update").assert_outcomes(passed=12)
     return h100
 
 
-def test_a_day_on_which_all_cases_are_slower_fails_once_and_not_each_case(many: Project) -> None:
+def test_a_day_on_which_all_cases_are_slower_fails_once_and_not_each_case(many):
     many.answer(recorded(slower=1.05))
     before = len(many.launches)
     result = many.run("--gpu-json=report.json", "--junitxml=junit.xml")
@@ -234,7 +232,7 @@ def test_a_day_on_which_all_cases_are_slower_fails_once_and_not_each_case(many: 
     many.run("--gpu-baseline-update").assert_outcomes(passed=12)  # which accepts it
 
 
-def test_a_slower_case_among_many_fails_alone_also_on_a_slower_day(many: Project) -> None:
+def test_a_slower_case_among_many_fails_alone_also_on_a_slower_day(many):
     for all_slower, slower in ((1.0, 1.05), (1.02, 1.15)):
         many.answer(recorded(slower=all_slower))
         many.answer(recorded(slower=slower), to=FIRST)
@@ -244,7 +242,7 @@ def test_a_slower_case_among_many_fails_alone_also_on_a_slower_day(many: Project
         assert (day in result.outlines) == (all_slower > 1)
 
 
-def test_a_new_case_in_front_leaves_the_others_the_noise_of_their_suite(h100: Project) -> None:
+def test_a_new_case_in_front_leaves_the_others_the_noise_of_their_suite(h100):
     h100.write(test_many=MANY)
     h100.answer(*(recorded(slower=times) for times in (1.0, 1.06, 0.95, 1.04, 0.97)))
     h100.run("--gpu-baseline-update").assert_outcomes(passed=12)

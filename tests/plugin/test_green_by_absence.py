@@ -7,7 +7,6 @@ from plugin_project import (
     LLAMA,
     LLAMA_2,
     SUITE,
-    Project,
     assert_refused,
     recorded,
 )
@@ -19,7 +18,7 @@ CAUGHT = SUITE.replace(
 )
 
 
-def test_an_option_that_skips_every_case_is_told_also_by_a_mark_that_a_conftest_adds(suite: Project) -> None:
+def test_an_option_that_skips_every_case_is_told_also_by_a_mark_that_a_conftest_adds(suite):
     pytest.importorskip("pytest_benchmark")
     suite.write(test_plain="def test_plain(benchmark):\n    benchmark(int)\n")
     for strict, status in (((), 0), (("--gpu-strict",), 1)):
@@ -34,17 +33,17 @@ def test_an_option_that_skips_every_case_is_told_also_by_a_mark_that_a_conftest_
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
-def last_line(result: pytest.RunResult) -> str:
+def last_line(result):
     """Return that of the section of this plugin."""
     section = result.stdout.str().partition("= gputrain =")[2].splitlines()
     return [line for line in section if line and not line.startswith("=")][-1]
 
 
-def test_a_platform_that_is_not_there_is_told_and_fails_where_strict(cpu: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_platform_that_is_not_there_is_told_and_fails_where_strict(cpu, monkeypatch):
     cpu.write(test_tuning=DECLARED)
     told = "nothing was measured: every case was skipped (needs h100 x1, found cpu)"
 
-    def status(*arguments: str) -> int:
+    def status(*arguments):
         result = cpu.run("-m", "h100", "--gpu-json=report.json", *arguments)
         result.assert_outcomes(skipped=3)
         assert ("--gpu-baseline-update" in arguments) or told in result.outlines
@@ -59,7 +58,7 @@ def test_a_platform_that_is_not_there_is_told_and_fails_where_strict(cpu: Projec
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
-def test_what_a_cpu_lacks_or_somebody_marked_is_not_missed(cpu: Project) -> None:
+def test_what_a_cpu_lacks_or_somebody_marked_is_not_missed(cpu):
     cpu.write(test_tuning=SUITE.replace("batch_size=2, ", "parallel='ddp', gpus=2, "))
     result = cpu.run("-o", "gpu_processes=1", "--gpu-strict")
     result.assert_outcomes(skipped=3)
@@ -78,7 +77,7 @@ def test_what_a_cpu_lacks_or_somebody_marked_is_not_missed(cpu: Project) -> None
     ],
     ids=["caught", "expected"],
 )
-def test_a_failure_that_does_not_fail_its_test_is_told(gated: Project, text: str, told: str, strict_status: int) -> None:
+def test_a_failure_that_does_not_fail_its_test_is_told(gated, text, told, strict_status):
     gated.write(test_tuning=text)
     gated.answer(recorded(slower=1.1), to=GEMMA)
     for strict, status in (((), 0), (("--gpu-strict",), strict_status)):
@@ -87,7 +86,7 @@ def test_a_failure_that_does_not_fail_its_test_is_told(gated: Project, text: str
         assert result.ret == status
 
 
-def test_an_update_in_ci_never_fails_for_being_there(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_in_ci_never_fails_for_being_there(suite, monkeypatch):
     for name, value in {"CI": "true", "GITHUB_EVENT_NAME": "pull_request"}.items():
         monkeypatch.setenv(name, value)
     result = suite.run("--gpu-baseline-update")
@@ -108,7 +107,7 @@ def test_an_update_in_ci_never_fails_for_being_there(suite: Project, monkeypatch
 ONE_LESS = SUITE.replace('"llama-3.1-8b", ', "")
 
 
-def test_a_baseline_whose_test_is_gone_is_told_and_removed_on_request(gated: Project) -> None:
+def test_a_baseline_whose_test_is_gone_is_told_and_removed_on_request(gated):
     gated.write(test_tuning=ONE_LESS)
     for strict, status in (((), 0), (("--gpu-strict",), 1)):
         result = gated.run(*strict)
@@ -140,9 +139,7 @@ LEFT_OUT = "\n\ndef pytest_collection_modifyitems(items):\n    del items[0]\n"
     ],
     ids=["deselected", "chosen", "failed", "skipped", "left out"],
 )
-def test_nothing_is_removed_of_a_file_that_was_not_seen_to_its_end(
-    gated: Project, text: str, conftest: str, arguments: list[str], why: str
-) -> None:
+def test_nothing_is_removed_of_a_file_that_was_not_seen_to_its_end(gated, text, conftest, arguments, why):
     gated.write(test_tuning=text)
     with (gated.path / "conftest.py").open("a") as file:
         file.write(conftest)
@@ -154,7 +151,7 @@ def test_nothing_is_removed_of_a_file_that_was_not_seen_to_its_end(
     assert "no test asks any more" not in gated.run("--gpu-strict", *arguments).stdout.str()
 
 
-def test_a_case_of_another_platform_keeps_nobody_from_pruning_and_the_file_goes_with_its_last_entry(gated: Project) -> None:
+def test_a_case_of_another_platform_keeps_nobody_from_pruning_and_the_file_goes_with_its_last_entry(gated):
     # It cannot have a baseline of this device that anybody compares with.
     elsewhere = "\nCASES[0] = CASES[0].replace(platforms=('a100',))\n\n\n@pytest"
     gated.write(test_tuning=ONE_LESS.replace("\n\n\n@pytest", elsewhere))
@@ -165,7 +162,7 @@ def test_a_case_of_another_platform_keeps_nobody_from_pruning_and_the_file_goes_
     assert not gated.baseline_file("tuning", H100_FOLDER).exists()
 
 
-def test_baselines_of_the_other_scale_and_of_other_devices_stay(gated: Project) -> None:
+def test_baselines_of_the_other_scale_and_of_other_devices_stay(gated):
     other = gated.baseline_file("tuning", "nvidia-a100")
     other.parent.mkdir()
     other.write_text(gated.baseline_file("tuning", H100_FOLDER).read_text().replace(H100_FOLDER, "nvidia-a100"))
@@ -179,7 +176,7 @@ def test_baselines_of_the_other_scale_and_of_other_devices_stay(gated: Project) 
     assert other.read_bytes() == before
 
 
-def test_pruning_needs_the_cases_of_the_tests_in_one_process(suite: Project) -> None:
+def test_pruning_needs_the_cases_of_the_tests_in_one_process(suite):
     for against in ("--gpu-set=batch_size=1,2", "--gpu-find-batch", "--gpu-loss=20", "--gpu-baseline=published"):
         assert_refused(suite, "--gpu-baseline-prune and --gpu-* contradict each other: *", "--gpu-baseline-prune", against)
     pytest.importorskip("xdist")

@@ -1,20 +1,19 @@
 """Tests ``--gpu-history``: the lines that pytest appends, in one process and under xdist, and its notes about them."""
 
 import json
-from typing import Any
 
 import pytest
-from plugin_project import GEMMA, H100_FOLDER, LLAMA, LLAMA_2, Project, recorded
+from plugin_project import GEMMA, H100_FOLDER, LLAMA, LLAMA_2, recorded
 
 from pytest_gputrain import GiB
 from pytest_gputrain.cli.main import main
 
 
-def lines(project: Project, name: str = "history.jsonl") -> list[dict[str, Any]]:
+def lines(project, name="history.jsonl"):
     return [json.loads(line) for line in (project.path / name).read_text().splitlines()]
 
 
-def test_every_run_appends_its_cases(suite: Project) -> None:
+def test_every_run_appends_its_cases(suite):
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     suite.run("--gpu-history=history.jsonl").assert_outcomes(passed=3)
     suite.answer(recorded(slower=1.1), to=LLAMA)
@@ -32,7 +31,7 @@ def test_every_run_appends_its_cases(suite: Project) -> None:
     assert history[3]["version_driver"] == "570.86.10"
 
 
-def test_cases_that_fail_have_lines_too_and_a_line_that_a_crash_cut_off_is_removed(suite: Project) -> None:
+def test_cases_that_fail_have_lines_too_and_a_line_that_a_crash_cut_off_is_removed(suite):
     (suite.path / "history.jsonl").write_text('{"format":2,"kin')
     suite.answer(recorded("crashed"), to=GEMMA)
     suite.answer(recorded("h100_out_of_memory"), to=LLAMA)
@@ -43,14 +42,14 @@ def test_cases_that_fail_have_lines_too_and_a_line_that_a_crash_cut_off_is_remov
     assert {line["key"]: line["outcome"] for line in lines(suite)} == outcomes
 
 
-def test_runs_without_cases_and_searches_append_nothing(suite: Project) -> None:
+def test_runs_without_cases_and_searches_append_nothing(suite):
     suite.write(test_plain="def test_plain():\n    pass\n")
     suite.run("--gpu-history=history.jsonl", "-k", "plain").assert_outcomes(passed=1, deselected=3)
     suite.run("--gpu-history=history.jsonl", "--gpu-find-batch", "-o", "gpu_find_batch_max=2", "-k", "gemma")
     assert not (suite.path / "history.jsonl").exists()
 
 
-def test_trend_reads_what_pytest_wrote(suite: Project, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trend_reads_what_pytest_wrote(suite, capsys):
     for _ in range(2):
         suite.run("--gpu-history=history.jsonl").assert_outcomes(passed=3)
     capsys.readouterr()

@@ -1,24 +1,22 @@
 """Tests with a few hundred recorded replies that no cost of a run grows faster than the number of its cases."""
 
 import json
-from pathlib import Path
 
 import load_here
 import pytest
-from plugin_project import Project
 
 FEW, MANY, STEPS = 20, 80, 6000
 
 
 @pytest.fixture
-def folder(project: Project, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(project, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio -p no:benchmark")
     return project.path
 
 
 @pytest.mark.slow
-def test_memory_and_time_do_not_grow_faster_than_the_cases(folder: Path) -> None:
+def test_memory_and_time_do_not_grow_faster_than_the_cases(folder):
     """A step takes some 200 bytes: its time and its loss in the results, and its time in the baselines, new and stored."""
     runs = {}
     for count in (FEW, MANY):
@@ -34,7 +32,7 @@ def test_memory_and_time_do_not_grow_faster_than_the_cases(folder: Path) -> None
     assert len(baselines["cases"]) == MANY
 
 
-def test_time_does_not_grow_faster_than_the_steps(folder: Path) -> None:
+def test_time_does_not_grow_faster_than_the_steps(folder):
     runs = {}
     for steps in (500, 8000):
         (folder / str(steps)).mkdir()

@@ -9,7 +9,6 @@ from plugin_project import (
     LLAMA,
     LLAMA_2,
     SUITE,
-    Project,
     failures,
     junit_properties,
     only_sentence,
@@ -21,7 +20,7 @@ from pytest_gputrain import GiB
 TEST = f"test_tuning[{GEMMA}]"
 
 
-def _marked(project: Project, *marks: str, file: str = "", case: str = "") -> None:
+def _marked(project, *marks, file="", case=""):
     """The suite with ``marks`` on its test, in the file, and on the parameters of one case."""
     on_test = "".join(f"@pytest.mark.{mark}\n" for mark in marks)
     text = SUITE.replace("@pytest.mark.parametrize", f"{on_test}@pytest.mark.parametrize")
@@ -33,7 +32,7 @@ def _marked(project: Project, *marks: str, file: str = "", case: str = "") -> No
     project.write(test_tuning=text)
 
 
-def test_a_limit_fails_without_a_baseline_and_says_where_it_stands(suite: Project) -> None:
+def test_a_limit_fails_without_a_baseline_and_says_where_it_stands(suite):
     _marked(suite, "gpu_limit(memory='24 GiB')")
     suite.answer(recorded(bigger=-20 * GiB))
     suite.answer(recorded(), to=GEMMA)
@@ -55,7 +54,7 @@ def test_a_limit_fails_without_a_baseline_and_says_where_it_stands(suite: Projec
     suite.run("-k", "gemma").assert_outcomes(passed=1, deselected=2)  # one bad process
 
 
-def test_at_tiny_scale_a_limit_is_told_as_not_judged(cpu: Project) -> None:
+def test_at_tiny_scale_a_limit_is_told_as_not_judged(cpu):
     _marked(cpu, "gpu_limit(memory='1 KiB', time='1 ms')")
     result = cpu.run()
     result.assert_outcomes(passed=3)
@@ -84,7 +83,7 @@ class TestDerived(TestBase):
 """
 
 
-def test_the_nearest_marker_counts_for_each_keyword(suite: Project) -> None:
+def test_the_nearest_marker_counts_for_each_keyword(suite):
     _marked(
         suite, "gpu_limit(memory=30 * 2**30)", file="gpu_limit(memory='1 GiB', time='4s')", case="gpu_limit(memory='40 GiB')"
     )
@@ -118,7 +117,7 @@ SENSELESS = {
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnknownMarkWarning")
-def test_a_marker_that_makes_no_sense_fails_its_test_with_one_sentence(h100: Project) -> None:
+def test_a_marker_that_makes_no_sense_fails_its_test_with_one_sentence(h100):
     tests = "".join(
         "\n\n"
         + "".join(f"@pytest.mark.{mark}\n" for mark in re.split(" (?=gpu_)", marks))
@@ -137,13 +136,13 @@ def test_a_marker_that_makes_no_sense_fails_its_test_with_one_sentence(h100: Pro
 
 
 @pytest.fixture
-def slower(gated: Project) -> Project:
+def slower(gated):
     """A case that is 6 % slower than its baseline and needs 4 % more memory."""
     gated.answer(recorded(slower=1.06, bigger=round(1.4 * GiB)), to=GEMMA)
     return gated
 
 
-def test_a_tolerance_of_the_test_lets_more_pass_before_the_ini_file_and_after_the_command_line(slower: Project) -> None:
+def test_a_tolerance_of_the_test_lets_more_pass_before_the_ini_file_and_after_the_command_line(slower):
     assert list(failures(slower.run())) == [TEST]
     slower.ini("gpu_time_tolerance = 3%", "gpu_memory_tolerance = 3%")
     _marked(slower, "gpu_tolerance(time='10 %')")
@@ -157,7 +156,7 @@ def test_a_tolerance_of_the_test_lets_more_pass_before_the_ini_file_and_after_th
     assert "more memory" in only_sentence(slower.run("--gpu-memory-tolerance=3%"), TEST)
 
 
-def test_a_tolerance_of_one_case_is_that_of_no_other(slower: Project) -> None:
+def test_a_tolerance_of_one_case_is_that_of_no_other(slower):
     _marked(slower, case="gpu_tolerance(time='10 %', memory='5%')")
     slower.answer(recorded(slower=1.06), to=LLAMA)
     assert list(failures(slower.run())) == [f"test_tuning[{LLAMA}]"]

@@ -5,7 +5,7 @@ import os
 import stat
 
 import pytest
-from plugin_project import GEMMA, Project, assert_refused, recorded
+from plugin_project import GEMMA, assert_refused, recorded
 
 OUTPUTS = ("--gpu-json=report.json", "--gpu-html=page.html", "--gpu-summary=own.md", "--gpu-history=history.jsonl")
 REPORTS = ("report.json", "page.html", "own.md")
@@ -14,7 +14,7 @@ KEPT = "no case was run, so nothing was written to *report.json, *page.html, *ow
 
 
 @pytest.mark.parametrize("option", ["json", "html", "summary", "history"])
-def test_what_is_no_file_is_refused_before_the_first_case_and_stays(suite: Project, option: str) -> None:
+def test_what_is_no_file_is_refused_before_the_first_case_and_stays(suite, option):
     odd = {kind: suite.path / kind for kind in ("fifo", "device", "folder")}
     os.mkfifo(odd["fifo"])
     odd["folder"].mkdir()
@@ -35,11 +35,11 @@ def test_what_is_no_file_is_refused_before_the_first_case_and_stays(suite: Proje
     assert (suite.path / "test_tuning.py").read_bytes() == before_code
 
 
-def test_what_pytest_prints_to_is_refused(suite: Project) -> None:
+def test_what_pytest_prints_to_is_refused(suite):
     assert_refused(suite, "--gpu-json: * cannot be written (*); give another file", "--gpu-json=/dev/stdout")
 
 
-def test_links_stay_and_lead_to_what_was_written(suite: Project) -> None:
+def test_links_stay_and_lead_to_what_was_written(suite):
     (suite.path / "kept").mkdir()
     names = [option.partition("=")[2] for option in OUTPUTS]
     for name in names:
@@ -50,7 +50,7 @@ def test_links_stay_and_lead_to_what_was_written(suite: Project) -> None:
         assert GEMMA in (suite.path / "kept" / name).read_text()
 
 
-def test_reports_stay_where_no_case_was_run_and_listing_makes_no_file(suite: Project) -> None:
+def test_reports_stay_where_no_case_was_run_and_listing_makes_no_file(suite):
     result = suite.run("--collect-only", *(option.replace("=", "=deep/") for option in OUTPUTS))
     assert "nothing was written" not in result.stdout.str()
     assert not (suite.path / "deep").exists()
@@ -63,7 +63,7 @@ def test_reports_stay_where_no_case_was_run_and_listing_makes_no_file(suite: Pro
         assert {name: (suite.path / name).read_bytes() for name in REPORTS} == before
 
 
-def test_a_run_without_figures_is_reported_as_one(suite: Project) -> None:
+def test_a_run_without_figures_is_reported_as_one(suite):
     suite.answer(recorded("crashed"))
     suite.write(test_zz="import pytest\n\n\n@pytest.mark.skip\ndef test_zz(gputrain):\n    pass\n")
     suite.run(*OUTPUTS).assert_outcomes(failed=3, skipped=1)
@@ -72,14 +72,14 @@ def test_a_run_without_figures_is_reported_as_one(suite: Project) -> None:
     assert "3 failed" in (suite.path / "own.md").read_text()
 
 
-def test_a_test_in_which_a_run_was_ended_has_not_passed(project: Project) -> None:
+def test_a_test_in_which_a_run_was_ended_has_not_passed(project):
     project.write(test_cut_off="import pytest\n\n\ndef test_cut_off(gputrain):\n    pytest.exit('over')\n")
     result = project.run()
     result.stdout.fnmatch_lines(["*Exit: over*"])
     result.stdout.no_fnmatch_line("*1 passed*")
 
 
-def test_a_run_whose_cases_were_all_skipped_is_reported_as_one(project: Project) -> None:
+def test_a_run_whose_cases_were_all_skipped_is_reported_as_one(project):
     project.machine(None)
     project.write(test_tuning="def test_it(gputrain):\n    import pytest\n\n    pytest.skip('no network')\n")
     for name in REPORTS:

@@ -3,16 +3,14 @@
 import re
 
 import pytest
-from plugin_project import GEMMA, Project, assert_refused, recorded
+from plugin_project import GEMMA, assert_refused, recorded
 
 from pytest_gputrain.plugin.options import OPTIONS
 
 ONE_CASE = "-k", "gemma"
 
 
-def test_the_help_has_each_option_of_the_command_line_once_with_its_opposite_and_each_setting_of_the_ini_file(
-    project: Project,
-) -> None:
+def test_the_help_has_each_option_of_the_command_line_once_with_its_opposite_and_each_setting_of_the_ini_file(project):
     result = project.run("--help")
     begin = result.outlines.index("gputrain: GPU training benchmarks:")
     of_group = result.outlines[begin : result.outlines.index("", begin)]
@@ -38,7 +36,7 @@ def test_the_help_has_each_option_of_the_command_line_once_with_its_opposite_and
         (["--gpu-nodes", "test_tuning.py"], "--gpu-nodes is set in the ini file: gpu_nodes = test_tuning.py, or *"),
     ],
 )
-def test_the_flag_of_a_setting_of_the_ini_file_is_refused(suite: Project, words: list[str], sentence: str) -> None:
+def test_the_flag_of_a_setting_of_the_ini_file_is_refused(suite, words, sentence):
     assert_refused(suite, sentence, *words)
     suite.ini(f"addopts = {' '.join(words)}")
     assert_refused(suite, sentence)
@@ -47,13 +45,13 @@ def test_the_flag_of_a_setting_of_the_ini_file_is_refused(suite: Project, words:
 @pytest.mark.parametrize(
     "abbreviated", ["--gpu-node=2", "--gpu-fleet-arg=x", "--gpu-predic", "--gpu-stric", "--no-gpu-stric"]
 )
-def test_an_abbreviation_is_no_option(suite: Project, abbreviated: str) -> None:
+def test_an_abbreviation_is_no_option(suite, abbreviated):
     result = suite.run(abbreviated)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"*unrecognized arguments: {abbreviated}"])
 
 
-def test_a_setting_of_the_ini_file_counts_and_the_command_line_overrides_it(suite: Project) -> None:
+def test_a_setting_of_the_ini_file_counts_and_the_command_line_overrides_it(suite):
     for switch in ("predict", "find-batch"):
         suite.ini(f"gpu_{switch.replace('-', '_')} = true")
         suite.run(*ONE_CASE, f"--no-gpu-{switch}", "--gpu-json=report.json").assert_outcomes(passed=1, deselected=2)
@@ -75,11 +73,11 @@ def test_a_setting_of_the_ini_file_counts_and_the_command_line_overrides_it(suit
         ("gpu_zzzzzzzzzz=0", ""),
     ],
 )
-def test_a_misspelt_setting_of_the_command_line_is_refused(suite: Project, override: str, hint: str) -> None:
+def test_a_misspelt_setting_of_the_command_line_is_refused(suite, override, hint):
     assert_refused(suite, f"-o {override}: there is no setting of this name{hint}", "-o", override)
 
 
-def test_a_misspelt_setting_of_the_ini_file_is_told_by_pytest_and_one_of_another_plugin_left_alone(suite: Project) -> None:
+def test_a_misspelt_setting_of_the_ini_file_is_told_by_pytest_and_one_of_another_plugin_left_alone(suite):
     suite.ini("gpu_nodess = 2")
     with (suite.path / "conftest.py").open("a") as file:
         file.write("\n\ndef pytest_addoption(parser):\n    parser.addini('gpu_fan', 'speed')\n")
@@ -89,7 +87,7 @@ def test_a_misspelt_setting_of_the_ini_file_is_told_by_pytest_and_one_of_another
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])
-def test_workers_have_the_settings_of_the_controller(gated: Project, workers: str) -> None:
+def test_workers_have_the_settings_of_the_controller(gated, workers):
     pytest.importorskip("xdist")
     gated.ini("gpu_steps = 3", "gpu_warmup = 2", "gpu_strict = true", "gpu_timeout = 5min", "gpu_reruns = 0")
     gated.answer(recorded(slower=1.2), to=GEMMA)

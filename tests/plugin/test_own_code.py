@@ -1,7 +1,7 @@
 """Tests cases of a user's own function: where it may be defined, what it is given, what it may return."""
 
 import pytest
-from plugin_project import BUILD, Project, failures, recorded
+from plugin_project import BUILD, failures, recorded
 
 CHECK = "\n\ndef test_{name}(gputrain):\n    gputrain.check({name}, precision='fp32', steps=2)\n"
 CHECKED = CHECK.format(name="build")
@@ -50,7 +50,7 @@ def test_two(gputrain):
 """
 
 
-def test_own_code_is_found_with_its_helpers_and_measured(project: Project) -> None:
+def test_own_code_is_found_with_its_helpers_and_measured(project):
     (project.path / "pkg").mkdir()
     for name, text in (("__init__", ""), ("helpers", HELPERS), ("test_helped", HELPED + CHECKED)):
         (project.path / "pkg" / f"{name}.py").write_text(text)
@@ -70,7 +70,7 @@ def test_own_code_is_found_with_its_helpers_and_measured(project: Project) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("folder", "imported"), [(".", "small_program"), ("src", "mypackage.small_program")])
-def test_a_program_is_found_where_pythonpath_says(project: Project, folder: str, imported: str) -> None:
+def test_a_program_is_found_where_pythonpath_says(project, folder, imported):
     program = project.path / folder / f"{imported.replace('.', '/')}.py"
     program.parent.mkdir(parents=True, exist_ok=True)
     if program.parent.name == "mypackage":
@@ -90,14 +90,14 @@ def test_a_program_is_found_where_pythonpath_says(project: Project, folder: str,
 
 
 @pytest.mark.slow
-def test_files_named_like_the_standard_library_do_not_break_the_worker(project: Project) -> None:
+def test_files_named_like_the_standard_library_do_not_break_the_worker(project):
     for name in ("timeit", "random", "queue", "token", "types", "torch"):
         (project.path / f"{name}.py").write_text("raise RuntimeError('a stray file was imported')\n")
     project.write(test_mine=BUILD + CHECKED)
     project.run().assert_outcomes(passed=1)
 
 
-def test_what_is_asked_for_again_is_launched_once_unless_its_steps_differ(h100: Project) -> None:
+def test_what_is_asked_for_again_is_launched_once_unless_its_steps_differ(h100):
     asked = "    gputrain.check(build, warmup=2)\n    gputrain.measure(build, warmup=2)\n"
     h100.write(test_mine=f"{BUILD}\n\ndef test_it(gputrain):\n{asked}    gputrain.measure(build, steps=6, warmup=2)\n")
     for options, launched in (
@@ -110,7 +110,7 @@ def test_what_is_asked_for_again_is_launched_once_unless_its_steps_differ(h100: 
         assert [(launch["steps"], launch["warmup"]) for launch in h100.launches[before:]] == launched
 
 
-def test_what_failed_fails_again_without_another_launch(h100: Project) -> None:
+def test_what_failed_fails_again_without_another_launch(h100):
     h100.write(
         test_mine=f"{BUILD}{CHECKED}\n\ndef test_again(gputrain):\n    gputrain.measure(build, precision='fp32', steps=2)\n"
     )
@@ -119,7 +119,7 @@ def test_what_failed_fails_again_without_another_launch(h100: Project) -> None:
     assert len(h100.launches) == 1
 
 
-def test_functions_that_a_worker_could_not_find_are_refused(h100: Project, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_functions_that_a_worker_could_not_find_are_refused(h100, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "far_recipes.py").write_text(BUILD)
     h100.ini(f"pythonpath = {elsewhere}")
@@ -192,7 +192,7 @@ def test_here(gputrain):
 
 
 @pytest.mark.slow
-def test_inline_measures_closures_whose_baselines_are_apart_and_leaves_the_process_as_it_was(project: Project) -> None:
+def test_inline_measures_closures_whose_baselines_are_apart_and_leaves_the_process_as_it_was(project):
     project.write(test_mine=INLINE)
     project.spawn("--gpu-isolation=inline", "--gpu-baseline-update").assert_outcomes(passed=4)
     project.spawn("--gpu-isolation=inline", "--gpu-json=report.json").assert_outcomes(passed=4)
@@ -243,7 +243,7 @@ def test_too_few_bytes(gputrain):
 """
 
 
-def test_own_code_that_does_what_it_may_not_fails_with_its_sentence_and_is_not_recorded(project: Project) -> None:
+def test_own_code_that_does_what_it_may_not_fails_with_its_sentence_and_is_not_recorded(project):
     project.write(test_mine=BROKEN + "".join(CHECK.format(name=name) for name in ("starting", "printing", "build")))
     result = project.run("--gpu-baseline-update")
     result.assert_outcomes(passed=1, failed=4)
@@ -285,7 +285,7 @@ SQUARES = "import torch\n\n\n@torch.compile(backend='eager')\ndef square(weight)
 
 
 @pytest.mark.slow
-def test_what_is_not_compiled_on_a_cpu_and_what_is_not_counted_is_told_once(project: Project) -> None:
+def test_what_is_not_compiled_on_a_cpu_and_what_is_not_counted_is_told_once(project):
     checks = "".join(CHECK.format(name=name) for name in ("decorated", "in_place", "loader"))
     project.write(squares=SQUARES, test_noted=NOTED + checks, test_plain=BUILD + CHECKED)
     result = project.run("--gpu-json=report.json")

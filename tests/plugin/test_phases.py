@@ -1,7 +1,7 @@
 """Tests the gate of memory in each phase of training on a CPU: growth below the peak fails, too, and is named."""
 
 import pytest
-from plugin_project import GEMMA, SUITE, Project, failures, only_sentence, recorded
+from plugin_project import GEMMA, SUITE, failures, only_sentence, recorded
 
 PHASES = ("build", "forward", "backward", "between", "optimizer")
 
@@ -56,7 +56,7 @@ def test_gan(gputrain, phase):
 """
 
 
-def test_growth_below_the_peak_fails_and_names_tensor_operator_and_line(project: Project) -> None:
+def test_growth_below_the_peak_fails_and_names_tensor_operator_and_line(project):
     project.write(test_gan=GAN)
     project.run("--gpu-baseline-update").assert_outcomes(passed=4)
     project.run("--gpu-strict", "--gpu-json=report.json").assert_outcomes(passed=4)
@@ -83,7 +83,7 @@ def test_growth_below_the_peak_fails_and_names_tensor_operator_and_line(project:
 
 
 @pytest.mark.parametrize(("before", "now"), [("forward", "forward optimizer"), ("forward optimizer", "forward")])
-def test_a_phase_that_only_one_side_has_is_told(cpu: Project, before: str, now: str) -> None:
+def test_a_phase_that_only_one_side_has_is_told(cpu, before, now):
     cpu.write(test_tuning=SUITE)
     cpu.answer({**recorded("cpu_measured"), "phase_peak_bytes": dict.fromkeys(before.split(), 2_500_000)})
     cpu.run("--gpu-baseline-update", "-k", "gemma")

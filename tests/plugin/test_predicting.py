@@ -1,8 +1,5 @@
 """Tests ``--gpu-predict``: predictions of cases, without the device and without training."""
 
-from pathlib import Path
-from typing import Any
-
 import msgspec
 import pytest
 from plugin_project import (
@@ -12,8 +9,6 @@ from plugin_project import (
     LLAMA_2,
     PREDICTION,
     SUITE,
-    Predictor,
-    Project,
     assert_refused,
     failures,
     only_sentence,
@@ -61,15 +56,15 @@ def test_tables(gputrain, case):
 """
 
 
-def own(project: Project, width: int) -> None:
+def own(project, width):
     (project.path / "test_mine.py").write_text(OWN.format(width=width))
 
 
-def predictions(project: Project, suite: str = "mine") -> Path:
+def predictions(project, suite="mine"):
     return project.baseline_file(suite, "predicted/h100")
 
 
-def test_it_needs_one_platform_and_refuses_what_it_cannot_do(project: Project) -> None:
+def test_it_needs_one_platform_and_refuses_what_it_cannot_do(project):
     own(project, 1024)
     for arguments, problem in {
         ("-m", "h100 or a100"): "-m names h100, a100",
@@ -83,7 +78,7 @@ def test_it_needs_one_platform_and_refuses_what_it_cannot_do(project: Project) -
         assert_refused(project, f"--gpu-predict and {other} contradict each other: it trains nothing, *", *PREDICT, given)
 
 
-def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(project: Project) -> None:
+def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(project):
     own(project, 1024)
     sentence = only_sentence(project.run(*PREDICT, "--gpu-strict"), TEST)
     assert "has no recorded prediction for H100" in sentence
@@ -104,7 +99,7 @@ def test_a_recorded_prediction_passes_and_a_bigger_one_fails_with_what_grew(proj
     )
 
 
-def test_what_does_not_fit_fails_until_that_is_recorded(project: Project, predictor: Predictor) -> None:
+def test_what_does_not_fit_fails_until_that_is_recorded(project, predictor):
     own(project, 1024)
     predictor.reply = msgspec.structs.replace(PREDICTION, fits=False, refused=PREDICTION.largest["backward"][0])
     assert "does not fit H100" in only_sentence(project.run(*PREDICT), TEST)
@@ -115,7 +110,7 @@ def test_what_does_not_fit_fails_until_that_is_recorded(project: Project, predic
 
 
 @pytest.mark.slow
-def test_the_suite_is_predicted_recorded_and_gated_under_xdist(project: Project) -> None:
+def test_the_suite_is_predicted_recorded_and_gated_under_xdist(project):
     pytest.importorskip("xdist")
     project.write(test_tables=ZOO)
     project.spawn("-m", "h100", "--gpu-predict", "-n2", "--gpu-baseline-update").assert_outcomes(passed=2)
@@ -126,12 +121,10 @@ def test_the_suite_is_predicted_recorded_and_gated_under_xdist(project: Project)
     result.stdout.fnmatch_lines(["tables on H100 x1 (predicted), full scale*", "*predicted for h100*nothing was trained"])
 
 
-def test_a_known_prediction_is_not_made_again(
-    project: Project, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_known_prediction_is_not_made_again(project, predictor, monkeypatch):
     project.write(test_tables=ZOO)
 
-    def count(*arguments: str) -> int:
+    def count(*arguments):
         project.run(*PREDICT, "-k", "wide-deep", *arguments).assert_outcomes(passed=1, deselected=1)
         return len(predictor.tasks)
 
@@ -140,14 +133,14 @@ def test_a_known_prediction_is_not_made_again(
     assert [count(), count("--cache-clear")] == [2, 3]
 
 
-def test_on_a_cpu_the_tiny_scale_is_predicted(project: Project, predictor: Predictor) -> None:
+def test_on_a_cpu_the_tiny_scale_is_predicted(project, predictor):
     project.write(test_tables=ZOO)
     project.run("-m", "cpu", "--gpu-predict", "--gpu-json=report.json").assert_outcomes(passed=2)
     assert {task.scale for task in predictor.tasks} == {"tiny"}
     assert {result["scale"] for result in project.report()["results"]} == {"tiny"}
 
 
-def test_that_nothing_was_predicted_is_told_and_fails_where_strict(project: Project) -> None:
+def test_that_nothing_was_predicted_is_told_and_fails_where_strict(project):
     project.write(test_tables=ZOO)
     for strict, code in (((), 0), (("--gpu-strict",), 1)):
         result = project.run("--gpu-predict", "--gpu-platform=a100", "--gpu-json=report.json", *strict)
@@ -156,7 +149,7 @@ def test_that_nothing_was_predicted_is_told_and_fails_where_strict(project: Proj
         assert result.ret == project.report()["exit_status"] == code
 
 
-def test_files_of_one_name_do_not_share_a_baseline(project: Project, predictor: Predictor) -> None:
+def test_files_of_one_name_do_not_share_a_baseline(project, predictor):
     for folder in ("first", "second"):
         (project.path / folder).mkdir()
         (project.path / folder / "test_mine.py").write_text(OWN.format(width=1024))
@@ -173,7 +166,7 @@ def test_files_of_one_name_do_not_share_a_baseline(project: Project, predictor: 
     project.run("second", *PREDICT, "--gpu-baseline-update").assert_outcomes(passed=1)
 
 
-def test_memory_can_be_compared_and_time_cannot(project: Project, predictor: Predictor) -> None:
+def test_memory_can_be_compared_and_time_cannot(project, predictor):
     project.write(
         test_mine=f"""{OWN.format(width=1)}
 
@@ -220,7 +213,7 @@ def test_compiled(gputrain):
 PEAK, FLOPS = recorded()["peak_allocated_bytes"], recorded()["flops_per_step"]
 
 
-def record(project: Project, model: str, **figures: Any) -> None:
+def record(project, model, **figures):
     """Store a prediction of a case of the suite, by default with the very figures that its process gives."""
     case = Case(batch_size=2, sequence_length=8192, method="lora", model=model)
     prediction = msgspec.structs.replace(PREDICTION, **{"peak_allocated_bytes": PEAK, "flops_per_step": FLOPS, **figures})
@@ -228,7 +221,7 @@ def record(project: Project, model: str, **figures: Any) -> None:
     PredictionStore(project.path / "baselines").update("h100", "tuning", {str(case): entry})
 
 
-def test_a_real_run_starts_with_what_is_short_and_warns_of_what_will_not_fit(suite: Project) -> None:
+def test_a_real_run_starts_with_what_is_short_and_warns_of_what_will_not_fit(suite):
     suite.run("-m", "h100")
     for model, seconds, fits in (("llama-3.1-8b", 2.0, False), ("gemma-7b", 3.0, True), ("llama-2-13b", 1.0, True)):
         record(suite, model, roofline_seconds=seconds, fits=fits)
@@ -237,7 +230,7 @@ def test_a_real_run_starts_with_what_is_short_and_warns_of_what_will_not_fit(sui
     result.stdout.fnmatch_lines([f"gputrain: predicted not to fit h100, and run last: {LLAMA}"])
 
 
-def test_a_case_without_a_baseline_is_held_to_its_prediction_and_says_so(suite: Project) -> None:
+def test_a_case_without_a_baseline_is_held_to_its_prediction_and_says_so(suite):
     record(suite, "gemma-7b")
     result = suite.run("--gpu-json=report.json")
     result.assert_outcomes(passed=3)
@@ -261,7 +254,7 @@ def test_a_case_without_a_baseline_is_held_to_its_prediction_and_says_so(suite: 
     suite.run().assert_outcomes(passed=3)  # a damaged file of predictions stops no real run
 
 
-def test_a_prediction_says_nothing_to_an_update_a_baseline_another_case_or_another_platform(suite: Project) -> None:
+def test_a_prediction_says_nothing_to_an_update_a_baseline_another_case_or_another_platform(suite):
     record(suite, "gemma-7b", peak_allocated_bytes=PEAK // 4)
     suite.run("--gpu-baseline-update", "--gpu-runs=1").assert_outcomes(passed=3)
     suite.run().assert_outcomes(passed=3)
@@ -282,7 +275,7 @@ HINT = (
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
-def test_own_code_without_the_marker_that_selects_it_is_told(project: Project, workers: tuple[str, ...]) -> None:
+def test_own_code_without_the_marker_that_selects_it_is_told(project, workers):
     own(project, 1024)
     result = project.run("-m", "h100", "--gpu-predict", *workers)
     assert [line for line in result.outlines if "left out" in line] == [HINT]

@@ -6,7 +6,6 @@ import re
 import sys
 
 import pytest
-from plugin_project import Project
 
 WIDTH = 100
 
@@ -34,7 +33,7 @@ def test_after():
 """
 
 
-def _run_on_terminal(project: Project, height: int, *arguments: str, status: int = 0) -> list[list[str]]:
+def _run_on_terminal(project, height, *arguments, status=0):
     """The screen after every piece of what was written."""
     pexpect, pyte = (pytest.importorskip(name) for name in ("pexpect", "pyte"))
     size = {"COLUMNS": str(WIDTH), "LINES": str(height)}
@@ -57,7 +56,7 @@ def _run_on_terminal(project: Project, height: int, *arguments: str, status: int
     return screens
 
 
-def _steps_shown(screens: list[list[str]]) -> list[str]:
+def _steps_shown(screens):
     return [row for rows in screens for row in rows if re.search(r"slow-fp32  step \d/8", row)]
 
 
@@ -67,9 +66,7 @@ def _steps_shown(screens: list[list[str]]) -> list[str]:
     [(60, ()), (8, ("-v",)), (60, ("-s",))],
     ids=["room-below", "verbose-at-the-bottom", "uncaptured"],
 )
-def test_the_step_is_shown_on_a_line_of_its_own_and_gone_at_the_end(
-    project: Project, height: int, arguments: tuple[str, ...]
-) -> None:
+def test_the_step_is_shown_on_a_line_of_its_own_and_gone_at_the_end(project, height, arguments):
     project.write(test_slow_code=SLOW)
     screens = _run_on_terminal(project, height, *arguments)
     shown = _steps_shown(screens)
@@ -80,7 +77,7 @@ def test_the_step_is_shown_on_a_line_of_its_own_and_gone_at_the_end(
 
 
 @pytest.mark.slow
-def test_pytests_own_lines_stay_whole_around_the_live_line_which_a_failure_takes_away(project: Project) -> None:
+def test_pytests_own_lines_stay_whole_around_the_live_line_which_a_failure_takes_away(project):
     failing = "def failing(setup):\n    import time\n\n    return lambda: time.sleep(0.15) or 1 / 0"
     test = "def test_failing(gputrain):\n    gputrain.measure(failing, precision='fp32', steps=8)"
     project.write(test_slow_code=f"{SLOW}\n\n{failing}\n\n\n{test}\n")

@@ -4,23 +4,22 @@ import importlib.util
 import re
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Final
 
 import pytest
 from documents import PAGES, ROOT
-from plugin_project import TESTS, Project
+from plugin_project import TESTS
 from recipes import patched
 
-INDEX: Final = "docs/own-loops.md"
-OWN_LOOPS: Final = {page: text for page, text in PAGES.items() if page.startswith("docs/own-loops-")}
-_STEPS: Final = re.compile(
+INDEX = "docs/own-loops.md"
+OWN_LOOPS = {page: text for page, text in PAGES.items() if page.startswith("docs/own-loops-")}
+_STEPS = re.compile(
     r"^```python\n(?P<program>.*?)^```\n.*?^```diff\n(?P<glue>.*?)^```\n.*?peaks at (?P<peak>[\w. ]+?) on a CPU.*?"
     r"^```diff\n(?P<regression>.*?)^```\n.*?^```text\n(?P<sentence>.*?)^```",
     re.DOTALL | re.MULTILINE,
 )
-PINNED: Final = dict(re.findall(r"^([\w-]+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+PINNED = dict(re.findall(r"^([\w-]+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 """Versions that the figures of the pages belong to, by library."""
-MOST_LINES: Final = {"plain": 15, "gan": 15, "compile": 15}
+MOST_LINES = {"plain": 15, "gan": 15, "compile": 15}
 """Of glue; five for frameworks."""
 
 
@@ -36,26 +35,26 @@ class Recipe:
     sentence: str
 
 
-SCRIPTS: Final = "docs/own-loops-script.md"
+SCRIPTS = "docs/own-loops-script.md"
 """Needs an emulated GPU: `tests/emulated/test_check_script.py` runs it."""
 
-RECIPES: Final = [
+RECIPES = [
     Recipe(f"{page[len('docs/own-loops-') : -len('.md')]}-{number}", **found.groupdict())
     for page, text in OWN_LOOPS.items()
     for number, found in enumerate(_STEPS.finditer(text))
 ]
 
 
-APART: Final = {"litgpt", "timm"}
+APART = {"litgpt", "timm"}
 """Libraries that `tox -e recipes` installs, as they do not go together with those of the other environments."""
 
 
-def libraries(recipe: Recipe) -> set[str]:
+def libraries(recipe):
     """The modules that a recipe's program imports."""
     return set(re.findall(r"^(?:from|import) (\w+)", recipe.program, re.MULTILINE))
 
 
-def test_every_page_has_a_recipe() -> None:
+def test_every_page_has_a_recipe():
     assert {recipe.name.rpartition("-")[0] for recipe in RECIPES} == {
         page[len("docs/own-loops-") : -3] for page in OWN_LOOPS if page != SCRIPTS
     }
@@ -63,7 +62,7 @@ def test_every_page_has_a_recipe() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_the_glue_is_as_short_as_the_page_says(recipe: Recipe) -> None:
+def test_the_glue_is_as_short_as_the_page_says(recipe):
     lines = [line for line in recipe.glue.splitlines() if line.startswith("+") and line != "+"]
     assert len(lines) <= MOST_LINES.get(recipe.name.partition("-")[0], 5)
     number = ("Four", "Five", "Six", "Seven", "Eight", "Nine")[len(lines) - 4]
@@ -79,9 +78,7 @@ def test_the_glue_is_as_short_as_the_page_says(recipe: Recipe) -> None:
         for recipe in RECIPES
     ],
 )
-def test_a_recipe_has_its_figure_and_fails_for_its_regression(
-    project: Project, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_has_its_figure_and_fails_for_its_regression(project, recipe, monkeypatch):
     if importlib.util.find_spec("torchvision"):
         monkeypatch.setenv("PYTHONPATH", str(TESTS / "standins" / "torchvision_operators"))
     program = project.path / "train.py"

@@ -10,7 +10,6 @@ from plugin_project import (
     H100,
     LLAMA,
     SUITE,
-    Project,
     failures,
     only_sentence,
     recorded,
@@ -23,7 +22,7 @@ TEST = f"test_tuning[{GEMMA}]"
 JSON = "--gpu-json=report.json"
 
 
-def test_the_report_holds_case_environment_figures_verdict_and_what_is_derived(gated: Project) -> None:
+def test_the_report_holds_case_environment_figures_verdict_and_what_is_derived(gated):
     gated.run(JSON, "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     (result,) = gated.report()["results"]
     assert result["nodeid"] == f"test_tuning.py::{TEST}"
@@ -40,7 +39,7 @@ def test_the_report_holds_case_environment_figures_verdict_and_what_is_derived(g
     assert result["summary"]["model_flops_utilization"] == pytest.approx(800e12 / 4.70 / 989.4e12)
 
 
-def test_the_report_adds_how_the_gpus_are_linked_and_a_cpu_claims_no_utilization(h100: Project) -> None:
+def test_the_report_adds_how_the_gpus_are_linked_and_a_cpu_claims_no_utilization(h100):
     pair = SUITE.replace("batch_size=2", 'batch_size=2, parallel="ddp", gpus=2')
     for gpus, suite, topology in ((1, SUITE, []), (2, pair, [["X", "NV18"], ["NV18", "X"]])):
         h100.machine(H100, gpus=gpus)
@@ -55,7 +54,7 @@ def test_the_report_adds_how_the_gpus_are_linked_and_a_cpu_claims_no_utilization
     assert {result["summary"]["model_flops_utilization"] for result in h100.report()["results"]} == {None}
 
 
-def test_the_exit_status_in_the_report_is_that_of_the_run(suite: Project) -> None:
+def test_the_exit_status_in_the_report_is_that_of_the_run(suite):
     suite.run(JSON).assert_outcomes(passed=3)
     assert suite.report()["exit_status"] == 0
     suite.answer(recorded("crashed"), to=LLAMA)
@@ -81,7 +80,7 @@ def test_figures(figures):
 """
 
 
-def test_a_case_of_a_fixture_is_reported_with_figures_or_as_failed(h100: Project) -> None:
+def test_a_case_of_a_fixture_is_reported_with_figures_or_as_failed(h100):
     h100.write(test_figures=FROM_A_FIXTURE)
     result = h100.run(JSON)
     result.assert_outcomes(passed=1)
@@ -92,7 +91,7 @@ def test_a_case_of_a_fixture_is_reported_with_figures_or_as_failed(h100: Project
     assert h100.report()["results"][0]["replies"][0]["outcome"] == "crashed"
 
 
-def test_a_run_without_cases_has_an_empty_valid_report_and_no_section(project: Project) -> None:
+def test_a_run_without_cases_has_an_empty_valid_report_and_no_section(project):
     project.write(test_plain="def test_plain():\n    pass\n")
     result = project.run(JSON)
     result.assert_outcomes(passed=1)
@@ -116,9 +115,7 @@ BASELINES_VANISH = FOLDER_VANISHES.replace('Path("deep").rmdir()', '__import__("
     ],
     ids=["json", "html", "history", "baselines"],
 )
-def test_what_cannot_be_written_fails_the_run_and_keeps_the_figures(
-    suite: Project, monkeypatch: pytest.MonkeyPatch, option: str, vanish: str, what: str
-) -> None:
+def test_what_cannot_be_written_fails_the_run_and_keeps_the_figures(suite, monkeypatch, option, vanish, what):
     if "html" in option:
         pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
     aside = suite.path / "aside"
@@ -136,7 +133,7 @@ def test_what_cannot_be_written_fails_the_run_and_keeps_the_figures(
         assert suite.run(option, JSON).ret == suite.report()["exit_status"] == pytest.ExitCode.TESTS_FAILED
 
 
-def test_an_earlier_report_is_compared_instead_of_the_baselines(gated: Project) -> None:
+def test_an_earlier_report_is_compared_instead_of_the_baselines(gated):
     gated.answer(recorded(slower=2))
     gated.run("--gpu-json=earlier.json").assert_outcomes(failed=3)
     gated.run("--gpu-baseline=earlier.json", "--gpu-strict").assert_outcomes(passed=3)
@@ -158,7 +155,7 @@ def test_an_earlier_report_is_compared_instead_of_the_baselines(gated: Project) 
     result.stdout.fnmatch_lines(["2 cases with step time not compared: recorded on NVIDIA H100*, here NVIDIA A100*"])
 
 
-def test_colour_can_be_asked_for_and_without_a_terminal_reporter_there_is_a_report(suite: Project) -> None:
+def test_colour_can_be_asked_for_and_without_a_terminal_reporter_there_is_a_report(suite):
     assert "\x1b[33mnew" in suite.spawn("--color=yes").stdout.str()
     suite.spawn("-p", "no:terminal", JSON)
     assert len(suite.report()["results"]) == 3

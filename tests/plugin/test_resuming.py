@@ -2,36 +2,35 @@
 
 import json
 import platform
-from typing import Any
 
 import pytest
 from immediate_scheduler import stand_in
-from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, SUITE, Project, assert_refused, only_sentence, recorded
+from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, SUITE, assert_refused, only_sentence, recorded
 
 from pytest_gputrain.cases.libraries import versions
 
 
-def ours(name: str = "h100_measured", **fields: Any) -> dict[str, Any]:
+def ours(name="h100_measured", **fields):
     """A recorded reply as of the libraries that are installed."""
     return recorded(name, python=platform.python_version(), packages=versions(), **fields)
 
 
 @pytest.fixture
-def suite(suite: Project) -> Project:
+def suite(suite):
     suite.answer(ours())
     return suite
 
 
-def interrupt(project: Project, name: str) -> None:
+def interrupt(project, name):
     """From now on, the third launch sends pytest this signal; `machine` undoes it."""
     project.when_launched(f"import os, signal\nos.kill(os.getpid(), signal.{name})", of="before == 2")
 
 
-def launched(project: Project, since: int = 0) -> list[str]:
+def launched(project, since=0):
     return [launch["id"] for launch in project.launches[since:]]
 
 
-def test_a_run_that_was_ended_goes_on_where_it_was(suite: Project) -> None:
+def test_a_run_that_was_ended_goes_on_where_it_was(suite):
     interrupt(suite, "SIGTERM")
     assert suite.spawn("--gpu-json=first.json").ret == pytest.ExitCode.INTERRUPTED
     first = suite.report("first.json")
@@ -50,7 +49,7 @@ def test_a_run_that_was_ended_goes_on_where_it_was(suite: Project) -> None:
     assert origins == {LLAMA: [(first["session"], 1)], GEMMA: [(first["session"], 1)], LLAMA_2: []}
 
 
-def test_a_killed_run_leaves_a_report_to_resume(suite: Project) -> None:
+def test_a_killed_run_leaves_a_report_to_resume(suite):
     interrupt(suite, "SIGKILL")
     soon = "from pytest_gputrain.report import collector\nassert collector._PAUSE_FACTOR\n"
     soon += "collector._SAVE_EVERY_SECONDS = collector._PAUSE_FACTOR = 0\n"
@@ -61,7 +60,7 @@ def test_a_killed_run_leaves_a_report_to_resume(suite: Project) -> None:
     assert (len(report["results"]), report["exit_status"]) == (2, pytest.ExitCode.INTERRUPTED)
 
 
-def test_cases_without_figures_are_run_and_those_out_of_memory_are_not(suite: Project) -> None:
+def test_cases_without_figures_are_run_and_those_out_of_memory_are_not(suite):
     suite.answer(recorded("crashed"), to=LLAMA)
     suite.answer(ours("h100_out_of_memory"), to=GEMMA)
     suite.answer(recorded("timed_out"), to=LLAMA_2)
@@ -74,7 +73,7 @@ def test_cases_without_figures_are_run_and_those_out_of_memory_are_not(suite: Pr
     assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(f"{GEMMA} ran out of device memory")
 
 
-def test_what_is_taken_is_judged_anew(suite: Project) -> None:
+def test_what_is_taken_is_judged_anew(suite):
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     suite.answer(ours(slower=1.05), to=GEMMA)
     suite.run("--gpu-json=report.json", "--gpu-time-tolerance=9%").assert_outcomes(passed=3)
@@ -83,10 +82,10 @@ def test_what_is_taken_is_judged_anew(suite: Project) -> None:
     assert "3 of 3 fresh runs slower" in result.stdout.str()
 
 
-def test_other_steps_scales_processes_and_machines_are_measured(suite: Project) -> None:
+def test_other_steps_scales_processes_and_machines_are_measured(suite):
     suite.run("--gpu-json=report.json").assert_outcomes(passed=3)
 
-    def assert_nothing_taken(*arguments: str) -> None:
+    def assert_nothing_taken(*arguments):
         before = len(suite.launches)
         suite.run("--gpu-resume=report.json", *arguments).stdout.fnmatch_lines(["no case taken from *"])
         assert len(suite.launches) == before + 3
@@ -102,7 +101,7 @@ def test_other_steps_scales_processes_and_machines_are_measured(suite: Project) 
     assert_nothing_taken()
 
 
-def test_a_baseline_has_the_runs_of_both_with_their_dates(suite: Project) -> None:
+def test_a_baseline_has_the_runs_of_both_with_their_dates(suite):
     update = ("--gpu-baseline-update", "-k", "gemma")
     suite.run(*update, "--gpu-runs=2", "--gpu-json=first.json").assert_outcomes(passed=1, deselected=2)
     suite.run(*update, "--gpu-runs=3", "--gpu-resume=first.json", "--gpu-json=report.json")
@@ -112,7 +111,7 @@ def test_a_baseline_has_the_runs_of_both_with_their_dates(suite: Project) -> Non
     assert sessions == [first, first, second]
 
 
-def test_the_history_has_every_measurement_once(suite: Project) -> None:
+def test_the_history_has_every_measurement_once(suite):
     history = "--gpu-history=history.jsonl"
     suite.run("--gpu-json=first.json", history, "-k", "gemma")
     suite.run("--gpu-json=second.json", "--gpu-resume=first.json", "-k", "not llama-2", "--gpu-runs=3")
@@ -124,7 +123,7 @@ def test_the_history_has_every_measurement_once(suite: Project) -> None:
     )
 
 
-def test_what_a_resumed_run_does_not_get_to_stays_in_its_report(suite: Project) -> None:
+def test_what_a_resumed_run_does_not_get_to_stays_in_its_report(suite):
     suite.run("--gpu-json=report.json").assert_outcomes(passed=3)
     arguments = ["--gpu-json=report.json", "--gpu-resume=report.json"]
     suite.run(*arguments, "-k", "gemma").assert_outcomes(passed=1, deselected=2)
@@ -135,7 +134,7 @@ def test_what_a_resumed_run_does_not_get_to_stays_in_its_report(suite: Project) 
     assert len(suite.launches) == before
 
 
-def test_two_workers_resume_as_one(suite: Project) -> None:
+def test_two_workers_resume_as_one(suite):
     pytest.importorskip("xdist")
     suite.run("--gpu-json=first.json", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     before = len(suite.launches)
@@ -145,7 +144,7 @@ def test_two_workers_resume_as_one(suite: Project) -> None:
     result.stdout.fnmatch_lines(["1 case taken from *"])
 
 
-def test_a_fleet_is_not_asked_for_what_there_is(suite: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fleet_is_not_asked_for_what_there_is(suite, monkeypatch):
     scheduler = stand_in(monkeypatch)
     scheduler.nodes = [(H100, 1)]
     arguments = ["-m", "h100", "--gpu-executor=slurm"]
@@ -157,7 +156,7 @@ def test_a_fleet_is_not_asked_for_what_there_is(suite: Project, monkeypatch: pyt
     assert {result["device"] for result in suite.report()["results"]} == {H100_FOLDER}
 
 
-def test_one_worker_alone_is_not_measured_again(h100: Project) -> None:
+def test_one_worker_alone_is_not_measured_again(h100):
     h100.machine(H100, gpus=2)
     several = SUITE.replace("batch_size=2", "batch_size=2, gpus=2, parallel='ddp'")
     h100.write(test_several=several.replace("check(case)", "check(case, scaling=True)"))
@@ -173,7 +172,7 @@ def test_one_worker_alone_is_not_measured_again(h100: Project) -> None:
     assert None not in first.values()
 
 
-def test_figures_of_another_code_are_refused(suite: Project) -> None:
+def test_figures_of_another_code_are_refused(suite):
     suite.run("--gpu-baseline-update").assert_outcomes(passed=3)
     (suite.path / ".gitignore").write_text("*\n!test_*.py\n!baselines\n!baselines/**\n")
     for command in ("init -q", "add .", "commit -qm first"):
@@ -198,7 +197,7 @@ def test_figures_of_another_code_are_refused(suite: Project) -> None:
     assert_refused(suite, refused, "--gpu-resume=clean.json", launched=before + 3)
 
 
-def test_figures_of_other_libraries_or_beside_others_that_nobody_looked_for_are_refused(suite: Project) -> None:
+def test_figures_of_other_libraries_or_beside_others_that_nobody_looked_for_are_refused(suite):
     suite.run("--gpu-json=report.json", "-o", "gpu_foreign=ignore")
     sentence = "*was measured with gpu_foreign=ignore; give the same, or*"
     assert_refused(suite, sentence, "--gpu-resume=report.json", launched=3)
@@ -208,7 +207,7 @@ def test_figures_of_other_libraries_or_beside_others_that_nobody_looked_for_are_
     assert_refused(suite, sentence, "--gpu-resume=report.json", launched=6)
 
 
-def test_what_is_no_report_and_what_is_a_study_is_refused(suite: Project) -> None:
+def test_what_is_no_report_and_what_is_a_study_is_refused(suite):
     assert_refused(suite, "--gpu-resume: *nothing.json cannot be read: No such file*", "--gpu-resume=nothing.json")
     for study in ("--gpu-find-batch", "--gpu-loss=20", "--gpu-predict"):
         sentence = f"{study.partition('=')[0]} and --gpu-resume contradict each other: *"

@@ -1,10 +1,9 @@
 """Tests ``check(case, scaling=True)``: the scaling efficiency of several workers is a gated figure."""
 
 import statistics
-from typing import Any
 
 import pytest
-from plugin_project import GEMMA, H100, H100_FOLDER, Project, failures, only_sentence, recorded, skips
+from plugin_project import GEMMA, H100, H100_FOLDER, failures, only_sentence, recorded, skips
 
 SCALING = """
 import pytest
@@ -23,14 +22,14 @@ ALONE = "gemma-7b-lora-bf16-gpus=1"
 """Under the id that it has where it is measured beside a case; replies are kept by what is measured, not by the id."""
 
 
-def _only(key: str) -> str:
+def _only(key):
     return f"test_scale.py::test_scaling[{key}]"
 
 
 SECONDS = statistics.median(recorded()["step_seconds"])
 
 
-def _answer(project: Project, *, two: float = 1.05, four: float = 1.25, single: float = 1.0) -> None:
+def _answer(project, *, two=1.05, four=1.25, single=1.0):
     """Let the cases take these multiples of the recorded time, which is one worker's."""
     for key, slower, gpus in ((TWO, two, 2), (FOUR, four, 4), (ALONE, single, 1), (GEMMA, single, 1)):
         reply = recorded(slower=slower, device_count=gpus)
@@ -39,7 +38,7 @@ def _answer(project: Project, *, two: float = 1.05, four: float = 1.25, single: 
 
 
 @pytest.fixture
-def four(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+def four(project, monkeypatch):
     """Four H100 and cases for two, four and one of them."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     project.machine(H100, gpus=4)
@@ -49,22 +48,22 @@ def four(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 @pytest.fixture
-def gated(four: Project) -> Project:
+def gated(four):
     four.run("--gpu-baseline-update").assert_outcomes(passed=3)
     return four
 
 
-def _efficiencies(project: Project) -> dict[str, float | None]:
+def _efficiencies(project):
     return {result["key"]: result["summary"]["scaling_efficiency"] for result in project.report()["results"]}
 
 
-def _metric(project: Project, key: str) -> dict[str, Any]:
+def _metric(project, key):
     (case_result,) = (result for result in project.report()["results"] if result["key"] == key)
     (metric,) = (metric for metric in case_result["verdict"]["metrics"] if metric["metric"] == "scaling_efficiency")
-    return metric  # type: ignore[no-any-return]
+    return metric
 
 
-def test_efficiency_is_the_throughput_over_that_of_one_worker_which_is_measured_once(four: Project) -> None:
+def test_efficiency_is_the_throughput_over_that_of_one_worker_which_is_measured_once(four):
     result = four.run("--gpu-json=report.json")
     assert _efficiencies(four) == {TWO: pytest.approx(1 / 1.05), FOUR: pytest.approx(1 / 1.25), GEMMA: None}
     rates = {result["key"]: result["summary"]["samples_per_second"] for result in four.report()["results"]}
@@ -73,7 +72,7 @@ def test_efficiency_is_the_throughput_over_that_of_one_worker_which_is_measured_
     result.stdout.fnmatch_lines(["*ddp-gpus=2 *95.2 %*", "*ddp-gpus=4 *80.0 %*"])
 
 
-def test_a_single_worker_is_measured_only_where_an_efficiency_is_judged(four: Project) -> None:
+def test_a_single_worker_is_measured_only_where_an_efficiency_is_judged(four):
     for arguments in (["--gpu-find-batch"], ["--gpu-loss=20"], ["--gpu-baseline=published"]):
         four.run(*arguments, "--gpu-json=report.json", _only(TWO))
         assert 1 not in {launched["processes"] for launched in four.launches}
@@ -86,14 +85,14 @@ def test_a_single_worker_is_measured_only_where_an_efficiency_is_judged(four: Pr
     assert 1 not in {launched["processes"] for launched in four.launches}
 
 
-def test_an_update_without_one_worker_says_what_it_leaves_out(four: Project) -> None:
+def test_an_update_without_one_worker_says_what_it_leaves_out(four):
     four.answer(recorded("h100_out_of_memory"), to=ALONE)
     four.run(_only(FOUR), "--gpu-baseline-update", "--gpu-json=report.json").assert_outcomes(passed=1)
     (result,) = four.report()["results"]
     assert "without a scaling efficiency (one worker alone ran out of device memory" in result["verdict"]["sentence"]
 
 
-def test_a_worse_efficiency_fails_a_better_one_is_an_improvement_and_the_same_passes(gated: Project) -> None:
+def test_a_worse_efficiency_fails_a_better_one_is_an_improvement_and_the_same_passes(gated):
     gated.run("--gpu-json=report.json", "--gpu-strict").assert_outcomes(passed=3)
     assert set(gated.verdicts().values()) == {"pass"}
     _answer(gated, single=1.02, four=1.22)
@@ -111,7 +110,7 @@ def test_a_worse_efficiency_fails_a_better_one_is_an_improvement_and_the_same_pa
     assert f"one worker alone {SECONDS:.2f} s -> {SECONDS * 0.9:.2f} s" in told[f"test_scaling[{FOUR}]"]
 
 
-def test_a_baseline_without_efficiency_is_told_judged_by_the_rest_and_completed_by_an_update(four: Project) -> None:
+def test_a_baseline_without_efficiency_is_told_judged_by_the_rest_and_completed_by_an_update(four):
     four.write(test_scale=SCALING.replace(", scaling=True", ""))
     four.run("--gpu-baseline-update").assert_outcomes(passed=3)
     four.write(test_scale=SCALING)
@@ -138,7 +137,7 @@ def test_a_baseline_without_efficiency_is_told_judged_by_the_rest_and_completed_
         ("timed_out", "one worker alone was ended after"),
     ],
 )
-def test_one_worker_without_figures_is_told_and_the_case_is_judged(gated: Project, name: str, says: str) -> None:
+def test_one_worker_without_figures_is_told_and_the_case_is_judged(gated, name, says):
     gated.answer(recorded(name), to=ALONE)
     result = gated.run(_only(FOUR), "--gpu-json=report.json")
     assert gated.verdicts() == {FOUR: "not-comparable"}
@@ -151,7 +150,7 @@ def test_one_worker_without_figures_is_told_and_the_case_is_judged(gated: Projec
     assert "slower" in only_sentence(gated.run(_only(FOUR)), f"test_scaling[{FOUR}]")
 
 
-def test_on_a_cpu_a_case_scales_with_all_its_processes_and_its_efficiency_is_shown_and_not_judged(cpu: Project) -> None:
+def test_on_a_cpu_a_case_scales_with_all_its_processes_and_its_efficiency_is_shown_and_not_judged(cpu):
     cpu.write(test_scale=SCALING)
     result = cpu.run("-o", "gpu_processes=2", "--gpu-baseline-update")
     result.assert_outcomes(passed=2, skipped=1)

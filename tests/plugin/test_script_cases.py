@@ -1,7 +1,7 @@
 """Tests cases of scripts: what they are called, where they are refused, and that they are judged like others."""
 
 import pytest
-from plugin_project import H100_FOLDER, Project, failures, only_sentence, recorded, skips, table_rows
+from plugin_project import H100_FOLDER, failures, only_sentence, recorded, skips, table_rows
 
 from pytest_gputrain import GiB
 
@@ -13,12 +13,12 @@ KEY = "train.py-max-steps=8-out-runs/a"
 
 
 @pytest.fixture
-def scripted(h100: Project) -> Project:
+def scripted(h100):
     h100.write(test_scripts=TEST, train="")
     return h100
 
 
-def test_a_script_is_a_case_like_others(scripted: Project) -> None:
+def test_a_script_is_a_case_like_others(scripted):
     lines = scripted.run().stdout.lines
     advice, table = (next(n for n, line in enumerate(lines) if word in line) for word in ("has no baseline;", "Peak mem."))
     assert advice < table
@@ -37,7 +37,7 @@ def test_a_script_is_a_case_like_others(scripted: Project) -> None:
     assert list(scripted.verdicts()) == [KEY.replace("train.py", "small")], "a name of its own replaces the file"
 
 
-def test_without_a_gpu_a_script_fails_with_what_helps(project: Project) -> None:
+def test_without_a_gpu_a_script_fails_with_what_helps(project):
     project.write(test_scripts=TEST, train="")
     assert only_sentence(project.run(), "test_train") == (
         f"{KEY} was not measured: a script's memory is known from torch's CUDA allocator, and this run has no GPU; add "
@@ -54,7 +54,7 @@ REFUSED = {
 """Arguments of a script, and what is said of them."""
 
 
-def test_what_is_no_script_is_refused(h100: Project) -> None:
+def test_what_is_no_script_is_refused(h100):
     calls = (f"def test_{at}(gputrain):\n    gputrain.check_script({call})\n" for at, call in enumerate(REFUSED))
     h100.write(test_scripts="\n\n".join(calls), train="")
     told = failures(h100.run())
@@ -63,7 +63,7 @@ def test_what_is_no_script_is_refused(h100: Project) -> None:
         assert told[f"test_{at}"].startswith(sentence)
 
 
-def test_options_that_do_not_reach_a_script_are_refused_and_a_prediction_skips_it(scripted: Project) -> None:
+def test_options_that_do_not_reach_a_script_are_refused_and_a_prediction_skips_it(scripted):
     for option, sentence in {
         "--gpu-set=batch_size=4": "is a script, whose arguments --gpu-set does not reach; deselect its test",
         "--gpu-find-batch": "is a script, which --gpu-find-batch and --gpu-loss cannot change; deselect its test",

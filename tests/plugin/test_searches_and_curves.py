@@ -1,13 +1,11 @@
 """Tests ``--gpu-find-batch`` and ``--gpu-loss`` from the command line to the report."""
 
-from typing import Any
-
 import pytest
-from plugin_project import GEMMA, SUITE, Project, failures, only_sentence, recorded, table_rows
+from plugin_project import GEMMA, SUITE, failures, only_sentence, recorded, table_rows
 
 
 @pytest.fixture
-def suite(h100: Project) -> Project:
+def suite(h100):
     """Three cases of which batches up to 6 fit; the recorded replies have the batch that was asked for."""
     h100.write(test_tuning=SUITE)
     for batch in range(1, 9):
@@ -16,14 +14,13 @@ def suite(h100: Project) -> Project:
     return h100
 
 
-def _search(project: Project) -> dict[str, Any]:
+def _search(project):
     (result,) = project.report()["results"]
     assert result["verdict"] is None
-    search: dict[str, Any] = result["search"]
-    return search
+    return result["search"]
 
 
-def _answer_losses(project: Project, **losses: list[float]) -> None:
+def _answer_losses(project, **losses):
     for precision, curve in losses.items():
         name = f"gemma-7b-lora-{precision.replace('_', '-')}"
         project.answer({**recorded("h100_measured"), "losses": curve}, to=name)
@@ -32,7 +29,7 @@ def _answer_losses(project: Project, **losses: list[float]) -> None:
 FALLING = [10 - step / 4 for step in range(30)]
 
 
-def test_the_largest_and_the_fastest_batch_are_found_and_judged_by_no_baseline(suite: Project) -> None:
+def test_the_largest_and_the_fastest_batch_are_found_and_judged_by_no_baseline(suite):
     suite.run("--gpu-baseline-update", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
     (suite.path / "launches.jsonl").unlink()
     result = suite.run("--gpu-find-batch", "--gpu-strict", "--gpu-json=report.json", "-k", "gemma")
@@ -49,7 +46,7 @@ def test_the_largest_and_the_fastest_batch_are_found_and_judged_by_no_baseline(s
     result.stdout.fnmatch_lines(["*has no baseline (not in report.json)*"])
 
 
-def test_the_maximum_bounds_the_search_which_is_made_once_for_several_tests(suite: Project) -> None:
+def test_the_maximum_bounds_the_search_which_is_made_once_for_several_tests(suite):
     suite.write(test_tuning=SUITE.replace("gputrain.check(case)", "gputrain.check(case); gputrain.measure(case)"))
     result = suite.run("--gpu-find-batch", "-o", "gpu_find_batch_max=3", "-k", "gemma")
     assert [launched["id"].rpartition("=")[2] for launched in suite.launches] == ["1", "2", "3"]
@@ -65,8 +62,8 @@ def test_the_maximum_bounds_the_search_which_is_made_once_for_several_tests(suit
     ],
 )
 def test_a_try_that_does_not_fit_bounds_the_search_and_one_that_crashes_fails_it(
-    suite: Project, batch: int, name: str, outcomes: list[str], largest: int | None, sentence: str | None
-) -> None:
+    suite, batch, name, outcomes, largest, sentence
+):
     suite.answer(recorded(name), to=f"{GEMMA}-batch_size={batch}")
     result = suite.run("--gpu-find-batch", "--gpu-json=report.json", "-k", "gemma")
     assert [attempt["outcome"] for attempt in _search(suite)["tries"]] == outcomes
@@ -76,7 +73,7 @@ def test_a_try_that_does_not_fit_bounds_the_search_and_one_that_crashes_fails_it
     assert len(told) == (sentence is not None)
 
 
-def test_what_cannot_be_studied_is_told(h100: Project) -> None:
+def test_what_cannot_be_studied_is_told(h100):
     h100.write(test_mine="def test_it(gputrain):\n    gputrain.check(lambda setup: None, inline=True, model='mine')\n")
     for option in ("--gpu-find-batch", "--gpu-loss=20"):
         assert only_sentence(h100.run(option), "test_it") == (
@@ -84,7 +81,7 @@ def test_what_cannot_be_studied_is_told(h100: Project) -> None:
         )
 
 
-def test_loss_curves_of_each_precision_are_kept_and_shown(h100: Project) -> None:
+def test_loss_curves_of_each_precision_are_kept_and_shown(h100):
     h100.write(test_tuning=SUITE)
     _answer_losses(h100, fp32=FALLING, bf16_amp=FALLING, fp16_amp=FALLING, bf16=[10.0] * 30)
     result = h100.run("--gpu-loss=30", "--gpu-json=report.json", "-k", "gemma")
@@ -101,7 +98,7 @@ def test_loss_curves_of_each_precision_are_kept_and_shown(h100: Project) -> None
     assert [row.rpartition(" | ")[2] for row in table_rows(result.stdout.str())] == [*["converging"] * 3, "flat"]
 
 
-def test_a_precision_that_diverges_alone_fails_a_check_and_one_without_a_curve_any_case(h100: Project) -> None:
+def test_a_precision_that_diverges_alone_fails_a_check_and_one_without_a_curve_any_case(h100):
     test = f"test_tuning[{GEMMA}]"
     h100.write(test_tuning=SUITE)
     _answer_losses(h100, fp32=FALLING, bf16_amp=FALLING, fp16_amp=FALLING[:9], bf16=FALLING)

@@ -1,10 +1,9 @@
 """Tests ``-m`` and ``--gpu-platform``: which tests run on which machine, at which scale, and in how many processes."""
 
 from fnmatch import fnmatchcase
-from typing import Any
 
 import pytest
-from plugin_project import H100, H100_FOLDER, SUITE, Project, skips
+from plugin_project import H100, H100_FOLDER, SUITE, skips
 
 DECLARED = SUITE.replace('method=["lora"]', 'method=["lora"], platforms=["h100", "h200"]')
 FOR_A100 = SUITE.replace('method=["lora"]', 'method=["lora"], platforms=["a100"]')
@@ -46,7 +45,7 @@ CPU, UNKNOWN = None, "NVIDIA Z999 1TB"
 ON_CPU, ON_GPU = {"scale": "tiny", "gpus": 0}, {"scale": "full", "gpus": 1}
 
 
-def _of(nodes: int, processes: int, gpus: int, servers: int = 0) -> dict[str, int]:
+def _of(nodes, processes, gpus, servers=0):
     return {"nodes": nodes, "processes": processes, "gpus": gpus, "servers": servers}
 
 
@@ -93,14 +92,8 @@ def _of(nodes: int, processes: int, gpus: int, servers: int = 0) -> dict[str, in
     ],
 )
 def test_a_machine_runs_what_it_has_and_skips_the_rest_with_the_reason(
-    project: Project,
-    monkeypatch: pytest.MonkeyPatch,
-    device: str | None,
-    gpus: int,
-    suite: str,
-    arguments: str,
-    expected: str | dict[str, Any],
-) -> None:
+    project, monkeypatch, device, gpus, suite, arguments, expected
+):
     if device:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     project.machine(device, gpus=gpus)
@@ -122,7 +115,7 @@ def test_a_machine_runs_what_it_has_and_skips_the_rest_with_the_reason(
         assert result.ret == (pytest.ExitCode.OK if outcome == "skipped" else pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
-def test_the_device_is_that_of_the_results_and_the_scale_is_in_the_keys(h100: Project) -> None:
+def test_the_device_is_that_of_the_results_and_the_scale_is_in_the_keys(h100):
     for device, platform, folder in (
         (H100, "h100", H100_FOLDER),
         (UNKNOWN, "unknown", "nvidia-z999-1tb"),
@@ -136,7 +129,7 @@ def test_the_device_is_that_of_the_results_and_the_scale_is_in_the_keys(h100: Pr
         assert {key.endswith("@tiny") for key in h100.verdicts()} == {device is CPU}
 
 
-def test_a_case_asked_for_in_a_test_keeps_to_its_platforms_and_shares_the_gpu_with_the_fixture(h100: Project) -> None:
+def test_a_case_asked_for_in_a_test_keeps_to_its_platforms_and_shares_the_gpu_with_the_fixture(h100):
     h100.write(
         test_mine="""
         def build(setup):

@@ -1,6 +1,6 @@
 """Tests ``--gpu-set``: a test and a row for each combination, each with its own id."""
 
-from plugin_project import BUILD, GEMMA, H100_FOLDER, SUITE, Project, failures, only_sentence
+from plugin_project import BUILD, GEMMA, H100_FOLDER, SUITE, failures, only_sentence
 
 ONE = """
 import pytest
@@ -14,7 +14,7 @@ def test_it(gputrain):
 """
 
 
-def test_each_combination_is_a_test_a_launch_and_a_result(h100: Project) -> None:
+def test_each_combination_is_a_test_a_launch_and_a_result(h100):
     h100.write(test_one=ONE)
     result = h100.run("--gpu-set=batch_size=2,4", "--gpu-set=lora_rank=0,8", "--gpu-json=report.json", "-v")
     result.assert_outcomes(passed=4)
@@ -29,7 +29,7 @@ def test_each_combination_is_a_test_a_launch_and_a_result(h100: Project) -> None
     assert [(case.get("batch_size", 1), case.get("lora_rank", 0)) for case in cases] == [(2, 0), (2, 8), (4, 0), (4, 8)]
 
 
-def test_parametrized_ids_end_in_the_knobs_which_tell_rows_and_baselines_apart(suite: Project) -> None:
+def test_parametrized_ids_end_in_the_knobs_which_tell_rows_and_baselines_apart(suite):
     result = suite.run("--gpu-set=batch_size=2,4", "-k", "gemma", "-v", "--gpu-baseline-update")
     result.assert_outcomes(passed=2, deselected=4)
     result.stdout.fnmatch_lines(
@@ -45,14 +45,14 @@ def test_parametrized_ids_end_in_the_knobs_which_tell_rows_and_baselines_apart(s
     assert list(failures(suite.run("--gpu-strict", "--gpu-set=batch_size=8", "-k", "gemma")))
 
 
-def test_platforms_of_the_command_line_replace_those_of_the_file(h100: Project) -> None:
+def test_platforms_of_the_command_line_replace_those_of_the_file(h100):
     h100.write(test_two=SUITE.replace("batch_size=2", 'batch_size=2, platforms=("a100",)'))
     h100.run("-m", "h100").assert_outcomes(deselected=3)
     h100.run("-m", "h100", "--gpu-set=platforms=h100,h200", "-k", "gemma", "--gpu-baseline-update")
     assert list(h100.baselines("two", H100_FOLDER)) == [GEMMA]
 
 
-def test_the_command_line_counts_before_keywords_of_own_code_which_has_no_model_to_set(h100: Project) -> None:
+def test_the_command_line_counts_before_keywords_of_own_code_which_has_no_model_to_set(h100):
     h100.write(test_mine=f"{BUILD}\n\ndef test_it(gputrain):\n    gputrain.check(build, batch_size=2)\n")
     assert only_sentence(h100.run("--gpu-set=model=gemma-7b"), "test_it[model=gemma-7b]") == (
         "build-bf16-batch_size=2 is own code, which has no model for --gpu-set; deselect its test"
@@ -63,7 +63,7 @@ def test_the_command_line_counts_before_keywords_of_own_code_which_has_no_model_
     assert (result["case"]["batch_size"], result["key"]) == (8, "build-fp32-batch_size=8")
 
 
-def test_what_cannot_be_varied_fails_its_own_test_and_tests_without_cases_are_left_alone(h100: Project) -> None:
+def test_what_cannot_be_varied_fails_its_own_test_and_tests_without_cases_are_left_alone(h100):
     h100.write(
         test_late="def test_late(request):\n    request.getfixturevalue('gputrain')\n\n\ndef test_other():\n    pass\n",
         test_one=ONE.replace("batch_size=2", "named=None"),

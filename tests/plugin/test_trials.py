@@ -5,13 +5,11 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from plugin_project import BUILD, Project, assert_refused, recorded
+from plugin_project import BUILD, assert_refused, recorded
 
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.execution.fleet.job import deliver
@@ -24,7 +22,7 @@ WRONG |= {"gpu_summary": "x" * 300, "gpu_platform": "h10", "gpu_ids": "0,0"}
 del WRONG["gpu_shared"]  # every text is a path
 
 
-def _damages(text: str) -> dict[str, bytes]:
+def _damages(text):
     document = json.loads(text)
     first = document["results"][0] if "results" in document else document
     return {
@@ -36,9 +34,7 @@ def _damages(text: str) -> dict[str, bytes]:
     }
 
 
-def test_every_subcommand_refuses_damaged_reports_and_histories_in_one_sentence(
-    suite: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_subcommand_refuses_damaged_reports_and_histories_in_one_sentence(suite, capsys):
     suite.run("--gpu-json=report.json", "--gpu-history=history.jsonl").assert_outcomes(passed=3)
     report, history = (suite.path / "report.json").read_text(), (suite.path / "history.jsonl").read_text().splitlines()[0]
     formats = ("terminal", "markdown", "csv", "bencher", "pytest-benchmark")
@@ -62,13 +58,13 @@ def test_every_subcommand_refuses_damaged_reports_and_histories_in_one_sentence(
                 assert not (suite.path / "out").exists(), (words, name)
 
 
-def test_a_wrong_value_in_the_ini_file_is_one_sentence_that_names_it(suite: Project) -> None:
+def test_a_wrong_value_in_the_ini_file_is_one_sentence_that_names_it(suite):
     for name, value in WRONG.items():
         suite.ini(f"{name} = {value}")
         assert_refused(suite, f"{'--gpu-resume' if name == 'gpu_resume' else name}: *")
 
 
-def _poisoned(project: Project, poison: Callable[[dict[str, Any]], object]) -> None:
+def _poisoned(project, poison):
     project.run("--gpu-json=earlier.json").assert_outcomes(passed=3)
     (project.path / "launches.jsonl").unlink()
     document = project.report("earlier.json")
@@ -77,7 +73,7 @@ def _poisoned(project: Project, poison: Callable[[dict[str, Any]], object]) -> N
 
 
 @pytest.mark.parametrize("seconds", [-4.7, 0, "Infinity"])
-def test_a_report_with_times_that_cannot_be_is_refused(suite: Project, seconds: object) -> None:
+def test_a_report_with_times_that_cannot_be_is_refused(suite, seconds):
     suite.answer(recorded(python=platform.python_version(), packages={}))
     _poisoned(suite, lambda document: document["results"][0]["replies"][0]["step_seconds"].__setitem__(0, seconds))
     place = "*earlier.json is not a report of --gpu-json: * at `$.results[[]0].replies[[]0].step_seconds[[]0]`*"
@@ -85,11 +81,11 @@ def test_a_report_with_times_that_cannot_be_is_refused(suite: Project, seconds: 
         assert_refused(suite, place, f"--gpu-{option}=earlier.json")
 
 
-def test_a_poisoned_report_neither_runs_nor_writes_anything_else(suite: Project) -> None:
+def test_a_poisoned_report_neither_runs_nor_writes_anything_else(suite):
     """What it names is looked up, never imported or opened."""
     suite.answer(recorded(python=platform.python_version(), packages={}))
 
-    def poison(document: dict[str, Any]) -> None:
+    def poison(document):
         for result in document["results"]:
             result["nodeid"] = "../../evil.py::test_it"
             result["case"]["code"] = "../../evil.py::build"
@@ -104,7 +100,7 @@ def test_a_poisoned_report_neither_runs_nor_writes_anything_else(suite: Project)
     assert sorted(suite.path.parent.rglob("*evil*")) == before
 
 
-def test_a_cut_order_of_a_fleet_is_refused(project: Project) -> None:
+def test_a_cut_order_of_a_fleet_is_refused(project):
     (project.path / ORDER).write_text('{"task": {"case": ')
     with pytest.raises(msgspec.DecodeError):
         deliver(project.path)
@@ -126,7 +122,7 @@ def test_next(gputrain):
 
 
 @pytest.mark.slow
-def test_a_case_over_the_memory_of_its_control_group_is_told_and_the_next_one_runs(project: Project) -> None:
+def test_a_case_over_the_memory_of_its_control_group_is_told_and_the_next_one_runs(project):
     project.write(test_greedy=GREEDY)
     group = Path(f"/sys/fs/cgroup/memory/gputrain-trial-{os.getpid()}")
     try:

@@ -1,7 +1,7 @@
 """Tests a machine whose GPUs cannot be used: it counts as a CPU, and the run says so."""
 
 import pytest
-from plugin_project import SUITE, Project
+from plugin_project import SUITE
 
 from pytest_gputrain.hardware import amd
 
@@ -10,7 +10,7 @@ SENTENCE = "*no GPU is used, this machine counts as a CPU: *amdsmi cannot be imp
 
 
 @pytest.fixture
-def unseen(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+def unseen(project, monkeypatch):
     """A project on a machine with an AMD driver, whose binding cannot be imported."""
     (project.path / "amdsmi.py").write_text(NO_LIBRARY)
     (project.path / "kfd").touch()
@@ -20,7 +20,7 @@ def unseen(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     return project
 
 
-def test_the_run_says_so_before_and_after_its_cases_and_fails_where_strict(unseen: Project) -> None:
+def test_the_run_says_so_before_and_after_its_cases_and_fails_where_strict(unseen):
     for strict, status in (((), 0), (("--gpu-strict",), 1)):
         result = unseen.run("-m", "mi300x", *strict)
         result.assert_outcomes(skipped=3)
@@ -28,7 +28,7 @@ def test_the_run_says_so_before_and_after_its_cases_and_fails_where_strict(unsee
         result.stdout.fnmatch_lines(["collected 3 items", f"gputrain: {SENTENCE[1:]}", "*= gputrain =*", SENTENCE])
 
 
-def test_who_wants_the_cpu_or_has_no_cases_hears_nothing(unseen: Project) -> None:
+def test_who_wants_the_cpu_or_has_no_cases_hears_nothing(unseen):
     unseen.write(test_tuning="def test(gputrain):\n    assert gputrain.scale == 'tiny'\n")
     assert (unseen.run().ret, unseen.run("--gpu-strict").ret) == (0, 1)
     result = unseen.run("--gpu-strict", "--gpu-platform=cpu")

@@ -2,10 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from plugin_project import BUILD, GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, SUITE, Project, failures, only_sentence, recorded
+from plugin_project import BUILD, GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, SUITE, failures, only_sentence, recorded
 
 from pytest_gputrain import GiB
 
@@ -14,21 +13,21 @@ UPDATE = "--gpu-baseline-update"
 OUT_OF_MEMORY = recorded("h100_out_of_memory")
 
 
-def entries(project: Project) -> dict[str, Any]:
+def entries(project):
     """Those of the H100, or none."""
     return project.baselines("tuning", H100_FOLDER) if project.baseline_file("tuning", H100_FOLDER).exists() else {}
 
 
-def changed(project: Project, before: dict[str, Any]) -> set[str]:
+def changed(project, before):
     after = entries(project)
     return {key for key in before | after if before.get(key) != after.get(key)}
 
 
-def launched(project: Project) -> list[str]:
+def launched(project):
     return [launch["id"] for launch in project.launches]
 
 
-def test_an_update_records_every_case_that_ran_with_its_commit_and_replaces_the_figures_of_before(suite: Project) -> None:
+def test_an_update_records_every_case_that_ran_with_its_commit_and_replaces_the_figures_of_before(suite):
     for command in ("init -q", "add tox.ini", "commit -qm first"):
         suite.git(*command.split())
     result = suite.run(UPDATE)
@@ -52,7 +51,7 @@ def test_an_update_records_every_case_that_ran_with_its_commit_and_replaces_the_
 
 
 @pytest.mark.slow
-def test_an_update_on_a_cpu_records_one_run_and_changes_what_is_judged_there_alone(project: Project) -> None:
+def test_an_update_on_a_cpu_records_one_run_and_changes_what_is_judged_there_alone(project):
     """Step times, host memory, dates and sessions differ between the processes, allocated bytes do not."""
     test = "\n\ndef test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2)\n"
     project.write(test_mine=BUILD + test, test_other=BUILD + test)
@@ -76,9 +75,7 @@ def test_an_update_on_a_cpu_records_one_run_and_changes_what_is_judged_there_alo
     ],
     ids=["same", "a byte", "bigger", "slower"],
 )
-def test_an_update_changes_the_entries_of_other_figures_alone_and_names_what_it_accepts(
-    gated: Project, bigger: int, slower: float, told: str
-) -> None:
+def test_an_update_changes_the_entries_of_other_figures_alone_and_names_what_it_accepts(gated, bigger, slower, told):
     before, file = entries(gated), gated.baseline_file("tuning", H100_FOLDER).read_bytes()
     gated.answer(recorded(bigger=bigger, slower=slower), to=GEMMA)
     result = gated.run(UPDATE, "--gpu-json=report.json")
@@ -90,7 +87,7 @@ def test_an_update_changes_the_entries_of_other_figures_alone_and_names_what_it_
     assert was == {LLAMA: "pass", GEMMA: "regressed" if bigger > 1 or slower > 1 else "pass", LLAMA_2: "pass"}
 
 
-def test_an_update_keeps_the_entries_of_deselected_cases_and_the_files_of_other_devices(gated: Project) -> None:
+def test_an_update_keeps_the_entries_of_deselected_cases_and_the_files_of_other_devices(gated):
     before = entries(gated)
     gated.answer(recorded(bigger=GiB))
     gated.run(UPDATE, "-k", "gemma").assert_outcomes(passed=1, deselected=2)
@@ -102,7 +99,7 @@ def test_an_update_keeps_the_entries_of_deselected_cases_and_the_files_of_other_
     assert gated.baseline_file("tuning", "nvidia-a100-sxm4-80gb").exists()
 
 
-def test_new_only_adds_new_cases_and_leaves_the_text_of_the_others_which_it_gates(suite: Project) -> None:
+def test_new_only_adds_new_cases_and_leaves_the_text_of_the_others_which_it_gates(suite):
     suite.run(UPDATE, "-k", "not gemma").assert_outcomes(passed=2, deselected=1)
     file, before = suite.baseline_file("tuning", H100_FOLDER), entries(suite)
     lines_before = file.read_text().splitlines()
@@ -130,9 +127,7 @@ def test_new_only_adds_new_cases_and_leaves_the_text_of_the_others_which_it_gate
     ],
     ids=["later crash", "out of memory beside others"],
 )
-def test_what_gave_no_figures_becomes_no_baseline_and_fails(
-    gated: Project, replies: list[dict[str, Any]], beside: int, sentence: str
-) -> None:
+def test_what_gave_no_figures_becomes_no_baseline_and_fails(gated, replies, beside, sentence):
     gated.answer(*replies, to=GEMMA)
     gated.occupied(free_bytes=78 * GiB, processes=beside)
     before = entries(gated)
@@ -145,7 +140,7 @@ def test_what_gave_no_figures_becomes_no_baseline_and_fails(
     assert of_case == ([1] if len(replies) == 1 else [0, 1]), "a failure in a later run is an entry of its own"
 
 
-def test_a_first_baseline_that_does_not_fit_is_told_as_no_regression_and_measure_records_nothing(suite: Project) -> None:
+def test_a_first_baseline_that_does_not_fit_is_told_as_no_regression_and_measure_records_nothing(suite):
     suite.answer(OUT_OF_MEMORY, to=GEMMA)
     suite.write(test_other=SUITE.replace("gputrain.check(case)", "case.model == 'gemma-7b' or gputrain.measure(case)"))
     result = suite.run(UPDATE, "--gpu-runs=1")
@@ -177,7 +172,7 @@ def test_passes(gputrain):
 """
 
 
-def test_figures_of_a_test_that_fails_otherwise_become_no_baseline_and_are_measured_no_further(h100: Project) -> None:
+def test_figures_of_a_test_that_fails_otherwise_become_no_baseline_and_are_measured_no_further(h100):
     h100.write(test_mine=FAILING)
     result = h100.run(UPDATE, "--gpu-runs=2")
     result.assert_outcomes(passed=1, failed=2)
@@ -190,7 +185,7 @@ def test_figures_of_a_test_that_fails_otherwise_become_no_baseline_and_are_measu
 # Several runs
 
 
-def test_the_runs_of_all_cases_are_recorded_in_turn_and_others_are_made_at_once(suite: Project) -> None:
+def test_the_runs_of_all_cases_are_recorded_in_turn_and_others_are_made_at_once(suite):
     result = suite.run(UPDATE, "--gpu-runs=3", "--gpu-json=report.json")
     assert launched(suite) == [LLAMA, GEMMA, LLAMA_2] * 3
     result.stdout.fnmatch_lines(["gputrain: further runs of 3 baselines, one of each in turn"])
@@ -201,7 +196,7 @@ def test_the_runs_of_all_cases_are_recorded_in_turn_and_others_are_made_at_once(
     assert launched(suite) == [LLAMA, LLAMA, GEMMA, GEMMA, LLAMA_2, LLAMA_2]
 
 
-def test_the_runs_of_one_worker_are_recorded_in_turn_with_the_case(project: Project) -> None:
+def test_the_runs_of_one_worker_are_recorded_in_turn_with_the_case(project):
     project.machine(H100, gpus=2)
     two = SUITE.replace("sequence_length=8192", "sequence_length=8192, parallel='ddp', gpus=2, servers=0")
     project.write(test_tuning=two.replace("check(case)", "check(case, scaling=True)"))
@@ -210,7 +205,7 @@ def test_the_runs_of_one_worker_are_recorded_in_turn_with_the_case(project: Proj
 
 
 @pytest.mark.slow
-def test_an_inline_case_has_all_its_runs_in_its_test(project: Project) -> None:
+def test_an_inline_case_has_all_its_runs_in_its_test(project):
     test = "def test_mine(gputrain):\n    gputrain.check(build, precision='fp32', steps=2, inline=True)\n"
     project.write(test_mine=f"{BUILD}\n\n{test}")
     assert "further runs" not in project.run(UPDATE, "--gpu-runs=2").stdout.str()
@@ -218,7 +213,7 @@ def test_an_inline_case_has_all_its_runs_in_its_test(project: Project) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--gpu-json=report.json"]], ids=["alone", "with a report"])
-def test_an_update_that_is_ended_keeps_old_baselines_and_all_figures(suite: Project, arguments: list[str]) -> None:
+def test_an_update_that_is_ended_keeps_old_baselines_and_all_figures(suite, arguments):
     suite.run(UPDATE, "-k", "not gemma").assert_outcomes(passed=2, deselected=1)
     before = entries(suite)
     suite.answer(recorded(slower=2))
@@ -237,7 +232,7 @@ def test_an_update_that_is_ended_keeps_old_baselines_and_all_figures(suite: Proj
     suite.run(f"--gpu-baseline={place}", "--gpu-strict").assert_outcomes(passed=3)
 
 
-def test_an_update_that_stops_at_a_failure_records_nothing_half(suite: Project) -> None:
+def test_an_update_that_stops_at_a_failure_records_nothing_half(suite):
     suite.answer(recorded("crashed"), to=GEMMA)
     result = suite.run(UPDATE, "-x")
     result.assert_outcomes(passed=1, failed=1)

@@ -5,12 +5,12 @@ import json
 import re
 
 import pytest
-from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, Project, recorded, table_rows
+from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA, LLAMA_2, recorded, table_rows
 
 pytest.importorskip("xdist")
 
 
-def test_two_workers_give_the_failures_report_history_and_table_of_one(gated: Project) -> None:
+def test_two_workers_give_the_failures_report_history_and_table_of_one(gated):
     gated.answer(recorded(slower=1.05), to=GEMMA)
     gated.answer(recorded(slower=0.8), to=LLAMA)
     reports, tables, histories = [], [], []
@@ -28,7 +28,7 @@ def test_two_workers_give_the_failures_report_history_and_table_of_one(gated: Pr
 
 
 @pytest.mark.slow
-def test_two_workers_record_every_baseline(suite: Project) -> None:
+def test_two_workers_record_every_baseline(suite):
     suite.spawn("-n2", "-m", "a100").assert_outcomes(skipped=3)
     result = suite.spawn("-n2", "--gpu-baseline-update")
     result.assert_outcomes(passed=3)
@@ -39,7 +39,7 @@ def test_two_workers_record_every_baseline(suite: Project) -> None:
 
 
 @pytest.mark.slow
-def test_a_crash_in_a_later_run_of_a_worker_fails_the_run(suite: Project) -> None:
+def test_a_crash_in_a_later_run_of_a_worker_fails_the_run(suite):
     suite.answer(recorded(), recorded("crashed"), to=GEMMA)
     result = suite.spawn("-n2", "--gpu-baseline-update")
     result.assert_outcomes(passed=3, failed=1)
@@ -64,7 +64,7 @@ def test_turn(gpu, turn):
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_workers_take_turns_on_one_gpu_and_use_two_at_the_same_time(h100: Project, gpus: int) -> None:
+def test_workers_take_turns_on_one_gpu_and_use_two_at_the_same_time(h100, gpus):
     h100.machine(H100, gpus=gpus)
     h100.write(test_turns=MEETING)
     h100.spawn("-n2").assert_outcomes(passed=4)
@@ -74,7 +74,7 @@ def test_workers_take_turns_on_one_gpu_and_use_two_at_the_same_time(h100: Projec
     assert all(one_by_one) == (gpus == 1)
 
 
-def test_a_crashed_xdist_worker_costs_only_its_own_test(suite: Project) -> None:
+def test_a_crashed_xdist_worker_costs_only_its_own_test(suite):
     suite.write(test_aa="import os\n\n\ndef test_gone():\n    os._exit(1)\n")
     result = suite.spawn("-n2", "--gpu-json=report.json")
     result.assert_outcomes(passed=3, failed=1)
@@ -82,7 +82,7 @@ def test_a_crashed_xdist_worker_costs_only_its_own_test(suite: Project) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_id_for_two_own_codes_is_told_whichever_workers_they_run_on(h100: Project) -> None:
+def test_the_same_id_for_two_own_codes_is_told_whichever_workers_they_run_on(h100):
     code = "def build(setup):\n    return lambda: None\n\n\ndef test_it(gputrain):\n    gputrain.check(build)\n"
     for folder in ("one", "two"):
         (h100.path / folder).mkdir()

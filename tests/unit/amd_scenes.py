@@ -1,13 +1,11 @@
 """Machines with AMD GPUs, by what others have published of them. What nobody has published of one is left out."""
 
-from typing import Any
-
 MIB = 2**20
 
 TOTAL, USED = 206141652992, 297775104
 """Of an MI300X as its driver tells it: https://github.com/ROCm/legacy-rocm-build/issues/4750."""
 
-MI300X: list[dict[str, Any]] = [
+MI300X = [
     {
         "name": "AMD Instinct MI300X",
         "device_id": "0x74a1",
@@ -38,7 +36,7 @@ modes" (c0ff74a1-0000-1000-80b1-06985c515c91; the serial number is in it, as tha
 power limit and driver: https://github.com/ROCm/amdsmi/issues/100; power and clock: the changelog of amdsmi for ROCm 6.4.1;
 violations: that for ROCm 6.3.0, where none is active; links (xGMI) and compute units: AMD's data sheet of the platform."""
 
-MI325X_VF: list[dict[str, Any]] = [
+MI325X_VF = [
     {
         "name": "AMD Instinct Mi325X VF",
         "device_id": "0x74b9",
@@ -73,18 +71,18 @@ MI325X_VF: list[dict[str, Any]] = [
 """Virtual functions in a guest, in which HIP counts from the other end: internal/metricsmap.md of
 https://github.com/ROCm/device-metrics-exporter, where the process has 503.9 MB."""
 
-_PART: dict[str, Any] = {"kfd_id": 48116, "bdf": "0000:0c:00.1", "node_id": 3, "partition_id": 1, "hip_id": 1}
-_FIRST: dict[str, Any] = {**MI300X[0], "kfd_id": 18421, "hip_id": 0, "render": 128, "partition": "CPX"}
+_PART = {"kfd_id": 48116, "bdf": "0000:0c:00.1", "node_id": 3, "partition_id": 1, "hip_id": 1}
+_FIRST = {**MI300X[0], "kfd_id": 18421, "hip_id": 0, "render": 128, "partition": "CPX"}
 
-CPX_MIRRORED: list[dict[str, Any]] = [_FIRST, {**_FIRST, **_PART, "render": 0xFFFFFFFF}]
+CPX_MIRRORED = [_FIRST, {**_FIRST, **_PART, "render": 0xFFFFFFFF}]
 """The first two of eight parts up to ROCm 6.4.0, which mirrors the whole GPU: the changelog of amdsmi for ROCm 6.4.1,
 "Previous Outputs in CPX"."""
 
-CPX: list[dict[str, Any]] = [_FIRST, {**_PART, "render": 129, "memory": 24 * 1024 * MIB, "used": 512 * MIB}]
+CPX = [_FIRST, {**_PART, "render": 129, "memory": 24 * 1024 * MIB, "used": 512 * MIB}]
 """The same from ROCm 6.4.1 on, "Corrected outputs in CPX": a secondary part has neither device id nor mode, power nor clock
 (also https://github.com/ROCm/amdsmi/issues/100), and 24.0 GB of memory, of which 0.5 GB are used."""
 
-MI250: list[dict[str, Any]] = [
+MI250 = [
     {
         "name": "AMD INSTINCT MI250 (MCM) OAM AC MBA",
         "device_id": "0x740c",

@@ -18,15 +18,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 NOT_SUPPORTED = 2
 NONE16, NONE32 = 0xFFFF, 0xFFFFFFFF
 
 
-def library(rocm: Path, binding: Path, release: str, compiler: str) -> None:
+def library(rocm, binding, release, compiler):
     """Build the folder of a release of ROCm; its C library has the functions that the release's binding calls, no others."""
     wrapper = (binding / "amdsmi" / "amdsmi_wrapper.py").read_text()
     names = sorted(set(re.findall(r"_libraries\['libamd_smi.so'\]\.(\w+)", wrapper)))
@@ -42,7 +40,7 @@ def library(rocm: Path, binding: Path, release: str, compiler: str) -> None:
 class StandIn:
     """C functions of the library that answer for the GPUs of a scene: dictionaries, without what is not known of one."""
 
-    def __init__(self, wrapper: Any, gpus: list[dict[str, Any]]) -> None:
+    def __init__(self, wrapper, gpus):
         self._wrapper, self._gpus = wrapper, gpus
         for name, answer in {
             "amdsmi_init": lambda *_: 0,
@@ -70,23 +68,23 @@ class StandIn:
             if hasattr(wrapper, name):  # of this release
                 setattr(wrapper, name, answer)
 
-    def _sockets(self, count: Any, handles: Any) -> int:
+    def _sockets(self, count, handles):
         count._obj.value = 1
         if handles:
             handles[0] = 1
         return 0
 
-    def _processors(self, socket: Any, count: Any, handles: Any) -> int:
+    def _processors(self, socket, count, handles):
         count._obj.value = len(self._gpus)
         for at in range(len(self._gpus) if handles else 0):
             handles[at] = 0x1000 + at
         return 0
 
-    def _answer(self, fill: Callable[..., None]) -> Callable[..., int]:
+    def _answer(self, fill):
         """A C function of a handle that fills what the other arguments point to, and has no answer where a value lacks."""
 
         @functools.wraps(fill)
-        def function(handle: Any, *arguments: Any) -> int:
+        def function(handle, *arguments):
             try:
                 fill(self._gpus[handle.value - 0x1000], *(getattr(pointer, "_obj", pointer) for pointer in arguments))
             except KeyError:
@@ -96,52 +94,52 @@ class StandIn:
         return function
 
     @staticmethod
-    def _number(key: str) -> Callable[..., None]:
-        def fill(gpu: dict[str, Any], kind: Any, number: Any) -> None:
+    def _number(key):
+        def fill(gpu, kind, number):
             number.value = gpu[key]
 
         return fill
 
     @staticmethod
-    def _asic(gpu: dict[str, Any], info: Any) -> None:
+    def _asic(gpu, info):
         info.market_name, info.vendor_id = gpu.get("name", "").encode(), 0x1002
         info.device_id, info.asic_serial = int(gpu.get("device_id", "0"), 16), gpu.get("serial", "").encode()
         if hasattr(info, "num_of_compute_units"):
             info.num_of_compute_units = gpu.get("compute_units", NONE32)
 
     @staticmethod
-    def _address(gpu: dict[str, Any], bdf: Any) -> None:
+    def _address(gpu, bdf):
         domain, bus, device, function = (int(part, 16) for part in re.split("[:.]", gpu["bdf"]))
         bdf.as_uint = domain << 16 | bus << 8 | device << 3 | function
 
     @staticmethod
-    def _enumeration(gpu: dict[str, Any], info: Any) -> None:
+    def _enumeration(gpu, info):
         info.hip_id, info.hip_uuid = gpu["hip_id"], gpu.get("hip_uuid", "").encode()
         info.drm_render, info.drm_card, info.hsa_id = gpu.get("render", NONE32), NONE32, NONE32
 
     @staticmethod
-    def _kfd(gpu: dict[str, Any], info: Any) -> None:
+    def _kfd(gpu, info):
         info.kfd_id, info.node_id = gpu.get("kfd_id", 2**64 - 1), gpu["node_id"]
         info.current_partition_id = gpu.get("partition_id", NONE32)
 
     @staticmethod
-    def _partition(gpu: dict[str, Any], text: Any, length: Any) -> None:
+    def _partition(gpu, text, length):
         text.value = gpu["partition"].encode()
 
     @staticmethod
-    def _power_cap(gpu: dict[str, Any], sensor: Any, info: Any) -> None:
+    def _power_cap(gpu, sensor, info):
         info.power_cap = int(gpu["power_cap_watts"] * 1e6)
 
     @staticmethod
-    def _driver(gpu: dict[str, Any], info: Any) -> None:
+    def _driver(gpu, info):
         info.driver_name, info.driver_version = b"amdgpu", gpu["driver"].encode()
 
     @staticmethod
-    def _energy(gpu: dict[str, Any], count: Any, resolution: Any, timestamp: Any) -> None:
+    def _energy(gpu, count, resolution, timestamp):
         count.value, resolution.value = gpu["energy"]
 
     @staticmethod
-    def _power(gpu: dict[str, Any], *arguments: Any) -> None:
+    def _power(gpu, *arguments):
         info = arguments[-1]
         info.current_socket_power = gpu.get("power", NONE16)
         info.average_socket_power = gpu.get("average_power", NONE16)
@@ -149,32 +147,32 @@ class StandIn:
             info.socket_power = gpu.get("power", gpu.get("average_power", NONE16))
 
     @staticmethod
-    def _clock(gpu: dict[str, Any], kind: Any, info: Any) -> None:
+    def _clock(gpu, kind, info):
         setattr(info, "clk" if hasattr(info, "clk") else "cur_clk", gpu["clock"])  # the latter before ROCm 6.2
 
     @staticmethod
-    def _activity(gpu: dict[str, Any], info: Any) -> None:
+    def _activity(gpu, info):
         info.gfx_activity, info.umc_activity, info.mm_activity = gpu["gfx"], NONE16, NONE16
 
     @staticmethod
-    def _violations(gpu: dict[str, Any], info: Any) -> None:
+    def _violations(gpu, info):
         active = gpu["violations"]
         for name in ("prochot_thrm", "ppt_pwr", "socket_thrm", "vr_thrm", "hbm_thrm"):
             setattr(info, f"active_{name}", active.get(name, 0xFF))
 
     @staticmethod
-    def _processes(gpu: dict[str, Any], count: Any, listed: Any) -> None:
+    def _processes(gpu, count, listed):
         count.value = len(gpu["processes"])
         for at, process in enumerate(gpu["processes"]):
             listed[at].pid, listed[at].name = process["pid"], process["name"].encode()
             listed[at].memory_usage.vram_mem = process["bytes"]
 
     @staticmethod
-    def _link(gpu: dict[str, Any], other: Any, hops: Any, kind: Any) -> None:
+    def _link(gpu, other, hops, kind):
         hops.value, kind.value = 1, gpu["link"]
 
 
-def told() -> dict[str, Any]:
+def told():
     """What the plugin makes of the answers."""
     from pytest_gputrain.hardware import amd, drivers
 
@@ -196,15 +194,15 @@ def told() -> dict[str, Any]:
         }
 
 
-def run(binding: str, scenes_file: str, *command: str) -> int:
+def run(binding, scenes_file, *command):
     from pytest_gputrain.cli.main import main
     from pytest_gputrain.hardware import amd, nvidia
 
     sys.modules["pynvml"] = None
     sys.path.insert(0, binding)
-    refused, open_file = set[str](), os.open
+    refused, open_file = set(), os.open
 
-    def opened(path: Any, *arguments: Any) -> int:
+    def opened(path, *arguments):
         if str(path) in refused:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return open_file(path, *arguments)

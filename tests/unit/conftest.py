@@ -1,10 +1,7 @@
 """Settings of Hypothesis, and snapshots of few lines."""
 
-from typing import Any
-
 import pytest
 from hypothesis import HealthCheck, settings
-from syrupy.assertion import SnapshotAssertion
 from syrupy.extensions.amber import AmberSnapshotExtension
 
 # No deadline and no check of speed: no test here depends on how fast the machine is.
@@ -17,16 +14,16 @@ settings.load_profile("unit")
 class _Brief(AmberSnapshotExtension):
     """Writes what is nested in a snapshot on one line each, where that is short."""
 
-    def serialize(self, data: Any, **options: Any) -> str:
+    def serialize(self, data, **options):
         return super().serialize(_parts(_ordered(data)), **options)
 
 
 @pytest.fixture
-def snapshot(snapshot: SnapshotAssertion) -> SnapshotAssertion:
+def snapshot(snapshot):
     return snapshot.use_extension(_Brief)
 
 
-def _ordered(data: Any) -> Any:
+def _ordered(data):
     """Return the data with lists for sets, whose order differs from run to run."""
     if isinstance(data, dict):
         return {name: _ordered(value) for name, value in data.items()}
@@ -35,13 +32,13 @@ def _ordered(data: Any) -> Any:
     return type(data)(map(_ordered, data)) if type(data) in (list, tuple) else data
 
 
-def _parts(data: Any) -> Any:
+def _parts(data):
     if isinstance(data, dict):
         return {name: _brief(value) for name, value in data.items()}
     return [_brief(value) for value in data] if isinstance(data, list | tuple) else data
 
 
-def _brief(data: Any) -> Any:
+def _brief(data):
     if not isinstance(data, dict | list | tuple):
         return data
     line = repr(data)
@@ -50,7 +47,7 @@ def _brief(data: Any) -> Any:
     return _packed(data) if all(isinstance(value, str) for value in data) and not isinstance(data, dict) else _parts(data)
 
 
-def _packed(lines: Any) -> list[str]:
+def _packed(lines):
     """Return lines of up to 200 characters, each of some of the given ones."""
     packed = [""]
     for line in lines:

@@ -1,7 +1,6 @@
 """Rounds of two sides: what they have in common goes, what sets the sides apart stays."""
 
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,30 +9,29 @@ from unit_examples import CASE, SETTINGS, cpu_environment, crashed, measurement,
 
 from pytest_gputrain.gate.ab import compare, missing, told_of_base
 from pytest_gputrain.gate.step_times import levelled
-from pytest_gputrain.records import Report, Verdict
 
 SECONDS = st.lists(st.tuples(st.floats(1e-4, 1e4), st.floats(0.5, 2)), min_size=1, max_size=8)
 
 
-def _round(seconds: float, case: Any = CASE, **fields: Any) -> Report:
+def _round(seconds, case=CASE, **fields):
     reply = measurement(step_seconds=(seconds,) * 3, **{"environment": cpu_environment(), **fields})
     return report(result(case, replies=(reply,)), settings=SETTINGS)
 
 
-def _verdict(base: list[float], head: list[float]) -> Verdict:
+def _verdict(base, head):
     (judged,) = compare([_round(seconds) for seconds in base], [_round(seconds) for seconds in head], "base")
     return judged.verdict
 
 
 @given(SECONDS, st.floats(0.5, 2))
-def test_a_difference_stays_and_the_moods_of_rounds_go(moods: list[tuple[float, float]], slower: float) -> None:
+def test_a_difference_stays_and_the_moods_of_rounds_go(moods, slower):
     base = [mood for mood, _ in moods]
     base_seconds, head_seconds = levelled(base, [mood * slower for mood in base])
     assert [new / old for old, new in zip(base_seconds, head_seconds, strict=True)] == pytest.approx([slower] * len(moods))
     assert base_seconds == pytest.approx([base_seconds[0]] * len(base_seconds))
 
 
-def test_what_is_left_of_a_round_is_that_of_the_formula_by_hand() -> None:
+def test_what_is_left_of_a_round_is_that_of_the_formula_by_hand():
     """Differences of 1, 3 and 8 %, of which the median is 3; the mean of all logarithms is 12 %."""
     base, head = ([math.exp(x / 100) for x in logs] for logs in ((0, 10, 20), (1, 13, 28)))
     base_seconds, head_seconds = (list(map(math.log, side)) for side in levelled(base, head))
@@ -42,7 +40,7 @@ def test_what_is_left_of_a_round_is_that_of_the_formula_by_hand() -> None:
     assert head_seconds == pytest.approx([0.12 + half for half in halves])
 
 
-def test_a_machine_that_drifts_by_ten_percent_hides_no_five() -> None:
+def test_a_machine_that_drifts_by_ten_percent_hides_no_five():
     moods = [1.0, 1.1, 0.9, 1.05, 0.95]
     assert _verdict(moods, [1.05 * mood for mood in moods]).status == "regressed"
     assert _verdict(moods, moods).status == "pass"
@@ -50,7 +48,7 @@ def test_a_machine_that_drifts_by_ten_percent_hides_no_five() -> None:
 
 OTHER_MODEL = CASE.replace(model="gemma-7b")
 BROKEN = report(result(CASE, replies=(crashed(),)), settings=SETTINGS)
-SIDES: dict[str, tuple[list[Report], list[Report]]] = {
+SIDES = {
     "better: without the advice to record it": ([_round(1.0)] * 5, [_round(0.9)] * 5),
     "fewer rounds than judge time on a CPU": ([_round(1)] * 3, [_round(2)] * 3),
     "a head that crashes": ([_round(1)], [BROKEN]),
@@ -60,7 +58,7 @@ SIDES: dict[str, tuple[list[Report], list[Report]]] = {
 }
 
 
-def test_what_is_said_of_two_sides(snapshot: Any) -> None:
+def test_what_is_said_of_two_sides(snapshot):
     said = {}
     for what, (base, head) in SIDES.items():
         (judged,) = compare(base, head, "base")
@@ -68,14 +66,14 @@ def test_what_is_said_of_two_sides(snapshot: Any) -> None:
     assert said == snapshot
 
 
-def test_cases_that_head_lacks_in_all_rounds_or_in_some_are_told() -> None:
+def test_cases_that_head_lacks_in_all_rounds_or_in_some_are_told():
     both, other = [_round(1), _round(1)], _round(1, OTHER_MODEL)
     assert missing(both, both) == []
     assert missing(both, [_round(1), other]) == [(str(CASE), 1)]
     assert missing(both, [other, other]) == [(str(CASE), 0)]
 
 
-def test_the_figures_of_all_rounds_are_medians() -> None:
+def test_the_figures_of_all_rounds_are_medians():
     summaries = [summary(seconds, peak) for seconds, peak in ((1.0, 10), (3.0, 40), (2.0, 20), (8.0, 30))]
     replies = [(measurement(step_seconds=(made.median_step_seconds,)),) for made in summaries]
     rounds = [report(result(summary=it, replies=of), settings=SETTINGS) for it, of in zip(summaries, replies, strict=True)]
@@ -99,12 +97,12 @@ def test_the_figures_of_all_rounds_are_medians() -> None:
         ("; record it with --gpu-baseline-update to keep it", ""),
     ],
 )
-def test_sentences_are_told_of_base(text: str, told: str) -> None:
+def test_sentences_are_told_of_base(text, told):
     assert told_of_base(text) == told
 
 
 @pytest.mark.parametrize("head", [[1.1] * 5, [0.9] * 5, [1.0] * 5])
-def test_no_word_of_a_verdict_is_of_baselines_but_the_name_of_the_case(head: list[float]) -> None:
+def test_no_word_of_a_verdict_is_of_baselines_but_the_name_of_the_case(head):
     case = CASE.replace(model="baseline", code="a.py::baseline", method="custom")
     (judged,) = compare([_round(1.0, case)] * 5, [_round(seconds, case, flops_per_step=5) for seconds in head], "base")
     assert judged.verdict.sentence.startswith("baseline-bf16 ")

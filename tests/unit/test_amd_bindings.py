@@ -6,8 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import amd_scenes
@@ -18,8 +16,6 @@ pytestmark = pytest.mark.slow  # installs four releases of the binding
 
 RELEASES = {"6.2": "6.2.4", "6.3": "6.3.3", "6.4": "6.4.3", "7.0": "7.0.2"}
 """By release of ROCm, the binding on the package index."""
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 class Scene(NamedTuple):
@@ -36,11 +32,11 @@ class Scene(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def installed(tmp_path_factory):
     """Returns the folder with the binding of a release, and installs it there if need be."""
     root = tmp_path_factory.mktemp("amdsmi")
 
-    def install(release: str) -> Path:
+    def install(release):
         folder = root / release
         if not folder.exists():
             command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
@@ -56,11 +52,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
-def rocm(tmp_path_factory: pytest.TempPathFactory, installed: Callable[[str], Path]) -> Callable[[str], Path]:
+def rocm(tmp_path_factory, installed):
     """Returns a folder like /opt/rocm of a release, with the C library."""
     root = tmp_path_factory.mktemp("rocm")
 
-    def build(release: str) -> Path:
+    def build(release):
         compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
         if compiler is None:
             pytest.skip("needs a C compiler (cc, gcc or clang)")
@@ -72,12 +68,10 @@ def rocm(tmp_path_factory: pytest.TempPathFactory, installed: Callable[[str], Pa
 
 
 @pytest.fixture
-def run(tmp_path: Path, installed: Callable[[str], Path], rocm: Callable[[str], Path]) -> Run:
+def run(tmp_path, installed, rocm):
     """Runs the plugin on hosts, by default beside the release of ROCm that the binding is of."""
 
-    def run_(
-        binding: str, scenes: dict[str, Scene], *command: str, library: str = "", path: Path | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def run_(binding, scenes, *command, library="", path=None):
         hosts = {}
         for name, scene in scenes.items():
             root = tmp_path / name
@@ -107,7 +101,7 @@ DIES = [
 ]
 
 
-def scenes_of(release: str) -> dict[str, Scene]:
+def scenes_of(release):
     parts = amd_scenes.CPX if release >= "6.4" else amd_scenes.CPX_MIRRORED
     unknown = {str(mode): [{**gpu, "partition": mode} for gpu in parts] for mode in ("", "N/A")}
     unknown["not told"] = [{name: value for name, value in gpu.items() if name != "partition"} for gpu in parts]
@@ -127,7 +121,7 @@ def scenes_of(release: str) -> dict[str, Scene]:
     }
 
 
-def shown(told: dict[str, Any], folder: Path) -> list[str]:
+def shown(told, folder):
     """A line for each GPU with what is known of it, and one for all of them."""
     lines = []
     for gpu, reading, holders, free in zip(told["gpus"], told["readings"], told["holders"], told["free"], strict=True):
@@ -141,9 +135,9 @@ def shown(told: dict[str, Any], folder: Path) -> list[str]:
     ]
 
 
-def test_gpus_are_as_was_published_of_them(run: Run, tmp_path: Path, snapshot: Any) -> None:
+def test_gpus_are_as_was_published_of_them(run, tmp_path, snapshot):
     """Before ROCm 6.3 nobody tells the order of HIP, and the library before 6.4 not which file is whose."""
-    releases: dict[tuple[str, str], list[str]] = {}
+    releases = {}
     for release in RELEASES:
         done = run(release, scenes_of(release))
         assert done.returncode == 0, done.stdout + done.stderr
@@ -153,7 +147,7 @@ def test_gpus_are_as_was_published_of_them(run: Run, tmp_path: Path, snapshot: A
 
 
 @pytest.mark.parametrize("release", ["6.2", "6.3", "6.4"])
-def test_a_binding_that_is_newer_than_rocm_is_told_with_its_error(run: Run, release: str) -> None:
+def test_a_binding_that_is_newer_than_rocm_is_told_with_its_error(run, release):
     """Without a version pip installs it on every ROCm."""
     unseen = json.loads(run("7.0", {"host": Scene(None)}, library=release).stdout)["host"]["unseen"]
     assert "undefined symbol: amdsmi_" in unseen
@@ -162,7 +156,7 @@ def test_a_binding_that_is_newer_than_rocm_is_told_with_its_error(run: Run, rele
 
 
 @pytest.fixture
-def torch_for_rocm(tmp_path: Path) -> Path:
+def torch_for_rocm(tmp_path):
     """A folder with a torch that must not be imported."""
     (tmp_path / "modules" / "torch").mkdir(parents=True)
     (tmp_path / "modules" / "torch" / "__init__.py").write_text("raise AssertionError('torch was imported')")
@@ -172,7 +166,7 @@ def torch_for_rocm(tmp_path: Path) -> Path:
     return tmp_path / "modules"
 
 
-def test_the_doctor_tells_what_is_amiss(run: Run, torch_for_rocm: Path, tmp_path: Path) -> None:
+def test_the_doctor_tells_what_is_amiss(run, torch_for_rocm, tmp_path):
     """ROCm 7 has a torch for ROCm 6 here; a GPU that is left out is no problem where another is there."""
     mi300x, mi325x = amd_scenes.MI300X, amd_scenes.MI325X_VF
     for release, scene, library, status, told in (

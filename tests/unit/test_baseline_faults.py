@@ -9,12 +9,11 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from unit_examples import CASE, KINDS, Kind, baseline, baseline_run
+from unit_examples import CASE, KINDS, baseline, baseline_run
 
 from pytest_gputrain.cli.check_baselines import check
 from pytest_gputrain.records import FORMAT, BaselineRun, Prediction
@@ -32,23 +31,22 @@ SAMPLES = sorted((Path(__file__).parent / "samples").iterdir())
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    chosen: Kind = request.param
-    return chosen
+def kind(request):
+    return request.param
 
 
 @pytest.fixture
-def file(kind: Kind, tmp_path: Path) -> Path:
+def file(kind, tmp_path):
     """A sound baseline file of either kind in a folder of baselines."""
     return kind.update(tmp_path / "baselines", {KEY: kind.record})
 
 
 @pytest.fixture
-def measured_file(tmp_path: Path) -> Path:
+def measured_file(tmp_path):
     return MEASURED.update(tmp_path / "baselines", ENTRIES)
 
 
-def _refusal(kind: Kind, folder: Path) -> str:
+def _refusal(kind, folder):
     """The one sentence that both reading and updating a file fail with, which leaves it as it is."""
     path = kind.file(folder)
     before = path.read_bytes() if path.is_file() else b""
@@ -63,12 +61,12 @@ def _refusal(kind: Kind, folder: Path) -> str:
     return sentence
 
 
-def _files(folder: Path) -> dict[Path, bytes]:
+def _files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("ending", [b"\n", b"\r\n"])
-def test_conflict_markers_are_told_by_line(kind: Kind, tmp_path: Path, file: Path, ending: bytes) -> None:
+def test_conflict_markers_are_told_by_line(kind, tmp_path, file, ending):
     lines = file.read_bytes().splitlines()
     marked = [*lines[:3], b"<<<<<<< HEAD", lines[3], b"||||||| base", b"=======", lines[4], b">>>>>>> theirs", *lines[5:]]
     file.write_bytes(ending.join(marked))
@@ -78,7 +76,7 @@ def test_conflict_markers_are_told_by_line(kind: Kind, tmp_path: Path, file: Pat
     assert conflicts(b'<<<<<<<<\n ======= \n"=======",\n>>>>>>>x\n') == [], "these only look like markers"
 
 
-def _change(file: Path, *place: Any, **fields: Any) -> None:
+def _change(file, *place, **fields):
     document = json.loads(file.read_bytes())
     at = document
     for step in place:
@@ -87,17 +85,15 @@ def _change(file: Path, *place: Any, **fields: Any) -> None:
     file.write_text(json.dumps(document))
 
 
-PLACES: dict[str, list[tuple[Any, ...]]] = {
+PLACES = {
     "measured": [("environments", 0)],
     "predicted": [("conditions", 0), ("conditions", 0, "target"), ("cases", KEY, "predictions", 0, "largest", 0, 0)],
 }
 
 
-def test_what_a_newer_version_may_have_written_is_refused_not_dropped(
-    kind: Kind, tmp_path: Path, file: Path, snapshot: Any
-) -> None:
+def test_what_a_newer_version_may_have_written_is_refused_not_dropped(kind, tmp_path, file, snapshot):
     sound, said = file.read_bytes(), {}
-    everywhere: list[tuple[Any, ...]] = [(), ("cases", KEY), ("cases", KEY, "case"), ("cases", KEY, 2, 0)]
+    everywhere = [(), ("cases", KEY), ("cases", KEY, "case"), ("cases", KEY, 2, 0)]
     for place in [*everywhere, *PLACES[kind.name]]:
         _change(file, *place, of_tomorrow=1)
         said[f"of_tomorrow in {place}"] = _refusal(kind, tmp_path / "baselines")
@@ -112,7 +108,7 @@ def test_what_a_newer_version_may_have_written_is_refused_not_dropped(
     assert {what: sentence.removeprefix(str(file)) for what, sentence in said.items()} == snapshot
 
 
-def test_no_count_is_negative(kind: Kind, tmp_path: Path, file: Path) -> None:
+def test_no_count_is_negative(kind, tmp_path, file):
     type_ = BaselineRun if kind is MEASURED else Prediction
     counts = {name for name, annotation in type_.__annotations__.items() if str(annotation).startswith("Whole")}
     assert len(counts) > 5
@@ -124,7 +120,7 @@ def test_no_count_is_negative(kind: Kind, tmp_path: Path, file: Path) -> None:
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
-def test_what_earlier_versions_wrote_is_read_and_kept_by_an_update(tmp_path: Path, sample: Path) -> None:
+def test_what_earlier_versions_wrote_is_read_and_kept_by_an_update(tmp_path, sample):
     """A folder is named after its format, and after the version that wrote it where there were several."""
     assert {int(each.name.split("-")[1]) for each in SAMPLES} == {*range(2, FORMAT + 1)}, "format 1 was never released"
     assert [result.key for result in read_report(sample / "report.json").results] == [KEY, "other", "third"]
@@ -139,7 +135,7 @@ def test_what_earlier_versions_wrote_is_read_and_kept_by_an_update(tmp_path: Pat
     assert [kind.get(tmp_path / "baselines", KEY) for kind in KINDS] == before
 
 
-def test_a_read_only_file_stays(kind: Kind, tmp_path: Path, file: Path) -> None:
+def test_a_read_only_file_stays(kind, tmp_path, file):
     file.chmod(0o444)
     before = file.read_bytes()
     with pytest.raises(BaselineError, match=r"llm\.json cannot be written: it is read-only"):
@@ -147,7 +143,7 @@ def test_a_read_only_file_stays(kind: Kind, tmp_path: Path, file: Path) -> None:
     assert (file.read_bytes(), stat.S_IMODE(file.stat().st_mode)) == (before, 0o444)
 
 
-def test_a_lock_that_cannot_be_is_told_as_such(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_cannot_be_is_told_as_such(kind, tmp_path, monkeypatch):
     (tmp_path / "no-folder").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no-folder"))
     with pytest.raises(BaselineError, match=r"llm\.json cannot be written: no lock in .*no-folder.*: Not a directory"):
@@ -181,12 +177,12 @@ def both():
 """
 
 
-def _run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def _run(code, folder):
     command = [sys.executable, "-c", _PRELUDE + code, str(Path(__file__).parent), str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_files_that_may_not_grow_leave_the_old_ones(measured_file: Path) -> None:
+def test_files_that_may_not_grow_leave_the_old_ones(measured_file):
     before = _files(measured_file.parents[1])
     done = _run("resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); both()", measured_file.parents[1])
     assert done.returncode == 2, done.stderr
@@ -195,7 +191,7 @@ def test_files_that_may_not_grow_leave_the_old_ones(measured_file: Path) -> None
 
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
-def test_a_kill_before_the_rename_leaves_the_old_file_and_nothing_for_the_next(measured_file: Path, moment: str) -> None:
+def test_a_kill_before_the_rename_leaves_the_old_file_and_nothing_for_the_next(measured_file, moment):
     folder = measured_file.parents[1]
     before = measured_file.read_bytes()
     done = _run(f"os.{moment} = lambda *_: os.kill(os.getpid(), 9); both()", folder)
@@ -209,7 +205,7 @@ def test_a_kill_before_the_rename_leaves_the_old_file_and_nothing_for_the_next(m
     assert all(BaselineStore(folder).get(DEVICE, SUITE, key) == entry for key, entry in {**ENTRIES, **MORE}.items())
 
 
-def test_what_is_swept_is_of_the_same_file_only(measured_file: Path) -> None:
+def test_what_is_swept_is_of_the_same_file_only(measured_file):
     others = [measured_file.with_name(name) for name in (".llm2.json.x.part", "llm.json.part", ".llm.json.swp")]
     for other in others:
         other.touch()
@@ -217,12 +213,12 @@ def test_what_is_swept_is_of_the_same_file_only(measured_file: Path) -> None:
     assert all(other.exists() for other in others)
 
 
-def test_two_names_of_a_folder_share_a_lock(tmp_path: Path) -> None:
+def test_two_names_of_a_folder_share_a_lock(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     entered = threading.Event()
 
-    def enter() -> None:
+    def enter():
         with locked(tmp_path / "link" / "file"):
             entered.set()
 
@@ -235,7 +231,7 @@ def test_two_names_of_a_folder_share_a_lock(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path) -> Path:
+def elsewhere(tmp_path):
     """A folder that is none of the baselines', with files in it."""
     folder = tmp_path / "elsewhere"
     for kind in KINDS:
@@ -253,7 +249,7 @@ def elsewhere(tmp_path: Path) -> Path:
         (PREDICTED, f"predicted/h100/{SUITE}.json"),
     ],
 )
-def test_a_link_out_of_the_folder_is_refused(kind: Kind, tmp_path: Path, elsewhere: Path, linked: str) -> None:
+def test_a_link_out_of_the_folder_is_refused(kind, tmp_path, elsewhere, linked):
     link = tmp_path / "baselines" / linked
     link.parent.mkdir(parents=True)
     link.symlink_to(elsewhere / linked)
@@ -267,7 +263,7 @@ def test_a_link_out_of_the_folder_is_refused(kind: Kind, tmp_path: Path, elsewhe
     assert DEVICE in _refusal(MEASURED, tmp_path), "a circle"
 
 
-def test_a_folder_of_baselines_that_is_itself_a_link_serves(tmp_path: Path, elsewhere: Path) -> None:
+def test_a_folder_of_baselines_that_is_itself_a_link_serves(tmp_path, elsewhere):
     (tmp_path / "baselines").symlink_to(elsewhere)
     BaselineStore(tmp_path / "baselines").update(DEVICE, SUITE, MORE)
     assert BaselineStore(elsewhere).get(DEVICE, SUITE, KEY) == ENTRIES[KEY]
@@ -285,7 +281,7 @@ NAMES = st.lists(PIECES, max_size=5).map("".join)
 @example("a", "../../a", "a/b")
 @example("a", "", "")
 @example("a", "..", "..")
-def test_no_name_leads_out_of_the_folder(device: str, suite: str, key: str) -> None:
+def test_no_name_leads_out_of_the_folder(device, suite, key):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "deep", "baselines")
         folder.mkdir(parents=True)
@@ -303,7 +299,7 @@ def test_no_name_leads_out_of_the_folder(device: str, suite: str, key: str) -> N
             assert stored.runs == (baseline_run(),)
 
 
-def test_other_devices_with_the_suite_are_known_and_suites_are_not_patterns(tmp_path: Path) -> None:
+def test_other_devices_with_the_suite_are_known_and_suites_are_not_patterns(tmp_path):
     BaselineStore(tmp_path).update("one", "a", ENTRIES)
     assert BaselineStore(tmp_path).other_devices("two", "[a]") == []
     for device in ("one", "two", "also"):

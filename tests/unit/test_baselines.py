@@ -4,10 +4,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 from unit_examples import (
     CASE,
     KINDS,
-    Kind,
     baseline,
     baseline_run,
     cpu_environment,
@@ -62,7 +59,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
 KEYS = NAMES | NAMES.map(lambda name: f"{name}@tiny")
 
 
-def _scale(key: str) -> Any:
+def _scale(key):
     return "tiny" if key.endswith("@tiny") else "full"
 
 
@@ -77,27 +74,27 @@ WRITTEN = {
 
 
 @contextmanager
-def _folder() -> Iterator[Path]:
+def _folder():
     """A folder of one hypothesis example; ``tmp_path`` is shared by them all."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
 
-def _entries(kind: Kind) -> dict[str, Any]:
+def _entries(kind):
     return {KEY: kind.record, "other": kind.other}
 
 
-def _contents(kind: Kind, folder: Path) -> dict[str, Any]:
+def _contents(kind, folder):
     return dict(kind.store(folder).suite(kind.device, SUITE))
 
 
-def _write(kind: Kind, folder: Path, data: bytes) -> None:
+def _write(kind, folder, data):
     path = kind.file(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
 
 
-def _refusal(kind: Kind, folder: Path) -> str:
+def _refusal(kind, folder):
     """What reading fails with: one sentence, which begins with the file; without the file."""
     with pytest.raises(BaselineError) as caught:
         kind.get(folder, KEY)
@@ -111,7 +108,7 @@ def _refusal(kind: Kind, folder: Path) -> str:
 @both_kinds
 @settings(max_examples=50)
 @given(st.data(), st.randoms(use_true_random=False))
-def test_what_is_stored_is_got_back_and_the_same_figures_are_the_same_bytes(kind: Kind, data: Any, random: Any) -> None:
+def test_what_is_stored_is_got_back_and_the_same_figures_are_the_same_bytes(kind, data, random):
     entries = data.draw(WRITTEN[kind.name])
     shuffled = list(entries.items())
     random.shuffle(shuffled)
@@ -123,7 +120,7 @@ def test_what_is_stored_is_got_back_and_the_same_figures_are_the_same_bytes(kind
 
 
 @both_kinds
-def test_update_replaces_the_entries_of_its_cases_and_nothing_else(kind: Kind, tmp_path: Path) -> None:
+def test_update_replaces_the_entries_of_its_cases_and_nothing_else(kind, tmp_path):
     """Predictions under other conditions stay; see test_predictions."""
     store = kind.store(tmp_path)
     assert store.get(kind.device, SUITE, KEY) is None
@@ -149,12 +146,12 @@ def test_update_replaces_the_entries_of_its_cases_and_nothing_else(kind: Kind, t
         (PREDICTED, recorded(*(prediction(packages={"torch": str(number)}) for number in range(9)))),
     ],
 )
-def test_what_entries_share_is_stored_once_and_sorted_by_what_refers_to_it(kind: Kind, record: Any, tmp_path: Path) -> None:
+def test_what_entries_share_is_stored_once_and_sorted_by_what_refers_to_it(kind, record, tmp_path):
     hashes = list(json.loads(kind.update(tmp_path, {"a": record, "b": record}).read_bytes())[kind.shared])
     assert (len(hashes), hashes) == (9, sorted(hashes))
 
 
-def test_the_latest_runs_are_kept_and_an_environment_that_no_run_refers_to_is_dropped(tmp_path: Path) -> None:
+def test_the_latest_runs_are_kept_and_an_environment_that_no_run_refers_to_is_dropped(tmp_path):
     runs = [baseline_run(warmup=number) for number in range(MAX_RUNS + 2)]
     runs[0] = baseline_run(environment=cpu_environment())
     path = BaselineStore(tmp_path).update(DEVICE, SUITE, {KEY: baseline(*runs)})
@@ -164,7 +161,7 @@ def test_the_latest_runs_are_kept_and_an_environment_that_no_run_refers_to_is_dr
 
 
 @both_kinds
-def test_a_folder_that_takes_no_file_is_told_before_and_at_the_end(kind: Kind, tmp_path: Path) -> None:
+def test_a_folder_that_takes_no_file_is_told_before_and_at_the_end(kind, tmp_path):
     (tmp_path / "file").touch()
     store = kind.store(tmp_path / "file" / "baselines")
     with pytest.raises(BaselineError, match=r"^baselines cannot be written to .+ \(Not a directory\); make it"):
@@ -189,7 +186,7 @@ for number in range(12):
 """
 
 
-def test_updates_of_several_processes_lose_nothing(tmp_path: Path) -> None:
+def test_updates_of_several_processes_lose_nothing(tmp_path):
     here = str(Path(__file__).parent)
     command = [sys.executable, "-c", ADD_ENTRIES, here, str(tmp_path)]
     writers = [
@@ -213,13 +210,13 @@ def test_updates_of_several_processes_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"{}", b"not json", b'{"format": "2"}', b'{"format": 2, "device": "\xff"}', b"[" * 100_000]
 )
-def test_what_is_no_baseline_file_is_refused(kind: Kind, tmp_path: Path, data: bytes) -> None:
+def test_what_is_no_baseline_file_is_refused(kind, tmp_path, data):
     _write(kind, tmp_path, data)
     assert _refusal(kind, tmp_path).startswith(f"is not {kind.store.what}")
 
 
 @both_kinds
-def test_a_file_in_the_place_of_another_is_told(kind: Kind, tmp_path: Path, snapshot: Any) -> None:
+def test_a_file_in_the_place_of_another_is_told(kind, tmp_path, snapshot):
     of_another_device = kind.store(tmp_path).update("other", SUITE, _entries(kind))
     kind.update(tmp_path, _entries(kind), suite="other").rename(kind.file(tmp_path))
     said = [_refusal(kind, tmp_path)]
@@ -227,7 +224,7 @@ def test_a_file_in_the_place_of_another_is_told(kind: Kind, tmp_path: Path, snap
     assert [*said, _refusal(kind, tmp_path)] == snapshot
 
 
-def _spoil(kind: Kind, folder: Path, place: tuple[Any, ...], value: Any) -> None:
+def _spoil(kind, folder, place, value):
     """Change the value at a place in a file; a number names a value of an object by its order."""
     document = json.loads(kind.update(folder, _entries(kind)).read_bytes())
     at = document
@@ -238,18 +235,18 @@ def _spoil(kind: Kind, folder: Path, place: tuple[Any, ...], value: Any) -> None
 
 
 IN_CASE, RUN, ONE = ("cases", KEY), ("cases", KEY, "runs", 0), ("cases", KEY, "predictions", 0)
-NUMBERS: dict[str, list[Any]] = {
+NUMBERS = {
     "step_seconds": [[], [1.0, 0.0], [float("nan")], None],
     "one_worker_seconds": [0.0, -1.0],
     "peak_allocated_bytes": [None, 1.5],
     "outcome": ["guessed"],
     "environment": [1],
 }
-OF_BOTH: list[tuple[tuple[Any, ...], Any]] = [
+OF_BOTH = [
     ((*IN_CASE, "scale"), "huge"),
     ((*IN_CASE, "scale"), "tiny"),
 ]
-IMPOSSIBLE: list[tuple[Kind, tuple[Any, ...], Any]] = [
+IMPOSSIBLE = [
     *((kind, *change) for kind in KINDS for change in OF_BOTH),
     *((kind, (kind.shared,), {}) for kind in KINDS),
     *((MEASURED, (*RUN, name), value) for name, values in NUMBERS.items() for value in values),
@@ -262,7 +259,7 @@ IMPOSSIBLE: list[tuple[Kind, tuple[Any, ...], Any]] = [
 ]
 
 
-def test_impossible_figures_are_told(tmp_path: Path, snapshot: Any) -> None:
+def test_impossible_figures_are_told(tmp_path, snapshot):
     said = {}
     for kind, place, value in IMPOSSIBLE:
         _spoil(kind, tmp_path, place, value)
@@ -271,7 +268,7 @@ def test_impossible_figures_are_told(tmp_path: Path, snapshot: Any) -> None:
     assert said == snapshot
 
 
-def test_a_result_becomes_its_runs() -> None:
+def test_a_result_becomes_its_runs():
     reply = measurement(
         step_seconds=(1.23456789, 2.0),
         peak_reserved_bytes=5,
@@ -297,7 +294,7 @@ def test_a_result_becomes_its_runs() -> None:
     assert made == baseline(expected)
 
 
-def test_the_runs_of_a_resumed_case_keep_their_origins() -> None:
+def test_the_runs_of_a_resumed_case_keep_their_origins():
     replies = [measurement(step_seconds=(float(number),)) for number in (1, 2, 3, 4)]
     earlier = [
         Origin(session=f"s{number}", date=f"2026-01-0{number}", commit=f"c{number}", branch="main", runs=runs)
@@ -313,10 +310,10 @@ def test_the_runs_of_a_resumed_case_keep_their_origins() -> None:
     ]
 
 
-def test_what_gave_no_figures_is_a_run_only_if_it_ran_out_of_memory() -> None:
+def test_what_gave_no_figures_is_a_run_only_if_it_ran_out_of_memory():
     case = CASE.replace(steps=99, warmup=0, platforms=("h100",), named=("batch_size",))
 
-    def runs(reply: Any) -> Any:
+    def runs(reply):
         made = to_baseline(result(case, replies=(reply,)), date="d", session="s", commit="c")
         assert made.case == CASE, "without what it is declared for"
         return made.runs
@@ -326,7 +323,7 @@ def test_what_gave_no_figures_is_a_run_only_if_it_ran_out_of_memory() -> None:
     assert runs(measurement(losses=()))[0].final_loss is None, "own code need not tell its loss"
 
 
-def test_a_report_gives_its_results_as_baselines(tmp_path: Path) -> None:
+def test_a_report_gives_its_results_as_baselines(tmp_path):
     tiny = result(scale="tiny", key=f"{KEY}@tiny")
     curves = result(key="curves", loss_curves=(LossCurve(precision="bf16", outcome="recorded"),))
     written = report(curves, result(), tiny, result(key="bad", replies=(crashed(),), summary=None))

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,14 +26,14 @@ with folder_of(Task(case=Case(model="held"), scale="tiny", device_type="cpu", pr
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
 
 
 @pytest.fixture
-def holder(temporary: Path) -> Iterator[subprocess.Popen[str]]:
+def holder(temporary):
     """Another process in the middle of a case."""
     process = subprocess.Popen([sys.executable, "-c", HOLDING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -44,11 +43,11 @@ def holder(temporary: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def folder_held_by(holder: subprocess.Popen[str]) -> Path:
+def folder_held_by(holder):
     return Path(holder.stdout.readline().strip())
 
 
-def test_the_folder_of_a_killed_process_is_removed_by_the_next(temporary: Path, holder: subprocess.Popen[str]) -> None:
+def test_the_folder_of_a_killed_process_is_removed_by_the_next(temporary, holder):
     left = folder_held_by(holder)
     holder.kill()
     holder.wait()
@@ -57,13 +56,13 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next(temporary: Path, 
         assert not left.exists()
 
 
-def test_the_folder_of_a_process_that_lives_stays(temporary: Path, holder: subprocess.Popen[str]) -> None:
+def test_the_folder_of_a_process_that_lives_stays(temporary, holder):
     held = folder_held_by(holder)
     with folder_of(TASK):
         assert (held / "case.json").exists()
 
 
-def test_folders_of_others_stay(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_others_stay(temporary, monkeypatch):
     """As of torch's compiler, which all runs of a user share; and one that was made a moment ago, and is not locked yet."""
     elsewhere = temporary / "elsewhere"
     for folder in (temporary / "torchinductor_root", temporary / "gputrain-new", temporary / "gputrain-locks-0", elsewhere):

@@ -1,7 +1,5 @@
 """Cases: their ids, grids of them, what is wrong with one, and which of two mean the same."""
 
-from typing import Any
-
 import msgspec
 import pytest
 from hypothesis import example, given
@@ -35,7 +33,7 @@ NAN = float("nan")
         (CUSTOM, "my_step-fp32"),
     ],
 )
-def test_id_names_what_tells_cases_apart(case: Case, shown: str) -> None:
+def test_id_names_what_tells_cases_apart(case, shown):
     assert str(case) == shown
     assert (key_of(case, "full"), key_of(case, "tiny")) == (shown, f"{shown}@tiny")
 
@@ -55,11 +53,11 @@ def test_id_names_what_tells_cases_apart(case: Case, shown: str) -> None:
         (M.replace(named=("batch_size",)), {"gpus": [2], "batch_size": [3]}, ["m-full-bf16-batch_size=3-gpus=2"]),
     ],
 )
-def test_grid_varies_the_last_axis_fastest_and_names_each_knob_once(base: Case, axes: Any, ids: list[str]) -> None:
+def test_grid_varies_the_last_axis_fastest_and_names_each_knob_once(base, axes, ids):
     assert [str(case) for case in grid(base, **axes)] == ids
 
 
-def test_grid_keeps_what_it_does_not_vary_and_gives_every_case_all_platforms() -> None:
+def test_grid_keeps_what_it_does_not_vary_and_gives_every_case_all_platforms():
     base = CASE.replace(platforms=("a100",))
     assert [case.replace(model=base.model) for case in grid(base, model=["a", "b"])] == [base, base]
     assert [case.platforms for case in grid(base, model=["a", "b"], platforms=["h100", "h200"])] == [("h100", "h200")] * 2
@@ -75,7 +73,7 @@ def test_grid_keeps_what_it_does_not_vary_and_gives_every_case_all_platforms() -
         ({"platforms": "h100"}, r"platforms=\['h100'\]"),
     ],
 )
-def test_grid_refuses_what_is_no_axis_and_a_string_for_a_list(axes: Any, sentence: str) -> None:
+def test_grid_refuses_what_is_no_axis_and_a_string_for_a_list(axes, sentence):
     with pytest.raises(TypeError, match=sentence):
         grid(CASE, **axes)
 
@@ -87,19 +85,19 @@ def test_grid_refuses_what_is_no_axis_and_a_string_for_a_list(axes: Any, sentenc
         *(CUSTOM, CUSTOM.replace(precision="fp16-amp"), SERVED),
     ],
 )
-def test_sound_cases_have_no_problem(case: Case) -> None:
+def test_sound_cases_have_no_problem(case):
     assert problem(case, MARKERS) is None
 
 
 @pytest.mark.parametrize("model", sorted(architectures()))
-def test_every_model_of_the_zoo_is_known(model: str) -> None:
+def test_every_model_of_the_zoo_is_known(model):
     needed = {"sequence_length": 64, "resolution": "512x512", "frames": 9}
     fields = {field: needed[field] for field in architectures()[model].needs}
     for method in architectures()[model].trainable:
         assert problem(Case(model=model, method=method, **fields), MARKERS) is None
 
 
-WRONG_VALUES: dict[str, list[Any]] = {
+WRONG_VALUES = {
     "model": ["", "lama-3.1-8b", "zzzzzz"],
     "method": ["lorra", "custom", "pretrain"],
     "precision": ["bf-16"],
@@ -145,7 +143,7 @@ MASTERS = {**FULL, "master_weights": True}
 RECOMPUTING = {"activation_checkpointing": True}
 SAVING = {"activation_checkpointing_policy": "save-attention"}
 REENTRANT = {"reentrant_checkpointing": True}
-WRONG_TOGETHER: list[dict[str, Any]] = [
+WRONG_TOGETHER = [
     {"precision": "fp16", "parallel": "zero1"},
     {"optimizer": "adamw_8bit", "parallel": "fsdp", "gpus": 2},
     {"optimizer": "adafactor", "parallel": "zero2", "gpus": 2},
@@ -180,7 +178,7 @@ WRONG_TOGETHER: list[dict[str, Any]] = [
     {"parallel": "zero0", "offload_optimizer": True},
     {"parallel": "ddp", "asynchronous": True},
 ]
-WRONG_OF_OWN_CODE: list[dict[str, Any]] = [
+WRONG_OF_OWN_CODE = [
     *({"method": "full"}, {"precision": "fp16"}, {"platforms": ("gtx",)}, {"platforms": "h100"}, {"sequence_length": -1}),
     *({"compile": "default"}, {"loader_workers": 2}, {"loss": "fp32"}, {"loss_chunks": 2}, {"attention": "flash"}),
     {"precision": "bf16", "master_weights": True},
@@ -191,7 +189,7 @@ WRONG_OF_OWN_CODE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("field", WRONG_VALUES)
-def test_problem_names_the_field_and_the_remedy_of_a_wrong_value(field: str) -> None:
+def test_problem_names_the_field_and_the_remedy_of_a_wrong_value(field):
     for value in WRONG_VALUES[field]:
         case = CASE.replace(**{field: value})
         sentence = problem(case, MARKERS)
@@ -202,7 +200,7 @@ def test_problem_names_the_field_and_the_remedy_of_a_wrong_value(field: str) -> 
         assert remedy
 
 
-def test_problem_names_what_contradicts_and_the_remedy(snapshot: Any) -> None:
+def test_problem_names_what_contradicts_and_the_remedy(snapshot):
     said = {}
     for base, changes in ((CASE, WRONG_TOGETHER), (CUSTOM, WRONG_OF_OWN_CODE)):
         for change in changes:
@@ -218,7 +216,7 @@ def test_problem_names_what_contradicts_and_the_remedy(snapshot: Any) -> None:
 
 
 @pytest.mark.parametrize("field", msgspec.structs.fields(Case), ids=lambda field: field.name)
-def test_problem_names_the_field_of_a_wrong_type(field: msgspec.structs.FieldInfo) -> None:
+def test_problem_names_the_field_of_a_wrong_type(field):
     """Of every type that msgspec would not read into the field, by which a worker would fail."""
     wrong = 0
     for value in (None, True, 5, 1.5, "text", ["x"], (3,), {"stage": 2}, b"x"):
@@ -245,12 +243,12 @@ ANYTHING = st.recursive(
 @example({"named": ("no_field",)})
 @example({"gpus": object()})
 @example({"platforms": {"h100"}})
-def test_any_case_gets_one_line_or_none_of_its_problem(fields: dict[str, Any]) -> None:
+def test_any_case_gets_one_line_or_none_of_its_problem(fields):
     sentence = problem(CASE.replace(**fields), MARKERS)
     assert sentence is None or (sentence and len(sentence.splitlines()) == 1)
 
 
-def test_identity_ignores_how_and_where_a_case_runs_and_knows_values_by_equality() -> None:
+def test_identity_ignores_how_and_where_a_case_runs_and_knows_values_by_equality():
     other = CASE.replace(steps=99, warmup=0, platforms=("h100",), named=("batch_size",))
     assert other.identity() == CASE.identity()
     assert differences(CASE, other) == ""
@@ -264,7 +262,7 @@ def test_identity_ignores_how_and_where_a_case_runs_and_knows_values_by_equality
 
 
 @pytest.mark.parametrize("field", sorted(set(Case.__struct_fields__) - {"steps", "warmup", "platforms", "named"}))
-def test_identity_and_differences_tell_what_a_case_trains(field: str) -> None:
+def test_identity_and_differences_tell_what_a_case_trains(field):
     value = {"gpus": 2, "args": {"a": 1}}.get(field, "another")
     other = CASE.replace(**{field: value})
     assert other.identity() != CASE.identity()

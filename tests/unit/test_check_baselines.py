@@ -4,9 +4,7 @@ import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +14,7 @@ from unit_examples import CASE, baseline, baseline_run, cpu_environment, predict
 from pytest_gputrain.cli.check_baselines import check
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.gate.baseline_changes import loosened
-from pytest_gputrain.records import FORMAT, Baseline, Case
+from pytest_gputrain.records import FORMAT, Case
 from pytest_gputrain.storage.baselines import BaselineStore
 from pytest_gputrain.storage.recorded import PredictionStore
 
@@ -24,42 +22,40 @@ COMMITTED = Path(__file__).parents[2] / "baselines"
 OTHER = CASE.replace(model="gemma-7b")
 
 
-def entry(case: Case) -> Baseline:
+def entry(case):
     run = baseline_run(environment=cpu_environment(), date="2026-01-31T12:00:00Z", flops_per_step=8 * 10**14)
     return baseline(run, run, case=Case(**case.identity()), device="cpu")
 
 
-def record(folder: Path, *cases: Case) -> Path:
+def record(folder, *cases):
     return BaselineStore(folder).update("cpu", "llm", {str(case): entry(case) for case in cases or (CASE, OTHER)})
 
 
-def predict(folder: Path) -> Path:
+def predict(folder):
     return PredictionStore(folder).update("h100", "llm", {str(CASE): recorded(prediction())})
 
 
-def problems(folder: Path) -> list[str]:
+def problems(folder):
     """What the check says, without the folder."""
     return [str(problem).removeprefix(f"{folder}/") for problem in check(folder)]
 
 
-def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def edit(path, change):
     """Change the document of a file, which is then written as an update writes it."""
     document = json.loads(path.read_text())
     change(document)
     path.write_text(json.dumps(document, indent=1))
 
 
-def line_of(path: Path, text: str) -> int:
+def line_of(path, text):
     return next(number for number, line in enumerate(path.read_text().splitlines(), 1) if text in line)
 
 
-def rewrite(path: Path, old: str, new: str) -> None:
+def rewrite(path, old, new):
     path.write_text(path.read_text().replace(old, new, 1))
 
 
-def test_the_committed_baselines_and_what_an_update_writes_are_sound(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_committed_baselines_and_what_an_update_writes_are_sound(tmp_path, capsys):
     assert len(list(COMMITTED.rglob("*.json"))) > 10
     assert main(["check-baselines", str(COMMITTED)]) == 0
     assert capsys.readouterr().out == ""
@@ -71,7 +67,7 @@ def test_the_committed_baselines_and_what_an_update_writes_are_sound(
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_whatever_line_stands_twice_is_found(data: st.DataObject) -> None:
+def test_whatever_line_stands_twice_is_found(data):
     with tempfile.TemporaryDirectory() as folder:
         write = data.draw(st.sampled_from([record, predict]))
         path = write(Path(folder))
@@ -81,7 +77,7 @@ def test_whatever_line_stands_twice_is_found(data: st.DataObject) -> None:
         assert [problem.path for problem in check(Path(folder))][:1] == [path]
 
 
-def test_every_merge_marker_and_every_case_that_stands_twice_is_told_by_its_line(tmp_path: Path) -> None:
+def test_every_merge_marker_and_every_case_that_stands_twice_is_told_by_its_line(tmp_path):
     path = record(tmp_path)
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:4], "<<<<<<< HEAD", lines[4], "=======", lines[4], ">>>>>>> branch", *lines[5:]]))
@@ -93,11 +89,11 @@ def test_every_merge_marker_and_every_case_that_stands_twice_is_told_by_its_line
     assert problems(tmp_path) == [f"cpu/llm.json:{end + 1}: {OTHER} occurs here a second time; delete one of them"]
 
 
-def of_case(**fields: Any) -> Callable[[dict[str, Any]], object]:
+def of_case(**fields):
     return lambda file: file["cases"][str(CASE)].update(**fields)
 
 
-WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+WRONG = {
     "of another format": (lambda file: file.update(format=FORMAT + 1), "{"),
     "of another suite": (lambda file: file.update(suite="other"), "{"),
     "without runs": (of_case(runs=[]), f'"{CASE}": {{'),
@@ -117,10 +113,10 @@ TEXTS = {
 }
 
 
-def test_what_is_wrong_is_told_by_its_line(tmp_path: Path, snapshot: Any) -> None:
+def test_what_is_wrong_is_told_by_its_line(tmp_path, snapshot):
     said = {}
 
-    def tell(what: str, path: Path, place: str) -> None:
+    def tell(what, path, place):
         (sentence,) = problems(tmp_path)
         assert str(tmp_path) not in sentence
         line = line_of(path, place) - (place == "device_name")
@@ -151,7 +147,7 @@ def test_what_is_wrong_is_told_by_its_line(tmp_path: Path, snapshot: Any) -> Non
     assert said == snapshot
 
 
-def test_published_tables_are_checked_too(tmp_path: Path) -> None:
+def test_published_tables_are_checked_too(tmp_path):
     folder = tmp_path / "published"
     shutil.copytree(COMMITTED / "published", folder)
     shutil.copy(folder / "paddlemix.json", folder / "again.json")
@@ -173,7 +169,7 @@ def test_published_tables_are_checked_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [".", "cpu/old", "predicted", "published/2024"])
-def test_files_where_no_run_looks_are_told(tmp_path: Path, place: str) -> None:
+def test_files_where_no_run_looks_are_told(tmp_path, place):
     path = record(tmp_path)
     (tmp_path / place).mkdir(parents=True, exist_ok=True)
     path.rename(tmp_path / place / "llm.json")
@@ -181,7 +177,7 @@ def test_files_where_no_run_looks_are_told(tmp_path: Path, place: str) -> None:
     assert ":1: no run looks for a baseline here, but in " in sentence
 
 
-def test_runs_of_one_session_on_a_gpu_are_warned_of_and_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_one_session_on_a_gpu_are_warned_of_and_pass(tmp_path, capsys):
     folder = "nvidia-h100-80gb-hbm3"
     gpu = baseline(*[baseline_run()] * 5, case=Case(**CASE.identity()))
     path = BaselineStore(tmp_path).update(folder, "llm", {str(CASE): gpu})
@@ -194,13 +190,13 @@ def test_runs_of_one_session_on_a_gpu_are_warned_of_and_pass(tmp_path: Path, cap
     assert problems(tmp_path) == []
 
 
-def git(folder: Path, *arguments: str) -> None:
+def git(folder, *arguments):
     identity = ("-c", "user.name=me", "-c", "user.email=me@example.invalid")
     subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def repository(tmp_path, monkeypatch):
     """A repository whose folder of baselines is committed; the folder."""
     monkeypatch.delenv("CI", raising=False)
     folder = tmp_path / "baselines"
@@ -212,28 +208,28 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def listed(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
+def listed(folder, capsys, *arguments):
     """Exit status and lines of the list, without those of other problems."""
     status = main(["check-baselines", str(folder), "--since", "HEAD", *arguments])
     lines = capsys.readouterr().out.splitlines()
     return status, lines[next((at for at, line in enumerate(lines) if "since HEAD" in line), 0) :]
 
 
-def of_runs(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+def of_runs(change):
     return lambda document: [change(run) for run in document["cases"][str(CASE)]["runs"]]
 
 
-def raise_peak(run: dict[str, Any]) -> None:
+def raise_peak(run):
     run["peak_allocated_bytes"] = run["peak_allocated_bytes"] * 105 // 100
 
 
-def run_out(run: dict[str, Any]) -> None:
+def run_out(run):
     kept = {name: run[name] for name in ("environment", "date", "session", "commit") if name in run}
     run.clear()
     run |= {"outcome": "out_of_memory", "out_of": "device", **kept}
 
 
-LOOSER: dict[str, tuple[Callable[[dict[str, Any]], object], int]] = {
+LOOSER = {
     "FLOPs are lost": (of_runs(lambda run: run.pop("flops_per_step")), 1),
     "a peak is raised": (of_runs(raise_peak), 0),
     "a run is lost": (lambda document: document["cases"][str(CASE)]["runs"].pop(), 1),
@@ -242,9 +238,7 @@ LOOSER: dict[str, tuple[Callable[[dict[str, Any]], object], int]] = {
 }
 
 
-def test_what_lets_more_pass_than_before_is_listed(
-    repository: Path, capsys: pytest.CaptureFixture[str], snapshot: Any
-) -> None:
+def test_what_lets_more_pass_than_before_is_listed(repository, capsys, snapshot):
     file, said = repository / "cpu" / "llm.json", {}
     sound = file.read_bytes()
     for what, (change, lost) in LOOSER.items():
@@ -257,9 +251,7 @@ def test_what_lets_more_pass_than_before_is_listed(
     assert said == snapshot
 
 
-def test_in_ci_what_is_not_compared_any_more_fails(
-    repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_ci_what_is_not_compared_any_more_fails(repository, capsys, monkeypatch):
     (repository / "predicted" / "h100" / "llm.json").unlink()
     monkeypatch.setenv("CI", "true")
     title = "## since HEAD: 1 baseline removed or changed in kind, 0 raised"
@@ -268,7 +260,7 @@ def test_in_ci_what_is_not_compared_any_more_fails(
     assert listed(repository, capsys, "--no-strict")[0] == 0
 
 
-def test_the_same_baselines_and_more_of_them_let_no_more_pass(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_baselines_and_more_of_them_let_no_more_pass(repository, capsys):
     assert listed(repository, capsys, "--strict") == (0, ["since HEAD: no baseline lets more pass"])
     record(repository, CASE.replace(model="gemma-2b"))
     assert listed(repository, capsys, "--strict") == (0, ["since HEAD: no baseline lets more pass"])
@@ -278,13 +270,13 @@ def test_the_same_baselines_and_more_of_them_let_no_more_pass(repository: Path, 
 
 
 @pytest.mark.parametrize("reference", ["nowhere", "--output=made", "HEAD:baselines"])
-def test_what_is_no_commit_is_told(repository: Path, capsys: pytest.CaptureFixture[str], reference: str) -> None:
+def test_what_is_no_commit_is_told(repository, capsys, reference):
     assert main(["check-baselines", str(repository), f"--since={reference}"]) == 2
     assert f"{reference!r} is not a commit of the repository of" in capsys.readouterr().err
     assert not (repository / "made").exists()
 
 
-def test_a_suite_whose_test_file_is_gone_is_named(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_suite_whose_test_file_is_gone_is_named(repository, capsys):
     assert main(["check-baselines", str(repository)]) == 0, "no test of any suite is here: they may be elsewhere"
     BaselineStore(repository).update("cpu", "vision", {str(CASE): entry(CASE)})
     (repository.parent / "tests").mkdir()
@@ -297,7 +289,7 @@ def test_a_suite_whose_test_file_is_gone_is_named(repository: Path, capsys: pyte
     ]
 
 
-def test_every_prediction_is_compared_under_its_own_conditions() -> None:
+def test_every_prediction_is_compared_under_its_own_conditions():
     """A run looks for that of its own versions, which need not be the last."""
     later = prediction(packages={"torch": "99"})
     before, raised = recorded(prediction(), later), prediction(peak_allocated_bytes=prediction().peak_allocated_bytes * 2)

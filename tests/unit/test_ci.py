@@ -3,7 +3,6 @@
 import configparser
 import contextlib
 import tomllib
-from collections.abc import Sequence
 
 import ci
 import psutil
@@ -13,20 +12,20 @@ RAY = ci.Part("ray", 12)
 SKIPS = "SKIPPED [2] tests/gpu/test_on_gpu.py:40: needs a GPU, found cpu\n"
 
 
-def runs(*outcomes: ci.Ran) -> ci.Runner:
+def runs(*outcomes):
     due = list(outcomes)
 
-    def run(command: Sequence[str], minutes: float) -> ci.Ran:
+    def run(command, minutes):
         return due.pop(0)
 
     return run
 
 
-def ran(*lines: str, status: int | None = 0) -> ci.Ran:
+def ran(*lines, status=0):
     return ci.Ran(status, lines)
 
 
-def test_every_environment_is_a_part() -> None:
+def test_every_environment_is_a_part():
     tox = configparser.ConfigParser()
     tox.read(ci.ROOT / "tox.ini")
     quick = {name.strip() for name in tox["tox"]["env_list"].split(",")}
@@ -50,12 +49,12 @@ def test_every_environment_is_a_part() -> None:
         ([ran(status=None)], "skipped", ("all of it: cannot be installed: its installation took too long",)),
     ],
 )
-def test_what_became_of_a_part_is_told(outcomes: list[ci.Ran], status: str, skipped: tuple[str, ...]) -> None:
+def test_what_became_of_a_part_is_told(outcomes, status, skipped):
     outcome = ci.outcome(RAY, "tox", runs(*outcomes), minutes_left=60)
     assert (outcome.status, outcome.skipped) == (status, skipped)
 
 
-def test_a_part_that_too_little_time_is_left_for_is_skipped_and_the_readme_s_command_must_be_installed() -> None:
+def test_a_part_that_too_little_time_is_left_for_is_skipped_and_the_readme_s_command_must_be_installed():
     outcome = ci.outcome(RAY, "tox", runs(), minutes_left=3)
     assert outcome.status == "skipped"
     assert outcome.skipped == ("all of it: 3 of 80 minutes are left, too few",)
@@ -63,7 +62,7 @@ def test_a_part_that_too_little_time_is_left_for_is_skipped_and_the_readme_s_com
 
 
 @pytest.mark.slow
-def test_a_command_ends_with_its_processes_when_its_time_is_over(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_ends_with_its_processes_when_its_time_is_over(capfd):
     outcome = ci.run(["sh", "-c", "sleep 600 & echo $!; wait"], minutes=2 / 60)
     assert outcome.status is None
     (pid,) = (int(line) for line in outcome.lines)
@@ -71,7 +70,7 @@ def test_a_command_ends_with_its_processes_when_its_time_is_over(capfd: pytest.C
         psutil.Process(pid).wait(timeout=60)
 
 
-def test_the_last_lines_name_every_part_and_every_skip(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_lines_name_every_part_and_every_skip(capsys):
     outcomes = [ci.Outcome("slow", "passed", 12.34, ("what needs munge: no",)), ci.Outcome("ray", "failed", 1.0, ())]
     assert ci.told(outcomes).splitlines()[-4:] == [
         "what CI ran:",
@@ -84,7 +83,7 @@ def test_the_last_lines_name_every_part_and_every_skip(capsys: pytest.CaptureFix
     assert "there is no part fast; the parts are quick," in capsys.readouterr().err
 
 
-def test_the_oldest_versions_are_those_that_are_allowed() -> None:
+def test_the_oldest_versions_are_those_that_are_allowed():
     pyproject = tomllib.loads((ci.ROOT / "pyproject.toml").read_text())
     project, frameworks = pyproject["project"], pyproject["dependency-groups"]["frameworks"]
     extras = project["optional-dependencies"]

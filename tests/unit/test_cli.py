@@ -6,14 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from unit_examples import CASE, SETTINGS, measurement, out_of_memory, prediction, report, result, summary
 
 from pytest_gputrain import GiB
 from pytest_gputrain.cli.main import main
-from pytest_gputrain.records import Published, Result, Verdict
+from pytest_gputrain.records import Verdict
 from pytest_gputrain.report import json_report
 from pytest_gputrain.report.export.published import CSV_HEADERS
 from pytest_gputrain.report.tables import TextTable, render
@@ -22,12 +21,11 @@ from pytest_gputrain.storage.published import PublishedStore
 STORE = PublishedStore(Path(__file__).parents[2] / "baselines" / "published")
 
 
-def _row(platform: str, suite: str, key: str) -> Published:
-    row = STORE.get(platform, suite, key)
-    return row
+def _row(platform, suite, key):
+    return STORE.get(platform, suite, key)
 
 
-def measured(row: Published, *, seconds: float = 4.7, **fields: Any) -> Result:
+def measured(row, *, seconds=4.7, **fields):
     """What a run of a row's case at full scale leaves in a report."""
     reply = measurement(step_seconds=(seconds,), peak_reserved_bytes=39 * GiB, device_used_bytes=39 * GiB)
     return result(
@@ -47,38 +45,36 @@ LLAMA = _row("h100", "llm_finetuning", "llama-3.1-8b-lora-bf16")
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Any:
-    def write(*results: Result) -> str:
+def written(tmp_path):
+    def write(*results):
         json_report.write(report(*results), tmp_path / "report.json")
         return str(tmp_path / "report.json")
 
     return write
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def run(capsys, *arguments):
     code = main(["export", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
 
 
-def csv_rows(text: str) -> list[dict[str, str]]:
+def csv_rows(text):
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def tables(text: str) -> list[list[list[str]]]:
+def tables(text):
     """The tables of a Markdown output: headers and rows."""
     blocks = [[line for line in block.splitlines() if line.startswith("|")] for block in text.split("\n\n")]
     cells = [[[_plain(cell) for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block] for block in blocks if block]
     return [[header, *rows] for header, _, *rows in cells]
 
 
-def _plain(cell: str) -> str:
+def _plain(cell):
     return re.sub(r"\\(.)", r"\1", cell).strip()
 
 
-def test_csv_is_one_table_of_numbers_with_every_row_of_every_published_one(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_csv_is_one_table_of_numbers_with_every_row_of_every_published_one(capsys, tmp_path):
     code, out, err = run(capsys, "--published", "--format", "csv")
     assert (code, err) == (0, "")
     expected = [
@@ -98,7 +94,7 @@ def test_csv_is_one_table_of_numbers_with_every_row_of_every_published_one(
     assert (tmp_path / "new" / "tables.csv").read_text() == out
 
 
-def test_markdown_cells_are_the_published_ones(capsys: pytest.CaptureFixture[str], snapshot: Any) -> None:
+def test_markdown_cells_are_the_published_ones(capsys, snapshot):
     _, out, _ = run(capsys, "--published", "pangu-deepspeed", "--format", "markdown")
     table = STORE.tables[-1]
     assert len(tables(out)) == len(table.platforms)
@@ -120,7 +116,7 @@ LLAVA = _row("h800", "vision_language", "llava-1.6-7b-pretrain-bf16-zero2")
 TOO_BIG = _row("h100", "llm_finetuning", "gemma-2-9b-qlora-fp32-attention=sdpa-4.49")
 
 
-def updates(seconds: float) -> Result:
+def updates(seconds):
     """Two whole updates of eight micro-batches each."""
     return measured(ZERO, replies=(measurement(step_seconds=(seconds / 8,) * 16),), seconds=seconds / 8)
 
@@ -135,9 +131,7 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("what", RESULTS)
-def test_measured_figures_of_all_reports_stand_beside_the_published_ones(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, snapshot: Any, what: str
-) -> None:
+def test_measured_figures_of_all_reports_stand_beside_the_published_ones(capsys, tmp_path, snapshot, what):
     """In the rows of their platform only; those of the others stay as they are."""
     path = [str(tmp_path / f"{number}.json") for number in range(len(RESULTS[what]))]
     for name, one in zip(path, RESULTS[what], strict=True):
@@ -167,9 +161,7 @@ def test_measured_figures_of_all_reports_stand_beside_the_published_ones(
         ({"suite": "mine"}, "of h100 without a row in the tables"),
     ],
 )
-def test_results_that_no_table_shows_are_told_in_one_line(
-    capsys: pytest.CaptureFixture[str], written: Any, fields: dict[str, Any], sentence: str
-) -> None:
+def test_results_that_no_table_shows_are_told_in_one_line(capsys, written, fields, sentence):
     path = written(measured(LLAMA, **fields), measured(LLAMA, **fields))
     code, out, err = run(capsys, path, "--published", "llm-trainer")
     assert code == 0
@@ -178,14 +170,12 @@ def test_results_that_no_table_shows_are_told_in_one_line(
     assert err.count("\n") == 1
 
 
-def test_cells_in_markdown_are_escaped() -> None:
+def test_cells_in_markdown_are_escaped():
     odd = render([TextTable(title="t", headers=("h",), rows=(("a | *b* `c` <br> [d](e)\nf",),))], "markdown")
     assert r"| a \| \*b\* \`c\` \<br\> \[d\](e) f |" in odd
 
 
-def test_a_report_alone_is_printed_as_at_the_end_of_a_run_without_a_verdict(
-    capsys: pytest.CaptureFixture[str], written: Any
-) -> None:
+def test_a_report_alone_is_printed_as_at_the_end_of_a_run_without_a_verdict(capsys, written):
     path = written(result(CASE, verdict=Verdict(status="regressed", sentence="slower")))
     code, out, _ = run(capsys, path)
     assert code == 0
@@ -220,9 +210,7 @@ check-baselines gone
 """
 
 
-def test_bad_input_is_one_sentence_and_code_2(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Any
-) -> None:
+def test_bad_input_is_one_sentence_and_code_2(capsys, tmp_path, monkeypatch, snapshot):
     monkeypatch.chdir(tmp_path)
     texts = {"no.json": "{}", "published/damaged.json": "{", "list.json": "[3]", "os.json": '{"library": "os", "calls": {}}'}
     for name, text in texts.items():
@@ -240,7 +228,7 @@ def test_bad_input_is_one_sentence_and_code_2(
     assert said == snapshot
 
 
-def test_a_reader_that_stops_early_is_no_error() -> None:
+def test_a_reader_that_stops_early_is_no_error():
     code = "import sys; from pytest_gputrain.cli.main import main; sys.exit(main(['export', '--published']))"
     command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     command.stdout.close()

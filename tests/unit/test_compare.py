@@ -1,25 +1,19 @@
 """Tests ``gputrain compare``: one report judged against another, with its exit status."""
 
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from unit_examples import CASE, SETTINGS, crashed, gpu_environment, measurement, prediction, report, result
 
 from pytest_gputrain.cli.failing import VERDICTS
 from pytest_gputrain.cli.main import main
-from pytest_gputrain.records import Case, Result
 from pytest_gputrain.report import json_report
 from pytest_gputrain.utils.units import GiB
 
-Compare = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Compare:
-    def run(base: list[Result], head: list[Result], *arguments: str, **settings: Any) -> tuple[int, str, str]:
+def compare(tmp_path, capsys):
+    def run(base, head, *arguments, **settings):
         for name, results in (("a.json", base), ("b.json", head)):
             json_report.write(report(*results, settings=SETTINGS | settings), tmp_path / name)
         code = main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), *arguments])
@@ -29,7 +23,7 @@ def compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Compare:
     return run
 
 
-def measured(*seconds: float, case: Case = CASE, **fields: Any) -> Result:
+def measured(*seconds, case=CASE, **fields):
     """A case with so many fresh processes."""
     return result(case, replies=tuple(measurement(step_seconds=(duration,) * 3, **fields) for duration in seconds))
 
@@ -50,13 +44,13 @@ MORE_PREDICTED = result(
 ON_ANOTHER_DEVICE = gpu_environment(device_name="NVIDIA A100", device_type="rocm")
 
 
-def suite(*slower: float, **other: float) -> list[Result]:
+def suite(*slower, **other):
     """A case of each batch size, with processes that are so much slower, and some of them more."""
     return [measured(*[other.get(f"size_{case.batch_size}", ratio) for ratio in slower], case=case) for case in LIKE]
 
 
 OF_BASE = suite(1.0, 1.001, 0.999, 1.0, 1.0)
-SCENES: dict[str, tuple[list[Result], list[Result], dict[str, Any]]] = {
+SCENES = {
     "the same": ([BASE], [BASE], {}),
     "slower": ([BASE], [measured(1.08, 1.081, 1.08)], {}),
     "slower, within the limits of head": ([BASE], [measured(1.08, 1.081, 1.08)], {"time_tolerance": 0.1}),
@@ -75,7 +69,7 @@ SCENES: dict[str, tuple[list[Result], list[Result], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", SCENES)
-def test_what_is_said_and_what_fails(compare: Compare, snapshot: Any, what: str) -> None:
+def test_what_is_said_and_what_fails(compare, snapshot, what):
     base, head, settings = SCENES[what]
     code, out, err = compare(base, head, **settings)
     fails = [verdict for verdict in VERDICTS if compare(base, head, f"--fail-on={verdict}", **settings)[0]]

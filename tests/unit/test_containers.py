@@ -17,17 +17,17 @@ PINS = dict(re.findall(r"^([\w.-]+)==([\w.]+)$", (ROOT / "constraints.txt").read
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 
 
-def instructions(path: Path) -> str:
+def instructions(path):
     """The file without comments, each instruction in one line."""
     return re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
 
 
-def test_there_is_a_file_for_each_vendor() -> None:
+def test_there_is_a_file_for_each_vendor():
     assert [path.name for path in FILES] == ["cuda.Dockerfile", "rocm.Dockerfile"]
 
 
 @each_file
-def test_everything_is_pinned_as_in_the_constraints_and_nothing_runs_as_root(path: Path) -> None:
+def test_everything_is_pinned_as_in_the_constraints_and_nothing_runs_as_root(path):
     text = instructions(path)
     assert re.search(r"^FROM [\w/.-]+:(?!latest)[\w.-]*\d+\.\d+[\w.-]*$", text, re.MULTILINE), "a pinned tag"
     assert dict(re.findall(r"([\w-]+)==([\w.]+)", text)).items() <= PINS.items()
@@ -40,7 +40,7 @@ def test_everything_is_pinned_as_in_the_constraints_and_nothing_runs_as_root(pat
     assert "://" not in text, "no host is named"
 
 
-def test_the_constraints_pin_what_is_installed_with_the_extras() -> None:
+def test_the_constraints_pin_what_is_installed_with_the_extras():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = {Requirement(text).name for text in (*project["dependencies"], *extras["suite"], *extras["report"])}
@@ -48,7 +48,7 @@ def test_the_constraints_pin_what_is_installed_with_the_extras() -> None:
 
 
 @each_file
-def test_what_it_runs_is_there(path: Path) -> None:
+def test_what_it_runs_is_there(path):
     text = instructions(path)
     (command,) = re.findall(r"^CMD (.*)$", text, re.MULTILINE)
     program, folder, flag, marker = json.loads(command)
@@ -59,7 +59,7 @@ def test_what_it_runs_is_there(path: Path) -> None:
     assert "pytest-xdist" in text
 
 
-def test_the_binding_of_amdsmi_is_of_the_python_of_the_base() -> None:
+def test_the_binding_of_amdsmi_is_of_the_python_of_the_base():
     text = (ROOT / "docker" / "rocm.Dockerfile").read_text()
     in_tag, in_path = re.findall(r"_py(\d\.\d+)_", text), re.findall(r"lib/python(\d\.\d+)/", text)
     assert len(in_tag) == 1

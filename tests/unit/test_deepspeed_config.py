@@ -1,9 +1,6 @@
 """A file of further options of DeepSpeed: what it may set, what it must not, and what tells it from another."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,18 +22,18 @@ CASE = Case(
 )
 
 
-def further(root: Path, content: Any, case: Case = CASE) -> dict[str, Any]:
+def further(root, content, case=CASE):
     return read(root, content, case)[1]
 
 
-def read(root: Path, content: Any, case: Case = CASE) -> tuple[Case, dict[str, Any]]:
+def read(root, content, case=CASE):
     (root / "ds").mkdir(exist_ok=True)
     text = content if isinstance(content, bytes) else json.dumps(content).encode()
     (root / FILE).write_bytes(text)
     return with_config(case, root)
 
 
-AGREEING: dict[str, Any] = {
+AGREEING = {
     "train_batch_size": 64,
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": 8,
@@ -52,14 +49,14 @@ AGREEING: dict[str, Any] = {
 """What the case decides too."""
 
 
-def test_what_agrees_with_the_case_adds_nothing(tmp_path: Path) -> None:
+def test_what_agrees_with_the_case_adds_nothing(tmp_path):
     case, options = read(tmp_path, AGREEING)
     empty, _ = read(tmp_path, {})
     assert options == {}
     assert case.deepspeed_config == empty.deepspeed_config
 
 
-def test_a_file_for_transformers_is_taken(tmp_path: Path) -> None:
+def test_a_file_for_transformers_is_taken(tmp_path):
     """The one of sunzeyeah/RLHF for stage 2."""
     scaling = {"auto_cast": False, "loss_scale": 0, "initial_scale_power": 32, "hysteresis": 2, "min_loss_scale": 1}
     zero = {
@@ -91,7 +88,7 @@ def test_a_file_for_transformers_is_taken(tmp_path: Path) -> None:
             read(tmp_path, content, changed)
 
 
-def test_another_content_is_another_case_and_another_order_is_not(tmp_path: Path) -> None:
+def test_another_content_is_another_case_and_another_order_is_not(tmp_path):
     first, options = read(tmp_path, {"steps_per_print": 1, "prescale_gradients": True})
     assert with_config(first, tmp_path) == (first, options), "a case with a digest is read anew"
     same, _ = read(tmp_path, b' {"prescale_gradients": true,\n "steps_per_print": 1}')
@@ -103,7 +100,7 @@ def test_another_content_is_another_case_and_another_order_is_not(tmp_path: Path
     assert str(named) == f"pangu-350m-full-bf16-zero2-deepspeed_config={first.deepspeed_config}"
 
 
-CONTRADICTING: list[Any] = [
+CONTRADICTING = [
     b"{",
     [1],
     {"train_batch_size": 32},
@@ -122,10 +119,10 @@ CONTRADICTING: list[Any] = [
 NO_FILES = ("none.json", "..", "/etc/hosts", "a/../../b.json", "ds")
 
 
-def test_what_contradicts_and_what_is_no_file_is_told(tmp_path: Path, snapshot: Any) -> None:
+def test_what_contradicts_and_what_is_no_file_is_told(tmp_path, snapshot):
     said = {}
 
-    def refuse(what: str, read_it: Callable[[], object]) -> None:
+    def refuse(what, read_it):
         with pytest.raises(BadCase) as refused:
             read_it()
         (sentence,) = str(refused.value).splitlines()
@@ -138,7 +135,7 @@ def test_what_contradicts_and_what_is_no_file_is_told(tmp_path: Path, snapshot: 
     assert said == snapshot
 
 
-def test_knobs_that_are_set_count_before_the_file(tmp_path: Path) -> None:
+def test_knobs_that_are_set_count_before_the_file(tmp_path):
     content = {"zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": True}}
     assert further(tmp_path, content) == content
     assert further(tmp_path, content, CASE.replace(reduce_bucket_size=1000, overlap_comm=True)) == {}
@@ -147,7 +144,7 @@ def test_knobs_that_are_set_count_before_the_file(tmp_path: Path) -> None:
             read(tmp_path, content, CASE.replace(**knob))
 
 
-def test_options_replace_those_of_the_same_section() -> None:
+def test_options_replace_those_of_the_same_section():
     options = {"a": 1, "zero": {"stage": 2, "x": 1}}
     merge(options, {"a": 2, "zero": {"x": 3, "y": {"z": 4}}, "b": {"c": 5}})
     assert options == {"a": 2, "zero": {"stage": 2, "x": 3, "y": {"z": 4}}, "b": {"c": 5}}

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -20,24 +19,24 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """Without blocks of code and code in the text, which have no links."""
     without_blocks = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"`[^`\n]*`", lambda code: "" if "](" in code[0] else code[0], without_blocks)
 
 
-def links(page: Path) -> Iterator[str]:
+def links(page):
     yield from (link for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)) if "://" not in link)
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+def test_links_lead_to_files_and_headings(page):
     for link in links(page):
         path, _, anchor = unquote(link).partition("#")
         target = (page.parent / path).resolve() if path else page
@@ -46,18 +45,18 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{link} is no heading of {target.name}"
 
 
-def test_links_were_found() -> None:
+def test_links_were_found():
     assert "gate.md#limits" in set(links(DOCS / "api.md"))
     assert "how-often-it-is-wrong" in anchors(DOCS / "ab.md")
 
 
-def test_the_index_has_every_page_once() -> None:
+def test_the_index_has_every_page_once():
     """The site takes its contents from it."""
     listed = [link for link in links(DOCS / "README.md") if re.fullmatch(r"[\w-]+\.md", link)]
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md") if page.name not in ("README.md", "index.md"))
 
 
-def test_contributors_are_led_to_files_that_exist() -> None:
+def test_contributors_are_led_to_files_that_exist():
     named = re.findall(r"`((?:\.\w+|\w+)/[\w./-]*)`", (ROOT / "CONTRIBUTING.md").read_text())
     assert len(named) > 40
     assert [name for name in named if not (ROOT / name).exists() and not (ROOT / "pytest_gputrain" / name).exists()] == []
@@ -68,11 +67,11 @@ def test_contributors_are_led_to_files_that_exist() -> None:
     [page for page in PAGES if page not in reference_pages.PAGES and page.name != "CHANGELOG.md"],
     ids=lambda page: page.name,
 )
-def test_a_page_is_read_in_ten_minutes(page: Path) -> None:
+def test_a_page_is_read_in_ten_minutes(page):
     assert page.read_text().count("\n") <= 200
 
 
-def test_every_fault_names_tests_that_exist() -> None:
+def test_every_fault_names_tests_that_exist():
     page = (DOCS / "faults.md").read_text()
     named = re.findall(r"`(\w+/test_\w+\.py)::(test_\w+)`", page)
     rows = [row for row in page.splitlines() if row.startswith("| ") and not row.endswith("| shown by |")]
@@ -85,35 +84,35 @@ def test_every_fault_names_tests_that_exist() -> None:
 API = DOCS / "api.md", DOCS / "api-records.md"
 
 
-def described() -> set[str]:
+def described():
     """Return the names that a page of the API describes."""
     return {name for page in API for name in re.findall(r"^### `(\w+)`$", page.read_text(), re.MULTILINE)}
 
 
-def test_the_api_has_every_public_name() -> None:
+def test_the_api_has_every_public_name():
     pages = "".join(page.read_text() for page in API)
     numbers_and_unions = {"KiB", "MiB", "GiB", "Result"}
     assert set(pytest_gputrain.__all__) - numbers_and_unions <= described()
     assert [name for name in numbers_and_unions if f"`{name}`" not in pages] == []
 
 
-def test_the_api_has_every_record_of_the_report() -> None:
+def test_the_api_has_every_record_of_the_report():
     schema = json.loads((DOCS / "report.schema.json").read_text())
     assert set(schema["$defs"]) <= described()
 
 
 @pytest.mark.parametrize("page", reference_pages.PAGES, ids=lambda page: page.name)
-def test_a_reference_page_is_that_of_the_code(page: Path) -> None:
+def test_a_reference_page_is_that_of_the_code(page):
     assert reference_pages.filled(page.read_text()) == page.read_text(), "run tools/reference_pages.py"
 
 
-def test_every_field_of_the_api_has_a_meaning() -> None:
+def test_every_field_of_the_api_has_a_meaning():
     rows = [row for page in API for row in page.read_text().splitlines() if row.startswith("| `")]
     assert len(rows) > 400
     assert [row for row in rows if row.endswith("|  |")] == []
 
 
-def test_the_accuracy_of_predictions_is_that_of_the_recorded_figures() -> None:
+def test_the_accuracy_of_predictions_is_that_of_the_recorded_figures():
     folder = compare_kinds.BASELINES
     platforms = compare_kinds.emulated_platforms(folder)
     assert compare_kinds.PAGE.read_text() == compare_kinds.page(platforms, folder), "run tools/compare_kinds.py --write"
@@ -126,7 +125,7 @@ def test_the_accuracy_of_predictions_is_that_of_the_recorded_figures() -> None:
     }
 
 
-def test_the_api_has_every_word_fixture_and_marker_in_tables() -> None:
+def test_the_api_has_every_word_fixture_and_marker_in_tables():
     page = (DOCS / "api.md").read_text()
     missing = [
         name

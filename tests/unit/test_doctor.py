@@ -8,9 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +25,7 @@ CHOOSING = (*doctor.CHOOSING, "CUDA_DEVICE_ORDER", "CC", "ROCM_PATH")
 
 
 @pytest.fixture(autouse=True)
-def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def bare(monkeypatch, tmp_path):
     """A host without GPUs, with a lock folder of its own, whatever this one has."""
     for name in CHOOSING:
         monkeypatch.delenv(name, raising=False)
@@ -42,7 +40,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def h100s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def h100s(tmp_path, monkeypatch):
     """Two recorded H100, whose driver supports CUDA up to 12.4."""
     monkeypatch.setattr(doctor, "torch_build", lambda: FOR_CUDA)
     document = json.loads((RECORDINGS / "nvidia-h100-x2.json").read_text())
@@ -53,29 +51,29 @@ def h100s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def mi300xs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def mi300xs(monkeypatch):
     monkeypatch.setattr(doctor, "torch_build", lambda: FOR_ROCM)
     with replayed(RECORDINGS / "amd-mi300x-x2.json"):
         yield
 
 
-def _rocm(tmp_path: Path, version: str) -> None:
+def _rocm(tmp_path, version):
     (tmp_path / "rocm" / "lib").mkdir(parents=True)
     (tmp_path / "rocm" / "lib" / "libamd_smi.so").touch()
     (tmp_path / "rocm" / ".info").mkdir()
     (tmp_path / "rocm" / ".info" / "version").write_text(f"{version}-123\n")
 
 
-def _said(*names: str) -> list[str]:
+def _said(*names):
     """What is not ok, or what is said of some checks; the folder of the test without its name."""
     checks = [check for check in doctor.examine() if check.name in names or (not names and check.status != "ok")]
     return [f"{check.status} {check.name}: {check.found}; {check.remedy}" for check in checks]
 
 
 @pytest.fixture
-def saying(tmp_path: Path, snapshot: Any) -> Iterator[dict[str, list[str]]]:
+def saying(tmp_path, snapshot):
     """What the doctor says of each host of a test, which is compared with the snapshot in the end."""
-    hosts: dict[str, list[str]] = {}
+    hosts = {}
     yield hosts
     folder, group = str(tmp_path), tmp_path.group()
     assert {
@@ -84,7 +82,7 @@ def saying(tmp_path: Path, snapshot: Any) -> Iterator[dict[str, list[str]]]:
     } == snapshot
 
 
-def test_a_host_without_gpus_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_without_gpus_is_fine(capsys):
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [
@@ -93,7 +91,7 @@ def test_a_host_without_gpus_is_fine(capsys: pytest.CaptureFixture[str]) -> None
     assert lines[2].endswith("no GPU: cases train on the CPU, at tiny scale")
 
 
-def test_this_host_can_be_examined_without_importing_torch() -> None:
+def test_this_host_can_be_examined_without_importing_torch():
     """Whatever it has: in a process of its own, without anything in the place of what is here."""
     code = (
         "import json, sys; from pytest_gputrain.cli import doctor, main; status = main.main(['doctor', '--json']); "
@@ -112,7 +110,7 @@ def test_this_host_can_be_examined_without_importing_torch() -> None:
         assert json.loads(build) == [about["__version__"], about["cuda"] or "", about["hip"] or ""]
 
 
-def test_torch_must_be_built_for_the_gpus(h100s: None, monkeypatch: pytest.MonkeyPatch, saying: Any) -> None:
+def test_torch_must_be_built_for_the_gpus(h100s, monkeypatch, saying):
     saying["sound"] = [*_said(), *_said("gpus", "torch")]
     for name, torch in {
         "for the CPU": FOR_CPU,
@@ -125,7 +123,7 @@ def test_torch_must_be_built_for_the_gpus(h100s: None, monkeypatch: pytest.Monke
         saying[name] = _said()
 
 
-def test_amd_gpus(mi300xs: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, saying: Any) -> None:
+def test_amd_gpus(mi300xs, monkeypatch, tmp_path, saying):
     """The binding is to be of the release of ROCm that is here, and torch too; of versions of another kind nobody knows."""
     monkeypatch.setattr(doctor, "torch_build", lambda: FOR_CUDA)
     saying["a torch for CUDA"] = _said()
@@ -139,9 +137,7 @@ def test_amd_gpus(mi300xs: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         saying[f"the binding {version}"] = _said("amd", "torch")
 
 
-def test_a_binding_that_cannot_be_imported_is_a_problem_and_no_cpu(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, saying: Any
-) -> None:
+def test_a_binding_that_cannot_be_imported_is_a_problem_and_no_cpu(capsys, tmp_path, saying):
     (tmp_path / "dev" / "nvidia0").touch()
     saying["NVIDIA"] = _said()
     (tmp_path / "dev" / "nvidia0").unlink()
@@ -155,14 +151,14 @@ def test_a_binding_that_cannot_be_imported_is_a_problem_and_no_cpu(
     saying["AMD, of an unknown release"] = _said()
 
 
-def test_graphics_of_the_processor_are_no_problem_beside_nvidias_gpus(h100s: None, tmp_path: Path) -> None:
+def test_graphics_of_the_processor_are_no_problem_beside_nvidias_gpus(h100s, tmp_path):
     (tmp_path / "dev" / "kfd").touch()
     (line,) = _said()
     assert line.startswith("warning amd: ")
     assert "amdsmi cannot be imported" in line
 
 
-def _replay(tmp_path: Path, recording: str, **replies: Any) -> Any:
+def _replay(tmp_path, recording, **replies):
     """A host where calls whose names begin so reply something else."""
     document = json.loads((RECORDINGS / f"{recording}.json").read_text())
     for call, reply in replies.items():
@@ -173,7 +169,7 @@ def _replay(tmp_path: Path, recording: str, **replies: Any) -> Any:
     return replayed(tmp_path / "host.json")
 
 
-def test_a_driver_with_a_fault_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saying: Any) -> None:
+def test_a_driver_with_a_fault_is_told(tmp_path, monkeypatch, saying):
     lost = {"error": 15, "says": "GPU is lost"}
     mismatch = {"error": 18, "says": "Driver/library version mismatch"}
     of_one, of_both = {"nvmlDeviceGetHandleByIndex_AT_1": lost}, {"nvmlDeviceGetHandleByIndex": lost}
@@ -181,7 +177,7 @@ def test_a_driver_with_a_fault_is_told(tmp_path: Path, monkeypatch: pytest.Monke
         with _replay(tmp_path, "nvidia-h100-x2", **replies):
             saying[name] = [line for line in _said("nvidia", "gpus") if not line.startswith("ok")]
 
-    def another(reply: Any) -> Any:
+    def another(reply):
         return {"reply": {**reply["reply"], "market_name": "AMD Instinct MI999"}}
 
     monkeypatch.setattr(doctor, "torch_build", lambda: FOR_ROCM)
@@ -189,22 +185,20 @@ def test_a_driver_with_a_fault_is_told(tmp_path: Path, monkeypatch: pytest.Monke
         saying["a GPU that the catalog lacks"] = _said()
 
 
-def test_what_a_run_uses_is_told_in_its_order(h100s: None, monkeypatch: pytest.MonkeyPatch, saying: Any) -> None:
+def test_what_a_run_uses_is_told_in_its_order(h100s, monkeypatch, saying):
     for value in ("1,0", "", "7"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
         saying[f"CUDA_VISIBLE_DEVICES={value}"] = _said("visible")
 
 
-def test_files_that_cannot_be_opened_are_a_problem(
-    h100s: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saying: Any
-) -> None:
+def test_files_that_cannot_be_opened_are_a_problem(h100s, tmp_path, monkeypatch, saying):
     for name in ("nvidiactl", "nvidia-uvm", "nvidia0", "nvidia1"):
         (tmp_path / "dev" / name).touch()
     assert _said() == []
-    refused: dict[str, int] = {}
+    refused = {}
     really_open = os.open
 
-    def opened(path: Any, *arguments: Any) -> int:
+    def opened(path, *arguments):
         if number := refused.get(Path(path).name):
             raise OSError(number, os.strerror(number))
         return really_open(path, *arguments)
@@ -218,7 +212,7 @@ def test_files_that_cannot_be_opened_are_a_problem(
     saying["not there"] = _said()
 
 
-def test_a_host_without_a_compiler_or_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, saying: Any) -> None:
+def test_a_host_without_a_compiler_or_locks(monkeypatch, tmp_path, saying):
     (tmp_path / "gputrain-leases").write_text("")
     saying["a file in the place of the locks"] = _said()
     (tmp_path / "gputrain-leases").unlink()

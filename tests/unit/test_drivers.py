@@ -7,16 +7,14 @@ import json
 import os
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.execution.launch.environment import worker_environment
 from pytest_gputrain.hardware import amd, drivers
-from pytest_gputrain.hardware.devices import HardwareError, Reading
+from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import detect, marker_of
 from pytest_gputrain.hardware.recording import ERRORS, Recorder, Replay, recorded, replayed
 from pytest_gputrain.records import Case, Holder, Task
@@ -29,23 +27,23 @@ PYTHON = Holder(pid=230139, gpu=1, name="/usr/bin/python3.12", bytes=528378265)
 
 
 @pytest.fixture
-def on(request: pytest.FixtureRequest) -> Iterator[None]:
+def on(request):
     """Replays the recording that the test is parametrised with."""
     with replayed(RECORDINGS / f"{request.param}.json"):
         yield
 
 
-def machine(name: str) -> pytest.MarkDecorator:
+def machine(name):
     return pytest.mark.parametrize("on", [name], indirect=True)
 
 
-def _read(at: int) -> Reading:
+def _read(at):
     gpu = drivers.gpus()[at]
     with drivers.driver(gpu.vendor) as driver:
         return driver.read(gpu)
 
 
-def _told() -> dict[str, Any]:
+def _told():
     """Everything that is known of the GPUs here, without what is not."""
     gpus, readings = drivers.gpus(), []
     for gpu in gpus:
@@ -62,16 +60,14 @@ def _told() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recording", [path.stem for path in sorted(RECORDINGS.glob("*.json"))])
-def test_gpus_are_as_their_own_tools_printed_them(recording: str, snapshot: Any) -> None:
+def test_gpus_are_as_their_own_tools_printed_them(recording, snapshot):
     """Parts stand in the place of a GPU, without what is counted for the whole of it; AMD's come in HIP's order."""
     with replayed(RECORDINGS / f"{recording}.json"):
         assert _told() == snapshot
 
 
 @pytest.mark.parametrize(("namespace", "named"), [("pid:[4026531836]", True), ("pid:[4026532281]", False), ("", False)])
-def test_a_process_is_named_only_where_its_number_is_the_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str, named: bool
-) -> None:
+def test_a_process_is_named_only_where_its_number_is_the_hosts(tmp_path, monkeypatch, namespace, named):
     """In a container another program has the number that the driver tells, and where a machine is replayed."""
     link = tmp_path / "pid"
     if namespace:
@@ -89,13 +85,13 @@ def test_a_process_is_named_only_where_its_number_is_the_hosts(
     ("variable", "shown"),
     [("0", [LARGE]), (SMALL, [SMALL]), ("MIG-5c2f", [SMALL]), (f"{SMALL},{LARGE}", [SMALL, LARGE]), ("", [])],
 )
-def test_parts_are_visible_by_their_names(on: None, variable: str, shown: list[str]) -> None:
+def test_parts_are_visible_by_their_names(on, variable, shown):
     # Of two kinds of parts one must be chosen.
     ids = [shown[0]] if shown else None
     assert [gpu.uuid for gpu in detect(environ={"CUDA_VISIBLE_DEVICES": variable}, gpu_ids=ids).gpus] == shown[:1]
 
 
-def test_odd_replies_of_a_driver_are_understood(tmp_path: Path) -> None:
+def test_odd_replies_of_a_driver_are_understood(tmp_path):
     shared = {"reply": {"hip_id": 0, "hip_uuid": FIRST_OF_HIP}}
     with replayed(_changed(tmp_path, "amd-mi300x-cpx", "amdsmi_get_gpu_enumeration_info", shared)):
         assert [gpu.uuid for gpu in drivers.gpus()] == ["0", "1"], "parts that share a UUID have their numbers"
@@ -112,7 +108,7 @@ def test_odd_replies_of_a_driver_are_understood(tmp_path: Path) -> None:
             assert len(drivers.gpus()) == 2, "a library that cannot be closed says nothing"
 
 
-def test_a_damaged_count_is_not_counted_up_to(tmp_path: Path) -> None:
+def test_a_damaged_count_is_not_counted_up_to(tmp_path):
     with (
         pytest.raises(ValueError, match=r"changed\.json has replies that no driver gives .* were not recorded"),
         replayed(_changed(tmp_path, "nvidia-mig", "nvmlDeviceGetMaxMigDeviceCount", {"reply": 2**63})),
@@ -136,16 +132,14 @@ def test_a_damaged_count_is_not_counted_up_to(tmp_path: Path) -> None:
         ({"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": "1"}, [1]),
     ],
 )
-def test_amd_gpus_are_visible_as_rocm_and_then_hip_would_show_them(
-    on: None, environ: dict[str, str], shown: list[int]
-) -> None:
+def test_amd_gpus_are_visible_as_rocm_and_then_hip_would_show_them(on, environ, shown):
     assert [gpu.index for gpu in detect(environ=environ).gpus] == shown
     with pytest.raises(HardwareError, match="HIP_VISIBLE_DEVICES=1 shows none of the 1 GPUs"):
         detect(environ={"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"})
 
 
 @machine("nvidia-h100-x2")
-def test_only_a_host_of_which_no_gpu_is_seen_is_asked_why(on: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_a_host_of_which_no_gpu_is_seen_is_asked_why(on, monkeypatch, tmp_path):
     """Here the processor has graphics of AMD, without a binding."""
     (tmp_path / "kfd").touch()
     monkeypatch.setattr(amd, "DEVICE_FILE", tmp_path / "kfd")
@@ -156,7 +150,7 @@ def test_only_a_host_of_which_no_gpu_is_seen_is_asked_why(on: None, monkeypatch:
 
 
 @machine("amd-mi300x-x2")
-def test_a_worker_sees_its_amd_gpus_whatever_else_was_chosen(on: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_sees_its_amd_gpus_whatever_else_was_chosen(on, monkeypatch):
     for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"):
         monkeypatch.setenv(name, "1")
     task = Task(case=Case(code="a.py::b"), scale="full", device_type="gpu", root=".")
@@ -169,16 +163,14 @@ def test_a_worker_sees_its_amd_gpus_whatever_else_was_chosen(on: None, monkeypat
 
 
 @machine("amd-mi300x-x2")
-def test_the_amd_library_is_shut_down_by_its_last_user_only(on: None) -> None:
-    library: Any = sys.modules["amdsmi"]
+def test_the_amd_library_is_shut_down_by_its_last_user_only(on):
+    library = sys.modules["amdsmi"]
     with amd.opened(), amd.opened():
         pass
     assert [call for call in library.asked if "init" in call or "shut" in call] == ["amdsmi_init()", "amdsmi_shut_down()"]
 
 
-def test_a_binding_of_amd_is_imported_only_beside_rocm_and_is_silent(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_binding_of_amd_is_imported_only_beside_rocm_and_is_silent(monkeypatch, tmp_path, capfd):
     (tmp_path / "amdsmi.py").write_text("print('Unable to find libamd_smi.so'); raise KeyError('libamd_smi.so')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(amd, "DEVICE_FILE", tmp_path / "kfd")
@@ -200,14 +192,14 @@ def test_a_binding_of_amd_is_imported_only_beside_rocm_and_is_silent(
         ("amd-mi300x-x2", "amdsmi_init", 30, "AMD driver failed to describe its GPUs (GPU is lost)"),
     ],
 )
-def test_a_driver_with_a_fault_is_told(tmp_path: Path, recording: str, call: str, code: int, sentence: str) -> None:
+def test_a_driver_with_a_fault_is_told(tmp_path, recording, call, code, sentence):
     fault = {"error": code, "says": "GPU is\n lost" if "amd" in recording else "GPU is lost"}
     with replayed(_changed(tmp_path, recording, call, fault)), pytest.raises(HardwareError) as caught:
         detect(environ={})
     assert sentence in str(caught.value)
 
 
-def _changed(tmp_path: Path, recording: str, call: str, *replies: dict[str, Any]) -> Path:
+def _changed(tmp_path, recording, call, *replies):
     """A recording in which calls of that name reply something else."""
     document = json.loads((RECORDINGS / f"{recording}.json").read_text())
     for key in document["calls"]:
@@ -221,7 +213,7 @@ def _changed(tmp_path: Path, recording: str, call: str, *replies: dict[str, Any]
     ("recording", "call"),
     [("nvidia-h100-x2", "nvmlDeviceGetMemoryInfo"), ("amd-mi325x-vf-x2", "amdsmi_get_gpu_memory_total")],
 )
-def test_a_gpu_without_memory_of_its_own_is_there(tmp_path: Path, recording: str, call: str) -> None:
+def test_a_gpu_without_memory_of_its_own_is_there(tmp_path, recording, call):
     refused = {"error": 3 if "nvidia" in recording else 2, "says": "Not Supported"}
     with replayed(_changed(tmp_path, recording, call, refused)):
         assert [gpu.memory_bytes for gpu in drivers.gpus()] == [0, 0]
@@ -230,7 +222,7 @@ def test_a_gpu_without_memory_of_its_own_is_there(tmp_path: Path, recording: str
 
 
 @machine("amd-mi300x-x2")
-def test_what_makes_the_amd_library_sleep_is_asked_once_a_second(on: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_makes_the_amd_library_sleep_is_asked_once_a_second(on, monkeypatch):
     clock = iter((10.0, 10.5, 10.9, 11.0, 11.9))
     monkeypatch.setattr(amd, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     gpu, library = drivers.gpus()[0], sys.modules["amdsmi"]
@@ -256,12 +248,12 @@ class VendorError(Exception):
     value = 3
 
 
-def _library() -> types.SimpleNamespace:
+def _library():
     """What vendors' bindings are made of: pointers for handles, structures, plain objects, errors, constants."""
     targets = [Handle(), Handle()]
     handles = [ctypes.pointer(target) for target in targets]
 
-    def refuse(handle: object) -> None:
+    def refuse(handle):
         raise VendorError("Not Supported")
 
     counter = iter(range(100))
@@ -278,7 +270,7 @@ def _library() -> types.SimpleNamespace:
     )
 
 
-def _use(library: Any) -> list[Any]:
+def _use(library):
     first, other = library.at(0), library.at(1)
     replies = [
         library.memory(first).total,
@@ -294,10 +286,10 @@ def _use(library: Any) -> list[Any]:
     return replies
 
 
-def test_a_replay_says_what_was_recorded() -> None:
+def test_a_replay_says_what_was_recorded():
     recorder = Recorder(_library(), "pynvml")
     said = _use(recorder)
-    replay: Any = Replay(json.loads(json.dumps(recorder.document)))
+    replay = Replay(json.loads(json.dumps(recorder.document)))
     again = _use(replay)
     # JSON has no bytes and no tuples.
     assert again == [said[0], "HBM3", {"kind": 0, "list": [[1, 2.5, None, True]]}, *said[3:]]
@@ -305,17 +297,17 @@ def test_a_replay_says_what_was_recorded() -> None:
     assert recorder.calls.keys() >= {'memory({"handle": 0})', 'memory({"handle": 1})'}
 
 
-def test_what_was_not_recorded_is_not_supported() -> None:
+def test_what_was_not_recorded_is_not_supported():
     recorder = Recorder(_library(), "pynvml")
     recorder.memory(recorder.at(0))
-    replay: Any = Replay(recorder.document)
+    replay = Replay(recorder.document)
     assert not hasattr(replay, "friendly")
     with pytest.raises(replay.NVMLError, match=r"at\(5\) was not recorded") as caught:
         replay.at(5)
     assert caught.value.value == 3
 
 
-def test_a_module_is_recorded_as_import_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_is_recorded_as_import_finds_it(tmp_path, monkeypatch):
     """The import machinery asks modules for things that JSON does not have."""
     (tmp_path / "pynvml.py").write_text(
         "class NVMLError(Exception):\n    value = 9\n"
@@ -331,7 +323,7 @@ def test_a_module_is_recorded_as_import_finds_it(tmp_path: Path, monkeypatch: py
     assert document["calls"]["nvmlSystemGetDriverVersion()"] == [{"reply": "580.1"}]
 
 
-def test_a_recording_of_a_replay_is_the_same_again_and_leaves_libraries_as_they_were(tmp_path: Path) -> None:
+def test_a_recording_of_a_replay_is_the_same_again_and_leaves_libraries_as_they_were(tmp_path):
     """What a maintainer is sent tells as much as the machine it comes from."""
     before = {name: sys.modules.get(name) for name in ERRORS}
     with replayed(RECORDINGS / "amd-mi300x-x2.json"), recorded() as recordings:
@@ -343,9 +335,7 @@ def test_a_recording_of_a_replay_is_the_same_again_and_leaves_libraries_as_they_
         assert drivers.gpus() == table
 
 
-def test_devices_are_listed_or_that_there_are_none(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_devices_are_listed_or_that_there_are_none(capsys, monkeypatch, tmp_path):
     assert main(["devices", "--replay", str(RECORDINGS / "nvidia-h100-x2.json")]) == 0
     printed = capsys.readouterr().out
     assert "588 W of 700 W" in printed

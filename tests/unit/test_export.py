@@ -5,7 +5,6 @@ import datetime
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import msgspec
@@ -16,7 +15,7 @@ from unit_examples import CASE, crashed, measurement, out_of_memory, prediction,
 
 from pytest_gputrain import Case
 from pytest_gputrain.cli.main import main
-from pytest_gputrain.records import Report, Result, Verdict
+from pytest_gputrain.records import Verdict
 from pytest_gputrain.records.study import Search, Try
 from pytest_gputrain.report import json_report
 from pytest_gputrain.report.export.formats import FORMATS
@@ -25,7 +24,7 @@ from pytest_gputrain.report.export.pytest_benchmark import stats
 from pytest_gputrain.utils.units import MiB
 
 
-def measured(name: str, *seconds: tuple[float, ...], peak: int = 10 * MiB, **fields: Any) -> Result:
+def measured(name, *seconds, peak=10 * MiB, **fields):
     """A case with one process for each of ``seconds``."""
     runs = tuple(
         measurement(step_seconds=steps, losses=(3.0, 2.0, 1.0)[: len(steps)], peak_allocated_bytes=peak) for steps in seconds
@@ -35,7 +34,7 @@ def measured(name: str, *seconds: tuple[float, ...], peak: int = 10 * MiB, **fie
     return result(CASE.replace(model=name), replies=runs, summary=figures, **fields)
 
 
-def failing(name: str, reply: Any, **fields: Any) -> Result:
+def failing(name, reply, **fields):
     case = CASE.replace(model=name)
     verdict = Verdict(status="failed", sentence=f"{case} failed")
     return result(case, replies=(reply,), summary=None, verdict=verdict, **fields)
@@ -54,18 +53,18 @@ LLAMA, GEMMA = "llm/llama-3.1-8b-lora-bf16", "llm/gemma-7b-lora-bf16"
 PREDICTED = report(result(reply=prediction(), device="predicted/h100"))
 
 
-def text_of(name: str, *reports: Report) -> Any:
+def text_of(name, *reports):
     return FORMATS[name].export(reports)
 
 
-def test_cases_without_figures_are_left_out_with_a_sentence_each(snapshot: Any) -> None:
+def test_cases_without_figures_are_left_out_with_a_sentence_each(snapshot):
     half = measured("half-failed", (0.5,), (0.5,))
     half = msgspec.structs.replace(half, replies=(*half.replies, out_of_memory()))
     assert [point.name for point in points([*RUN.results, half])] == [LLAMA, GEMMA]
     assert left_out([*RUN.results, half]) == snapshot
 
 
-def test_predictions_have_memory_only_and_figures_of_another_batch_are_left_out() -> None:
+def test_predictions_have_memory_only_and_figures_of_another_batch_are_left_out():
     assert [point.peak_allocated_bytes for point in points(PREDICTED.results)] == [32 * 1024**3]
     assert points(PREDICTED.results, timed=True) == []
     assert left_out(PREDICTED.results, timed=True) == ["llama-3.1-8b-lora-bf16 is left out: a prediction has no time"]
@@ -73,7 +72,7 @@ def test_predictions_have_memory_only_and_figures_of_another_batch_are_left_out(
     assert points([measured("llama-3.1-8b", (0.5,), search=tried, verdict=None)]) == []
 
 
-def test_of_a_case_reported_twice_the_judged_one_counts_and_then_the_last() -> None:
+def test_of_a_case_reported_twice_the_judged_one_counts_and_then_the_last():
     judged = measured("llama-3.1-8b", (0.5,))
     only = [measured("llama-3.1-8b", (seconds,), verdict=None) for seconds in (0.6, 0.7)]
     assert [point.result for point in points([only[0], judged, only[1]])] == [judged]
@@ -82,14 +81,14 @@ def test_of_a_case_reported_twice_the_judged_one_counts_and_then_the_last() -> N
 
 @given(st.lists(st.text(max_size=6), unique=True))
 @example(["llm/Gemma", "llm/gemma"])
-def test_file_names_differ_also_where_capitals_are_no_difference_and_stay_in_their_folder(names: list[str]) -> None:
+def test_file_names_differ_also_where_capitals_are_no_difference_and_stay_in_their_folder(names):
     files = list(file_names(names, "csv"))
     assert len({file.lower() for file in files}) == len(names)
     assert all(file == Path(file).name and file.endswith(".csv") for file in files)
 
 
 @pytest.mark.parametrize("name", [name for name, format_ in FORMATS.items() if not format_.complete])
-def test_no_format_shows_a_failed_case(name: str) -> None:
+def test_no_format_shows_a_failed_case(name):
     written = FORMATS[name].export([RUN])
     text = written if isinstance(written, str) else "".join([*written, *written.values()])
     assert "gemma-7b" in text
@@ -102,14 +101,14 @@ KNOBS = [name for name in Case.__struct_fields__ if name not in ("platforms", "n
 UNITS = ("_seconds", "_bytes", "_second", "_utilization", "gpus", "batch_size", "processes")
 
 
-def without_knobs(row: dict[str, str]) -> dict[str, str]:
+def without_knobs(row):
     return {name: cell for name, cell in row.items() if cell and name not in KNOBS}
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("html", "terminal", "otava")])
-def test_what_is_written(name: str, snapshot: Any) -> None:
+def test_what_is_written(name, snapshot):
     """pytest-benchmark's own reader and statistics are in tests/plugin/test_benchmark_json.py."""
-    said: dict[str, Any] = {}
+    said = {}
     for what, written in {"run": RUN, "predicted": PREDICTED}.items():
         text = said[what] = text_of(name, written)
         if name == "csv":
@@ -126,7 +125,7 @@ def test_what_is_written(name: str, snapshot: Any) -> None:
     assert said == snapshot
 
 
-def test_pytest_benchmark_gets_a_commit_with_changes_and_the_statistics_of_a_single_step() -> None:
+def test_pytest_benchmark_gets_a_commit_with_changes_and_the_statistics_of_a_single_step():
     changed = msgspec.structs.replace(RUN, commit="c0ffee+dirty")
     about = json.loads(text_of("pytest-benchmark", changed))["commit_info"]
     assert about == {"id": "c0ffee", "dirty": True, "branch": "main"}
@@ -179,11 +178,11 @@ BMF = {  # https://bencher.dev/docs/reference/bencher-metric-format; lengths fro
 
 @pytest.mark.parametrize("written", [RUN, PREDICTED], ids=["run", "predicted"])
 @pytest.mark.parametrize(("name", "schema"), [("github-action-benchmark", BENCHMARK_RESULTS), ("bencher", BMF)])
-def test_what_is_written_has_the_form_that_its_reader_wants(name: str, schema: Any, written: Report) -> None:
+def test_what_is_written_has_the_form_that_its_reader_wants(name, schema, written):
     jsonschema.validate(json.loads(text_of(name, written)), schema)
 
 
-def test_a_long_name_is_cut_and_the_other_cases_are_written(tmp_path: Path) -> None:
+def test_a_long_name_is_cut_and_the_other_cases_are_written(tmp_path):
     long = [CASE.replace(model="m" * 300 + end) for end in ("a", "b")]
     path = tmp_path / "report.json"
     json_report.write(report(*(result(case) for case in (CASE, *long))), path)
@@ -196,7 +195,7 @@ def test_a_long_name_is_cut_and_the_other_cases_are_written(tmp_path: Path) -> N
     assert any("m" * 300 in name for name in tests), "it names the case in full"
 
 
-def read_by_otava(folder: dict[str, str], test: str) -> dict[str, list[Any]]:
+def read_by_otava(folder, test):
     """What CsvImporter.fetch_data of otava/importer.py makes of one test, configured by create_csv_test_config.
 
     A missing column, a short row and a cell of a metric that is no number are errors there, as here.
@@ -205,7 +204,7 @@ def read_by_otava(folder: dict[str, str], test: str) -> dict[str, list[Any]]:
     assert config["type"] == "csv"
     header, *rows = csv.reader(io.StringIO(folder[config["file"]]))
     time = header.index(config["time_column"])
-    read: dict[str, list[Any]] = {
+    read = {
         "time": [datetime.datetime.fromisoformat(row[time]) for row in rows],
         **{name: [row[header.index(name)] for row in rows] for name in config["attributes"]},
     }
@@ -216,7 +215,7 @@ def read_by_otava(folder: dict[str, str], test: str) -> dict[str, list[Any]]:
     return read
 
 
-def test_otava_reads_a_series_of_each_case_in_the_order_of_time_without_runs_that_failed() -> None:
+def test_otava_reads_a_series_of_each_case_in_the_order_of_time_without_runs_that_failed():
     days = [
         report(measured("llama-3.1-8b", (seconds,)), REGRESSED, created=f"2026-02-0{day}T00:00:00Z", commit=f"c{day}")
         for day, seconds in ((2, 0.6), (1, 0.5))
@@ -230,7 +229,7 @@ def test_otava_reads_a_series_of_each_case_in_the_order_of_time_without_runs_tha
     assert len(folder) == 3
 
 
-def test_csv_has_a_column_for_every_knob_in_the_order_of_the_case() -> None:
+def test_csv_has_a_column_for_every_knob_in_the_order_of_the_case():
     tuned = CASE.replace(
         model="gemma-7b", activation_checkpointing=0.5, pin_memory=True, overlap_comm=False, reduce_bucket_size=10**6
     )
@@ -249,14 +248,12 @@ def test_csv_has_a_column_for_every_knob_in_the_order_of_the_case() -> None:
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> str:
+def written(tmp_path):
     json_report.write(RUN, tmp_path / "report.json")
     return str(tmp_path / "report.json")
 
 
-def test_the_command_prints_or_writes_a_file_or_a_folder_and_tells_what_it_left_out(
-    written: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_or_writes_a_file_or_a_folder_and_tells_what_it_left_out(written, tmp_path, capsys):
     assert main(["export", written, "--format", "bencher"]) == 0
     out, err = capsys.readouterr()
     assert out == text_of("bencher", RUN)

@@ -1,6 +1,5 @@
 """Tests ``--fail-on``, which is one option in all subcommands that judge, and the exit status of each of them."""
 
-import argparse
 from typing import get_args
 
 import pytest
@@ -24,11 +23,11 @@ OTHERS = {
 judging = pytest.mark.parametrize("command", ARGUMENTS)
 
 
-def parsed(command: str, *arguments: str) -> argparse.Namespace:
+def parsed(command, *arguments):
     return main.command_parser().parse_args([command, *ARGUMENTS[command], *arguments])
 
 
-def test_every_subcommand_is_known_to_judge_or_not_to() -> None:
+def test_every_subcommand_is_known_to_judge_or_not_to():
     assert {*ARGUMENTS, *OTHERS} == set(main.COMMANDS)
     for command, arguments in OTHERS.items():
         _, rest = main.command_parser().parse_known_args([command, *arguments, "--fail-on=new"])
@@ -45,7 +44,7 @@ def test_every_subcommand_is_known_to_judge_or_not_to() -> None:
         (["--fail-on", "improved, new"], ["improved", "new"]),
     ],
 )
-def test_what_fails_is_a_regression_or_what_is_asked_for(command: str, options: list[str], fails: list[str]) -> None:
+def test_what_fails_is_a_regression_or_what_is_asked_for(command, options, fails):
     given = parsed(command, *options)
     statuses = get_args(Status)
     assert sorted(status for status in statuses if failing.exit_status(given, ["pass", status])) == sorted(fails)
@@ -64,9 +63,7 @@ def test_what_fails_is_a_regression_or_what_is_asked_for(command: str, options: 
         ("", "'' is not a verdict"),
     ],
 )
-def test_another_word_is_refused_in_one_sentence_with_the_nearest(
-    command: str, text: str, start: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_word_is_refused_in_one_sentence_with_the_nearest(command, text, start, capsys):
     with pytest.raises(SystemExit) as ended:
         parsed(command, f"--fail-on={text}")
     assert ended.value.code == 2

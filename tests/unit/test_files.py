@@ -25,13 +25,13 @@ print("after", flush=True)
 
 
 @pytest.fixture
-def fifo(tmp_path: Path) -> Path:
+def fifo(tmp_path):
     path = tmp_path / "fifo"
     os.mkfifo(path)
     return path
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole(tmp_path):
     path = tmp_path / "deep" / "file"
     write_atomically(path, b"old")
     (tmp_path / "other").hardlink_to(path)
@@ -40,7 +40,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_link_stays_and_its_target_is_written(tmp_path: Path, there: bool) -> None:
+def test_a_link_stays_and_its_target_is_written(tmp_path, there):
     link, between, target = tmp_path / "link", tmp_path / "between", tmp_path / "elsewhere" / "target"
     target.parent.mkdir()
     link.symlink_to("between")
@@ -55,7 +55,7 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path, there: bool) -> 
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["between", "elsewhere", "link", "target"]
 
 
-def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+def test_a_link_that_leads_nowhere_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone" / "target")
     (tmp_path / "circle").symlink_to("circle")
     for name in ("link", "circle"):
@@ -66,12 +66,12 @@ def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
         assert (tmp_path / name).is_symlink()
 
 
-def test_what_a_shell_puts_for_a_command_is_written_to() -> None:
+def test_what_a_shell_puts_for_a_command_is_written_to():
     """``gputrain export -o >(jq .)``, with more than the pipe holds."""
     reading, writing = os.pipe()
-    read: list[bytes] = []
+    read = []
 
-    def read_all() -> None:
+    def read_all():
         with os.fdopen(reading, "rb") as file:
             read.append(file.read())
 
@@ -85,21 +85,21 @@ def test_what_a_shell_puts_for_a_command_is_written_to() -> None:
     assert [len(data) for data in read] == [300_000]
 
 
-def test_a_fifo_that_nobody_reads_is_told_at_once(fifo: Path) -> None:
+def test_a_fifo_that_nobody_reads_is_told_at_once(fifo):
     with pytest.raises(OSError, match="nobody reads it"):
         write_atomically(fifo, b"new")
     assert stat.S_ISFIFO(fifo.stat().st_mode)
 
 
 @pytest.mark.parametrize("appended", [True, False])
-def test_what_the_standard_output_leads_to_keeps_what_was_printed(tmp_path: Path, appended: bool) -> None:
+def test_what_the_standard_output_leads_to_keeps_what_was_printed(tmp_path, appended):
     out = tmp_path / "out"
     with out.open("ab" if appended else "wb") as stdout:
         subprocess.run([sys.executable, "-c", PRINTED], stdout=stdout, check=True)
     assert out.read_text().split() == ["before", "export", "after"]
 
 
-def test_a_device_and_a_file_without_end_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_and_a_file_without_end_are_not_read(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="it is a device"):
         read_whole(Path("/dev/zero"))
     monkeypatch.setattr(files, "_MOST_BYTES", 3 << 20)
@@ -118,9 +118,7 @@ def test_a_device_and_a_file_without_end_are_not_read(tmp_path: Path, monkeypatc
         "compare /dev/zero /dev/zero",
     ],
 )
-def test_no_subcommand_reads_a_device_to_its_end(
-    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_subcommand_reads_a_device_to_its_end(words, capsys, monkeypatch, tmp_path):
     if words.startswith("html"):
         pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
     monkeypatch.chdir(tmp_path)
@@ -130,7 +128,7 @@ def test_no_subcommand_reads_a_device_to_its_end(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_written_at_the_end_is_told_before(tmp_path: Path, fifo: Path) -> None:
+def test_what_cannot_be_written_at_the_end_is_told_before(tmp_path, fifo):
     (tmp_path / "file").touch(mode=0o444)
     for path, reason in {
         fifo: "not a regular file",
@@ -145,7 +143,7 @@ def test_what_cannot_be_written_at_the_end_is_told_before(tmp_path: Path, fifo: 
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["deep", "er", "fifo", "file"]
 
 
-def test_who_may_not_write_is_told() -> None:
+def test_who_may_not_write_is_told():
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
     with tempfile.TemporaryDirectory() as name:

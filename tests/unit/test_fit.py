@@ -1,9 +1,7 @@
 """Does a case fit: the judgement and its error, the search for the largest batch, and what the tables say. Pure."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +12,7 @@ from pytest_gputrain.cases.model_config import with_model
 from pytest_gputrain.cli.predict import _knobs, add_to
 from pytest_gputrain.gate.fit import ERROR, Need, fit_of, fit_of_emulated, largest_batch, loads_in_parts, of_training, tight
 from pytest_gputrain.records import EmulatedRun
-from pytest_gputrain.records.fit import Fit, FitCell, FitGpu, FitReport, LargestBatch
+from pytest_gputrain.records.fit import FitCell, FitGpu, FitReport, LargestBatch
 from pytest_gputrain.report import fit
 from pytest_gputrain.session.fitting import possible
 from pytest_gputrain.session.remedies import remedy
@@ -25,12 +23,12 @@ RECORDED = Path(__file__).parents[1] / "plugin" / "replies" / "h100_predicted.js
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch):
     """All libraries that train, which these tests do not need."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
 
-def predicted(needs: int, *, memory: int = 80 * GiB, allocated: int | None = None, build: int = 0) -> Prediction:
+def predicted(needs, *, memory=80 * GiB, allocated=None, build=0):
     """Of a GPU without a context."""
     prediction = msgspec.json.decode(RECORDED.read_bytes(), type=Prediction)
     target = msgspec.structs.replace(prediction.target, memory_bytes=memory, context_bytes=0)
@@ -48,30 +46,30 @@ def predicted(needs: int, *, memory: int = 80 * GiB, allocated: int | None = Non
     ("share", "expected"),
     [(0.95, "fits"), (1 - ERROR / 2, "within-error"), (1 + ERROR / 2, "within-error"), (1.05, "does-not-fit")],
 )
-def test_a_prediction_that_its_error_would_turn_is_within_the_error(share: float, expected: str) -> None:
+def test_a_prediction_that_its_error_would_turn_is_within_the_error(share, expected):
     needs = int(share * 80 * GiB)
     assert fit_of(predicted(needs), lambda memory: predicted(needs, memory=memory)) == expected
     assert tight(80 * GiB) * (1 + ERROR) <= 80 * GiB < (tight(80 * GiB) + 2) * (1 + ERROR)
 
 
-def test_memory_that_the_allocator_would_give_back_is_not_needed() -> None:
+def test_memory_that_the_allocator_would_give_back_is_not_needed():
     """Held up to the capacity, and a GPU of less memory would do as well."""
 
-    def at(memory: int) -> Prediction:
+    def at(memory):
         return predicted(min(memory, 79 * GiB), memory=memory, allocated=60 * GiB)
 
     assert fit_of(at(80 * GiB), at) == "fits"
 
 
-def test_figures_that_tell_already_cost_no_further_prediction() -> None:
-    def at(memory: int) -> Prediction:
+def test_figures_that_tell_already_cost_no_further_prediction():
+    def at(memory):
         raise AssertionError(memory)
 
     assert fit_of(predicted(40 * GiB), at) == "fits"
     assert fit_of(predicted(100 * GiB), at) == "does-not-fit"
 
 
-def test_under_fsdp_training_counts_and_not_a_build_of_the_whole_model() -> None:
+def test_under_fsdp_training_counts_and_not_a_build_of_the_whole_model():
     whole = predicted(30 * GiB, build=130 * GiB)
     trained = of_training(whole, whole.target)
     assert trained.fits
@@ -83,7 +81,7 @@ def test_under_fsdp_training_counts_and_not_a_build_of_the_whole_model() -> None
     assert not loads_in_parts(Case(method="lora"))
 
 
-def test_near_the_capacity_the_allocator_decides_and_not_what_it_would_hold_without_limit() -> None:
+def test_near_the_capacity_the_allocator_decides_and_not_what_it_would_hold_without_limit():
     limited = msgspec.structs.replace(predicted(79 * GiB, build=10 * GiB), fits=False)
     assert not of_training(limited, limited.target).fits
 
@@ -102,12 +100,12 @@ def test_near_the_capacity_the_allocator_decides_and_not_what_it_would_hold_with
         (False, 79, None, "does-not-fit"),
     ],
 )
-def test_an_emulated_gpu_and_the_prediction_answer_together(runs: bool, gib: int, predicted_fit: Fit, expected: str) -> None:
+def test_an_emulated_gpu_and_the_prediction_answer_together(runs, gib, predicted_fit, expected):
     run = emulated(gib * GiB, fits=runs)
     assert fit_of_emulated(run, predicted(0).target, predicted_fit) == expected
 
 
-def emulated(held: int, *, fits: bool = True) -> EmulatedRun:
+def emulated(held, *, fits=True):
     return EmulatedRun(
         device_name="NVIDIA H100 80GB HBM3",
         device_memory_bytes=80 * GiB,
@@ -123,17 +121,17 @@ def emulated(held: int, *, fits: bool = True) -> EmulatedRun:
 @pytest.mark.parametrize("largest", [0, 1, 2, 3, 7, 27, 100, 511, 1023, 1024, 5000])
 @pytest.mark.parametrize("base", [0.0, 0.3, 0.99])
 @pytest.mark.parametrize("first", [(), (1,), (1, 2, 4, 8)])
-def test_the_search_finds_the_largest_batch_by_few_tries(largest: int, base: float, first: tuple[int, ...]) -> None:
+def test_the_search_finds_the_largest_batch_by_few_tries(largest, base, first):
     capacity = 10_000_000
     slope = (1 - base) * capacity / (largest + 0.5)
     tries = []
 
-    def need(batch: int) -> Need:
+    def need(batch):
         # Blocks are packed differently from batch to batch.
         held = int(base * capacity + slope * batch * (1 + 0.0003 * (batch % 3)))
         return Need(batch <= largest, held)
 
-    def counted(batch: int) -> Need:
+    def counted(batch):
         tries.append(batch)
         return need(batch)
 
@@ -143,10 +141,10 @@ def test_the_search_finds_the_largest_batch_by_few_tries(largest: int, base: flo
 
 
 @pytest.mark.parametrize("held", [lambda batch: 5, lambda batch: 5 * batch**3, lambda batch: 1_000 // batch])
-def test_the_search_ends_where_memory_is_no_line(held: Callable[[int], int]) -> None:
+def test_the_search_ends_where_memory_is_no_line(held):
     tries = []
 
-    def need(batch: int) -> Need:
+    def need(batch):
         tries.append(batch)
         return Need(batch <= 300, held(batch))
 
@@ -155,7 +153,7 @@ def test_the_search_ends_where_memory_is_no_line(held: Callable[[int], int]) -> 
 
 
 @pytest.mark.usefixtures("installed")
-def test_what_cannot_be_is_told_once_and_what_can_be_stays() -> None:
+def test_what_cannot_be_is_told_once_and_what_can_be_stays():
     llama = Case(model="llama-3.1-8b", sequence_length=512, named=("batch_size",))
     wrong = [llama.replace(gpus=8, batch_size=size) for size in (1, 2)]
     asked, left_out = possible([llama, *wrong], ["h100", "t4"])
@@ -167,7 +165,7 @@ def test_what_cannot_be_is_told_once_and_what_can_be_stays() -> None:
     ]
 
 
-def test_libraries_that_are_missing_are_named_together_and_the_rest_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_that_are_missing_are_named_together_and_the_rest_is_predicted(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("peft", "bitsandbytes") else name)
     cases = [Case(model="qwen3-8b", method=method, sequence_length=512) for method in ("full", "lora", "qlora")]
     asked, left_out = possible(cases, ["h100"])
@@ -178,7 +176,7 @@ def test_libraries_that_are_missing_are_named_together_and_the_rest_is_predicted
     ]
 
 
-def report(*cells: FitCell, **fields: Any) -> FitReport:
+def report(*cells, **fields):
     given = {
         "generator": "pytest-gputrain 0",
         "model": "llama-3.1-8b",
@@ -196,7 +194,7 @@ def report(*cells: FitCell, **fields: Any) -> FitReport:
 LORA = Case(model="llama-3.1-8b", method="lora", sequence_length=2048, batch_size=4)
 
 
-def cell(kind: str | None, **fields: Any) -> FitCell:
+def cell(kind, **fields):
     prediction = msgspec.structs.replace(
         predicted(30 * GiB), peak_bytes_by_origin={"build": 10**10, "forward": 10**10, "between": 8}
     )
@@ -221,9 +219,9 @@ REPORTS = {
 }
 
 
-def test_what_is_said_of_a_cell(snapshot: Any) -> None:
+def test_what_is_said_of_a_cell(snapshot):
     memory, of_all = fit.tables(REPORTS["it fits"])[0], [*fit.notes(REPORTS["it fits"])]
-    said: dict[str, Any] = {"of all": [memory.about, memory.headers, of_all]}
+    said = {"of all": [memory.about, memory.headers, of_all]}
     for what, written in REPORTS.items():
         notes = [*fit.notes(written)]
         said[what] = [*fit.tables(written)[0].rows, *(note for note in notes if note not in of_all)]
@@ -241,7 +239,7 @@ def test_what_is_said_of_a_cell(snapshot: Any) -> None:
         ({"batch_size": 0, "failure": "it crashed"}, "not known"),
     ],
 )
-def test_the_largest_batch_in_words(fields: dict[str, Any], text: str) -> None:
+def test_the_largest_batch_in_words(fields, text):
     given = {"case": LORA, "gpu": "h100", "needed_bytes": None, "roofline_seconds": None, "perhaps": 0, "is_bound": False}
     found = LargestBatch(**{**given, **fields})
     assert fit.tables(report(cell("fits"), largest=(found,)))[1].rows == (("lora", text),)
@@ -250,8 +248,8 @@ def test_the_largest_batch_in_words(fields: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("checkpointed", "told"), [(20, "activation_checkpointing=true makes it fit, in 20.0 GiB"), (90, "")]
 )
-def test_a_case_that_may_fit_is_told_only_what_makes_it_surely_fit(checkpointed: int, told: str) -> None:
-    def changed(case: Case) -> Prediction:
+def test_a_case_that_may_fit_is_told_only_what_makes_it_surely_fit(checkpointed, told):
+    def changed(case):
         gib = checkpointed if case.activation_checkpointing is True else 90
         return msgspec.structs.replace(predicted(gib * GiB), fits=gib < 79)
 
@@ -260,7 +258,7 @@ def test_a_case_that_may_fit_is_told_only_what_makes_it_surely_fit(checkpointed:
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_knobs_that_people_use_are_taken_by_the_command() -> None:
+def test_the_knobs_that_people_use_are_taken_by_the_command():
     words = "--batch=1 --precision=bf16 --optimizer=adamw,adamw_8bit,paged_adamw_8bit,adafactor,sgd --checkpointing=true,0.5"
     knobs = "loss=fp32,logits loss_chunks=16 lora_rank=8 lora_alpha=8 lora_dropout=0.1 lora_targets=all-linear dora=true"
     knobs += " max_grad_norm=1.0 attention=eager activation_checkpointing_policy=save-matmuls lengths=packed"
@@ -285,12 +283,12 @@ def test_the_knobs_that_people_use_are_taken_by_the_command() -> None:
         ({}, "~/.cache/huggingface/hub"),
     ],
 )
-def test_the_cache_of_the_hub_is_where_its_variables_say(variables: dict[str, str], folder: str) -> None:
+def test_the_cache_of_the_hub_is_where_its_variables_say(variables, folder):
     assert hub_cache(variables) == Path(folder).expanduser()
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Path:
+def hub(tmp_path):
     """A cache with two revisions of a model."""
     for revision, size in (("aaa", 64), ("bbb", 32)):
         folder = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / revision
@@ -299,7 +297,7 @@ def hub(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_model_of_the_hub_is_its_main_revision_or_any_other_that_was_fetched(hub: Path) -> None:
+def test_a_model_of_the_hub_is_its_main_revision_or_any_other_that_was_fetched(hub):
     variables = {"HF_HUB_CACHE": str(hub)}
     assert cached_models(variables) == ["Qwen/Qwen3-8B"]
     assert cached_models({"HF_HUB_CACHE": str(hub / "nothing")}) == []

@@ -1,15 +1,12 @@
 """The jobs of a fleet, with a scheduler and a clock that do as they are told: what is submitted when, what is lost how."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 from unit_examples import CASE, measurement
 
 from pytest_gputrain.execution.fleet.job_queue import ASK_SECONDS, GRACE_SECONDS, LEAST_WAITING, Fleet
-from pytest_gputrain.execution.fleet.scheduler import DELIVERY, OUTPUT, Doing, Job, JobRefused, QueueFull, Unreachable
+from pytest_gputrain.execution.fleet.scheduler import DELIVERY, OUTPUT, Job, JobRefused, QueueFull, Unreachable
 from pytest_gputrain.records import Conditions, Delivery, Host, Lost, Order, Task
 from pytest_gputrain.records.node_protocol import write_record
 
@@ -18,7 +15,7 @@ NODE = Host(name="n1", platform="h100", device="nvidia-h100-80gb-hbm3", gpus=1)
 DONE = Delivery(host=NODE, reply=measurement())
 
 
-def order(name: str = "a") -> Order:
+def order(name="a"):
     task = Task(case=CASE.replace(model=name), scale="full", device_type="gpu", root="/")
     conditions = Conditions(platform="h100", timeout_seconds=60, foreign="warn", shared="/")
     return Order(task=task, conditions=conditions, gpus=1, cpus=4)
@@ -36,18 +33,18 @@ class Scheduler:
         "undelivered": "share gpu_shared",
     }
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
-        self.submitted: list[str] = []
-        self.folders: dict[str, Path] = {}
-        self.says: dict[str, Job] = {}
-        self.cancelled: list[str] = []
-        self.refusal: Exception | None = None
+        self.submitted = []
+        self.folders = {}
+        self.says = {}
+        self.cancelled = []
+        self.refusal = None
         self.silent = False
         self.most = 0
-        self.script: dict[float, object] = {}
+        self.script = {}
 
-    def submit(self, order: Order, folder: Path) -> str:
+    def submit(self, order, folder):
         if self.refusal is not None:
             raise self.refusal
         job = f"{order.task.case.model}{sum(job.startswith(order.task.case.model) for job in self.submitted) or ''}"
@@ -56,23 +53,23 @@ class Scheduler:
         self.says.setdefault(job, Job("waiting", "Priority"))
         return job
 
-    def jobs(self, ids: Sequence[str]) -> dict[str, Job]:
+    def jobs(self, ids):
         if self.silent:
             raise Unreachable("no answer")
         self.most = max(self.most, len(ids))
         return {job: self.says[job] for job in ids if job in self.says}
 
-    def cancel(self, ids: Sequence[str]) -> None:
+    def cancel(self, ids):
         self.cancelled += ids
 
-    def close(self) -> None:
+    def close(self):
         self.cancelled.append("closed")
 
-    def deliver(self, job: str, delivery: Delivery = DONE) -> None:
+    def deliver(self, job, delivery=DONE):
         write_record(self.folders[job] / DELIVERY, delivery)
         self.says[job] = Job("ended")
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         """Lets time pass, and does what is due."""
         self.now += seconds
         assert self.now < 10_000, "the fleet waits for ever"
@@ -81,21 +78,21 @@ class Scheduler:
 
 
 @pytest.fixture
-def scheduler() -> Scheduler:
+def scheduler():
     return Scheduler()
 
 
-def fleet_of(scheduler: Scheduler, folder: Path, most_jobs: int = 3) -> Fleet:
-    clock: Any = {"now": lambda: scheduler.now, "sleep": scheduler.sleep}
+def fleet_of(scheduler, folder, most_jobs=3):
+    clock = {"now": lambda: scheduler.now, "sleep": scheduler.sleep}
     return Fleet(scheduler, folder, most_jobs=most_jobs, wait_seconds=WAIT, **clock)
 
 
 @pytest.fixture
-def fleet(scheduler: Scheduler, tmp_path: Path) -> Fleet:
+def fleet(scheduler, tmp_path):
     return fleet_of(scheduler, tmp_path)
 
 
-def test_what_is_expected_is_submitted_in_its_order_as_far_as_the_window_reaches(fleet: Fleet, scheduler: Scheduler) -> None:
+def test_what_is_expected_is_submitted_in_its_order_as_far_as_the_window_reaches(fleet, scheduler):
     fleet.expect(map(order, "abcde"))
     assert scheduler.submitted == ["a", "b", "c"]
     scheduler.deliver("b")
@@ -106,7 +103,7 @@ def test_what_is_expected_is_submitted_in_its_order_as_far_as_the_window_reaches
     assert scheduler.most <= 3
 
 
-def test_as_many_wait_as_run(scheduler: Scheduler, tmp_path: Path) -> None:
+def test_as_many_wait_as_run(scheduler, tmp_path):
     fleet = fleet_of(scheduler, tmp_path, most_jobs=40)
     fleet.expect(order(f"case-{number}-") for number in range(100))
     sizes = []
@@ -118,7 +115,7 @@ def test_as_many_wait_as_run(scheduler: Scheduler, tmp_path: Path) -> None:
     assert sizes == [LEAST_WAITING, 2 * LEAST_WAITING, 4 * LEAST_WAITING, 40]
 
 
-def test_what_is_held_does_not_keep_others_from_their_turn(scheduler: Scheduler, tmp_path: Path) -> None:
+def test_what_is_held_does_not_keep_others_from_their_turn(scheduler, tmp_path):
     fleet = fleet_of(scheduler, tmp_path, most_jobs=40)
     fleet.expect(order(f"wide-{number}-") for number in range(LEAST_WAITING))
     scheduler.says = dict.fromkeys(scheduler.submitted, Job("held", "no node has so many"))
@@ -127,14 +124,14 @@ def test_what_is_held_does_not_keep_others_from_their_turn(scheduler: Scheduler,
     assert scheduler.now < WAIT
 
 
-def test_a_test_that_waits_goes_before_what_is_only_expected(fleet: Fleet, scheduler: Scheduler) -> None:
+def test_a_test_that_waits_goes_before_what_is_only_expected(fleet, scheduler):
     fleet.expect(map(order, "abcde"))
     scheduler.script = {10: lambda: scheduler.deliver("a"), 20: lambda: scheduler.deliver("e")}
     assert fleet.run(order("e")) == DONE
     assert scheduler.submitted == ["a", "b", "c", "e", "d"]
 
 
-def test_what_is_soon_to_be_asked_for_goes_before_what_was_expected_earlier(fleet: Fleet, scheduler: Scheduler) -> None:
+def test_what_is_soon_to_be_asked_for_goes_before_what_was_expected_earlier(fleet, scheduler):
     fleet.expect(map(order, "abcde"))
     fleet.expect([order("f"), order("g")], soon=True)
     for job in "abcfgde":
@@ -145,8 +142,8 @@ def test_what_is_soon_to_be_asked_for_goes_before_what_was_expected_earlier(flee
     assert scheduler.submitted == ["a", "b", "c", "f", "g", "d", "e"]
 
 
-def test_what_arrives_before_a_test_asks_is_told_while_another_waits(scheduler: Scheduler, tmp_path: Path) -> None:
-    arrivals: list[tuple[str, int, int]] = []
+def test_what_arrives_before_a_test_asks_is_told_while_another_waits(scheduler, tmp_path):
+    arrivals = []
     fleet = fleet_of(scheduler, tmp_path, most_jobs=9)
     fleet.expect(map(order, "abb"))
     scheduler.script = {
@@ -170,7 +167,7 @@ def test_what_arrives_before_a_test_asks_is_told_while_another_waits(scheduler: 
         assert fleet.run(order("b")) == DONE
 
 
-def test_each_run_of_a_case_is_a_job_of_its_own(fleet: Fleet, scheduler: Scheduler) -> None:
+def test_each_run_of_a_case_is_a_job_of_its_own(fleet, scheduler):
     fleet.expect([order(), order()])
     other = Delivery(host=NODE, refusal="another one")
     scheduler.deliver("a")
@@ -181,33 +178,33 @@ def test_each_run_of_a_case_is_a_job_of_its_own(fleet: Fleet, scheduler: Schedul
     assert scheduler.submitted == ["a", "a1", "a2"]
 
 
-def then(at: float, does: Callable[[Scheduler], object]) -> Callable[[Scheduler], object]:
+def then(at, does):
     return lambda scheduler: scheduler.script.update({at: lambda: does(scheduler)})
 
 
-def says(job: str, doing: Doing, *words: str, **fields: Any) -> Callable[[Scheduler], object]:
+def says(job, doing, *words, **fields):
     return lambda scheduler: scheduler.says.update({job: Job(doing, *words, **fields)})
 
 
-def sets(**fields: Any) -> Callable[[Scheduler], object]:
+def sets(**fields):
     return lambda scheduler: [setattr(scheduler, name, value) for name, value in fields.items()]
 
 
-def delivers(job: str, *delivery: Delivery) -> Callable[[Scheduler], object]:
+def delivers(job, *delivery):
     return lambda scheduler: scheduler.deliver(job, *delivery)
 
 
-def writes(name: str, text: str) -> Callable[[Scheduler], object]:
+def writes(name, text):
     return lambda scheduler: (scheduler.folders["a"] / name).write_text(text)
 
 
-def forgets(scheduler: Scheduler) -> None:
+def forgets(scheduler):
     scheduler.says.clear()
 
 
 RUNS = says("a", "running", host="n7")
 LATER = GRACE_SECONDS, GRACE_SECONDS + 3 * ASK_SECONDS
-LOST: dict[str, tuple[Sequence[Callable[[Scheduler], object]], float, float]] = {
+LOST = {
     **{
         doing: ([RUNS, then(10, says("a", doing, "it snowed"))], 10, 10 + 2 * ASK_SECONDS)
         for doing in ("node_died", "preempted", "cancelled")
@@ -242,7 +239,7 @@ LOST: dict[str, tuple[Sequence[Callable[[Scheduler], object]], float, float]] = 
 }
 
 
-def test_a_job_is_lost(tmp_path: Path, snapshot: Any) -> None:
+def test_a_job_is_lost(tmp_path, snapshot):
     said = {}
     for what, (doings, least, most) in LOST.items():
         scheduler = Scheduler()
@@ -258,7 +255,7 @@ def test_a_job_is_lost(tmp_path: Path, snapshot: Any) -> None:
     assert said == snapshot
 
 
-FOUND: dict[str, Sequence[Callable[[Scheduler], object]]] = {
+FOUND = {
     **{doing: [then(5, delivers("a")), then(5.5, says("a", doing))] for doing in ("node_died", "preempted", "cancelled")},
     "forgotten": [then(5, delivers("a")), then(5.5, forgets)],
     "late, but not later than the grace": [says("a", "ended", "exit 0"), then(GRACE_SECONDS - ASK_SECONDS, delivers("a"))],
@@ -276,7 +273,7 @@ FOUND: dict[str, Sequence[Callable[[Scheduler], object]]] = {
 
 
 @pytest.mark.parametrize("what", FOUND)
-def test_what_a_job_delivered_counts_whatever_became_of_it(fleet: Fleet, scheduler: Scheduler, what: str) -> None:
+def test_what_a_job_delivered_counts_whatever_became_of_it(fleet, scheduler, what):
     for do in FOUND[what]:
         do(scheduler)
     fleet.expect(map(order, "ab") if "others" in what else ())
@@ -284,9 +281,7 @@ def test_what_a_job_delivered_counts_whatever_became_of_it(fleet: Fleet, schedul
     assert scheduler.cancelled == []
 
 
-def test_all_that_wait_for_a_full_queue_are_lost_together_and_a_refused_job_alone(
-    fleet: Fleet, scheduler: Scheduler
-) -> None:
+def test_all_that_wait_for_a_full_queue_are_lost_together_and_a_refused_job_alone(fleet, scheduler):
     scheduler.refusal = JobRefused("no such partition")
     assert fleet.run(order("c")).cause == "not_scheduled"
     scheduler.refusal = None
@@ -300,9 +295,7 @@ def test_all_that_wait_for_a_full_queue_are_lost_together_and_a_refused_job_alon
     assert scheduler.now == at <= began + WAIT + 2 * ASK_SECONDS
 
 
-def test_what_is_dropped_is_cancelled_and_nothing_else_and_the_end_leaves_no_folder(
-    fleet: Fleet, scheduler: Scheduler, tmp_path: Path
-) -> None:
+def test_what_is_dropped_is_cancelled_and_nothing_else_and_the_end_leaves_no_folder(fleet, scheduler, tmp_path):
     fleet.expect([order("a"), order("b"), order("a")])
     scheduler.deliver("a")
     scheduler.now += ASK_SECONDS
@@ -316,9 +309,7 @@ def test_what_is_dropped_is_cancelled_and_nothing_else_and_the_end_leaves_no_fol
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_ctrl_c_kept_from_being_cancelled_is_cancelled_in_the_end(
-    fleet: Fleet, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ctrl_c_kept_from_being_cancelled_is_cancelled_in_the_end(fleet, scheduler, monkeypatch):
     fleet.expect([order("a"), order("b")])
     with monkeypatch.context() as interrupted:
         interrupted.setattr(scheduler, "cancel", mock.Mock(side_effect=KeyboardInterrupt))
@@ -328,7 +319,7 @@ def test_what_ctrl_c_kept_from_being_cancelled_is_cancelled_in_the_end(
     assert sorted(scheduler.cancelled) == ["a", "b", "closed"]
 
 
-def test_all_but_some_can_be_dropped(fleet: Fleet, scheduler: Scheduler) -> None:
+def test_all_but_some_can_be_dropped(fleet, scheduler):
     fleet.expect(map(order, "abcde"))
     fleet.only([order("b"), order("e")])
     assert sorted(scheduler.cancelled) == ["a", "c"]

@@ -1,8 +1,6 @@
 """The simulation of ``tools/fleet_makespan.py``: its claims hold for the product's order, and fail for others."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import fleet_makespan
 import pytest
@@ -12,7 +10,7 @@ SEED = 20_261_121
 """Fixed, as few suites are drawn here. The tool itself takes fresh ones."""
 
 
-def _rows(rule: str) -> dict[str, tuple[float, bool]]:
+def _rows(rule):
     """What was measured, and whether it keeps what is claimed, by setting."""
     rows = list(fleet_makespan.rows(Suites(SEED), fleet_makespan.RULES[rule], 10))
     assert sum(row.limit is not None for row in rows) == 8
@@ -20,7 +18,7 @@ def _rows(rule: str) -> dict[str, tuple[float, bool]]:
 
 
 @pytest.mark.slow
-def test_the_longest_first_keeps_its_claims() -> None:
+def test_the_longest_first_keeps_its_claims():
     measured = _rows("longest")
     assert all(holds for _, holds in measured.values())
     # What docs/fleet.md says of doubt.
@@ -28,19 +26,19 @@ def test_the_longest_first_keeps_its_claims() -> None:
 
 
 @pytest.mark.slow
-def test_the_exit_status_tells_of_a_missed_claim(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_status_tells_of_a_missed_claim(capsys):
     assert fleet_makespan.main(["--replicates=1", "--seed=1", "--rule=shortest"]) == 1
     assert "FAIL 500 cases " in capsys.readouterr().out
 
 
-def job(seconds: float, nodes: int = 1, *, in_doubt: bool = False) -> Job:
+def job(seconds, nodes=1, *, in_doubt=False):
     return Job(seconds, nodes, seconds, in_doubt)
 
 
-AT_ONCE: dict[str, Any] = {"submit_seconds": 0.0, "ask_seconds": 0.5}
+AT_ONCE = {"submit_seconds": 0.0, "ask_seconds": 0.5}
 
 
-def test_a_schedule_that_can_be_worked_out_by_hand() -> None:
+def test_a_schedule_that_can_be_worked_out_by_hand():
     jobs = [job(1), job(2), job(3), job(4)]
     assert least(jobs, 2) == 5
     assert Fleet(nodes=2, **AT_ONCE).makespan(jobs, [3, 2, 1, 0]) == 5
@@ -54,7 +52,7 @@ def test_a_schedule_that_can_be_worked_out_by_hand() -> None:
     assert Fleet(nodes=2, window=1, submit_seconds=0, ask_seconds=4).makespan([job(3), job(3), job(3)], [0, 1, 2]) == 11
 
 
-def test_doubt_is_asked_for_in_the_order_of_the_tests_or_at_once() -> None:
+def test_doubt_is_asked_for_in_the_order_of_the_tests_or_at_once():
     jobs = [job(2, in_doubt=True), job(2, in_doubt=True)]
     assert least(jobs, 2, doubts=True) == 6
     assert least(jobs, 4, doubts=True) == 4
@@ -62,11 +60,11 @@ def test_doubt_is_asked_for_in_the_order_of_the_tests_or_at_once() -> None:
     assert Fleet(nodes=4, doubt="at once", **AT_ONCE).makespan(jobs, [0, 1]) == 4
     # Seen at 4, when the third has begun: before the fourth, or behind it.
     jobs = [job(2, in_doubt=True), job(6), job(6), job(6)]
-    slow: dict[str, Any] = {"submit_seconds": 0.0, "ask_seconds": 4.0, "window": 2}
+    slow = {"submit_seconds": 0.0, "ask_seconds": 4.0, "window": 2}
     assert Fleet(nodes=1, doubt="at once", **slow).makespan(jobs, [0, 1, 2, 3]) == 24
 
 
-def test_a_history_counts_before_predictions(tmp_path: Path) -> None:
+def test_a_history_counts_before_predictions(tmp_path):
     history = tmp_path / "history.jsonl"
     line = {"suite": "collective", "key": "bert-large-full-fp32", "platform": "h100", "median_step_seconds": 100.0}
     history.write_text(json.dumps(line) + "\n" + json.dumps(line | {"platform": "a100", "median_step_seconds": 1.0}) + "\n")

@@ -5,9 +5,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
@@ -18,7 +16,7 @@ from unit_examples import CASE, crashed, measurement, prediction
 from pytest_gputrain.execution.launch import fork_server, launcher, processes
 from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.execution.launch.processes import CASE_FOLDER
-from pytest_gputrain.records import Event, Task
+from pytest_gputrain.records import Task
 
 TASK = Task(case=CASE, scale="tiny", device_type="cpu", root=".")
 
@@ -56,7 +54,7 @@ STAYS, REFUSES, DIES, HANGS = 1, 2, 3, 4
 
 
 @pytest.fixture
-def wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def wishes(tmp_path, monkeypatch):
     """What the stand-in was asked for, a line each."""
     log, program = tmp_path / "wishes.jsonl", tmp_path / "source"
     numbers = {"stays": STAYS, "refuses": REFUSES, "dies": DIES, "hangs": HANGS}
@@ -67,24 +65,24 @@ def wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def source() -> Iterator[ForkServer]:
+def source():
     made = ForkServer()
     yield made
     made.close()
 
 
-def _fork(source: ForkServer, rank: int = 0, seconds: float = 30, task: Task = TASK, **environment: str) -> Any:
+def _fork(source, rank=0, seconds=30, task=TASK, **environment):
     return source.fork(task, Path("case"), rank, environment, seconds)
 
 
 @pytest.fixture
-def children() -> Callable[[], list[int]]:
+def children():
     """Those of the test: in this process tests of others may have run, whose sources live on."""
     before = set(psutil.Process().children())
     return lambda: [child.pid for child in psutil.Process().children() if child not in before]
 
 
-def test_a_worker_is_forked_as_wished_and_its_end_is_told_apart(wishes: Path, source: ForkServer) -> None:
+def test_a_worker_is_forked_as_wished_and_its_end_is_told_apart(wishes, source):
     first, second = _fork(source), _fork(source, STAYS)
     first.wait()
     wish = json.loads(wishes.read_text().splitlines()[0])
@@ -94,7 +92,7 @@ def test_a_worker_is_forked_as_wished_and_its_end_is_told_apart(wishes: Path, so
     os.kill(second.pid, signal.SIGKILL)
 
 
-def _serving(source: ForkServer, **fields: Any) -> int:
+def _serving(source, **fields):
     """Fork a worker, and return the id of its parent."""
     worker = _fork(source, STAYS, **fields)
     parent = psutil.Process(worker.pid).ppid()
@@ -102,7 +100,7 @@ def _serving(source: ForkServer, **fields: Any) -> int:
     return parent
 
 
-def test_a_source_serves_as_long_as_it_lives(wishes: Path, source: ForkServer, children: Callable[[], list[int]]) -> None:
+def test_a_source_serves_as_long_as_it_lives(wishes, source, children):
     first = _serving(source)
     assert _serving(source) == first
     os.kill(first, signal.SIGKILL)
@@ -111,9 +109,7 @@ def test_a_source_serves_as_long_as_it_lives(wishes: Path, source: ForkServer, c
     assert first not in children()
 
 
-def test_each_environment_and_own_code_have_a_source_of_their_own_and_few_are_kept(
-    wishes: Path, source: ForkServer, children: Callable[[], list[int]]
-) -> None:
+def test_each_environment_and_own_code_have_a_source_of_their_own_and_few_are_kept(wishes, source, children):
     first, second, third = _serving(source, A="1"), _serving(source, A="2"), _serving(source, A="2", task=OWN)
     assert _serving(source, A="1") == first
     assert children() == [first, second, third]
@@ -124,9 +120,7 @@ def test_each_environment_and_own_code_have_a_source_of_their_own_and_few_are_ke
 OWN = msgspec.structs.replace(TASK, case=CASE.replace(code="a.py::b", method="custom"))
 
 
-def test_a_source_has_the_limits_and_the_cores_of_the_test(
-    wishes: Path, source: ForkServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_has_the_limits_and_the_cores_of_the_test(wishes, source, monkeypatch):
     first = _serving(source)
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (2**22, hard))
@@ -138,18 +132,14 @@ def test_a_source_has_the_limits_and_the_cores_of_the_test(
     assert _serving(source) != first
 
 
-def test_what_must_not_be_forked_gets_a_fresh_interpreter(
-    wishes: Path, source: ForkServer, children: Callable[[], list[int]]
-) -> None:
+def test_what_must_not_be_forked_gets_a_fresh_interpreter(wishes, source, children):
     for task in (TASK, OWN):
         assert _fork(source, task=msgspec.structs.replace(task, device_type="cuda")) is None
     assert children() == []
 
 
 @pytest.mark.parametrize(("rank", "seconds"), [(REFUSES, 30), (DIES, 30), (HANGS, 0.3)])
-def test_a_source_that_does_not_fork_is_given_up(
-    wishes: Path, source: ForkServer, rank: int, seconds: float, children: Callable[[], list[int]]
-) -> None:
+def test_a_source_that_does_not_fork_is_given_up(wishes, source, rank, seconds, children):
     before = os.listdir("/proc/self/fd")
     assert _fork(source, rank, seconds) is None
     assert children() == []
@@ -157,7 +147,7 @@ def test_a_source_that_does_not_fork_is_given_up(
     assert _fork(source) is not None, "the next gets another"
 
 
-def test_a_worker_ends_with_its_source(wishes: Path, source: ForkServer, children: Callable[[], list[int]]) -> None:
+def test_a_worker_ends_with_its_source(wishes, source, children):
     worker = _fork(source, STAYS)
     (pid,) = children()
     os.kill(pid, signal.SIGKILL)
@@ -166,7 +156,7 @@ def test_a_worker_ends_with_its_source(wishes: Path, source: ForkServer, childre
     os.kill(worker.pid, signal.SIGKILL)
 
 
-def test_a_fresh_worker_leaves_what_it_prints_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_worker_leaves_what_it_prints_in_its_folder(tmp_path, monkeypatch):
     program = tmp_path / "python"
     program.write_text('#!/bin/sh\necho "$@" "$A"; cat; echo told >&2; exit 3\n')
     program.chmod(0o755)
@@ -185,14 +175,14 @@ def test_a_fresh_worker_leaves_what_it_prints_in_its_folder(tmp_path: Path, monk
 class Started:
     """What stands in for processes: each has replied and ended."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, reply: Any) -> None:
-        self.folders: list[Path] = []
-        self.environments: list[Any] = []
+    def __init__(self, monkeypatch, reply):
+        self.folders = []
+        self.environments = []
         self.ended = 0
         self.reply = reply
         monkeypatch.setattr(launcher, "start", self.start)
 
-    def start(self, folder: Path, rank: int, environment: Any) -> Any:
+    def start(self, folder, rank, environment):
         self.folders.append(folder)
         self.environments.append(environment)
         assert msgspec.json.decode((folder / "case.json").read_bytes(), type=Task).case == CASE
@@ -202,13 +192,13 @@ class Started:
         process.end = self.end
         return process
 
-    def end(self) -> None:
+    def end(self):
         self.ended += 1
 
 
-def test_a_case_has_a_process_for_each_rank_and_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_has_a_process_for_each_rank_and_server(monkeypatch):
     started = Started(monkeypatch, measurement())
-    events: list[Event] = []
+    events = []
     task = msgspec.structs.replace(TASK, processes=2, servers=1)
     reply = launcher.in_process(task, gpus=(), timeout_seconds=60, watch=events.append)
     assert len(reply.ranks) == len(started.folders) == started.ended == 3
@@ -220,9 +210,9 @@ def test_a_case_has_a_process_for_each_rank_and_server(monkeypatch: pytest.Monke
         assert environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_a_prediction_takes_one_process_whatever_the_case_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prediction_takes_one_process_whatever_the_case_takes(monkeypatch):
     started = Started(monkeypatch, prediction())
-    events: list[Event] = []
+    events = []
     task = msgspec.structs.replace(TASK, processes=2, servers=1, target=TARGET)
     assert launcher.predict(task, timeout_seconds=60, watch=events.append) == prediction()
     assert len(started.folders) == 1
@@ -230,12 +220,12 @@ def test_a_prediction_takes_one_process_whatever_the_case_takes(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("forked", [True, False])
-def test_a_fresh_process_is_started_where_none_can_be_forked(forked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_process_is_started_where_none_can_be_forked(forked, monkeypatch):
     started = Started(monkeypatch, crashed())
-    asked: list[Any] = []
+    asked = []
 
     class Source(ForkServer):
-        def fork(self, task: Task, folder: Path, rank: int, environment: Any, timeout_seconds: float) -> Any:
+        def fork(self, task, folder, rank, environment, timeout_seconds):
             asked.append((task, rank, environment.get(CASE_FOLDER), timeout_seconds))
             return started.start(folder, rank, environment) if forked else None
 

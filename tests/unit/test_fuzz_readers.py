@@ -1,13 +1,10 @@
 """Damaged input to every reader, the same little in every run; ``tools/fuzz_readers.py`` makes new inputs."""
 
 import dataclasses
-import random
-from pathlib import Path
-from typing import Any
 
 import fuzz_readers
 import pytest
-from readers import READERS, Reader, Scratch
+from readers import READERS
 
 INPUTS = 60
 SEED = 2026
@@ -16,7 +13,7 @@ BY_NAME = {reader.name: reader for reader in READERS}
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
-def test_a_reader_fails_by_its_documented_errors_only(reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reader_fails_by_its_documented_errors_only(reader, capsys):
     failures = fuzz_readers.run([reader], INPUTS, SEED)
     assert failures == 0, capsys.readouterr().out
 
@@ -31,12 +28,10 @@ def test_a_reader_fails_by_its_documented_errors_only(reader: Reader, capsys: py
         (RecursionError("deep"), (ValueError,), "RecursionError at test_fuzz_readers.py"),
     ],
 )
-def test_anything_else_is_a_failure_with_the_seed_that_makes_its_input_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], raised: Exception, documented: Any, told: str
-) -> None:
+def test_anything_else_is_a_failure_with_the_seed_that_makes_its_input_again(tmp_path, capsys, raised, documented, told):
     inputs = []
 
-    def read(data: bytes, scratch: Scratch, rng: random.Random) -> None:
+    def read(data, scratch, rng):
         inputs.append(data)
         if len(data) % 2:
             raise raised
@@ -51,10 +46,8 @@ def test_anything_else_is_a_failure_with_the_seed_that_makes_its_input_again(
     assert inputs[-1] == first
 
 
-def test_what_is_never_read_to_its_end_is_a_failure(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(data: bytes, scratch: Scratch, rng: random.Random) -> None:
+def test_what_is_never_read_to_its_end_is_a_failure(capsys, monkeypatch):
+    def read(data, scratch, rng):
         while True:
             pass
 
@@ -63,8 +56,8 @@ def test_what_is_never_read_to_its_end_is_a_failure(
     assert "TooLong" in capsys.readouterr().out
 
 
-def test_a_documented_error_of_one_sentence_is_none() -> None:
-    def read(data: bytes, scratch: Scratch, rng: random.Random) -> None:
+def test_a_documented_error_of_one_sentence_is_none():
+    def read(data, scratch, rng):
         raise ValueError("the file is not JSON: unexpected end; restore it from git")
 
     assert fuzz_readers.run([dataclasses.replace(BY_NAME["baseline"], read=read, documented=(ValueError,))], 20, 1) == 0

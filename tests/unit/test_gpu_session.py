@@ -1,7 +1,6 @@
 """What is done next on a borrowed GPU."""
 
 import json
-from pathlib import Path
 
 import gpu_session
 import pytest
@@ -10,12 +9,12 @@ from gpu_session import Asked, Done, Step, left_over
 STEPS = [Step(name, ()) for name in ("driver", "tests", "a", "b", "c")]
 
 
-def _next(*done: Done, left: float = 1000.0) -> str | None:
+def _next(*done, left=1000.0):
     step = left_over(iter(STEPS), done, left)
     return step.name if step else None
 
 
-def test_a_call_goes_on_where_the_last_one_ended_and_begins_nothing_that_may_not_end_in_time() -> None:
+def test_a_call_goes_on_where_the_last_one_ended_and_begins_nothing_that_may_not_end_in_time():
     assert _next() == "driver"
     assert _next(Done("driver", 0, 1.0), Done("tests", 1, 300.0)) == "a"
     assert _next(*[Done(step.name, 0, 1.0) for step in STEPS]) is None
@@ -25,7 +24,7 @@ def test_a_call_goes_on_where_the_last_one_ended_and_begins_nothing_that_may_not
 
 
 @pytest.mark.slow
-def test_a_session_on_the_cpu_records_case_after_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_on_the_cpu_records_case_after_case(tmp_path, monkeypatch):
     """The whole of it, but for the cases' processes: those are of a suite that trains in an instant."""
     pytest.importorskip("torch", reason="the cases train")
     root = tmp_path / "root"

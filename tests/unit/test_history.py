@@ -8,7 +8,6 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -38,7 +37,7 @@ path, *arguments = Path(sys.argv[1]), *sys.argv[2:]
 """
 
 
-def _spawn(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+def _spawn(code, *arguments):
     """A process that is past its imports, and waits for a line."""
     command = [sys.executable, "-c", _PRELUDE + code, *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -46,7 +45,7 @@ def _spawn(code: str, *arguments: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def _ends(*processes: subprocess.Popen[bytes]) -> list[int]:
+def _ends(*processes):
     """How those that wait end, once all have got their line."""
     for process in processes:
         process.stdin.write(msgspec.json.encode(LINE) + b"\n")
@@ -56,15 +55,15 @@ def _ends(*processes: subprocess.Popen[bytes]) -> list[int]:
     return [process.returncode for process in processes]
 
 
-def _sessions(path: Path) -> list[str]:
+def _sessions(path):
     return [json.loads(line)["session"] for line in path.read_text().splitlines()]
 
 
-def _named(name: str) -> HistoryLine:
+def _named(name):
     return msgspec.structs.replace(LINE, session=name)
 
 
-def _refuse(sentence: str) -> None:
+def _refuse(sentence):
     raise AssertionError(sentence)
 
 
@@ -88,13 +87,13 @@ RESULTS = {
 }
 
 
-def test_a_line_has_the_case_the_environment_and_the_figures(snapshot: Any) -> None:
+def test_a_line_has_the_case_the_environment_and_the_figures(snapshot):
     """One median of the steps' distances from their own process's median: of 0, 0, 0.1, 0.1, 0.1 and 0.2."""
     lines = {what: msgspec.structs.asdict(*lines_of([of], SESSION)) for what, of in RESULTS.items()}
     assert {(line["model"], line["sequence_length"]) for line in lines.values()} == {("llama-3.1-8b", 8192)}
     assert {line.pop("version_gputrain") for line in lines.values()} == {metadata.version("pytest-gputrain")}
     measured = lines.pop("measured")
-    told: dict[str, Any] = {"measured": {name: it for name, it in measured.items() if it is not None and name not in KNOBS}}
+    told = {"measured": {name: it for name, it in measured.items() if it is not None and name not in KNOBS}}
     for what, line in lines.items():
         differing = {name: value for name, value in line.items() if value != measured[name]}
         told[what] = {name: value for name, value in differing.items() if value is not None}
@@ -102,7 +101,7 @@ def test_a_line_has_the_case_the_environment_and_the_figures(snapshot: Any) -> N
     assert told == snapshot
 
 
-def test_a_case_of_several_tests_has_one_line_of_the_last_that_judged_it_and_a_search_none() -> None:
+def test_a_case_of_several_tests_has_one_line_of_the_last_that_judged_it_and_a_search_none():
     measured, judged, later = (result(nodeid=name) for name in "abc")
     measured = msgspec.structs.replace(measured, verdict=None)
     later = msgspec.structs.replace(later, verdict=Verdict(status="regressed", sentence="x"))
@@ -112,7 +111,7 @@ def test_a_case_of_several_tests_has_one_line_of_the_last_that_judged_it_and_a_s
     assert lines_of([result(search=Search(tries=(), most=4))], SESSION) == []
 
 
-def test_every_knob_is_a_key_and_every_key_one_column_of_one_type() -> None:
+def test_every_knob_is_a_key_and_every_key_one_column_of_one_type():
     """No lists or objects, and no whole number where another line has a fraction."""
     assert set(Case.__struct_fields__) - {"named", "platforms"} <= set(HistoryLine.__struct_fields__)
     kinds = {
@@ -127,7 +126,7 @@ def test_every_knob_is_a_key_and_every_key_one_column_of_one_type() -> None:
 
 
 @pytest.mark.parametrize("share", [True, False, 0.5])
-def test_lines_are_of_the_types_they_declare(share: Any) -> None:
+def test_lines_are_of_the_types_they_declare(share):
     (line,) = lines_of([result(CASE.replace(activation_checkpointing=share, learning_rate=1))], SESSION)
     text = msgspec.json.encode(line)
     assert msgspec.json.decode(text, type=HistoryLine) == line
@@ -142,7 +141,7 @@ for number in range(20):
 """
 
 
-def test_several_processes_append_at_once_and_every_line_is_whole(tmp_path: Path) -> None:
+def test_several_processes_append_at_once_and_every_line_is_whole(tmp_path):
     path = tmp_path / "history.jsonl"
     assert _ends(*[_spawn(_WRITER, str(path), name) for name in "abcd"]) == [0] * 4
     sessions = _sessions(path)
@@ -166,7 +165,7 @@ append(path, [msgspec.structs.replace(line, session=name) for name in ("killed-1
 
 
 @pytest.mark.parametrize(("missing", "kept"), [(200, ["killed-1"]), (1, ["killed-1", "killed-2"])])
-def test_after_a_kill_in_mid_write_the_next_line_stands_by_itself(tmp_path: Path, missing: int, kept: list[str]) -> None:
+def test_after_a_kill_in_mid_write_the_next_line_stands_by_itself(tmp_path, missing, kept):
     path = tmp_path / "history.jsonl"
     append(path, [_named("before")])
     assert _ends(_spawn(_CRASHES, str(path), str(missing))) == [-9]
@@ -177,14 +176,14 @@ def test_after_a_kill_in_mid_write_the_next_line_stands_by_itself(tmp_path: Path
         assert said.startswith(f"the last line of {path} was cut off by a crash (")
 
 
-def test_wherever_a_line_is_cut_off_the_others_are_read_and_the_next_is_whole(tmp_path: Path) -> None:
+def test_wherever_a_line_is_cut_off_the_others_are_read_and_the_next_is_whole(tmp_path):
     path = tmp_path / "history.jsonl"
     append(path, [_named("one"), _named("two")])
     whole = path.read_bytes()
     begin = whole.index(b"\n") + 1
     for cut in (*range(begin + 1, len(whole) - 1, 97), len(whole) - 2):
         path.write_bytes(whole[:cut])
-        warnings: list[str] = []
+        warnings = []
         assert [line.session for _, line in read(path, HistoryLine, warnings.append)] == ["one"]
         assert len(warnings) == 1
         assert warnings[0].startswith(f"{path}:2 was cut off by a crash and is left out")
@@ -192,9 +191,7 @@ def test_wherever_a_line_is_cut_off_the_others_are_read_and_the_next_is_whole(tm
         assert _sessions(path) == ["one", "three"]
 
 
-def test_a_torn_line_that_is_the_first_or_longer_than_what_is_read_at_once_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torn_line_that_is_the_first_or_longer_than_what_is_read_at_once_is_removed(tmp_path, monkeypatch):
     path = tmp_path / "history.jsonl"
     path.write_bytes(b'{"format": 2, "kind')
     assert "(19 bytes)" in append(path, [_named("one")])
@@ -215,7 +212,7 @@ except OSError:
 """
 
 
-def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path):
     path = tmp_path / "history.jsonl"
     append(path, [_named("before")])
     before = path.read_bytes()
@@ -228,7 +225,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     [b'{"format":2,"ki\n', b"\n", b"\x00\x00\x00\n", b'{"format":2}\n', b"[]\n", b'"\xff"\n'],
     ids=["torn", "empty", "zeros", "keys missing", "no object", "no text"],
 )
-def test_a_corrupt_line_before_the_end_is_refused_with_its_place(tmp_path: Path, corrupt: bytes) -> None:
+def test_a_corrupt_line_before_the_end_is_refused_with_its_place(tmp_path, corrupt):
     path = tmp_path / "history.jsonl"
     append(path, [_named("one")])
     whole = path.read_bytes()
@@ -239,7 +236,7 @@ def test_a_corrupt_line_before_the_end_is_refused_with_its_place(tmp_path: Path,
         next(lines)
 
 
-def test_a_file_without_line_ends_is_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_line_ends_is_refused_early(tmp_path, monkeypatch):
     path = tmp_path / "model.bin"
     path.write_bytes(b"{" * 200)
     monkeypatch.setattr(history, "_LONGEST_LINE", 64)
@@ -248,7 +245,7 @@ def test_a_file_without_line_ends_is_refused_early(tmp_path: Path, monkeypatch: 
 
 
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def repository(tmp_path, monkeypatch):
     """On branch ``trunk``, without variables of this machine's CI."""
     for name in list(os.environ):
         if name.startswith(("GITHUB_", "CI_", "GIT_", "BUILDKITE_", "BRANCH_NAME")):
@@ -269,9 +266,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"CI_COMMIT_BRANCH": "main"}, "main"),
     ],
 )
-def test_a_detached_head_has_the_branch_that_ci_names(
-    repository: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], branch: str
-) -> None:
+def test_a_detached_head_has_the_branch_that_ci_names(repository, monkeypatch, variables, branch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert RunInfo.begin(repository).branch == "trunk"
@@ -279,7 +274,7 @@ def test_a_detached_head_has_the_branch_that_ci_names(
     assert RunInfo.begin(repository).branch == branch
 
 
-def test_outside_of_a_repository_ci_names_no_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_repository_ci_names_no_branch(tmp_path, monkeypatch):
     monkeypatch.setenv("GITHUB_REF_NAME", "main")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert RunInfo.begin(tmp_path).branch == ""
@@ -291,9 +286,7 @@ assert [library for _, library in ONE_LINERS] == ["pandas", "polars", "duckdb"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "library"), ONE_LINERS, ids=[library for _, library in ONE_LINERS])
-def test_a_one_liner_makes_a_column_of_every_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, library: str
-) -> None:
+def test_a_one_liner_makes_a_column_of_every_key(tmp_path, monkeypatch, code, library):
     """A key that is null in the first thousands of lines is the hard part: a reader guesses types from some."""
     pytest.importorskip(library)
     foretold = result(reply=prediction(), device="predicted/h100", verdict=None)

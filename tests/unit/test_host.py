@@ -1,7 +1,6 @@
 """Tests what is read of the host, on made-up files of Linux."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -10,15 +9,13 @@ from pytest_gputrain.utils.units import GiB
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("nonsense", 8)])
-def test_a_container_s_quota_limits_the_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, cores: int
-) -> None:
+def test_a_container_s_quota_limits_the_cores(tmp_path, monkeypatch, quota, cores):
     (tmp_path / "cpu.max").write_text(quota)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
     assert len(usable_cores(tmp_path)) == cores
 
 
-def test_a_container_s_limit_is_its_memory(tmp_path: Path) -> None:
+def test_a_container_s_limit_is_its_memory(tmp_path):
     of_host = usable_memory_bytes(tmp_path)
     assert of_host == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit, expected in (("max", of_host), (str(1 * GiB // 2), GiB // 2), (str(of_host * 2), of_host)):
@@ -29,10 +26,10 @@ def test_a_container_s_limit_is_its_memory(tmp_path: Path) -> None:
 class Sys:
     """A tree like that of /sys, with the links that it has between devices and their interfaces."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def device(self, name: str, driver: str) -> Path:
+    def device(self, name, driver):
         device = self.path / "devices" / name
         if not device.exists():
             (self.path / "drivers" / driver).mkdir(parents=True, exist_ok=True)
@@ -40,7 +37,7 @@ class Sys:
             (device / "driver").symlink_to(self.path / "drivers" / driver)
         return device
 
-    def interface(self, name: str, device: Path | None, speed: str | None, operstate: str = "up") -> None:
+    def interface(self, name, device, speed, operstate="up"):
         folder = self.path / "class" / "net" / name
         folder.mkdir(parents=True)
         if device is not None:
@@ -49,7 +46,7 @@ class Sys:
             (folder / "speed").write_text(f"{speed}\n")
         (folder / "operstate").write_text(f"{operstate}\n")
 
-    def infiniband(self, name: str, device: Path, rate: str, state: str = "4: ACTIVE") -> None:
+    def infiniband(self, name, device, rate, state="4: ACTIVE"):
         folder = self.path / "class" / "infiniband" / name
         port = folder / "ports" / "1"
         port.mkdir(parents=True)
@@ -59,11 +56,11 @@ class Sys:
 
 
 @pytest.fixture
-def sys(tmp_path: Path) -> Sys:
+def sys(tmp_path):
     return Sys(tmp_path)
 
 
-def test_cards_are_counted_by_kind_and_rate(sys: Sys) -> None:
+def test_cards_are_counted_by_kind_and_rate(sys):
     for number in range(8):
         device = sys.device(f"rail{number}", "mlx5_core")
         sys.infiniband(f"mlx5_{number}", device, "400 Gb/sec (4X NDR)")
@@ -74,7 +71,7 @@ def test_cards_are_counted_by_kind_and_rate(sys: Sys) -> None:
     assert network_cards(sys.path) == ("1 x ixgbe 10 Gb/s", "8 x mlx5_core 400 Gb/sec (4X NDR)")
 
 
-def test_a_card_without_a_link_says_so_a_virtual_one_has_no_rate_and_a_container_has_none(sys: Sys) -> None:
+def test_a_card_without_a_link_says_so_a_virtual_one_has_no_rate_and_a_container_has_none(sys):
     assert network_cards(sys.path) == ()
     sys.infiniband("mlx5_0", sys.device("rail0", "mlx5_core"), "10 Gb/sec (4X SDR)", "1: DOWN")
     sys.interface("ens1", sys.device("front", "ixgbe"), None, "down")

@@ -6,10 +6,8 @@ import importlib.util
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
@@ -17,7 +15,7 @@ import pytest
 from unit_examples import CASE, crashed, gpu_environment, live_tensor, measurement, prediction, report, result, summary
 
 from pytest_gputrain.cli.main import main
-from pytest_gputrain.records import Case, MetricVerdict, Report, Result, Verdict
+from pytest_gputrain.records import Case, MetricVerdict, Verdict
 from pytest_gputrain.records.study import LossCurve
 from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.storage.history import append
@@ -28,7 +26,7 @@ pytest.importorskip("jinja2", reason="the extra `report` is not installed")
 pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
 
 from pytest_gputrain.report.html import page, trends
-from pytest_gputrain.report.html.charts import Bar, Chart, Charts, LevelChange, Line
+from pytest_gputrain.report.html.charts import Bar, Charts, LevelChange, Line
 
 BASELINES = Path(__file__).parents[2] / "baselines"
 HOSTILE = """</script><script>alert(1)</script><img src=x onerror=alert(1)>"' {{ 7*7 }} &amp; $x_{1$ \x00\x1b 模型"""
@@ -39,52 +37,52 @@ class Reader(HTMLParser):
 
     LINES = {"h1", "h2", "h3", "p", "li", "tr", "dt", "summary", "figure", "svg", "caption"}  # noqa: RUF012
 
-    def __init__(self, html: str) -> None:
+    def __init__(self, html):
         super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.elements = []
         self.text = ""
-        self.raw: dict[str, str] = {}
+        self.raw = {}
         self._inside = ""
         self.feed(html)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
         self._inside = tag
         self.text += f"\n\f{dict(attrs).get('id')}\n" if tag == "section" else "\n" if tag in self.LINES else " "
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self._inside in ("style", "script"):
             self.raw[self._inside] = self.raw.get(self._inside, "") + data
             self._inside = ""
         else:
             self.text += data
 
-    def all(self, tag: str) -> list[dict[str, str | None]]:
+    def all(self, tag):
         return [attributes for name, attributes in self.elements if name == tag]
 
     @property
-    def sections(self) -> list[str | None]:
+    def sections(self):
         return [attributes.get("id") for attributes in self.all("section")]
 
-    def lines(self, section: str) -> list[str]:
+    def lines(self, section):
         """The text of a section, a line for each paragraph, row and caption."""
         of_sections = dict(part.split("\n", 1) for part in self.text.split("\f")[1:])
         return [line for line in map(squeezed, of_sections[section].splitlines()) if line]
 
     @property
-    def structure(self) -> Counter[tuple[str, tuple[str, ...]]]:
+    def structure(self):
         return Counter((tag, tuple(sorted(attributes))) for tag, attributes in self.elements)
 
 
-def read(*reports: Report, history_trends: page.HistoryTrends | None = None) -> Reader:
+def read(*reports, history_trends=None):
     return Reader(page.page(reports, history_trends, baseline_dir=BASELINES))
 
 
-def squeezed(text: str) -> str:
+def squeezed(text):
     return " ".join(text.split())
 
 
-def history_trends_of(tmp_path: Path, *sessions: Sequence[Result]) -> page.HistoryTrends:
+def history_trends_of(tmp_path, *sessions):
     """A history of a run a day."""
     path = tmp_path / "history.jsonl"
     for day, results in enumerate(sessions):
@@ -93,12 +91,12 @@ def history_trends_of(tmp_path: Path, *sessions: Sequence[Result]) -> page.Histo
     return page.read_trends([path], lambda _: None)
 
 
-def timed(seconds: float, peak: int = 40 * GiB, **fields: Any) -> Result:
+def timed(seconds, peak=40 * GiB, **fields):
     run = measurement(step_seconds=(seconds,) * 3, peak_allocated_bytes=peak)
     return result(**{"summary": summary(seconds, peak), "replies": (run,), **fields})
 
 
-def everything(text: str) -> Report:
+def everything(text):
     """A report with ``text`` wherever a page shows text, and something for each of its sections."""
     case = CASE.replace(model=text)
     environment = gpu_environment(device_name=text, host=text, packages={text: text}, topology=(("X", text), (text, "X")))
@@ -112,7 +110,7 @@ def everything(text: str) -> Report:
         LossCurve(precision="bf16", outcome="out_of_memory", reason=text),
     )
     failed = Verdict(status="failed", sentence=text)
-    common: dict[str, Any] = {"suite": text, "key": text, "device": text}
+    common = {"suite": text, "key": text, "device": text}
     results = (
         result(case, **common, replies=(run,)),
         result(case.replace(gpus=2, parallel="ddp", named=("gpus",)), **common | {"key": f"{text}2"}, replies=(two,)),
@@ -127,7 +125,7 @@ def everything(text: str) -> Report:
     return report(*results, commit=text, branch=text, arguments=(text,), notes=(text,), generator=text)
 
 
-def published_result(**fields: Any) -> Result:
+def published_result(**fields):
     """A row of the paddlemix table, measured at 66 samples a second."""
     case = Case(
         model="llava-1.6-7b",
@@ -144,7 +142,7 @@ def published_result(**fields: Any) -> Result:
     return result(case, **{"suite": "vision_language", "platform": "h800", "replies": (run,), "summary": figures, **fields})
 
 
-def test_no_data_become_markup(tmp_path: Path) -> None:
+def test_no_data_become_markup(tmp_path):
     """The same elements with the same attributes, whatever the text is; and all of the text is there to be read."""
     pasts = {}
     for number, text in enumerate((HOSTILE, "harmless")):
@@ -159,7 +157,7 @@ def test_no_data_become_markup(tmp_path: Path) -> None:
     assert "49" not in hostile.raw["script"]
 
 
-def test_nothing_is_loaded_only_its_own_script_and_style_may_run_and_what_refers_to_an_id_finds_it() -> None:
+def test_nothing_is_loaded_only_its_own_script_and_style_may_run_and_what_refers_to_an_id_finds_it():
     reader = read(everything("x"), report(published_result()))
     policies = [meta["content"] for meta in reader.all("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
     rules = dict(rule.strip().split(" ", 1) for rule in str(policies[0]).split(";"))
@@ -171,7 +169,7 @@ def test_nothing_is_loaded_only_its_own_script_and_style_may_run_and_what_refers
     assert "url(" not in reader.raw["style"]
     ids = Counter(attributes["id"] for _, attributes in reader.elements if "id" in attributes)
     assert [name for name, times in ids.items() if times > 1] == []
-    references: set[str] = set()
+    references = set()
     for tag, attributes in reader.elements:
         for name, value in attributes.items():
             assert not name.startswith("on"), tag
@@ -199,17 +197,17 @@ LARGEST = (live_tensor(bytes=20 * GiB, phase="build"), live_tensor(bytes=10 * Gi
 MORE = live_tensor(bytes=2 * GiB, phase="backward")
 
 
-def foretold(*largest: Any) -> Result:
+def foretold(*largest):
     figures = prediction(largest={"backward": largest}, phase_peak_bytes={"backward": 32 * GiB})
     return result(reply=figures, device="predicted/h100")
 
 
-def in_environment(key: str, **fields: Any) -> Result:
+def in_environment(key, **fields):
     return result(key=key, replies=(measurement(environment=gpu_environment(**fields)),))
 
 
 FAILING = report(timed(1.0), timed(5.36, key="gemma", verdict=SLOW), timed(2.0, key="phi", verdict=None))
-SCENES: dict[str, tuple[str, Report]] = {
+SCENES = {
     "no case": ("verdicts", report()),
     "counts of verdicts": ("verdicts", FAILING),
     "failures first, and a row for every case": ("cases", FAILING),
@@ -225,11 +223,11 @@ SCENES: dict[str, tuple[str, Report]] = {
 }
 
 
-def test_what_a_section_says(snapshot: Any) -> None:
+def test_what_a_section_says(snapshot):
     assert {what: read(written).lines(section) for what, (section, written) in SCENES.items()} == snapshot
 
 
-def test_of_a_case_in_several_reports_the_latest_counts() -> None:
+def test_of_a_case_in_several_reports_the_latest_counts():
     early, late = (report(timed(seconds), created=f"2026-02-0{day}T00:00:00Z") for day, seconds in ((1, 1.0), (2, 7.5)))
     reader = read(late, early)
     assert len([row for row in reader.all("tr") if "data-verdict" in row]) == 1
@@ -239,19 +237,19 @@ def test_of_a_case_in_several_reports_the_latest_counts() -> None:
 @pytest.mark.parametrize(
     "fields", [{"scale": "tiny"}, {"platform": "h100"}, {"summary": None, "replies": (crashed(),)}, {"batch_size": 2}]
 )
-def test_what_is_no_published_row_has_no_bars(fields: dict[str, Any]) -> None:
+def test_what_is_no_published_row_has_no_bars(fields):
     """The same id at another batch is not what was published, either."""
     row = published_result()
     changed = {"case": row.case.replace(**fields)} if "batch_size" in fields else fields
     assert "published" not in read(report(msgspec.structs.replace(row, **changed))).sections
 
 
-def points_of(reader: Reader) -> list[list[Any]]:
+def points_of(reader):
     """Of each chart: to the right, down, and what is said of the point."""
     return [json.loads(str(chart["data-points"])) for chart in reader.all("div") if chart.get("data-points")]
 
 
-def test_trends_have_their_levels_changes_and_commits(tmp_path: Path) -> None:
+def test_trends_have_their_levels_changes_and_commits(tmp_path):
     runs = ([timed(1.0 if day < 12 else 1.1), timed(2.0, key="steady")] for day in range(24))
     reader = read(history_trends=history_trends_of(tmp_path, *runs))
     text = squeezed(reader.text)
@@ -266,7 +264,7 @@ def test_trends_have_their_levels_changes_and_commits(tmp_path: Path) -> None:
     assert min(heights[:12]) > max(heights[12:])  # slower is higher up
 
 
-def test_what_is_too_much_to_draw_is_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_much_to_draw_is_left_out_and_told(tmp_path, monkeypatch):
     monkeypatch.setattr(trends, "MOST_CARDS", 2)
     monkeypatch.setattr(trends, "MOST_RUNS", 10)
     runs = ([timed(1.0 + 0.2 * (name == "c" and day > 9), key=name) for name in "abcd"] for day in range(30))
@@ -278,7 +276,7 @@ def test_what_is_too_much_to_draw_is_left_out_and_told(tmp_path: Path, monkeypat
     assert [point[2][:10] for point in points_of(reader)[0]] == days, "the end of a long series"
 
 
-def drawn() -> Iterator[Chart]:
+def drawn():
     charts = Charts()
     yield charts.bars([(HOSTILE, [Bar(parts=((0.0, 0), (1.0, 1)), text=HOSTILE)])], title=HOSTILE, description=HOSTILE)
     yield charts.lines([Line(name="one", x=[1], y=[0.0], labels=["x"])], x="x", y="y", title="t", description="d")
@@ -291,7 +289,7 @@ def drawn() -> Iterator[Chart]:
     )
 
 
-def test_charts_are_sound_xml_in_colours_that_become_variables_of_the_sheet() -> None:
+def test_charts_are_sound_xml_in_colours_that_become_variables_of_the_sheet():
     for chart in drawn():
         root = ElementTree.fromstring(chart.svg)
         assert root.get("role") == "img"
@@ -306,7 +304,7 @@ def test_charts_are_sound_xml_in_colours_that_become_variables_of_the_sheet() ->
     assert set(re.findall(r"var\((--[\w-]+)\)", charts.css)) <= set(re.findall(r"(--[\w-]+):", sheet))
 
 
-def test_charts_do_not_follow_the_settings_of_whoever_runs_them() -> None:
+def test_charts_do_not_follow_the_settings_of_whoever_runs_them():
     import matplotlib
 
     plain = [chart.svg for chart in drawn()]
@@ -315,12 +313,12 @@ def test_charts_do_not_follow_the_settings_of_whoever_runs_them() -> None:
         assert matplotlib.rcParams["font.size"] == 40
 
 
-def write(path: Path, document: Report) -> str:
+def write(path, document):
     path.write_bytes(msgspec.json.encode(document))
     return str(path)
 
 
-def test_the_command_writes_a_page(tmp_path: Path) -> None:
+def test_the_command_writes_a_page(tmp_path):
     history_trends_of(tmp_path, *([timed(1.0)] for _ in range(5)))
     output = tmp_path / "deep" / "page.html"
     written = write(tmp_path / "a.json", report(timed(1.0)))
@@ -328,7 +326,7 @@ def test_the_command_writes_a_page(tmp_path: Path) -> None:
     assert Reader(output.read_text()).sections == ["verdicts", "cases", "trends", "environment"]
 
 
-def test_gputrain_trend_draws_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gputrain_trend_draws_what_it_tells(tmp_path, capsys):
     history_trends_of(
         tmp_path, *([timed(1.0 if day < 9 else 1.02 if day < 18 else 1.3, key=key) for key in "ab"] for day in range(27))
     )
@@ -341,9 +339,7 @@ def test_gputrain_trend_draws_what_it_tells(tmp_path: Path, capsys: pytest.Captu
     assert "Peak memory" not in text
 
 
-def test_bad_input_of_the_command_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, snapshot: Any
-) -> None:
+def test_bad_input_of_the_command_is_one_sentence(tmp_path, capsys, monkeypatch, snapshot):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.json", report())
     (tmp_path / "file").touch()

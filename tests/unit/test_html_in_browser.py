@@ -2,9 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_html import everything, history_trends_of, published_result, timed
@@ -23,7 +21,7 @@ DESK = {"width": 1280, "height": 900}
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     with playwright.sync_playwright() as play:
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = play.chromium.launch(executable_path=CHROMIUM, args=sandbox)
@@ -32,7 +30,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(tmp_path_factory):
     """A page with all sections, and names as long as they get."""
     folder = tmp_path_factory.mktemp("page")
     slow = Verdict(
@@ -60,9 +58,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Opened:
     """A page with what it said and asked for."""
 
-    def __init__(self, browser: Any, file: Path, **options: Any) -> None:
-        self.said: list[str] = []
-        self.asked: list[str] = []
+    def __init__(self, browser, file, **options):
+        self.said = []
+        self.asked = []
         self.context = browser.new_context(**{"viewport": DESK, "reduced_motion": "reduce", **options})
         self.context.set_default_timeout(10_000)
         self.page = self.context.new_page()
@@ -72,22 +70,21 @@ class Opened:
         self.page.goto(file.as_uri())
 
     @property
-    def shown(self) -> list[str]:
+    def shown(self):
         """Names of the cases in the table, from above."""
         rows = self.page.locator("#table tbody tr:visible th summary")
         return [name[:5] for name in rows.all_inner_texts()]
 
-    def colour(self, variable: str) -> str:
+    def colour(self, variable):
         """Of the paper or the ink as painted."""
-        colour: str = self.page.evaluate(f"getComputedStyle(document.body).{variable}")
-        return colour
+        return self.page.evaluate(f"getComputedStyle(document.body).{variable}")
 
 
 @pytest.fixture
-def open_page(browser: Any, file: Path) -> Iterator[Any]:
-    opened: list[Opened] = []
+def open_page(browser, file):
+    opened = []
 
-    def open_(**options: Any) -> Opened:
+    def open_(**options):
         opened.append(Opened(browser, file, **options))
         return opened[-1]
 
@@ -99,7 +96,7 @@ def open_page(browser: Any, file: Path) -> Iterator[Any]:
 ALL = ["gemma", "phi", "alpha", "xxxxx", "llava", "zzzzz"]
 
 
-def test_it_asks_for_nothing_but_itself_and_reports_no_error(open_page: Any, file: Path) -> None:
+def test_it_asks_for_nothing_but_itself_and_reports_no_error(open_page, file):
     opened = open_page()
     opened.page.locator("#table thead button").first.click()
     opened.page.locator(".chart[data-points]").first.hover()
@@ -107,7 +104,7 @@ def test_it_asks_for_nothing_but_itself_and_reports_no_error(open_page: Any, fil
     assert (opened.said, opened.asked) == ([], [file.as_uri()])
 
 
-def test_a_foreign_script_would_not_run(open_page: Any) -> None:
+def test_a_foreign_script_would_not_run(open_page):
     """The policy is in force: what markup smuggles in is refused."""
     opened = open_page()
     opened.page.evaluate(
@@ -123,7 +120,7 @@ def test_a_foreign_script_would_not_run(open_page: Any) -> None:
     assert opened.page.evaluate("getComputedStyle(smuggled).position") == "static"
 
 
-def test_headings_sort_by_mouse_and_by_keys(open_page: Any) -> None:
+def test_headings_sort_by_mouse_and_by_keys(open_page):
     opened = open_page()
     unsorted = opened.shown
     assert set(unsorted) == {*ALL}
@@ -143,7 +140,7 @@ def test_headings_sort_by_mouse_and_by_keys(open_page: Any) -> None:
     assert opened.page.locator("[aria-sort]").all_inner_texts() == ["Suite"]
 
 
-def test_search_and_filters_narrow_the_table_and_say_how_far(open_page: Any) -> None:
+def test_search_and_filters_narrow_the_table_and_say_how_far(open_page):
     opened = open_page()
     count = opened.page.locator("#filters output")
     assert count.inner_text() == "10 of 10 cases"
@@ -161,7 +158,7 @@ def test_search_and_filters_narrow_the_table_and_say_how_far(open_page: Any) -> 
     assert len(opened.asked) == 1
 
 
-def test_a_chart_tells_its_points_to_a_pointer_and_to_keys(open_page: Any) -> None:
+def test_a_chart_tells_its_points_to_a_pointer_and_to_keys(open_page):
     opened = open_page()
     chart = opened.page.locator("#trends .chart").first
     chart.focus()
@@ -177,7 +174,7 @@ def test_a_chart_tells_its_points_to_a_pointer_and_to_keys(open_page: Any) -> No
 
 
 @pytest.mark.parametrize("width", [320, 360, 768, 1280])
-def test_no_width_scrolls_sideways(open_page: Any, width: int) -> None:
+def test_no_width_scrolls_sideways(open_page, width):
     opened = open_page(viewport={"width": width, "height": 740})
     opened.page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
     assert opened.page.evaluate("document.documentElement.scrollWidth") == width
@@ -186,14 +183,14 @@ def test_no_width_scrolls_sideways(open_page: Any, width: int) -> None:
     assert all(width * 0.2 < box <= width for box in boxes)
 
 
-def test_paper_shows_the_whole_width(open_page: Any) -> None:
+def test_paper_shows_the_whole_width(open_page):
     opened = open_page(viewport={"width": 720, "height": 1000})  # A4 between its margins
     opened.page.emulate_media(media="print")
     assert opened.page.evaluate("document.documentElement.scrollWidth") == 720
     assert not opened.page.locator("#filters").is_visible()
 
 
-def test_a_wide_table_scrolls_in_its_own_frame_by_keys(open_page: Any) -> None:
+def test_a_wide_table_scrolls_in_its_own_frame_by_keys(open_page):
     opened = open_page(viewport=PHONE)
     frame = opened.page.get_by_role("region", name="Table of cases")
     frame.focus()
@@ -205,10 +202,10 @@ def test_a_wide_table_scrolls_in_its_own_frame_by_keys(open_page: Any) -> None:
     pytest.fail("no key scrolled the table")
 
 
-def _contrast(foreground: str, background: str) -> float:
+def _contrast(foreground, background):
     """Of WCAG 2."""
 
-    def luminance(colour: str) -> float:
+    def luminance(colour):
         parts = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
         red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
         return 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -226,7 +223,7 @@ _PAINTED = """() => [...document.querySelectorAll("p, li, td, th, dt, dd, summar
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_stands_out_in_both_themes(open_page: Any, scheme: str) -> None:
+def test_text_stands_out_in_both_themes(open_page, scheme):
     opened = open_page(color_scheme=scheme)
     painted = opened.page.evaluate(_PAINTED)
     assert len(painted) > 200
@@ -234,7 +231,7 @@ def test_text_stands_out_in_both_themes(open_page: Any, scheme: str) -> None:
     assert weak == []
 
 
-def test_the_button_overrides_the_theme_of_the_system_and_is_remembered(open_page: Any) -> None:
+def test_the_button_overrides_the_theme_of_the_system_and_is_remembered(open_page):
     opened = open_page(color_scheme="light")
     light = opened.colour("backgroundColor")
     button = opened.page.get_by_role("button", name="Theme")
@@ -250,7 +247,7 @@ def test_the_button_overrides_the_theme_of_the_system_and_is_remembered(open_pag
     assert _contrast(opened.colour("backgroundColor"), "rgb(255, 255, 255)") == 1
 
 
-def test_without_scripts_it_is_a_plain_page_with_every_case(open_page: Any) -> None:
+def test_without_scripts_it_is_a_plain_page_with_every_case(open_page):
     opened = open_page(java_script_enabled=False, color_scheme="dark")
     assert opened.page.locator("#table tbody tr").count() == 10
     assert opened.page.locator("svg").count() > 5

@@ -1,16 +1,13 @@
 """Tests the bars of published tables: every printed figure has one, and they show what is to be compared."""
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_cli import LLAMA, measured, run, updates
 from test_html import Reader, squeezed
 from unit_examples import report
 
-from pytest_gputrain.records import Published, Result
 from pytest_gputrain.report import json_report
 from pytest_gputrain.storage.published import PublishedStore
 
@@ -18,38 +15,35 @@ pytest.importorskip("jinja2", reason="the extra `report` is not installed")
 pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
 
 from pytest_gputrain.report.html import page
-from pytest_gputrain.report.html.charts import Bar, Chart, Charts
+from pytest_gputrain.report.html.charts import Charts
 from pytest_gputrain.report.html.published import whole_tables
-from pytest_gputrain.report.html.sections import CaptionedChart
 from pytest_gputrain.report.published import METRICS
 
 TABLES = {table.name: table for table in PublishedStore(Path(__file__).parents[2] / "baselines" / "published").tables}
-Drawing = dict[str, dict[str, list[Bar]]]
-"""Bars by title of the chart and name of the group."""
 
 
 class Recorder(Charts):
     """Draws, and keeps what it drew."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.drawn: Drawing = {}
+        self.drawn = {}
 
-    def bars(self, groups: Sequence[tuple[str, Sequence[Bar]]], *, title: str, **others: Any) -> Chart:
+    def bars(self, groups, *, title, **others):
         self.drawn[title] = {name: list(bars) for name, bars in groups}
         return super().bars(groups, title=title, **others)
 
 
 @functools.cache
-def drawing(name: str) -> tuple[list[CaptionedChart], Drawing]:
+def drawing(name):
     """Of a table as it is published, once for all tests."""
     return draw(name)
 
 
-def draw(name: str, *results: Result) -> tuple[list[CaptionedChart], Drawing]:
+def draw(name, *results):
     by_row = {(result.platform, str(result.case)): result for result in results}
 
-    def find(row: Published) -> Result | None:
+    def find(row):
         return by_row.get((row.platform, str(row.case)))
 
     charts = Recorder()
@@ -57,7 +51,7 @@ def draw(name: str, *results: Result) -> tuple[list[CaptionedChart], Drawing]:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_printed_figure_has_one_bar_of_its_length(name: str) -> None:
+def test_every_printed_figure_has_one_bar_of_its_length(name):
     figures = [
         getattr(of_framework, metric.field)
         for metric in METRICS
@@ -83,7 +77,7 @@ DRAWINGS = {
 
 
 @pytest.mark.parametrize("what", DRAWINGS)
-def test_what_is_compared_stands_side_by_side(what: str, snapshot: Any) -> None:
+def test_what_is_compared_stands_side_by_side(what, snapshot):
     """Frameworks, GPUs or sizes of buckets, each in a colour of its own, and what was measured here behind its row."""
     name, results = DRAWINGS[what]
     charts, drawn = draw(name, *results) if results else drawing(name)
@@ -98,14 +92,14 @@ def test_what_is_compared_stands_side_by_side(what: str, snapshot: Any) -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_figure_is_there_for_a_screen_reader(name: str) -> None:
+def test_every_figure_is_there_for_a_screen_reader(name):
     for chart in drawing(name)[0]:
         assert all(text in chart.chart.svg for text in ('role="img"', "<title", "<desc"))
         assert chart.headers[:2] == ("Case", "Published")
         assert all(row[1].split()[0] in chart.chart.svg for row in chart.rows)
 
 
-def test_the_command_writes_a_page_from_the_tables_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_writes_a_page_from_the_tables_alone(capsys, tmp_path):
     code, out, err = run(capsys, "--published", "--format", "html", "-o", str(tmp_path / "tables.html"))
     assert (code, out, err) == (0, "", "")
     reader = Reader((tmp_path / "tables.html").read_text())
@@ -117,9 +111,7 @@ def test_the_command_writes_a_page_from_the_tables_alone(capsys: pytest.CaptureF
     assert str(policy).startswith("default-src 'none'")
 
 
-def test_bars_of_tables_show_what_a_report_measured_and_need_the_extra_and_the_tables(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_bars_of_tables_show_what_a_report_measured_and_need_the_extra_and_the_tables(capsys, monkeypatch, tmp_path):
     json_report.write(report(measured(LLAMA, seconds=4.8)), tmp_path / "report.json")
     _, out, _ = run(capsys, str(tmp_path / "report.json"), "--published", "llm-trainer", "--format", "html")
     assert "4.80 s here (0.75 x)" in squeezed(Reader(out).text)

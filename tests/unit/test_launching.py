@@ -7,10 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import msgspec
@@ -29,7 +27,6 @@ from pytest_gputrain.records import (
     FORMAT,
     Crashed,
     Event,
-    Measurement,
     OutOfMemory,
     Served,
     Target,
@@ -62,9 +59,7 @@ OWN = msgspec.structs.replace(TASK, case=CASE.replace(code="test_it.py::build", 
     ],
     ids=["gpu", "own code may reach a hub", "cpu", "predicted"],
 )
-def test_a_worker_has_the_session_s_environment_with_the_task_s_changes_and_what_must_not_vary(
-    task: Task, adds: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_has_the_session_s_environment_with_the_task_s_changes_and_what_must_not_vary(task, adds, monkeypatch):
     monkeypatch.setenv("OF_ANOTHER_TEST", "1")
     began = dict.fromkeys(("KEPT", "CHANGED", "DELETED", *LAUNCHER, "PYTEST_CURRENT_TEST"), "1") | {"PATH": "/bin"}
     task = msgspec.structs.replace(task, variables={"CHANGED": "2", "DELETED": None, "NEW": "3", "PYTHONHASHSEED": "7"})
@@ -82,7 +77,7 @@ def test_a_worker_has_the_session_s_environment_with_the_task_s_changes_and_what
     assert worker_environment(task, ())["OF_ANOTHER_TEST"] == "1"
 
 
-def test_changes_are_those_that_a_worker_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_are_those_that_a_worker_sees(monkeypatch):
     monkeypatch.setenv("DELETED", "1")
     session = SessionEnvironment()
     monkeypatch.setenv("AT_IMPORT", "1")
@@ -98,14 +93,14 @@ def test_changes_are_those_that_a_worker_sees(monkeypatch: pytest.MonkeyPatch) -
     assert session.changes(TASK, inline=True).keys() >= unseen
 
 
-def test_a_worker_starts_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_starts_no_workers(monkeypatch):
     refuse_recursion()
     monkeypatch.setenv(PARENT, "1")
     with pytest.raises(RuntimeError, match=r"^a worker of pytest-gputrain must not start workers"):
         refuse_recursion()
 
 
-def _of_rank(number: int, **fields: Any) -> Measurement:
+def _of_rank(number, **fields):
     """Figures of which each rank has the larger in turn, so that a rank's alone are nobody's."""
     many, few = (10, 1) if number else (1, 10)
     return measurement(
@@ -128,7 +123,7 @@ def _of_rank(number: int, **fields: Any) -> Measurement:
     )
 
 
-def test_figures_of_a_case_are_of_the_slowest_the_largest_or_of_all_its_ranks() -> None:
+def test_figures_of_a_case_are_of_the_slowest_the_largest_or_of_all_its_ranks():
     server = Served(updates=3, rows=4, model_bytes=5000, peak_allocated_bytes=99_000, peak_host_bytes=6)
     workers = [_of_rank(0), _of_rank(1)]
     own = ("step_seconds", "peak_allocated_bytes", "peak_reserved_bytes", "peak_host_bytes", "own_seconds")
@@ -152,7 +147,7 @@ def test_figures_of_a_case_are_of_the_slowest_the_largest_or_of_all_its_ranks() 
     )
 
 
-def test_what_no_rank_knows_is_not_known_and_what_one_knows_is() -> None:
+def test_what_no_rank_knows_is_not_known_and_what_one_knows_is():
     unknown = {"model_bytes": None, "flops_per_step": None, "recomputed_flops_per_step": None, "peak_reserved_bytes": None}
     silent, heard = (msgspec.structs.replace(_of_rank(1), **fields) for fields in (unknown, {}))
     assert {getattr(merge([silent, silent]), name) for name in unknown} == {None}
@@ -163,22 +158,22 @@ def test_what_no_rank_knows_is_not_known_and_what_one_knows_is() -> None:
 @pytest.mark.parametrize(
     ("hosts", "named"), [(("node-2", "node-2", "node-1", "node-1"), ("node-2", "node-1")), (("node-1", "node-1"), ())]
 )
-def test_several_nodes_are_named_in_the_order_of_their_ranks(hosts: tuple[str, ...], named: tuple[str, ...]) -> None:
+def test_several_nodes_are_named_in_the_order_of_their_ranks(hosts, named):
     merged = merge([measurement(environment=gpu_environment(host=host)) for host in hosts])
     assert merged.environment.hosts == named
 
 
-def answering(exit_code: int, polls: int) -> Any:
+def answering(exit_code, polls):
     """Return a process that ends by itself, with this exit code, when it has been asked so often."""
     running = iter(range(polls))
     return mock.Mock(poll=lambda: exit_code if next(running, None) is None else None, killed_for_memory=lambda before: False)
 
 
 @pytest.fixture
-def rank(tmp_path: Path) -> Callable[..., Rank]:
+def rank(tmp_path):
     """Makes a rank whose process has ended (after ``polls`` questions) with an exit code, and left these files."""
 
-    def make(exit_code: int = 0, number: int = 0, polls: int = 0, **files: bytes) -> Rank:
+    def make(exit_code=0, number=0, polls=0, **files):
         process = answering(exit_code, polls)
         made = Rank(number, tmp_path / "case", lambda folder, rank: process)
         for name, data in files.items():
@@ -189,7 +184,7 @@ def rank(tmp_path: Path) -> Callable[..., Rank]:
     return make
 
 
-def _events(*events: Event) -> bytes:
+def _events(*events):
     return b"".join(msgspec.json.encode(event) + b"\n" for event in events)
 
 
@@ -200,7 +195,7 @@ PROGRESS = _events(Event(phase="build"), Event(phase="measure", step=2))
     ("exit_code", "said"),
     [(0, "with exit code 0"), (3, "with exit code 3"), (-11, "by SIGSEGV"), (-1, "by SIGHUP"), (-99, "by signal 99")],
 )
-def test_an_end_without_a_reply_is_told_with_what_was_printed(rank: Any, exit_code: int, said: str) -> None:
+def test_an_end_without_a_reply_is_told_with_what_was_printed(rank, exit_code, said):
     ended_rank = rank(exit_code, progress_jsonl=PROGRESS, stdout_txt=b"out\n", stderr_txt=b"err\n", stacks_txt=b"stacks\n")
     sentence, detail = f"the worker ended {said} without a reply", "out\nerr\nstacks\n"
     assert ended_rank.failed()
@@ -208,15 +203,13 @@ def test_an_end_without_a_reply_is_told_with_what_was_printed(rank: Any, exit_co
     assert exit_text(exit_code) == said
 
 
-def test_a_crash_tells_its_own_words_last_and_the_end_of_long_stacks(rank: Any) -> None:
+def test_a_crash_tells_its_own_words_last_and_the_end_of_long_stacks(rank):
     reply = rank(stdout_txt=b"out\n", reply_json=msgspec.json.encode(crashed(detail="traceback"))).reply()
     assert reply == crashed(detail="out\ntraceback")
     assert rank(1, number=1, stacks_txt=b"x" * 9000 + b"end").reply().detail == "x" * 7997 + "end"
 
 
-def test_a_kill_that_the_kernel_counted_since_the_start_is_for_memory_of_the_host(
-    rank: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_that_the_kernel_counted_since_the_start_is_for_memory_of_the_host(rank, monkeypatch):
     monkeypatch.setattr(ranks, "oom_kills", lambda: 7)
     ended_rank = rank(-9, progress_jsonl=PROGRESS)
     ended_rank.process.killed_for_memory = lambda kills_before: kills_before == 7
@@ -234,21 +227,19 @@ def test_a_kill_that_the_kernel_counted_since_the_start_is_for_memory_of_the_hos
     ],
     ids=["exit", "format", "cut", "unknown"],
 )
-def test_a_reply_that_cannot_be_taken_is_a_crash(rank: Any, reply: bytes, exit_code: int, sentence: str) -> None:
+def test_a_reply_that_cannot_be_taken_is_a_crash(rank, reply, exit_code, sentence):
     crash = rank(exit_code, reply_json=reply, progress_jsonl=PROGRESS, stderr_txt=b"err").reply()
     assert crash.sentence.startswith(sentence)
     assert (crash.phase, crash.step, crash.detail, crash.exit_code) == ("measure", 2, "err", exit_code)
 
 
 @pytest.mark.parametrize(("free", "is_told"), [((1 << 20) - 1, True), (1 << 20, False)])
-def test_a_full_disk_is_told_as_what_may_have_kept_a_worker_from_replying(
-    rank: Any, free: int, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_as_what_may_have_kept_a_worker_from_replying(rank, free, is_told, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     assert rank(1).reply().sentence.endswith(f"is free in {tmp_path}" if is_told else "without a reply")
 
 
-def test_lines_of_progress_are_read_once_when_they_are_whole(rank: Any) -> None:
+def test_lines_of_progress_are_read_once_when_they_are_whole(rank):
     ended_rank = rank()
     path = ended_rank.folder / "progress.jsonl"
     assert (ended_rank.progress.read(), ended_rank.progress.last) == ([], Event(phase="start"))
@@ -262,7 +253,7 @@ def test_lines_of_progress_are_read_once_when_they_are_whole(rank: Any) -> None:
     assert (ended_rank.progress.read(), ended_rank.progress.last) == ([], second)
 
 
-def test_of_what_a_worker_prints_the_end_is_kept_and_the_disk_is_spared(rank: Any) -> None:
+def test_of_what_a_worker_prints_the_end_is_kept_and_the_disk_is_spared(rank):
     ended_rank = rank(1)
     path = ended_rank.folder / "stdout.txt"
     ended_rank.limit_output()  # not there yet
@@ -278,7 +269,7 @@ def test_of_what_a_worker_prints_the_end_is_kept_and_the_disk_is_spared(rank: An
     assert len(detail) == 8000
 
 
-def test_a_death_without_a_word_is_the_cause_then_memory_then_the_earliest(rank: Any) -> None:
+def test_a_death_without_a_word_is_the_cause_then_memory_then_the_earliest(rank):
     silent = rank(-9, number=0)
     memory = rank(number=1, reply_json=msgspec.json.encode(out_of_memory()))
     early, late = (rank(number=number, reply_json=msgspec.json.encode(crashed())) for number in (2, 3))
@@ -288,14 +279,14 @@ def test_a_death_without_a_word_is_the_cause_then_memory_then_the_earliest(rank:
     assert [each_rank.number for each_rank in by_cause] == [0, 1, 2, 3]
 
 
-def test_the_failed_rank_is_named_where_there_are_several(rank: Any) -> None:
+def test_the_failed_rank_is_named_where_there_are_several(rank):
     failing = rank(number=1, reply_json=msgspec.json.encode(crashed()))
     assert follow([rank(polls=9), failing], 60, print) == crashed(rank=1)
     assert follow([failing], 60, print) == crashed()
 
 
 @pytest.mark.parametrize(("grace_seconds", "cause"), [(0.0, 0), (30.0, 1)])
-def test_a_death_that_is_told_late_is_still_the_cause(rank: Any, grace_seconds: float, cause: int) -> None:
+def test_a_death_that_is_told_late_is_still_the_cause(rank, grace_seconds, cause):
     ranks_ = [rank(reply_json=msgspec.json.encode(crashed())), rank(-signal.SIGKILL, number=1, polls=5)]
     assert follow(ranks_, 60, print, grace_seconds=grace_seconds).rank == cause
 
@@ -304,7 +295,7 @@ def test_a_death_that_is_told_late_is_still_the_cause(rank: Any, grace_seconds: 
     ("polls", "sentence"),
     [(0, "ValueError: loss is NaN"), (3, "node-2 was switched off"), (10_000, "node-2 was switched off")],
 )
-def test_the_first_bad_news_are_the_cause(rank: Any, polls: int, sentence: str) -> None:
+def test_the_first_bad_news_are_the_cause(rank, polls, sentence):
     """A rank that fails before there is trouble elsewhere, one that fails after, and one that tells nothing."""
     asked = iter(range(10_000))
     ranks_ = [rank(polls=polls, reply_json=msgspec.json.encode(crashed())), rank(number=1, polls=10_000)]
@@ -313,18 +304,18 @@ def test_the_first_bad_news_are_the_cause(rank: Any, polls: int, sentence: str) 
     assert reply.sentence == sentence
 
 
-def test_a_case_ends_when_all_its_ranks_have(rank: Any) -> None:
+def test_a_case_ends_when_all_its_ranks_have(rank):
     both = [rank(number=number, polls=number, reply_json=msgspec.json.encode(_of_rank(number))) for number in range(2)]
     assert follow(both, 60, print) == merge([_of_rank(0), _of_rank(1)])
     assert follow([rank(reply_json=msgspec.json.encode(prediction()))], 60, print) == prediction()
 
 
-def test_every_event_of_the_first_rank_is_shown_once_also_those_of_the_last_moment(rank: Any) -> None:
-    shown: list[Event] = []
+def test_every_event_of_the_first_rank_is_shown_once_also_those_of_the_last_moment(rank):
+    shown = []
     first = rank(reply_json=msgspec.json.encode(_of_rank(0)), progress_jsonl=_events(Event(phase="build")))
     other = rank(number=1, polls=3, reply_json=msgspec.json.encode(_of_rank(1)), progress_jsonl=PROGRESS)
 
-    def end() -> int:
+    def end():
         (first.folder / "progress.jsonl").write_bytes(PROGRESS)
         return 0
 
@@ -333,7 +324,7 @@ def test_every_event_of_the_first_rank_is_shown_once_also_those_of_the_last_mome
     assert shown == [Event(phase="build"), Event(phase="measure", step=2)]
 
 
-def test_what_is_not_over_in_time_is_told_with_the_place_of_every_rank(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_over_in_time_is_told_with_the_place_of_every_rank(rank, monkeypatch):
     monkeypatch.setattr(ranks, "_STACKS_SECONDS", 0.05)
     first = rank(polls=10_000, progress_jsonl=PROGRESS, stacks_txt=b"in all_reduce")
     second = rank(number=1, polls=10_000, stacks_txt=b"asleep")
@@ -342,7 +333,7 @@ def test_what_is_not_over_in_time_is_told_with_the_place_of_every_rank(rank: Any
     assert timed_out([first], 9).detail == "in all_reduce"
 
 
-def test_stacks_are_asked_for_and_waited_for(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_are_asked_for_and_waited_for(rank, monkeypatch):
     monkeypatch.setattr(ranks, "_STACKS_SECONDS", 60)
     ended_rank = rank(polls=10_000)
     answer = threading.Timer(0.1, (ended_rank.folder / "stacks.txt").write_bytes, [b"in build"])
@@ -350,7 +341,7 @@ def test_stacks_are_asked_for_and_waited_for(rank: Any, monkeypatch: pytest.Monk
     assert ended_rank.stacks() == "in build"
 
 
-def test_a_case_has_a_folder_with_its_task_for_as_long_as_it_or_the_process_runs(tmp_path: Path) -> None:
+def test_a_case_has_a_folder_with_its_task_for_as_long_as_it_or_the_process_runs(tmp_path):
     open_files = len(os.listdir("/proc/self/fd"))
     with contextlib.suppress(KeyError), folder_of(TASK, tmp_path) as folder:
         assert folder.parent == tmp_path
@@ -362,7 +353,7 @@ def test_a_case_has_a_folder_with_its_task_for_as_long_as_it_or_the_process_runs
 
 
 @contextlib.contextmanager
-def _family(script: str, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def _family(script, **environment):
     """A worker, and the process that it has started and told of."""
     worker = subprocess.Popen(
         ["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True, env=os.environ | environment
@@ -377,7 +368,7 @@ def _family(script: str, **environment: str) -> Iterator[tuple[subprocess.Popen[
         worker.communicate()
 
 
-def _runs(pid: int) -> bool:
+def _runs(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
@@ -390,7 +381,7 @@ def _runs(pid: int) -> bool:
     ],
     ids=["group", "session", "grandchild"],
 )
-def test_a_worker_ends_with_what_it_started(script: str) -> None:
+def test_a_worker_ends_with_what_it_started(script):
     with _family(script) as (worker, child), _family("sleep 600 & echo $!; wait") as (_, other):
         process = FreshProcess(worker)
         assert process.poll() is None
@@ -401,7 +392,7 @@ def test_a_worker_ends_with_what_it_started(script: str) -> None:
         process.end()  # of one that has ended already
 
 
-def test_daemons_of_a_case_end_with_it_and_others_stay(tmp_path: Path) -> None:
+def test_daemons_of_a_case_end_with_it_and_others_stay(tmp_path):
     script = "setsid sleep 600 & echo $!"
     with contextlib.ExitStack() as stack:
         with folder_of(TASK, tmp_path) as folder:
@@ -416,16 +407,14 @@ def test_daemons_of_a_case_end_with_it_and_others_stay(tmp_path: Path) -> None:
     ("exit_code", "kills_before", "is_for_memory"),
     [(-signal.SIGKILL, 4, True), (-signal.SIGKILL, 5, False), (-signal.SIGSEGV, 4, False)],
 )
-def test_only_a_kill_that_the_kernel_counted_was_for_memory(
-    exit_code: int, kills_before: int, is_for_memory: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_kill_that_the_kernel_counted_was_for_memory(exit_code, kills_before, is_for_memory, monkeypatch):
     monkeypatch.setattr("pytest_gputrain.execution.launch.processes.oom_kills", lambda: 5)
     ended = FreshProcess(SimpleNamespace(pid=0, poll=lambda: exit_code))
     assert ended.killed_for_memory(kills_before) is is_for_memory
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_progress_that_cannot_be_written_ends_no_case() -> None:
+def test_progress_that_cannot_be_written_ends_no_case():
     progress = Progress(Path("/dev/full"))
     progress.enter("measure")
     progress.stepped(1, 0.5, None)

@@ -6,12 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 import pytest_gputrain
 
@@ -45,22 +43,22 @@ class Import(NamedTuple):
     """That the import stands in; empty at the top level."""
 
 
-def _module_name(path: Path) -> str:
+def _module_name(path):
     return ".".join((PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 
 
 SOURCES = {_module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
-def _absolute(module: str, imports: ast.ImportFrom) -> str:
+def _absolute(module, imports):
     if not imports.level:
         return str(imports.module)
     package = module.split(".") if SOURCES[module].name == "__init__.py" else module.split(".")[:-1]
     return ".".join((*package[: len(package) - imports.level + 1], *filter(None, [imports.module])))
 
 
-def _imports_of(module: str) -> Iterator[Import]:
-    def walk(node: ast.AST, function: str) -> Iterator[Import]:
+def _imports_of(module):
+    def walk(node, function):
         for child in ast.iter_child_nodes(node):
             match child:
                 case ast.Import():
@@ -82,20 +80,20 @@ IMPORTS = [edge for module in SOURCES for edge in _imports_of(module)]
 INSIDE = [edge for edge in IMPORTS if edge.imported.split(".")[0] == PACKAGE]
 
 
-def _layer(module: str) -> str:
+def _layer(module):
     return module.split(".")[1] if "." in module else ""
 
 
-def _in_worker(module: str) -> bool:
+def _in_worker(module):
     return _layer(module) == "worker"
 
 
-def test_the_imports_were_found() -> None:
+def test_the_imports_were_found():
     assert Import("pytest_gputrain.execution.local", "pytest_gputrain.execution.launch.launcher", "") in INSIDE
     assert Import("pytest_gputrain.execution.launch.launcher", "torch", "inline") in IMPORTS
 
 
-def test_packages_are_those_of_the_layers_and_hold_a_docstring_only() -> None:
+def test_packages_are_those_of_the_layers_and_hold_a_docstring_only():
     """So that importing one module imports no other of its package. Registries and the public records are the exceptions."""
     assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(LAYERS)
     inits = {module for module, path in SOURCES.items() if path.name == "__init__.py"}
@@ -103,17 +101,17 @@ def test_packages_are_those_of_the_layers_and_hold_a_docstring_only() -> None:
     assert more == {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("records", "worker.parallel", "worker.zoo"))}
 
 
-def test_imports_go_down_the_packages() -> None:
+def test_imports_go_down_the_packages():
     height = {layer: at for at, layer in enumerate(reversed(LAYERS))}
     height[""] = len(LAYERS)
     assert [edge for edge in INSIDE if height[_layer(edge.imported)] > height[_layer(edge.importer)]] == []
 
 
-def _reach(arrows: dict[str, set[str]], package: str) -> set[str]:
+def _reach(arrows, package):
     return {reached for target in arrows[package] for reached in ({target} | _reach(arrows, target))}
 
 
-def test_the_drawing_of_the_packages_has_the_arrows_of_the_code() -> None:
+def test_the_drawing_of_the_packages_has_the_arrows_of_the_code():
     """Those that follow from others are left out, and every import follows from the arrows."""
     imports = {layer: {_layer(e.imported) for e in INSIDE if _layer(e.importer) == layer} - {layer} for layer in LAYERS}
     direct = {
@@ -121,14 +119,14 @@ def test_the_drawing_of_the_packages_has_the_arrows_of_the_code() -> None:
         for layer, imported in imports.items()
     }
     drawing = (REPOSITORY / "docs" / "architecture.md").read_text().split("```mermaid\nflowchart TD\n")[1].split("```")[0]
-    drawn: dict[str, set[str]] = {layer: set() for layer in LAYERS}
+    drawn = {layer: set() for layer in LAYERS}
     for line in drawing.splitlines():
         importer, _, imported = line.strip().partition(" --> ")
         drawn[importer] = set(imported.split(" & "))
     assert drawn == direct
 
 
-def test_the_page_of_the_architecture_names_files_that_exist() -> None:
+def test_the_page_of_the_architecture_names_files_that_exist():
     named = re.findall(r"`([a-z_]+/[\w/]+\.py)`", (REPOSITORY / "docs" / "architecture.md").read_text())
     assert len(named) > 10
     assert [name for name in named if not (ROOT / name).is_file() and not (REPOSITORY / name).is_file()] == []
@@ -137,11 +135,11 @@ def test_the_page_of_the_architecture_names_files_that_exist() -> None:
 INLINE = (f"{PACKAGE}.execution.launch.launcher", "inline")
 
 
-def test_the_public_names_come_from_the_lowest_packages() -> None:
+def test_the_public_names_come_from_the_lowest_packages():
     assert {_layer(edge.imported) for edge in INSIDE if edge.importer == PACKAGE} <= {"cases", "records", "utils"}
 
 
-def test_only_inline_runs_import_the_worker_which_imports_the_lowest_packages_and_nothing_of_pytest() -> None:
+def test_only_inline_runs_import_the_worker_which_imports_the_lowest_packages_and_nothing_of_pytest():
     outside = {(f.importer, f.function) for f in INSIDE if _in_worker(f.imported) and not _in_worker(f.importer)}
     assert outside == {INLINE}
     inside = [edge for edge in IMPORTS if _in_worker(edge.importer)]
@@ -149,7 +147,7 @@ def test_only_inline_runs_import_the_worker_which_imports_the_lowest_packages_an
     assert not {edge.imported.split(".")[0] for edge in inside} & {"pytest", "_pytest", "pluggy", "xdist"}
 
 
-def test_only_the_worker_inline_runs_and_the_search_for_changes_import_training_libraries() -> None:
+def test_only_the_worker_inline_runs_and_the_search_for_changes_import_training_libraries():
     outside = {
         (edge.importer, edge.function)
         for edge in IMPORTS
@@ -160,8 +158,8 @@ def test_only_the_worker_inline_runs_and_the_search_for_changes_import_training_
     assert [edge for edge in INSIDE if edge.imported == search and not edge.function] == [], "imported where it is needed"
 
 
-def test_imports_have_no_cycle() -> None:
-    graph: dict[str, set[str]] = {module: set() for module in SOURCES}
+def test_imports_have_no_cycle():
+    graph = {module: set() for module in SOURCES}
     for edge in INSIDE:
         graph[edge.importer].add(edge.imported)
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(SOURCES)
@@ -179,13 +177,13 @@ SLOW = TRAINING_LIBRARIES | {"rich", "pynvml", "filelock", "psutil", "jinja2", "
         ("pytest_gputrain.worker.__main__", {"pytest", "_pytest", "torch"}),
     ],
 )
-def test_import_leaves_slow_libraries_out(module: str, left_out: set[str]) -> None:
+def test_import_leaves_slow_libraries_out(module, left_out):
     code = f"import sys, {module}; print(*sorted({left_out!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == ""
 
 
-def _loaded_by_run(folder: Path, *arguments: str) -> set[str]:
+def _loaded_by_run(folder, *arguments):
     """Run pytest in ``folder``, and return the modules of this package and of msgspec that it has loaded by its end."""
     code = (
         "import sys, pytest; status = pytest.main(sys.argv[1:]); "
@@ -217,9 +215,7 @@ def test_failing():
 """
 
 
-def test_a_project_without_cases_loads_options_markers_and_fixtures_only(
-    tmp_path: Path, snapshot: SnapshotAssertion
-) -> None:
+def test_a_project_without_cases_loads_options_markers_and_fixtures_only(tmp_path, snapshot):
     """And what these need: no records, no gate, no runner, no report."""
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    plain\n    other\n")
     (tmp_path / "test_plain.py").write_text(PLAIN_TESTS)
@@ -227,23 +223,23 @@ def test_a_project_without_cases_loads_options_markers_and_fixtures_only(
 
 
 @pytest.mark.parametrize("arguments", [["--gpu-runs=2"], ["-o", "gpu_runs=2"]])
-def test_an_option_loads_what_checks_it(tmp_path: Path, arguments: list[str]) -> None:
+def test_an_option_loads_what_checks_it(tmp_path, arguments):
     (tmp_path / "test_plain.py").write_text("def test(): pass")
     assert "pytest_gputrain.plugin.case_session" in _loaded_by_run(tmp_path, *arguments)
 
 
-def test_a_test_that_asks_for_the_fixture_has_everything_loaded_before_the_first_test(tmp_path: Path) -> None:
+def test_a_test_that_asks_for_the_fixture_has_everything_loaded_before_the_first_test(tmp_path):
     """A test may replace what importing needs, such as the file system."""
     (tmp_path / "test_plain.py").write_text("def test(gputrain): pass")
     assert "pytest_gputrain.plugin.case_session" in _loaded_by_run(tmp_path, "--collect-only")
 
 
-def test_public_names_are_these(snapshot: SnapshotAssertion) -> None:
+def test_public_names_are_these(snapshot):
     assert ", ".join(pytest_gputrain.__all__) == snapshot
     assert [name for name in pytest_gputrain.__all__ if getattr(pytest_gputrain, name, None) is None] == []
 
 
-def test_no_two_test_modules_share_a_name() -> None:
+def test_no_two_test_modules_share_a_name():
     """pytest imports them by their bare names, and tests of the suites collect benchmarks/ in a process that ran others."""
     names = [path.name for folder in ("tests", "benchmarks") for path in REPOSITORY.glob(f"{folder}/**/test_*.py")]
     assert len(names) > 50

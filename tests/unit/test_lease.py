@@ -3,8 +3,6 @@
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -34,22 +32,19 @@ sys.stdin.readline()
 """
 
 
-Start = Callable[..., "Process"]
-
-
 class Process:
     """A Python process that leases and tells."""
 
-    def __init__(self, code: str, folder: Path, gpus: int, count: int) -> None:
+    def __init__(self, code, folder, gpus, count):
         command = [sys.executable, "-c", PRELUDE + code, str(folder), str(gpus), str(count)]
         # Without buffers: what a buffer holds, select does not see.
         self.process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
 
-    def says_nothing(self, seconds: float) -> bool:
+    def says_nothing(self, seconds):
         return not select.select([self.stdout], [], [], seconds)[0]
 
-    def line(self) -> str:
+    def line(self):
         """The next line; fails where none comes, so that a deadlock does not hang the tests."""
         text = b""
         while not text.endswith(b"\n"):
@@ -59,25 +54,25 @@ class Process:
             text += byte
         return text.decode().strip()
 
-    def go_on(self) -> None:
+    def go_on(self):
         self.stdin.write(b"\n")
 
-    def kill(self) -> None:
+    def kill(self):
         self.process.kill()
         self.process.wait()
 
-    def close(self) -> None:
+    def close(self):
         self.kill()
         self.stdout.close()
         self.stdin.close()
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path):
     """Starts processes that share one folder of locks; ends them with the test."""
-    started: list[Process] = []
+    started = []
 
-    def begin(code: str, *, gpus: int, count: int = 1) -> Process:
+    def begin(code, *, gpus, count=1):
         started.append(Process(code, tmp_path, gpus, count))
         return started[-1]
 
@@ -86,7 +81,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.close()
 
 
-def test_two_processes_hold_two_devices_at_once_and_two_of_two_wait_for_the_one_that_is_held(start: Start) -> None:
+def test_two_processes_hold_two_devices_at_once_and_two_of_two_wait_for_the_one_that_is_held(start):
     holders = [start(HOLD, gpus=2) for _ in range(2)]
     assert [holder.line() for holder in holders] == ["asking"] * 2
     held = {holder.line(): holder for holder in holders}
@@ -100,7 +95,7 @@ def test_two_processes_hold_two_devices_at_once_and_two_of_two_wait_for_the_one_
     assert sorted(taker.line().split()) == ["0", "1", "held"]
 
 
-def test_a_holder_that_was_killed_frees_its_device(start: Start) -> None:
+def test_a_holder_that_was_killed_frees_its_device(start):
     holder = start(HOLD, gpus=1)
     assert [holder.line(), holder.line()] == ["asking", "held 0"]
     holder.kill()
@@ -111,7 +106,7 @@ def test_a_holder_that_was_killed_frees_its_device(start: Start) -> None:
 GPUS = [Gpu(index=i, uuid=f"GPU-{i}", name="NVIDIA H200", memory_bytes=1, driver="1") for i in range(3)]
 
 
-def test_as_many_as_asked_for_are_lent_each_once_until_an_error_inside_and_more_is_refused(tmp_path: Path) -> None:
+def test_as_many_as_asked_for_are_lent_each_once_until_an_error_inside_and_more_is_refused(tmp_path):
     with lease([], 0, tmp_path / "locks") as none:
         assert none == ()
     assert not (tmp_path / "locks").exists()
@@ -137,7 +132,7 @@ with lease(gpus, 1, folder) as (first,):
 """
 
 
-def test_a_process_is_lent_what_it_holds_while_another_waits(start: Start) -> None:
+def test_a_process_is_lent_what_it_holds_while_another_waits(start):
     holder = start(AGAIN, gpus=1, count=1)
     assert holder.line() == "held"
     waiter = start(HOLD, gpus=1, count=1)
@@ -157,7 +152,7 @@ with lease(gpus, 1, folder):
 """
 
 
-def test_a_worker_that_outlives_its_killed_parent_keeps_the_device(start: Start) -> None:
+def test_a_worker_that_outlives_its_killed_parent_keeps_the_device(start):
     holder = start(PASSED_ON, gpus=1)
     worker = psutil.Process(int(holder.line()))
     try:
@@ -180,7 +175,7 @@ with lease_cores(int(sys.argv[3]), folder):
 """
 
 
-def test_cores_are_lent_in_turn(start: Start) -> None:
+def test_cores_are_lent_in_turn(start):
     everything = 10_000  # more than any machine has: all there are
     holder = start(CORES, gpus=0, count=everything)
     assert [holder.line(), holder.line(), holder.line()] == ["asking", "held", "held again"]
@@ -191,6 +186,6 @@ def test_cores_are_lent_in_turn(start: Start) -> None:
     assert waiter.line() == "held"
 
 
-def test_as_many_cases_as_cores_run_at_once(start: Start) -> None:
+def test_as_many_cases_as_cores_run_at_once(start):
     holders = [start(CORES, gpus=0) for _ in usable_cores()]
     assert [(holder.line(), holder.line()) for holder in holders] == [("asking", "held")] * len(holders)

@@ -1,13 +1,11 @@
 """Absolute limits: when a figure is over one, and when that cannot be said."""
 
-from typing import Any
-
 import msgspec
 import pytest
 from unit_examples import CASE, cpu_environment, crashed, measurement, out_of_memory
 
-from pytest_gputrain.gate.limits import JudgedLimits, judge_exact, judge_limits, with_limits
-from pytest_gputrain.records import Holder, LimitVerdict, Measurement, Reply, Verdict
+from pytest_gputrain.gate.limits import judge_exact, judge_limits, with_limits
+from pytest_gputrain.records import Holder, LimitVerdict, Verdict
 from pytest_gputrain.records.tolerance import Cap
 from pytest_gputrain.utils.units import GiB
 
@@ -17,11 +15,11 @@ STEP = Cap(metric="step_seconds", most=0.5, stated=STATED)
 OWN = CASE.replace(code="test_it.py::build", method="custom")
 
 
-def _run(seconds: float = 0.4, gib: float = 20, **fields: Any) -> Measurement:
+def _run(seconds=0.4, gib=20, **fields):
     return measurement(step_seconds=(seconds,) * 3, peak_allocated_bytes=round(gib * GiB), **fields)
 
 
-def _against(cap: Cap, *replies: Reply, case: Any = CASE, most: int = 5, **how: Any) -> JudgedLimits:
+def _against(cap, *replies, case=CASE, most=5, **how):
     return judge_limits([cap], case, replies, **{"scale": "full", "cpu_time": False, "most": most, **how})
 
 
@@ -54,14 +52,12 @@ TINY = "it is meant for the full model, and this is the tiny scale"
         (STEP, [OVER, crashed()], {}, "over-limit", True, ""),
     ],
 )
-def test_a_limit_is_judged_where_it_can_be(
-    cap: Cap, replies: list[Reply], how: dict[str, Any], status: str, settled: bool, note: str
-) -> None:
+def test_a_limit_is_judged_where_it_can_be(cap, replies, how, status, settled, note):
     (limit,), is_settled = _against(cap, *replies, **how)
     assert (limit.status, is_settled, limit.note) == (status, settled, note)
 
 
-def test_time_beside_others_is_over_no_limit_and_memory_is() -> None:
+def test_time_beside_others_is_over_no_limit_and_memory_is():
     crowded = _run(seconds=0.6, gib=25, holders=(Holder(pid=7, gpu=0, name="python"),))
     (time,) = _against(STEP, *[crowded] * 3).limits
     assert time.status == "not-judged"
@@ -71,7 +67,7 @@ def test_time_beside_others_is_over_no_limit_and_memory_is() -> None:
 
 
 @pytest.mark.parametrize(("gib", "status"), [(24, "pass"), (25, "over-limit")])
-def test_a_prediction_is_held_against_limits_of_memory_at_full_scale(gib: int, status: str) -> None:
+def test_a_prediction_is_held_against_limits_of_memory_at_full_scale(gib, status):
     memory, time = judge_exact([MEMORY, STEP], CASE, round(gib * GiB), scale="full", what="a prediction")
     assert memory == LimitVerdict(
         metric="peak_allocated_bytes", status=status, value=gib * GiB, limit=24 * GiB, stated=STATED
@@ -97,9 +93,7 @@ def test_a_prediction_is_held_against_limits_of_memory_at_full_scale(gib: int, s
         ),
     ],
 )
-def test_a_limit_counts_whatever_the_baseline_says_and_a_failure_tells_of_it_too(
-    verdict: Verdict | None, status: str, sentence: str
-) -> None:
+def test_a_limit_counts_whatever_the_baseline_says_and_a_failure_tells_of_it_too(verdict, status, sentence):
     runs = judge_limits([MEMORY, STEP], CASE, [OVER] * 3, scale="full", cpu_time=False, most=5).limits
     foretold = judge_exact([MEMORY], CASE, 25 * GiB, scale="full", what="a prediction")
     for limits, more in (
@@ -112,7 +106,7 @@ def test_a_limit_counts_whatever_the_baseline_says_and_a_failure_tells_of_it_too
         )
 
 
-def test_limits_that_hold_leave_the_verdict() -> None:
+def test_limits_that_hold_leave_the_verdict():
     verdict, limits = Verdict(status="new", sentence="it is new"), _against(MEMORY, _run()).limits
     assert with_limits(CASE, verdict, limits) == msgspec.structs.replace(verdict, limits=limits)
     within = Verdict(status="pass", sentence=f"{CASE} is within its limits", limits=limits)

@@ -6,8 +6,6 @@ import sys
 import tomllib
 import types
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -29,19 +27,19 @@ Driver = Callable[..., list[str]]
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def driver(monkeypatch):
     """Puts an NVML with these GPUs in the place of pynvml, and returns the calls that open and close it."""
 
-    def install(*gpus: tuple[str, str, int], loaded: bool = True) -> list[str]:
-        calls: list[str] = []
-        nvml: Any = types.ModuleType("pynvml")
+    def install(*gpus, loaded=True):
+        calls = []
+        nvml = types.ModuleType("pynvml")
 
         class NVMLError(Exception):
             value = 9
 
         nvml.NVML_ERROR_DRIVER_NOT_LOADED, nvml.NVML_ERROR_LIBRARY_NOT_FOUND = 9, 12
 
-        def init() -> None:
+        def init():
             calls.append("init")
             if not loaded:
                 raise NVMLError("Driver Not Loaded")
@@ -61,15 +59,15 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return install
 
 
-def _indices(machine: Machine) -> list[int]:
+def _indices(machine):
     return [gpu.index for gpu in machine.gpus]
 
 
-def _detect(visible: str | None = None, **how: Any) -> Machine:
+def _detect(visible=None, **how):
     return detect(environ={} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, **how)
 
 
-def test_a_gpu_is_as_its_driver_describes_it(driver: Driver) -> None:
+def test_a_gpu_is_as_its_driver_describes_it(driver):
     calls = driver(H200)
     machine = _detect()
     (gpu,) = machine.gpus
@@ -80,9 +78,7 @@ def test_a_gpu_is_as_its_driver_describes_it(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("visible", [None, "0"])
-def test_a_host_without_a_driver_or_gpus_or_binding_is_a_cpu(
-    driver: Driver, visible: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_without_a_driver_or_gpus_or_binding_is_a_cpu(driver, visible, monkeypatch):
     calls = driver(loaded=False)
     machine = _detect(visible)
     assert (machine.gpus, machine.platform, machine.device_type) == ((), "cpu", "cpu")
@@ -113,7 +109,7 @@ def test_a_host_without_a_driver_or_gpus_or_binding_is_a_cpu(
         ("", []),
     ],
 )
-def test_visible_devices_are_those_cuda_would_show(driver: Driver, visible: str | None, indices: list[int]) -> None:
+def test_visible_devices_are_those_cuda_would_show(driver, visible, indices):
     driver(H200, TWIN)
     machine = _detect(visible)
     assert _indices(machine) == indices
@@ -123,7 +119,7 @@ def test_visible_devices_are_those_cuda_would_show(driver: Driver, visible: str 
 @pytest.mark.parametrize(
     ("ids", "indices"), [(("0",), [0]), (("1", "0"), [1, 0]), ((TWIN[0],), [1]), (("GPU-2a9b",), [1]), ((), [0, 1])]
 )
-def test_ids_choose_among_the_visible(driver: Driver, ids: tuple[str, ...], indices: list[int]) -> None:
+def test_ids_choose_among_the_visible(driver, ids, indices):
     driver(H200, TWIN)
     assert _indices(_detect(gpu_ids=ids)) == indices
     driver(H200, T4)
@@ -134,9 +130,7 @@ def test_ids_choose_among_the_visible(driver: Driver, ids: tuple[str, ...], indi
     ("gpu", "platform", "found"),
     [(H200, "h200", "h200"), (Z9000, None, "unknown"), (Z9000, "h100", "h100"), (T4, None, "t4")],
 )
-def test_a_gpu_that_the_catalog_lacks_passes_for_what_is_asked(
-    driver: Driver, gpu: tuple[str, str, int], platform: str | None, found: str
-) -> None:
+def test_a_gpu_that_the_catalog_lacks_passes_for_what_is_asked(driver, gpu, platform, found):
     driver(gpu)
     machine = _detect(platform=platform)
     assert (machine.platform, machine.slug, _indices(machine)) == (found, slug(gpu[1]), [0])
@@ -163,14 +157,14 @@ def test_a_gpu_that_the_catalog_lacks_passes_for_what_is_asked(
         ((H200,), None, {"platform": "cpu", "gpu_ids": ["0"]}, "--gpu-ids"),
     ],
 )
-def test_what_no_gpu_here_can_be_is_told(driver: Driver, gpus: Any, visible: Any, how: Any, sentence: str) -> None:
+def test_what_no_gpu_here_can_be_is_told(driver, gpus, visible, how, sentence):
     driver(*gpus)
     with pytest.raises(HardwareError, match=sentence):
         _detect(visible, **how)
 
 
 @pytest.mark.parametrize(("visible", "ids"), [("0,0", []), (f"0,{H200[0]}", []), (None, ["0", H200[0]])])
-def test_one_gpu_never_counts_as_two(driver: Driver, visible: str | None, ids: list[str]) -> None:
+def test_one_gpu_never_counts_as_two(driver, visible, ids):
     """A case of two GPUs would wait for ever for the second lease of the same device."""
     driver(H200)
     try:
@@ -180,9 +174,7 @@ def test_one_gpu_never_counts_as_two(driver: Driver, visible: str | None, ids: l
     assert len(indices) == len(set(indices))
 
 
-def test_a_host_with_gpus_but_without_their_library_is_no_cpu(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_host_with_gpus_but_without_their_library_is_no_cpu(driver, monkeypatch, tmp_path):
     driver(loaded=False)
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(nvidia, "DEVICE_FILES", tmp_path)
@@ -190,7 +182,7 @@ def test_a_host_with_gpus_but_without_their_library_is_no_cpu(
         _detect()
 
 
-def test_passing_for_a_cpu_leaves_the_driver_alone(driver: Driver) -> None:
+def test_passing_for_a_cpu_leaves_the_driver_alone(driver):
     calls = driver(H200)
     assert (_detect(platform="cpu").gpus, calls) == ((), [])
 
@@ -257,7 +249,7 @@ WHOLE = [
 
 
 @pytest.mark.parametrize(("name", "mib", "marker"), WHOLE, ids=[name for name, _, _ in WHOLE])
-def test_boards_are_known_by_what_their_drivers_say(name: str, mib: int, marker: str) -> None:
+def test_boards_are_known_by_what_their_drivers_say(name, mib, marker):
     assert {marker_of(spelt, mib * MiB) for spelt in (name, name.lower(), name.upper())} == {marker}
     assert {of_board for _, _, of_board in WHOLE} == PLATFORMS.keys()
 
@@ -280,7 +272,7 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("name", [*PARTS.split(", "), *OTHERS.split(", ")])
-def test_what_is_no_whole_board_of_the_catalog_has_no_marker(name: str) -> None:
+def test_what_is_no_whole_board_of_the_catalog_has_no_marker(name):
     assert marker_of(name) is None
 
 
@@ -295,7 +287,7 @@ def test_what_is_no_whole_board_of_the_catalog_has_no_marker(name: str) -> None:
         ("NVIDIA H100 80GB HBM3", 0, True),
     ],
 )
-def test_a_board_with_other_memory_is_another(name: str, gib: float, known: bool) -> None:
+def test_a_board_with_other_memory_is_another(name, gib, known):
     assert (marker_of(name, int(gib * GiB)) is not None) == known
 
 
@@ -309,16 +301,14 @@ def test_a_board_with_other_memory_is_another(name: str, gib: float, known: bool
         ("AMD Instinct MI300X", 38, None, "amd-instinct-mi300x"),
     ],
 )
-def test_boards_of_one_name_are_told_apart_by_their_compute_units_under_every_release_of_rocm(
-    name: str, units: int | None, marker: str | None, folder: str
-) -> None:
+def test_boards_of_one_name_are_told_apart_by_their_compute_units_under_every_release_of_rocm(name, units, marker, folder):
     assert marker_of(name, compute_units=units) == marker
     gpu = Gpu(index=0, uuid="0", name=name, memory_bytes=64 * GiB, driver="6", vendor="amd", compute_units=units)
     assert Machine(gpus=(gpu,), platform="").slug == folder
 
 
 @pytest.mark.parametrize("marker", MARKERS)
-def test_every_marker_is_a_target_and_can_stand_in_an_expression(marker: str) -> None:
+def test_every_marker_is_a_target_and_can_stand_in_an_expression(marker):
     assert marker.isidentifier()
     assert not keyword.iskeyword(marker)
     assert marker == marker.lower() == target_of(marker).marker
@@ -326,7 +316,7 @@ def test_every_marker_is_a_target_and_can_stand_in_an_expression(marker: str) ->
 
 
 @pytest.mark.parametrize("marker", PLATFORMS)
-def test_every_figure_of_a_platform_is_in_its_unit(marker: str) -> None:
+def test_every_figure_of_a_platform_is_in_its_unit(marker):
     platform = PLATFORMS[marker]
     assert 8 * GiB <= platform.memory_bytes <= 1024 * GiB
     # Inline error correction takes a sixteenth, the driver less than a gigabyte or three hundredths more.
@@ -340,7 +330,7 @@ def test_every_figure_of_a_platform_is_in_its_unit(marker: str) -> None:
     assert {"fp16", "bf16"} - platform.peak_flops.keys() <= ({"bf16"} if platform.lacks("bf16") else {"bf16", "fp16"})
 
 
-def test_every_figure_and_document_of_the_catalog_is_read() -> None:
+def test_every_figure_and_document_of_the_catalog_is_read():
     written = tomllib.loads(catalog.BOARDS.read_text())
     read = {"memory", "usable", "bandwidth", "fp32", "bf16", "fp16", "multiprocessors", "capability"}
     for board in written["boards"].values():
@@ -352,7 +342,7 @@ def test_every_figure_and_document_of_the_catalog_is_read() -> None:
     assert written["documents"].keys() == used
 
 
-def test_only_hardware_before_ampere_lacks_bf16() -> None:
+def test_only_hardware_before_ampere_lacks_bf16():
     lacking = {marker for marker, platform in PLATFORMS.items() if platform.lacks("bf16-amp")}
     assert lacking == {"v100", "v100_32gb", "v100_pcie", "v100_pcie_32gb", "v100s", "t4"}
     assert not PLATFORMS["gb10"].lacks("bf16")  # its rate is not told
@@ -378,15 +368,13 @@ def test_only_hardware_before_ampere_lacks_bf16() -> None:
         ("mi300x", "fp32", True, None),
     ],
 )
-def test_peak_arithmetic_is_by_platform_and_precision(
-    marker: str | None, precision: str, tf32: bool, peak: float | None
-) -> None:
+def test_peak_arithmetic_is_by_platform_and_precision(marker, precision, tf32, peak):
     assert peak_flops(marker, precision, tf32=tf32) == peak
 
 
 @given(st.text())
 @example("../..")
-def test_any_device_name_becomes_one_plain_folder(name: str) -> None:
+def test_any_device_name_becomes_one_plain_folder(name):
     assert set(slug(name)) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
     assert slug(name) == slug(slug(name)) != ""
     assert (slug("Tesla V100-SXM2-16GB"), slug("../..")) == ("tesla-v100-sxm2-16gb", "unknown")

@@ -2,8 +2,6 @@
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +15,7 @@ from pytest_gputrain.records import Task
 from pytest_gputrain.session.fitting import Asked, seconds_of
 from pytest_gputrain.utils.errors import BadCase
 
-LLAMA: dict[str, Any] = {
+LLAMA = {
     "model_type": "llama",
     "hidden_size": 2048,
     "num_hidden_layers": 16,
@@ -26,17 +24,17 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def written(path: Path, content: Any = LLAMA) -> Path:
+def written(path, content=LLAMA):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
 
 
-def resolved(folder: Path, model: str, **knobs: Any) -> Case:
+def resolved(folder, model, **knobs):
     return with_model(Case(model=model, sequence_length=512, **knobs), folder)
 
 
-def test_a_file_becomes_a_name_with_a_digest_of_what_matters(tmp_path: Path) -> None:
+def test_a_file_becomes_a_name_with_a_digest_of_what_matters(tmp_path):
     written(tmp_path / "a" / "small-llama.json")
     written(tmp_path / "b" / "small-llama.json", dict(reversed(LLAMA.items())) | {"torch_dtype": "bfloat16", "auto_map": {}})
     written(tmp_path / "c" / "small-llama.json", LLAMA | {"hidden_size": 1024})
@@ -50,7 +48,7 @@ def test_a_file_becomes_a_name_with_a_digest_of_what_matters(tmp_path: Path) -> 
     assert problem(first, ()) is None
 
 
-def test_a_folder_gives_its_name_and_a_binary_file_is_no_config(tmp_path: Path) -> None:
+def test_a_folder_gives_its_name_and_a_binary_file_is_no_config(tmp_path):
     written(tmp_path / "my-llama" / "config.json")
     for model in ("my-llama/config.json", "./my-llama", "my-llama/"):
         assert resolved(tmp_path, model).model.startswith("my-llama#")
@@ -60,7 +58,7 @@ def test_a_folder_gives_its_name_and_a_binary_file_is_no_config(tmp_path: Path) 
             resolved(tmp_path, "./model.safetensors")
 
 
-def test_a_pipeline_of_diffusers_gives_what_trains(tmp_path: Path) -> None:
+def test_a_pipeline_of_diffusers_gives_what_trains(tmp_path):
     written(
         tmp_path / "sd3" / "model_index.json", {"_class_name": "StableDiffusion3Pipeline", "transformer": ["diffusers", "X"]}
     )
@@ -74,7 +72,7 @@ def test_a_pipeline_of_diffusers_gives_what_trains(tmp_path: Path) -> None:
     assert config_of(cases[0])["num_layers"] == 24
 
 
-def test_a_name_of_the_zoo_and_own_code_are_no_paths(tmp_path: Path) -> None:
+def test_a_name_of_the_zoo_and_own_code_are_no_paths(tmp_path):
     for case in (
         Case(model="llama-3.1-8b"),
         Case(model="build/it", method="custom", code="x.py::it"),
@@ -102,7 +100,7 @@ def test_a_name_of_the_zoo_and_own_code_are_no_paths(tmp_path: Path) -> None:
         ('{"model_type": "llama", "name": "\\ud800"}', "is not JSON that can be read"),
     ],
 )
-def test_what_is_no_model_that_can_train_is_one_sentence(tmp_path: Path, content: Any, sentence: str) -> None:
+def test_what_is_no_model_that_can_train_is_one_sentence(tmp_path, content, sentence):
     written(tmp_path / "m.json", content)
     with pytest.raises(BadCase, match=sentence) as failure:
         resolved(tmp_path, "./m.json")
@@ -110,7 +108,7 @@ def test_what_is_no_model_that_can_train_is_one_sentence(tmp_path: Path, content
     assert "\n" not in str(failure.value)
 
 
-def test_neither_weights_nor_a_device_are_read(tmp_path: Path) -> None:
+def test_neither_weights_nor_a_device_are_read(tmp_path):
     with (tmp_path / "model.safetensors").open("wb") as weights:
         weights.truncate(2**30)
     with pytest.raises(BadCase, match=r"model\.safetensors has 1\.00 GiB, which is more than any config has"):
@@ -119,7 +117,7 @@ def test_neither_weights_nor_a_device_are_read(tmp_path: Path) -> None:
         resolved(tmp_path, "/dev/zero")
 
 
-def test_an_infinite_number_is_read_as_python_writes_it(tmp_path: Path) -> None:
+def test_an_infinite_number_is_read_as_python_writes_it(tmp_path):
     written(tmp_path / "m.json", json.dumps(LLAMA | {"model_type": "mamba2", "time_step_limit": [0.0, math.inf]}))
     assert config_of(resolved(tmp_path, "m.json"))["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
 
@@ -136,7 +134,7 @@ def test_an_infinite_number_is_read_as_python_writes_it(tmp_path: Path) -> None:
         (None, ""),
     ],
 )
-def test_how_published_weights_are_packed_is_told_and_changes_no_case(tmp_path: Path, packed: Any, by: str) -> None:
+def test_how_published_weights_are_packed_is_told_and_changes_no_case(tmp_path, packed, by):
     written(tmp_path / "a" / "m.json", LLAMA | {"quantization_config": packed, "torch_dtype": "float16"})
     written(tmp_path / "b" / "m.json")
     assert quantised_by(tmp_path / "a" / "m.json") == by
@@ -165,7 +163,7 @@ _VALUES = st.recursive(
 @example(content=b'{"model_type": "", "_class_name": []}')
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(content=st.binary(max_size=64) | st.dictionaries(_KEYS, _VALUES).map(lambda config: json.dumps(config).encode()))
-def test_any_content_is_a_case_or_one_sentence(tmp_path: Path, content: bytes) -> None:
+def test_any_content_is_a_case_or_one_sentence(tmp_path, content):
     (tmp_path / "any.json").write_bytes(content)
     case, complaint = None, ""
     try:
@@ -182,8 +180,8 @@ def test_any_content_is_a_case_or_one_sentence(tmp_path: Path, content: bytes) -
     msgspec.json.encode(Task(case=case, scale="full", device_type="cpu", root=".", model_config=config_of(case)))
 
 
-def test_layers_that_run_token_by_token_are_told_to_take_minutes(tmp_path: Path) -> None:
-    def seconds(kind: str, tokens: int) -> float:
+def test_layers_that_run_token_by_token_are_told_to_take_minutes(tmp_path):
+    def seconds(kind, tokens):
         written(tmp_path / f"{kind}.json", LLAMA | {"model_type": kind})
         case = resolved(tmp_path, f"{kind}.json").replace(sequence_length=tokens)
         return seconds_of([Asked(case, "h100")], 1, further=False)
@@ -193,7 +191,7 @@ def test_layers_that_run_token_by_token_are_told_to_take_minutes(tmp_path: Path)
     assert seconds("falcon_mamba", 2048) > 1.5 * seconds("falcon_mamba", 1024)
 
 
-def test_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+def test_what_is_not_there_is_one_sentence(tmp_path):
     with pytest.raises(BadCase, match=r"m\.json cannot be read \(No such file or directory\); give a path that is relative"):
         resolved(tmp_path, "m.json")
     (tmp_path / "empty").mkdir()
@@ -205,7 +203,7 @@ def test_what_is_not_there_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
-def test_positions_limit_the_sequence(tmp_path: Path, key: str) -> None:
+def test_positions_limit_the_sequence(tmp_path, key):
     written(tmp_path / "m.json", {**{k: v for k, v in LLAMA.items() if k != "max_position_embeddings"}, key: 4096})
     case = resolved(tmp_path, "m.json")
     assert problem(case.replace(sequence_length=4096), ()) is None

@@ -12,9 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,11 +53,9 @@ for line in sys.stdin:
     print(json.dumps(answer, default=sorted), flush=True)
 """
 
-Ask = Callable[..., Any]
-
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+def libraries(tmp_path_factory):
     """Folders with the library as of two drivers, by their major versions."""
     compiler = shutil.which("cc")
     if compiler is None:
@@ -73,7 +69,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 
 @pytest.fixture(scope="session", params=["oldest", "installed"])
-def binding(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+def binding(request, tmp_path_factory):
     """The folder with an older binding; None for the installed one."""
     if request.param == "installed":
         return None
@@ -90,13 +86,13 @@ def binding(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
-def _oldest_admitted() -> list[str]:
+def _oldest_admitted():
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     return [match[1] for text in dependencies if (match := re.fullmatch(r"nvidia-ml-py>=([\d.]+)", text))]
 
 
 @pytest.fixture(scope="session")
-def ask(libraries: dict[int, Path], binding: Path | None) -> Iterator[Ask]:
+def ask(libraries, binding):
     """Evaluates an expression in a process in which the driver has these GPUs, and the environment these variables.
 
     There is one process for each driver: the library reads its variables whenever it is initialised.
@@ -104,7 +100,7 @@ def ask(libraries: dict[int, Path], binding: Path | None) -> Iterator[Ask]:
     with contextlib.ExitStack() as stack:
         children = {driver: _child(stack, folder, binding) for driver, folder in libraries.items()}
 
-        def evaluate(expression: str, *gpus: str, driver: int = 580, init: int = 0, **variables: str) -> Any:
+        def evaluate(expression, *gpus, driver=580, init=0, **variables):
             told, answers = children[driver].stdin, children[driver].stdout
             variables = {"NVML_GPUS": ";".join(gpus), "NVML_INIT": str(init), **variables}
             told.write(json.dumps([expression, variables]) + "\n")
@@ -116,7 +112,7 @@ def ask(libraries: dict[int, Path], binding: Path | None) -> Iterator[Ask]:
         yield evaluate
 
 
-def _child(stack: contextlib.ExitStack, library: Path, binding: Path | None) -> subprocess.Popen[str]:
+def _child(stack, library, binding):
     child = subprocess.Popen(
         [sys.executable, "-c", IN_CHILD],
         env=_environment(library, *filter(None, [binding])),
@@ -127,24 +123,24 @@ def _child(stack: contextlib.ExitStack, library: Path, binding: Path | None) -> 
     return stack.enter_context(child)
 
 
-def _environment(library: Path, *paths: Path, **variables: str) -> dict[str, str]:
+def _environment(library, *paths, **variables):
     """That of a process which finds the library, and nothing that chooses among its GPUs."""
     chosen = ("CUDA_", "SLURM_", "ROCR_", "HIP_")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(chosen)}
     return environ | {"LD_LIBRARY_PATH": str(library), "PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT)))} | variables
 
 
-def test_the_oldest_binding_is_asked(ask: Ask, binding: Path | None) -> None:
+def test_the_oldest_binding_is_asked(ask, binding):
     file = ask("__import__('pynvml').__file__", H100)
     assert binding is None or Path(file).is_relative_to(binding)
 
 
 @pytest.mark.parametrize("driver", [470, 580])
-def test_processes_are_told_by_drivers_of_every_age(ask: Ask, driver: int) -> None:
+def test_processes_are_told_by_drivers_of_every_age(ask, driver):
     """Driver 470 lacks the list that bindings ask for; bindings since 12.560 say so by no NVMLError."""
     gpu = f"{V100},pids=4000:3072+4001:4096+4002"
     listed = [[4000, 3 << 30], [4001, 4 << 30], [4002, None]]
-    none_listed: Any = []
+    none_listed = []
     if driver == 470 and not ask("hasattr(__import__('pynvml'), 'nvmlDeviceGetComputeRunningProcesses_v2')"):
         listed = none_listed = None  # the oldest binding has no name for the list that there is
     holders = "each(lambda d, g: (h := d.occupancy(g).holders) and [(holder.pid, holder.bytes) for holder in h])"
@@ -153,7 +149,7 @@ def test_processes_are_told_by_drivers_of_every_age(ask: Ask, driver: int) -> No
 
 
 @pytest.mark.parametrize("code", [3, 4])
-def test_processes_that_a_driver_refuses_to_tell_are_unknown(ask: Ask, code: int) -> None:
+def test_processes_that_a_driver_refuses_to_tell_are_unknown(ask, code):
     gpu = f"{H100},nvmlDeviceGetComputeRunningProcesses={code}"
     assert ask("each(lambda d, g: d.occupancy(g).holders)", gpu) == [None]
 
@@ -167,7 +163,7 @@ def test_processes_that_a_driver_refuses_to_tell_are_unknown(ask: Ask, code: int
         ("nvmlDeviceGetMemoryInfo=16", "GPU requires restart"),
     ],
 )
-def test_a_gpu_that_fails_hides_no_other(ask: Ask, fault: str, says: str) -> None:
+def test_a_gpu_that_fails_hides_no_other(ask, fault, says):
     gpus = (f"{H100},{fault}", H100_TOO)
     assert ask("[(gpu.index, gpu.uuid, gpu.fault) for gpu in gpus]", *gpus) == [[0, "", says], [1, OTHER, ""]]
     assert ask("[gpu.index for gpu in detect().gpus]", *gpus) == [1]
@@ -179,7 +175,7 @@ def test_a_gpu_that_fails_hides_no_other(ask: Ask, fault: str, says: str) -> Non
     assert f"by their UUIDs, as nvidia-smi -L prints them: the driver does not describe GPU 0 ({says})" in refused
 
 
-def test_a_host_whose_driver_or_gpus_fail_is_no_cpu_and_one_without_gpus_is(ask: Ask) -> None:
+def test_a_host_whose_driver_or_gpus_fail_is_no_cpu_and_one_without_gpus_is(ask):
     gpu = f"{H100},nvmlDeviceGetHandleByIndex=15"
     assert "the NVIDIA driver failed to describe its GPUs (GPU is lost)" in ask("detect()", gpu)["refused"]
     assert ask("detect().platform", gpu, CUDA_VISIBLE_DEVICES="") == "cpu"
@@ -187,12 +183,12 @@ def test_a_host_whose_driver_or_gpus_fail_is_no_cpu_and_one_without_gpus_is(ask:
     assert ask("detect().platform", init=28) == "cpu"
 
 
-def test_paths_of_healthy_gpus_are_told_beside_a_lost_one(ask: Ask) -> None:
+def test_paths_of_healthy_gpus_are_told_beside_a_lost_one(ask):
     gpus = (f"{H100},links=18*switch", f"{H100_TOO},links=18*switch", f"{T4},nvmlDeviceGetHandleByIndex=15")
     assert ask("drivers.paths([gpu for gpu in gpus if not gpu.fault])", *gpus) == [["X", "NV18"], ["NV18", "X"]]
 
 
-def test_numbers_that_cuda_counts_otherwise_are_refused(ask: Ask) -> None:
+def test_numbers_that_cuda_counts_otherwise_are_refused(ask):
     """CUDA's 0 is the fastest of several kinds, NVML's the first on the bus."""
     gpus = (T4.replace("minor=1", "minor=0"), H100)
     refused = ask("detect()", *gpus, CUDA_VISIBLE_DEVICES="0")["refused"]
@@ -207,7 +203,7 @@ def test_numbers_that_cuda_counts_otherwise_are_refused(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("variable", ["SLURM_JOB_GPUS", "SLURM_STEP_GPUS"])
-def test_a_shell_in_a_slurm_job_has_the_jobs_gpus(ask: Ask, variable: str) -> None:
+def test_a_shell_in_a_slurm_job_has_the_jobs_gpus(ask, variable):
     indices = "[gpu.index for gpu in detect().gpus]"
     assert ask(indices, H100, H100_TOO, **{variable: "1"}) == [1]
     assert ask(indices, H100, H100_TOO, **{variable: "0,1"}) == [0, 1]
@@ -219,7 +215,7 @@ def test_a_shell_in_a_slurm_job_has_the_jobs_gpus(ask: Ask, variable: str) -> No
     assert ask(indices, H100, H100_TOO, **of_both) == [1], "a step has fewer than its job"
 
 
-def test_a_gpu_is_named_by_the_beginning_of_its_uuid_or_a_whole_one_without_a_prefix(ask: Ask) -> None:
+def test_a_gpu_is_named_by_the_beginning_of_its_uuid_or_a_whole_one_without_a_prefix(ask):
     assert "no visible GPU 'GPU-', or several" in ask("detect(gpu_ids=['GPU-'])", H100, H100_TOO)["refused"]
     assert "shows none of the 2 GPUs" in ask("detect()", H100, H100_TOO, CUDA_VISIBLE_DEVICES="GPU-")["refused"]
     assert ask("detect(gpu_ids=['GPU-6']).gpus[0].uuid", H100, H100_TOO) == OTHER
@@ -231,7 +227,7 @@ def test_a_gpu_is_named_by_the_beginning_of_its_uuid_or_a_whole_one_without_a_pr
     assert (ask(shown, jetson), ask(shown, H100)) == ("0", ONE)
 
 
-def test_memory_that_is_not_told_is_not_zero(libraries: dict[int, Path]) -> None:
+def test_memory_that_is_not_told_is_not_zero(libraries):
     gpu = f"name=NVIDIA GB10,uuid={ONE},bus=1"
     environ = _environment(libraries[580], NVML_GPUS=gpu, COLUMNS="300")
     command = [sys.executable, "-c", "from pytest_gputrain.cli.main import main; main(['devices'])"]
@@ -241,7 +237,7 @@ def test_memory_that_is_not_told_is_not_zero(libraries: dict[int, Path]) -> None
 
 
 @pytest.mark.parametrize("driver", [470, 580])
-def test_a_reading_has_every_figure_that_the_driver_tells(ask: Ask, driver: int) -> None:
+def test_a_reading_has_every_figure_that_the_driver_tells(ask, driver):
     """Most boards' first power is a mean of the last second; these two are recorded of one H100."""
     figures = "power=150000,energy=123456789,clock=1290,busy=97,reasons=4"
     readings = "each(lambda d, g: d.read(g)._asdict())"
@@ -275,13 +271,13 @@ def test_a_reading_has_every_figure_that_the_driver_tells(ask: Ask, driver: int)
         (("", ""), "SYS"),
     ],
 )
-def test_links_are_counted_whatever_the_driver_tells_of_their_ends(ask: Ask, links: tuple[str, str], path: str) -> None:
+def test_links_are_counted_whatever_the_driver_tells_of_their_ends(ask, links, path):
     first, other = (f"{gpu},links={ends}" if ends else gpu for gpu, ends in zip((H100, H100_TOO), links, strict=True))
     assert ask("drivers.paths(gpus)", first, other) == [["X", path], [path, "X"]]
 
 
 @pytest.mark.parametrize("fault", ["", ",nvmlDeviceGetNvLinkRemoteDeviceType=3"], ids=["", "a driver that tells no types"])
-def test_the_machine_of_a_published_document_is_as_its_matrix(ask: Ask, fault: str) -> None:
+def test_the_machine_of_a_published_document_is_as_its_matrix(ask, fault):
     """Eight V100, each linked to some of the others; in the order of the case's GPUs."""
     lines = json.loads((ROOT / "baselines" / "published" / "paddle-distributed.json").read_text())
     matrix = [line.split()[1:9] for line in lines["platforms"]["v100_32gb"]["topology"][1:9]]
@@ -307,11 +303,11 @@ def test_the_machine_of_a_published_document_is_as_its_matrix(ask: Ask, fault: s
         ("nvmlDeviceGetTopologyCommonAncestor=3", "N/A"),
     ],
 )
-def test_without_links_it_is_where_they_meet_on_pcie(ask: Ask, told: str, path: str) -> None:
+def test_without_links_it_is_where_they_meet_on_pcie(ask, told, path):
     assert ask("drivers.paths(gpus)", f"{H100},{told}", f"{H100_TOO},{told}") == [["X", path], [path, "X"]]
 
 
-def test_a_gpu_is_found_on_pcie_by_the_address_that_its_driver_tells(ask: Ask, tmp_path: Path) -> None:
+def test_a_gpu_is_found_on_pcie_by_the_address_that_its_driver_tells(ask, tmp_path):
     device = tmp_path / "devices" / "pci0000:00" / "0000:00:1e.0"
     device.mkdir(parents=True)
     (device / "local_cpulist").write_text("0-3\n")

@@ -3,16 +3,14 @@
 import itertools
 import os
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import msgspec
 import pytest
-from syrupy.assertion import SnapshotAssertion
 from unit_examples import CASE, live_tensor, prediction, recorded
 
 from pytest_gputrain.gate.prediction import judge
-from pytest_gputrain.records import Case, Measurement, OperatorWork, Prediction, Task, Verdict
+from pytest_gputrain.records import Case, Measurement, OperatorWork, Prediction, Task
 from pytest_gputrain.records.prediction import MEASURED_ONLY
 from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.session.remedies import remedy
@@ -26,23 +24,23 @@ TOLERANCE = MemoryTolerance(ratio=0.02)
 LOGITS = live_tensor(bytes=9 * GiB)
 
 
-def judged(now: Prediction, *before: Prediction, case: Case = CASE) -> Verdict:
+def judged(now, *before, case=CASE):
     return judge(CASE, now, recorded(*before, case=case) if before else None, TOLERANCE, "H100")
 
 
-def unfit(**fields: Any) -> Prediction:
+def unfit(**fields):
     return prediction(**{"fits": False, "refused": LOGITS, "peak_reserved_bytes": 99 * GiB, **fields})
 
 
 @pytest.mark.parametrize("field", ["flops_per_step", "recomputed_flops_per_step", "bytes_per_step"])
 @pytest.mark.parametrize(("change", "status"), [(1, "regressed"), (-1, "improved")])
-def test_counters_are_exact(field: str, change: int, status: str) -> None:
+def test_counters_are_exact(field, change, status):
     now = prediction(**{field: getattr(prediction(), field) + change})
     assert judged(now, prediction()).status == status
 
 
 @pytest.mark.parametrize(("change", "status"), [(512, "regressed"), (-512, "improved")])
-def test_peaks_of_every_phase_are_exact_and_what_the_allocator_holds_has_a_tolerance(change: int, status: str) -> None:
+def test_peaks_of_every_phase_are_exact_and_what_the_allocator_holds_has_a_tolerance(change, status):
     peaks = prediction().phase_peak_bytes
     for phase in ("build", "forward", "backward", "optimizer"):
         verdict = judged(prediction(phase_peak_bytes={**peaks, phase: peaks[phase] + change}), prediction())
@@ -55,15 +53,15 @@ def test_peaks_of_every_phase_are_exact_and_what_the_allocator_holds_has_a_toler
         assert judge(CASE, now, recorded(prediction()), MemoryTolerance(bytes=MiB), "H100").status == of_bytes
 
 
-def _peaks(**phases: int) -> dict[str, int]:
+def _peaks(**phases):
     return {**prediction().phase_peak_bytes, **phases}
 
 
-def _largest(**phases: Any) -> dict[str, Any]:
+def _largest(**phases):
     return {**prediction().largest, **phases}
 
 
-def test_verdicts_are_told_with_what_is_behind_them(snapshot: SnapshotAssertion) -> None:
+def test_verdicts_are_told_with_what_is_behind_them(snapshot):
     sqrt = live_tensor(bytes=15 * GiB, count=291, operator="aten._foreach_sqrt", phase="optimizer", shape=(4096, 4096))
     moved = OperatorWork(calls=449, flops=10**15, bytes=9 * 10**11 + 10**9)
     more_moved = {"aten.mm": moved, "aten._foreach_sqrt": OperatorWork(calls=7, flops=0, bytes=10**10)}
@@ -124,12 +122,12 @@ def test_verdicts_are_told_with_what_is_behind_them(snapshot: SnapshotAssertion)
     assert {name: f"{verdict.status}: {verdict.sentence}" for name, verdict in verdicts.items()} == snapshot
 
 
-def versions(number: int) -> Prediction:
+def versions(number):
     return prediction(packages={"torch": f"2.{number}.0"})
 
 
-def test_an_update_replaces_the_same_conditions_and_keeps_others(tmp_path: Path) -> None:
-    def update(**records: Any) -> dict[str, Any]:
+def test_an_update_replaces_the_same_conditions_and_keeps_others(tmp_path):
+    def update(**records):
         PredictionStore(tmp_path).update("h100", "llm", records)
         stored = {key: PredictionStore(tmp_path).get("h100", "llm", key) for key in "ab"}
         return {
@@ -153,7 +151,7 @@ def test_an_update_replaces_the_same_conditions_and_keeps_others(tmp_path: Path)
 TASK = Task(case=CASE, scale="full", device_type="cpu", root=".", target=prediction().target)
 
 
-def test_a_prediction_is_found_again_for_the_same_task_only(tmp_path: Path) -> None:
+def test_a_prediction_is_found_again_for_the_same_task_only(tmp_path):
     PredictionCache(tmp_path).put(TASK, prediction())
     replace = msgspec.structs.replace
     for same in (TASK, replace(TASK, case=CASE.replace(steps=99))):
@@ -180,7 +178,7 @@ def test_a_prediction_is_found_again_for_the_same_task_only(tmp_path: Path) -> N
         ("_is_local", lambda name: True),
     ],
 )
-def test_other_code_is_predicted_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
+def test_other_code_is_predicted_anew(tmp_path, monkeypatch, name, value):
     monkeypatch.setattr(cache_module, "library_versions", lambda case: {"torch": "2.13.0"})
     monkeypatch.setattr(cache_module, "_is_local", lambda name: False)
     monkeypatch.setattr(cache_module, "_files", lambda name: "these")
@@ -190,13 +188,13 @@ def test_other_code_is_predicted_anew(tmp_path: Path, monkeypatch: pytest.Monkey
     assert PredictionCache(tmp_path).get(TASK) is None
 
 
-def test_own_code_is_never_remembered(tmp_path: Path) -> None:
+def test_own_code_is_never_remembered(tmp_path):
     task = msgspec.structs.replace(TASK, case=Case(model="mine", method="custom", code="test_it.py::mine"))
     PredictionCache(tmp_path).put(task, prediction())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_nobody_asked_for_in_a_month_is_forgotten(tmp_path: Path) -> None:
+def test_what_nobody_asked_for_in_a_month_is_forgotten(tmp_path):
     asked, forgotten, new = (msgspec.structs.replace(TASK, case=CASE.replace(batch_size=size)) for size in (2, 4, 8))
     for task in (asked, forgotten):
         PredictionCache(tmp_path).put(task, prediction())
@@ -210,11 +208,11 @@ def test_what_nobody_asked_for_in_a_month_is_forgotten(tmp_path: Path) -> None:
 class Machine:
     """Predicts that a case fits if these knobs have these values."""
 
-    def __init__(self, **cures: Any) -> None:
+    def __init__(self, **cures):
         self.cures = cures
-        self.asked: list[Case] = []
+        self.asked = []
 
-    def __call__(self, case: Case) -> Prediction:
+    def __call__(self, case):
         self.asked.append(case)
         fits = bool(self.cures) and all(getattr(case, knob) == value for knob, value in self.cures.items())
         return prediction(fits=True) if fits else unfit()
@@ -234,14 +232,14 @@ BIG = CASE.replace(batch_size=8, activation_checkpointing=False)
         ({}, "makes it fit, which needs 99.5 GiB; spread it over more GPUs (parallel=fsdp)", 7),
     ],
 )
-def test_the_cheapest_change_that_fits_is_told(cures: dict[str, Any], sentence: str, tries: int) -> None:
+def test_the_cheapest_change_that_fits_is_told(cures, sentence, tries):
     machine = Machine(**cures)
     assert sentence in remedy(BIG, unfit(), machine)
     assert len(machine.asked) == tries
     assert {case.batch_size * case.gradient_accumulation for case in machine.asked} == {8}, "as many samples"
 
 
-def test_a_loss_by_chunks_is_tried_where_logits_are_at_the_peak() -> None:
+def test_a_loss_by_chunks_is_tried_where_logits_are_at_the_peak():
     at_peak = unfit(largest={"backward": (LOGITS,)})
     machine = Machine(loss_chunks=16)
     assert remedy(BIG, at_peak, machine) == "loss_chunks=16 makes it fit, in 35.5 GiB"
@@ -257,7 +255,7 @@ def test_a_loss_by_chunks_is_tried_where_logits_are_at_the_peak() -> None:
         assert not [asked for asked in machine.asked if asked.loss_chunks == 16]
 
 
-def case_of(name: str) -> Case:
+def case_of(name):
     return CASE.replace(model=name)
 
 
@@ -270,13 +268,13 @@ FORETOLD = {
 
 
 @pytest.fixture
-def forecast(tmp_path: Path) -> Forecast:
+def forecast(tmp_path):
     entries = {str(case_of(name)): recorded(entry, case=case_of(name)) for name, entry in FORETOLD.items()}
     PredictionStore(tmp_path).update("h100", "llm", entries)
     return Forecast(tmp_path, "h100")
 
 
-def test_short_tests_first_unknown_later_unfit_last(forecast: Forecast) -> None:
+def test_short_tests_first_unknown_later_unfit_last(forecast):
     names = [*FORETOLD, "gemma-2-9b"]
     order_by = (lambda test: test[0], lambda test: ("llm", [case_of(test[1])] if test[1] else []))
     for order in itertools.islice(itertools.permutations(names), 0, None, 7):
@@ -294,8 +292,8 @@ def test_short_tests_first_unknown_later_unfit_last(forecast: Forecast) -> None:
     assert not forecast.is_unfit("llm", case_of("phi-3-mini-128k").replace(batch_size=1)), "which is declared otherwise"
 
 
-def test_the_cache_depends_on_this_package_and_on_nothing_beside_it() -> None:
-    read: list[Path] = []
+def test_the_cache_depends_on_this_package_and_on_nothing_beside_it():
+    read = []
     package = Path(cache_module.__file__).parents[1]
     with mock.patch.object(Path, "read_bytes", lambda path: read.append(path) or b""):
         cache_module._own_code.__wrapped__()
@@ -303,7 +301,7 @@ def test_the_cache_depends_on_this_package_and_on_nothing_beside_it() -> None:
     assert [path for path in read if not path.is_relative_to(package)] == []
 
 
-def test_what_a_measurement_has_and_a_prediction_has_not_is_none() -> None:
+def test_what_a_measurement_has_and_a_prediction_has_not_is_none():
     properties = {name for name in dir(Measurement) if isinstance(getattr(Measurement, name), property)}
     figures = {*Measurement.__struct_fields__, *properties}
     lacking = {name for name in figures if name not in Prediction.__struct_fields__}

@@ -3,19 +3,15 @@
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 from unit_examples import measurement, out_of_memory
 
-from pytest_gputrain import Case, GiB, MiB
+from pytest_gputrain import GiB, MiB
 from pytest_gputrain.gate.published import judge_published
 from pytest_gputrain.hardware.catalog import MARKERS
-from pytest_gputrain.records import Published
-from pytest_gputrain.records.published import Figure, Figures
+from pytest_gputrain.records.published import Figures
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.published import PublishedStore
@@ -27,15 +23,15 @@ TABLES = {table.name: table for table in STORE.tables}
 ROWS = [row for table in STORE.tables for row in table.published()]
 
 
-def _name(row: Published) -> str:
+def _name(row):
     return f"{row.table}-{row.platform}-{row.case}"
 
 
-def _rows(table: str) -> Any:
+def _rows(table):
     return pytest.mark.parametrize("row", TABLES[table].published(), ids=_name)
 
 
-def _as_printed(figure: Figure | None, unit: float) -> str:
+def _as_printed(figure, unit):
     """The digits that ``figure`` was printed with in ``unit``: found by trying, not by how it was read."""
     if figure is None:
         return ""
@@ -47,7 +43,7 @@ def _as_printed(figure: Figure | None, unit: float) -> str:
 
 
 @_rows("llm-trainer")
-def test_llm_trainer_figures_are_those_of_their_cells(row: Published) -> None:
+def test_llm_trainer_figures_are_those_of_their_cells(row):
     figures = row.figures["pytorch"]
     thousand_mib = 1000 * MiB
     peak, speed = _as_printed(figures.device_used_bytes, thousand_mib), _as_printed(figures.step_seconds, 1)
@@ -62,11 +58,11 @@ def test_llm_trainer_figures_are_those_of_their_cells(row: Published) -> None:
     assert row.case.cpu_offload == (model == "CPU Offload") == ("*" in row.cells["Model"] and "**" not in row.cells["Model"])
 
 
-_SPELLINGS: dict[str, Any] = {"-": None, "true": True, "false": False}
+_SPELLINGS = {"-": None, "true": True, "false": False}
 
 
 @_rows("pangu-deepspeed")
-def test_pangu_figures_and_knobs_are_those_of_their_cells(row: Published) -> None:
+def test_pangu_figures_and_knobs_are_those_of_their_cells(row):
     figures, case = row.figures.get("pytorch", Figures()), row.case
     model, epoch, speed, host, memory, gpus, fp16, bf16, stage, optimizer, pin, param, overlap, bucket, live = (
         row.cells.values()
@@ -97,12 +93,12 @@ def test_pangu_figures_and_knobs_are_those_of_their_cells(row: Published) -> Non
     assert case.reduce_bucket_size == {"2": case.allgather_bucket_size, "3": hidden**2}.get(stage, 0)
 
 
-def _fits(figure: Figure | None, size: float) -> bool:
+def _fits(figure, size):
     return figure is not None and any(abs(figure.rounding / size - unit) < 1e-6 for unit in (1, 0.1))
 
 
 @_rows("paddlemix")
-def test_paddlemix_figures_are_those_of_their_cells(row: Published) -> None:
+def test_paddlemix_figures_are_those_of_their_cells(row):
     _, stage, paddle, _, pytorch, memory = row.cells.values()
     assert _as_printed(row.figures["paddle"].samples_per_second, 1) == paddle
     assert _as_printed(row.figures["pytorch"].samples_per_second, 1) == pytorch
@@ -112,7 +108,7 @@ def test_paddlemix_figures_are_those_of_their_cells(row: Published) -> None:
 
 
 @_rows("amd-diffusion")
-def test_amd_figures_are_those_of_their_cells(row: Published) -> None:
+def test_amd_figures_are_those_of_their_cells(row):
     _, second, best = row.cells.values()
     speed = _as_printed(row.figures["pytorch"].samples_per_second_per_gpu, 1)
     assert {1: second, 10: best}[row.case.batch_size] == (
@@ -120,7 +116,7 @@ def test_amd_figures_are_those_of_their_cells(row: Published) -> None:
     )
 
 
-def _declared() -> Iterator[tuple[str, Case]]:
+def _declared():
     for path in sorted((ROOT / "benchmarks").glob("test_*.py")):
         spec = importlib.util.spec_from_file_location(f"declared_{path.stem}", path)
         module = importlib.util.module_from_spec(spec)
@@ -134,7 +130,7 @@ SUITES = {suite for suite, _ in DECLARED}
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.suite in SUITES], ids=_name)
-def test_every_row_is_a_declared_case(row: Published) -> None:
+def test_every_row_is_a_declared_case(row):
     same = [case for suite, case in DECLARED if suite == row.suite and str(case) == str(row.case)]
     mine = [case for case in same if row.platform in case.platforms]
     assert [case.identity() for case in mine] == [row.case.identity()]
@@ -144,7 +140,7 @@ DEFAULT = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.figures or row.outcome != "measured"], ids=_name)
-def test_every_row_is_judged_or_says_in_one_phrase_why_not(row: Published) -> None:
+def test_every_row_is_judged_or_says_in_one_phrase_why_not(row):
     seconds = (1.0,) * 2 * row.case.gradient_accumulation
     verdict = judge_published(row.case, [measurement(step_seconds=seconds)], row, DEFAULT, scale="full")
     if row.outcome != "measured":
@@ -165,7 +161,7 @@ def test_every_row_is_judged_or_says_in_one_phrase_why_not(row: Published) -> No
         assert all(reason.startswith("published with FSDP1, which holds") for reason in reasons.values())
 
 
-def test_a_row_is_found_by_platform_suite_and_key() -> None:
+def test_a_row_is_found_by_platform_suite_and_key():
     assert (len(ROWS), sum(bool(row.figures) or row.outcome != "measured" for row in ROWS)) == (128, 112)
     assert all(len(row.cells) == len(table.columns) for table in TABLES.values() for row in table.rows)
     assert {row.platform for row in ROWS} <= set(MARKERS)
@@ -176,7 +172,7 @@ def test_a_row_is_found_by_platform_suite_and_key() -> None:
     assert STORE.platforms_of("llm_finetuning", "llama-3.1-8b-lora-bf16") == ["a100", "h100", "rtx_pro_6000"]
 
 
-def test_tables_beside_the_baselines_win_over_those_of_the_package(tmp_path: Path) -> None:
+def test_tables_beside_the_baselines_win_over_those_of_the_package(tmp_path):
     assert PublishedStore.beside(tmp_path).folder != tmp_path / "published"
     (tmp_path / "published").mkdir()
     (tmp_path / "published" / "amd-diffusion.json").write_bytes((FOLDER / "amd-diffusion.json").read_bytes())
@@ -185,13 +181,12 @@ def test_tables_beside_the_baselines_win_over_those_of_the_package(tmp_path: Pat
         PublishedStore(tmp_path)
 
 
-def _speed(document: dict[str, Any]) -> dict[str, Any]:
-    figure: dict[str, Any] = document["rows"][0]["figures"]["pytorch"]["samples_per_second_per_gpu"]
-    return figure
+def _speed(document):
+    return document["rows"][0]["figures"]["pytorch"]["samples_per_second_per_gpu"]
 
 
-def test_a_damaged_table_is_told_by_file_and_place(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
-    changes: dict[str, Callable[[dict[str, Any]], object]] = {
+def test_a_damaged_table_is_told_by_file_and_place(tmp_path, snapshot):
+    changes = {
         "name": lambda it: it.update(name="other"),
         "no platforms": lambda it: it["platforms"].clear(),
         "no samples": lambda it: it.update(epoch={"samples": 0, "column": "Precision"}),

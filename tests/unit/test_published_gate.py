@@ -1,27 +1,24 @@
 """The gate against published figures: ranges, tolerances, outcomes, and what cannot be compared."""
 
-from typing import Any
-
 import msgspec
 import pytest
 from hypothesis import strategies as st
-from syrupy.assertion import SnapshotAssertion
 from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction, timed_out
 
 from pytest_gputrain import GiB, MiB
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.new_device import TOLERANCE, judge_by_prediction, judge_by_published
 from pytest_gputrain.gate.published import judge_published, step_seconds
-from pytest_gputrain.records import Case, Holder, Published, Reply, Verdict
+from pytest_gputrain.records import Holder, Published, Verdict
 from pytest_gputrain.records.published import Figure, Figures
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 
 
-def figure(low: float, high: float | None = None, rounding: float = 0.1) -> Figure:
+def figure(low, high=None, rounding=0.1):
     return Figure(low=low, high=low if high is None else high, rounding=rounding)
 
 
-def row(*, case: Case = CASE, outcome: Any = "measured", **figures: Figure) -> Published:
+def row(*, case=CASE, outcome="measured", **figures):
     row_figures = figures or {"step_seconds": figure(1.0)}
     return Published(
         table="a-table",
@@ -35,14 +32,12 @@ def row(*, case: Case = CASE, outcome: Any = "measured", **figures: Figure) -> P
     )
 
 
-def judged(
-    published: Published | None, *replies: Reply, case: Case = CASE, time: float = 0.03, memory: float = 0.02, **given: Any
-) -> Verdict:
+def judged(published, *replies, case=CASE, time=0.03, memory=0.02, **given):
     tolerance = Tolerance(time=time, memory=MemoryTolerance(ratio=memory))
     return judge_published(case, replies or (measurement(),), published, tolerance, **{"scale": "full", **given})
 
 
-def _timed(seconds: float, published: Published, **given: Any) -> str:
+def _timed(seconds, published, **given):
     verdict = judged(published, measurement(step_seconds=(seconds,)), **given)
     metric = verdict.metric("step_seconds")
     return metric.status
@@ -59,22 +54,22 @@ seconds = st.floats(0.01, 1000)
     ],
     ids=["a figure", "a range"],
 )
-def test_limits_begin_where_the_rounding_of_what_was_printed_ends(printed: Figure, measured: dict[float, str]) -> None:
+def test_limits_begin_where_the_rounding_of_what_was_printed_ends(printed, measured):
     assert {seconds: _timed(seconds, row(step_seconds=printed)) for seconds in measured} == measured
 
 
 @pytest.mark.parametrize("name", ["peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"])
-def test_memory_is_compared_with_its_like(name: Any) -> None:
+def test_memory_is_compared_with_its_like(name):
     published = row(**{name: figure(40 * GiB, rounding=GiB)})
     limit = 40.5 * GiB * 1.02 + GPU_MEMORY_NOISE_BYTES
-    others: dict[str, Any] = {"peak_allocated_bytes": GiB, "peak_reserved_bytes": GiB, "device_used_bytes": GiB}
+    others = {"peak_allocated_bytes": GiB, "peak_reserved_bytes": GiB, "device_used_bytes": GiB}
     for value, status in ((int(limit), "pass"), (int(limit) + 1, "regressed")):
         verdict = judged(published, measurement(**{**others, name: value}))
         assert [(metric.metric, metric.status) for metric in verdict.metrics] == [(name, status)]
 
 
 @pytest.mark.parametrize("used", [10 * GiB, 90 * GiB])
-def test_memory_that_cannot_be_judged_is_shown_with_the_reason(used: int) -> None:
+def test_memory_that_cannot_be_judged_is_shown_with_the_reason(used):
     printed = row(step_seconds=figure(1.0), device_used_bytes=figure(40 * GiB, rounding=GiB))
     published = msgspec.structs.replace(printed, memory_not_judged="published with FSDP1")
     verdict = judged(published, measurement(step_seconds=(1.0,), device_used_bytes=used))
@@ -101,14 +96,12 @@ def test_memory_that_cannot_be_judged_is_shown_with_the_reason(used: int) -> Non
         ),
     ],
 )
-def test_throughput_is_of_the_samples_of_its_gpus_and_its_digits_are_ends_of_the_time(
-    case: Case, published: dict[str, Figure], ends: tuple[float, float, float]
-) -> None:
+def test_throughput_is_of_the_samples_of_its_gpus_and_its_digits_are_ends_of_the_time(case, published, ends):
     seconds_of_step = step_seconds(case, Figures(**published))
     assert (seconds_of_step.least, seconds_of_step.middle, seconds_of_step.most) == pytest.approx(ends)
 
 
-def test_verdicts_are_told_with_what_the_table_was_made_with(snapshot: SnapshotAssertion) -> None:
+def test_verdicts_are_told_with_what_the_table_was_made_with(snapshot):
     here = gpu_environment(packages={"torch": "2.13.0"})
     slower = measurement(step_seconds=(6.3,), environment=here)
     reserved, used = (
@@ -132,9 +125,9 @@ def test_verdicts_are_told_with_what_the_table_was_made_with(snapshot: SnapshotA
     }
     replies = {"oom": out_of_memory(), "host oom": out_of_memory(where="host"), "fits": measurement()}
     replies |= {"crashed": crashed(), "timed out": timed_out()}
-    outcomes: tuple[Any, ...] = ("measured", "out_of_memory", "error")
+    outcomes = ("measured", "out_of_memory", "error")
     verdicts |= {f"{was}, now {now}": judged(row(outcome=was), replies[now]) for was in outcomes for now in replies}
-    nothing: dict[str, tuple[Any, dict[str, Any]]] = {
+    nothing = {
         "elsewhere": (None, {"elsewhere": ("a100", "h100")}),
         "nowhere": (None, {}),
         "tiny": (row(), {"scale": "tiny"}),
@@ -153,7 +146,7 @@ PEAK = 32 * GiB
 LIMIT = round(PEAK * (1 + TOLERANCE.ratio) + TOLERANCE.bytes)
 
 
-def _beside_prediction(*peaks: int, flops: int | None = 10**15, **fields: Any) -> Verdict:
+def _beside_prediction(*peaks, flops=10**15, **fields):
     runs = [measurement(peak_allocated_bytes=peak, flops_per_step=flops) for peak in peaks]
     return judge_by_prediction(NEW, CASE, runs, prediction(peak_allocated_bytes=PEAK, **fields))
 
@@ -169,14 +162,12 @@ def _beside_prediction(*peaks: int, flops: int | None = 10**15, **fields: Any) -
         ((PEAK,), 104 * 10**13, "regressed"),
     ],
 )
-def test_memory_and_flops_may_grow_to_the_limit_and_shrink_at_will(
-    peaks: tuple[int, ...], flops: int | None, status: str
-) -> None:
+def test_memory_and_flops_may_grow_to_the_limit_and_shrink_at_will(peaks, flops, status):
     verdict = _beside_prediction(*peaks, flops=flops)
     assert (verdict.status, verdict.held_to) == (status, "prediction")
 
 
-def test_the_sentence_names_only_what_was_compared() -> None:
+def test_the_sentence_names_only_what_was_compared():
     assert (
         "its memory and FLOPs are within what is predicted for h100 (32.0 GiB of 32.0 GiB)"
         in _beside_prediction(PEAK).sentence
@@ -187,18 +178,18 @@ def test_the_sentence_names_only_what_was_compared() -> None:
     assert "computes 100.0 % more" in both
 
 
-def _exactly(**figures: int) -> Published:
+def _exactly(**figures):
     return row(**{name: figure(value, rounding=0) for name, value in figures.items()}) if figures else row()
 
 
 @pytest.mark.parametrize(("peak", "status"), [(PEAK, "new"), (LIMIT, "new"), (LIMIT + 70 * MiB, "regressed")])
-def test_reserved_memory_is_held_to_the_published_row(peak: int, status: str) -> None:
+def test_reserved_memory_is_held_to_the_published_row(peak, status):
     verdict = judge_by_published(NEW, CASE, [measurement(peak_reserved_bytes=peak)], _exactly(peak_reserved_bytes=PEAK))
     assert (verdict.status, verdict.held_to) == (status, "published")
     assert "published for h100 in a-table" in verdict.sentence
 
 
-def test_a_row_without_memory_holds_nothing() -> None:
+def test_a_row_without_memory_holds_nothing():
     runs = [measurement(peak_reserved_bytes=PEAK)]
     assert judge_by_published(NEW, CASE, runs, _exactly()) is NEW
     why = msgspec.structs.replace(_exactly(peak_reserved_bytes=PEAK), memory_not_judged="made with another engine")

@@ -2,11 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import pytest
-from syrupy.assertion import SnapshotAssertion
 from unit_examples import (
     CASE,
     baseline,
@@ -23,16 +21,9 @@ from unit_examples import (
 
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.memory import tensor
-from pytest_gputrain.gate.regression import Circumstances, GateResult, first_ratio, judge
+from pytest_gputrain.gate.regression import Circumstances, first_ratio, judge
 from pytest_gputrain.records import (
-    Baseline,
-    Case,
-    Environment,
     Holder,
-    Measurement,
-    MetricVerdict,
-    Reply,
-    Verdict,
 )
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.utils.units import GiB, MiB
@@ -44,41 +35,32 @@ GPU, CPU, TWO_CPUS = gpu_environment(), cpu_environment(), cpu_environment(devic
 ON_H200 = gpu_environment(device_name="NVIDIA H200")
 
 
-def _judge(
-    replies: Reply | Sequence[Reply],
-    stored: Baseline | None,
-    *,
-    case: Case = CASE,
-    tolerance: Tolerance = TOLERANCE,
-    hint: str = "",
-    no_scaling: str = "",
-    **circumstances: Any,
-) -> Verdict:
+def _judge(replies, stored, *, case=CASE, tolerance=TOLERANCE, hint="", no_scaling="", **circumstances):
     """Of these replies, or of three processes that all give this one: as many as have to agree."""
     several = list(replies) if isinstance(replies, Sequence) else [replies] * 3
     return judge(case, several, stored, tolerance, hint, no_scaling, Circumstances(**circumstances)).verdict
 
 
-def _outcome(replies: Sequence[Reply], stored: Baseline, **circumstances: Any) -> GateResult:
+def _outcome(replies, stored, **circumstances):
     return judge(CASE, replies, stored, TOLERANCE, circumstances=Circumstances(**circumstances))
 
 
-def _took(seconds: float, **fields: Any) -> Measurement:
+def _took(seconds, **fields):
     return measurement(step_seconds=(seconds,) * 3, **fields)
 
 
-def _needed(peak: int, **fields: Any) -> Measurement:
+def _needed(peak, **fields):
     return measurement(peak_allocated_bytes=peak, **fields)
 
 
-def _stored(environment: Environment = GPU, *, runs: int = 1, **fields: Any) -> Baseline:
+def _stored(environment=GPU, *, runs=1, **fields):
     return baseline(*[baseline_run(environment=environment, **fields)] * runs)
 
 
-def _told(verdicts: dict[str, Verdict]) -> dict[str, str]:
+def _told(verdicts):
     """All of each verdict that people and other programs read."""
 
-    def told(metric: MetricVerdict) -> str:
+    def told(metric):
         figures = ("-" if it is None else f"{it:.10g}" for it in (metric.value, metric.baseline, metric.limit))
         return f" [{metric.metric} {metric.status}: {', '.join(figures)}]"
 
@@ -88,7 +70,7 @@ def _told(verdicts: dict[str, Verdict]) -> dict[str, str]:
     }
 
 
-def _of_times(*logs: float) -> Baseline:
+def _of_times(*logs):
     return baseline(*(baseline_run(step_seconds=(math.exp(x),)) for x in logs))
 
 
@@ -108,14 +90,14 @@ CPU_TWICE = _needed(2 * BASE_BYTES, environment=CPU)
         (1 / 1.03 - 1e-8, "improved"),
     ],
 )
-def test_time_on_a_gpu_has_its_limit_at_the_tolerance_whatever_the_host(seconds: float, status: str) -> None:
+def test_time_on_a_gpu_has_its_limit_at_the_tolerance_whatever_the_host(seconds, status):
     for stored in (baseline(), _stored(gpu_environment(host="node-2", cpu_model="Xeon"))):
         verdict = _judge(_took(seconds), stored)
         assert [metric.status for metric in verdict.metrics] == [status, "pass"]
         assert verdict.status == status
 
 
-def test_time_is_the_median_of_the_runs_medians_on_both_sides() -> None:
+def test_time_is_the_median_of_the_runs_medians_on_both_sides():
     runs = [measurement(step_seconds=seconds) for seconds in ((1.0, 1.0, 50.0), (9.0, 9.0, 9.0), (1.01, 1.01, 0.1))]
     stored = baseline(*(baseline_run(step_seconds=(seconds, seconds, 99.0)) for seconds in (1.0, 2.0, 8.0)))
     metric = _judge(runs, stored).metric("step_seconds")
@@ -138,9 +120,7 @@ CPU_TIME = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02), cpu_time=Tru
         (_stored(cpu_environment(host="node-2"), runs=5), CPU_TIME, "not-comparable", "on the host node-2, here node-1"),
     ],
 )
-def test_time_on_a_cpu_is_judged_on_request_against_five_runs_of_its_host(
-    stored: Baseline, tolerance: Tolerance, status: str, note: str
-) -> None:
+def test_time_on_a_cpu_is_judged_on_request_against_five_runs_of_its_host(stored, tolerance, status, note):
     verdict = _judge(_took(1.5, environment=CPU), stored, tolerance=tolerance)
     assert verdict.status == ("regressed" if status == "regressed" else "pass")
     time = verdict.metric("step_seconds")
@@ -163,10 +143,8 @@ def test_a_case_that_needs_more_memory_says_that_it_may_be_slower_too():
     [(GPU, 0.0, GPU_MEMORY_NOISE_BYTES), (CPU, 0.0, 0), (TWO_CPUS, 0.1, 0)],
     ids=["gpu", "cpu", "two processes on a cpu"],
 )
-def test_memory_has_its_limits_at_tolerance_and_noise(
-    memory: MemoryTolerance, environment: Environment, least_ratio: float, noise: int
-) -> None:
-    def status(peak: int) -> str:
+def test_memory_has_its_limits_at_tolerance_and_noise(memory, environment, least_ratio, noise):
+    def status(peak):
         tolerance = Tolerance(time=0.03, memory=memory)
         verdict = _judge(_needed(peak, environment=environment), _stored(environment), tolerance=tolerance)
         return verdict.metric("peak_allocated_bytes").status
@@ -178,7 +156,7 @@ def test_memory_has_its_limits_at_tolerance_and_noise(
 
 
 @pytest.mark.parametrize("peak", [BASE_BYTES, BASE_BYTES + 500, 2 * BASE_BYTES])
-def test_what_the_baseline_has_measured_is_no_change(peak: int) -> None:
+def test_what_the_baseline_has_measured_is_no_change(peak):
     peaks = (BASE_BYTES, BASE_BYTES + 500, 2 * BASE_BYTES)
     stored = baseline(*(baseline_run(peak_allocated_bytes=peak, environment=CPU) for peak in peaks))
     metric = _judge(_needed(peak, environment=CPU), stored, tolerance=EXACT).metric("peak_allocated_bytes")
@@ -195,13 +173,13 @@ def test_what_the_baseline_has_measured_is_no_change(peak: int) -> None:
         ([37, 30], 37, "pass"),
     ],
 )
-def test_memory_regresses_or_improves_only_where_every_run_does(peaks: list[int], value: int, status: str) -> None:
+def test_memory_regresses_or_improves_only_where_every_run_does(peaks, value, status):
     verdict = _judge([_needed(peak * GiB) for peak in peaks], _stored(peak_allocated_bytes=37 * GiB))
     metric = verdict.metric("peak_allocated_bytes")
     assert (metric.value, metric.status) == (value * GiB, status)
 
 
-def test_a_peak_of_several_threads_is_judged_by_the_tolerance_and_never_called_exact() -> None:
+def test_a_peak_of_several_threads_is_judged_by_the_tolerance_and_never_called_exact():
     stored = _stored(CPU, peak_allocated_bytes=1000 * MiB)
     single, several = (_needed(1001 * MiB, environment=CPU, counted_threads=threads) for threads in (1, 2))
     assert _judge(single, stored).metric("peak_allocated_bytes").note == "changed by +1,048,576 bytes, within the limit"
@@ -224,7 +202,7 @@ def test_a_peak_of_several_threads_is_judged_by_the_tolerance_and_never_called_e
         ([out_of_memory(), crashed()], True),
     ],
 )
-def test_what_looks_worse_wants_further_processes(replies: list[Reply], settled: bool) -> None:
+def test_what_looks_worse_wants_further_processes(replies, settled):
     assert _outcome(replies, FIVE).settled is settled
 
 
@@ -233,12 +211,12 @@ def test_what_looks_worse_wants_further_processes(replies: list[Reply], settled:
     [(_took(1.2), FIVE, 1), (TWICE, FIVE, 1), (out_of_memory(), FIVE, 1), (CPU_TWICE, _stored(CPU, runs=5), 5)],
     ids=["time", "memory", "out of memory", "a CPU counts exactly"],
 )
-def test_the_first_process_decides_where_no_other_could(reply: Reply, stored: Baseline, most: int) -> None:
+def test_the_first_process_decides_where_no_other_could(reply, stored, most):
     outcome = _outcome([reply], stored, most=most)
     assert (outcome.settled, outcome.verdict.status) == (True, "regressed")
 
 
-def test_the_first_run_is_told_for_the_suite_where_time_is_compared() -> None:
+def test_the_first_run_is_told_for_the_suite_where_time_is_compared():
     assert first_ratio(CASE, [_took(1.2), _took(1.0)], FIVE, TOLERANCE) == pytest.approx(math.log(1.2))
     unfit = baseline(baseline_run(), *[baseline_run(outcome="out_of_memory", step_seconds=())] * 2)
     assert first_ratio(CASE, [_took(1.0, environment=CPU)], _stored(CPU, runs=5), TOLERANCE) is None
@@ -250,7 +228,7 @@ def test_the_first_run_is_told_for_the_suite_where_time_is_compared() -> None:
 
 
 @pytest.mark.parametrize(("fitting", "failing"), [(4, 1), (1, 1), (1, 2)])
-def test_a_baseline_that_did_not_always_fit_is_what_most_runs_were(fitting: int, failing: int) -> None:
+def test_a_baseline_that_did_not_always_fit_is_what_most_runs_were(fitting, failing):
     stored = baseline(*[baseline_run()] * fitting, *[oom_run()] * failing)
     fits = fitting >= failing
     assert _judge(out_of_memory(), stored).status == ("regressed" if fits else "pass")
@@ -265,11 +243,11 @@ HOST = {"cudnn": "9.10.2", "nccl": "2.27.3", "cores": 48, "host_memory_bytes": 5
 WEAKER = {"cudnn": "9.8.0", "nccl": "2.26.2", "cores": 16, "host_memory_bytes": 256 * GiB, **DOWN}
 
 
-def _slower_since(there: dict[str, Any], here: dict[str, Any]) -> Verdict:
+def _slower_since(there, here):
     return _judge(_took(1.5, environment=gpu_environment(**here)), _stored(gpu_environment(**there)))
 
 
-def test_verdicts_are_told_with_all_that_matters(snapshot: SnapshotAssertion) -> None:
+def test_verdicts_are_told_with_all_that_matters(snapshot):
     same = CASE.replace(steps=99, warmup=9, platforms=("h100",), named=("batch_size",))
     eight, out = gpu_environment(device_count=8), out_of_memory()
     beside = _took(1.5, holders=(Holder(pid=7, gpu=0, name="python"),))
@@ -351,7 +329,7 @@ NEW = live_tensor(bytes=2 * GiB, count=2, operator="aten.mul", shape=(2**29,), l
 ROWS = dict.fromkeys(PHASES, (WEIGHTS,))
 
 
-def _counted(processes: int = 1, **phases: int) -> Measurement:
+def _counted(processes=1, **phases):
     """One whose ``phases`` have so many bytes more than the baseline's, in `NEW`."""
     peaks = {phase: size + phases.get(phase, 0) for phase, size in PHASES.items()}
     largest = {phase: (WEIGHTS, NEW) if phases.get(phase, 0) > 0 else (WEIGHTS,) for phase in PHASES}
@@ -360,13 +338,13 @@ def _counted(processes: int = 1, **phases: int) -> Measurement:
     return measurement(environment=environment, peak_allocated_bytes=peak, phase_peak_bytes=peaks, largest=largest)
 
 
-def _judged_phases(reply: Measurement, processes: int = 1, **fields: Any) -> Verdict:
+def _judged_phases(reply, processes=1, **fields):
     defaults = {"peak_allocated_bytes": 40 * GiB, "phase_peak_bytes": PHASES, "largest": ROWS, **fields}
     run = baseline_run(environment=cpu_environment(device_count=processes), **defaults)
     return judge(CASE, [reply], baseline(run), TOLERANCE).verdict
 
 
-def test_growth_is_told_with_its_phase_and_what_grew(snapshot: SnapshotAssertion) -> None:
+def test_growth_is_told_with_its_phase_and_what_grew(snapshot):
     verdicts = {
         "below the peak": _judged_phases(_counted(forward=2 * GiB, optimizer=GiB)),
         "of the peak": _judged_phases(_counted(backward=2 * GiB)),
@@ -380,9 +358,7 @@ def test_growth_is_told_with_its_phase_and_what_grew(snapshot: SnapshotAssertion
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(("processes", "limit"), [(1, 0.02), (2, 0.5)])
-def test_every_phase_has_the_tolerance_of_the_peak_and_of_several_processes_a_share_of_it(
-    phase: Any, processes: int, limit: float
-) -> None:
+def test_every_phase_has_the_tolerance_of_the_peak_and_of_several_processes_a_share_of_it(phase, processes, limit):
     """A buffer of gloo that is let go of late is as large in a phase that needs little as in one that needs much."""
     whole = PHASES[phase if processes == 1 else "backward"]
     for share, status in ((-1.05, "improved"), (-0.95, "pass"), (0.95, "pass"), (1.05, "regressed")):
@@ -390,6 +366,6 @@ def test_every_phase_has_the_tolerance_of_the_peak_and_of_several_processes_a_sh
         assert verdict.metric(f"{phase}_peak_bytes").status == status
 
 
-def test_three_lines_are_named_at_most() -> None:
+def test_three_lines_are_named_at_most():
     row = live_tensor(lines=tuple(f"a.py:{number}" for number in range(6)))
     assert tensor(row).endswith("at a.py:0, a.py:1, a.py:2 and 3 more lines)")

@@ -5,10 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
 
 import msgspec
 import pytest
@@ -62,41 +60,41 @@ sys.exit(code)
 class Commands:
     """Slurm's commands, which answer what they are told to."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self._answers = folder / "answers.json"
         self._log = folder / "log.jsonl"
-        self._known: dict[str, tuple[int, str, str, float]] = {}
+        self._known = {}
         for name in ("sbatch", "squeue", "scancel"):
             script = folder / name
             script.write_text(COMMAND.format(python=sys.executable, log=str(self._log), answers=str(self._answers)))
             script.chmod(0o755)
             self.answer(name)
 
-    def answer(self, name: str, said: str = "", complaint: str = "", *, code: int = 0, seconds: float = 0.0) -> None:
+    def answer(self, name, said="", complaint="", *, code=0, seconds=0.0):
         self._known[name] = (code, said, complaint, seconds)
         self._answers.write_text(json.dumps(self._known))
 
-    def calls(self, name: str) -> list[list[str]]:
+    def calls(self, name):
         calls_made = [json.loads(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
         return [words[1:] for words in calls_made if words[0] == name]
 
 
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+def commands(tmp_path, monkeypatch):
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     return Commands(folder)
 
 
-def order(*, gpus: int = 1, nodes: int = 1, cpus: int = 4, platform: str = "h100") -> Order:
+def order(*, gpus=1, nodes=1, cpus=4, platform="h100"):
     task = Task(case=CASE, scale="full", device_type="gpu", nodes=nodes, root="/")
     conditions = Conditions(platform=platform, timeout_seconds=1790, foreign="warn", shared="/")
     return Order(task=task, conditions=conditions, gpus=gpus, cpus=cpus)
 
 
-def options(commands: Commands, folder: Path, *arguments: str, **takes: int) -> list[str]:
+def options(commands, folder, *arguments, **takes):
     """Of sbatch, up to the script, without those that are the same for all."""
     commands.answer("sbatch", "17\n")
     (folder / "fleet-x").mkdir(exist_ok=True)
@@ -106,14 +104,14 @@ def options(commands: Commands, folder: Path, *arguments: str, **takes: int) -> 
     return [word for word in own if not word.startswith(("--parsable", "--no-requeue", "--job-name", "--output", "--time"))]
 
 
-def test_what_jobs_do_is_read_from_squeue_and_only_named_jobs_are_cancelled(commands: Commands) -> None:
+def test_what_jobs_do_is_read_from_squeue_and_only_named_jobs_are_cancelled(commands):
     commands.answer("squeue", "".join(f"{line}\n" for line in JOBS))
     assert Slurm(()).jobs(["4", "5"]) == {line.partition("|")[0]: job for line, job in JOBS.items()}
     Slurm(()).cancel(["1", "2"])
     assert commands.calls("scancel") == [["--quiet", "1", "2"]]
 
 
-def test_jobs_that_slurm_has_forgotten_are_left_out_and_a_silent_controller_is_no_news(commands: Commands) -> None:
+def test_jobs_that_slurm_has_forgotten_are_left_out_and_a_silent_controller_is_no_news(commands):
     commands.answer("squeue", complaint="slurm_load_jobs error: Invalid job id specified", code=1)
     assert Slurm(()).jobs(["999"]) == {}
     commands.answer("squeue", complaint=f"slurm_load_jobs error: {SILENT}", code=1)
@@ -139,18 +137,14 @@ def test_jobs_that_slurm_has_forgotten_are_left_out_and_a_silent_controller_is_n
         ),
     ],
 )
-def test_a_refusal_is_told_by_its_kind(
-    commands: Commands, tmp_path: Path, complaint: str, kind: type[Exception], says: str
-) -> None:
+def test_a_refusal_is_told_by_its_kind(commands, tmp_path, complaint, kind, says):
     commands.answer("sbatch", complaint=complaint, code=1)
     with pytest.raises(kind, match=says) as caught:
         Slurm(()).submit(order(), tmp_path / "1")
     assert "\n" not in str(caught.value)
 
 
-def test_an_sbatch_that_waits_for_a_full_queue_is_ended_and_what_it_submitted_is_not_submitted_twice(
-    commands: Commands, tmp_path: Path
-) -> None:
+def test_an_sbatch_that_waits_for_a_full_queue_is_ended_and_what_it_submitted_is_not_submitted_twice(commands, tmp_path):
     commands.answer("sbatch", "18\n", FULL, seconds=60)  # then it would say 18
     commands.answer("squeue", "")
     with pytest.raises(QueueFull, match="temporarily unable"):
@@ -159,7 +153,7 @@ def test_an_sbatch_that_waits_for_a_full_queue_is_ended_and_what_it_submitted_is
     assert Slurm(()).submit(order(), tmp_path / "1") == "18"
 
 
-def test_a_job_runs_the_node_with_this_python(commands: Commands, tmp_path: Path) -> None:
+def test_a_job_runs_the_node_with_this_python(commands, tmp_path):
     options(commands, tmp_path)
     (words,) = commands.calls("sbatch")
     folder = tmp_path / "fleet-x"
@@ -191,13 +185,11 @@ def test_a_job_runs_the_node_with_this_python(commands: Commands, tmp_path: Path
     ],
     ids=["by default", "no GPU", "a site's own words", "a site's own count of cores"],
 )
-def test_gpus_and_cores_are_asked_for(
-    commands: Commands, tmp_path: Path, site: tuple[str, ...], takes: dict[str, int], asked: str
-) -> None:
+def test_gpus_and_cores_are_asked_for(commands, tmp_path, site, takes, asked):
     assert options(commands, tmp_path, *site, **takes) == asked.split()
 
 
-def test_a_platform_adds_to_what_counts_for_all(commands: Commands, tmp_path: Path) -> None:
+def test_a_platform_adds_to_what_counts_for_all(commands, tmp_path):
     given = (("", ("--account=x",)), ("h100", ("--partition=a",)), ("a100", ("--partition=b",)))
     engine = scheduler_of(SimpleNamespace(fleet="slurm", fleet_args=given), "h100")
     commands.answer("sbatch", "17\n")
@@ -206,9 +198,7 @@ def test_a_platform_adds_to_what_counts_for_all(commands: Commands, tmp_path: Pa
     assert [word for word in words if word.startswith(("--account", "--partition"))] == ["--account=x", "--partition=a"]
 
 
-def test_what_cannot_run_is_told_before_anything_does(
-    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_run_is_told_before_anything_does(commands, tmp_path, monkeypatch):
     for argument in ("--gres={gpu}", "--comment={", "--x={}"):
         with pytest.raises(ValueError, match="gpu_fleet_args") as caught:
             Slurm((argument,))
@@ -221,9 +211,7 @@ def test_what_cannot_run_is_told_before_anything_does(
         Ray([])
 
 
-def test_a_job_of_pytest_s_own_lends_no_wishes_to_those_of_cases(
-    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_of_pytest_s_own_lends_no_wishes_to_those_of_cases(commands, tmp_path, monkeypatch):
     dump = tmp_path / "environment.json"
     (commands.folder / "sbatch").write_text(
         f"#!{sys.executable}\nimport json, os\njson.dump(dict(os.environ), open({str(dump)!r}, 'w'))\nprint(5)\n"
@@ -242,24 +230,24 @@ def test_a_job_of_pytest_s_own_lends_no_wishes_to_those_of_cases(
 class _Remote:
     """A function of the driver's, with the options that it is started with."""
 
-    def __init__(self, asked: list[dict[str, Any]]) -> None:
+    def __init__(self, asked):
         self._asked = asked
 
-    def options(self, **options: Any) -> Self:
+    def options(self, **options):
         self._asked.append(options)
         return self
 
-    def remote(self, *arguments: Any) -> list[Any]:
+    def remote(self, *arguments):
         self._asked[-1]["arguments"] = arguments
         return []
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+def asked(monkeypatch):
     """Options of every task, and the connection first."""
-    resources: list[dict[str, Any]] = []
+    resources = []
 
-    def init(**options: Any) -> None:
+    def init(**options):
         resources.append(options)
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
 
@@ -286,9 +274,7 @@ TWO_GPUS = {"num_cpus": 8, "num_gpus": 2, "resources": {"h100": 2}}
         ([], {"gpus": 0, "platform": "cpu"}, {"num_cpus": 8, "num_gpus": 0, "resources": {}}),
     ],
 )
-def test_a_case_asks_for_its_gpus_and_its_platform(
-    asked: list[dict[str, Any]], arguments: list[str], takes: dict[str, Any], resources: dict[str, Any]
-) -> None:
+def test_a_case_asks_for_its_gpus_and_its_platform(asked, arguments, takes, resources):
     Ray(arguments).submit(order(cpus=8, **takes), Path("/nowhere"))
     connection, task = asked
     assert connection["address"] == "auto"
@@ -299,16 +285,14 @@ def test_a_case_asks_for_its_gpus_and_its_platform(
 class _Stream:
     """Of what a task has yielded so far."""
 
-    def __init__(self, *answers: str | bytes) -> None:
+    def __init__(self, *answers):
         self.answers = list(answers)
 
-    def __next__(self) -> str | bytes:
+    def __next__(self):
         return self.answers.pop(0)
 
 
-def test_a_task_that_hangs_on_its_node_is_ended_some_time_after_the_case_should_have_been(
-    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_hangs_on_its_node_is_ended_some_time_after_the_case_should_have_been(asked, monkeypatch):
     now, ended, stream = [1000.0], [], _Stream("node7 host7")
     module = sys.modules["ray"]
     module.nodes = lambda: [{"NodeID": "node7", "Alive": True, "Resources": {"CPU": 8, "GPU": 8, "h100": 8}}]
@@ -332,9 +316,7 @@ def test_a_task_that_hangs_on_its_node_is_ended_some_time_after_the_case_should_
     engine.cancel([])
 
 
-def test_the_address_is_that_of_the_arguments_or_of_ray(
-    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_address_is_that_of_the_arguments_or_of_ray(asked, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "one")
     Ray([])
     Ray(["--address=other"])

@@ -29,7 +29,7 @@ HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\u202emoc.live\r\x00\ud800"
 @example("::error::made up")
 @example("##[error]made up")
 @example(":::stop-commands::x")
-def test_nothing_shown_moves_the_cursor_or_commands_the_runner(text: str) -> None:
+def test_nothing_shown_moves_the_cursor_or_commands_the_runner(text):
     text_shown = shown(text)
     assert re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", text_shown) is None
     assert re.search(r"::(error|add-mask|stop-commands)|##\[", text_shown) is None
@@ -38,21 +38,21 @@ def test_nothing_shown_moves_the_cursor_or_commands_the_runner(text: str) -> Non
 
 
 @given(st.text(st.characters(categories=("L", "N", "P", "S", "Zs"))))
-def test_what_does_no_harm_is_shown_as_it_is(text: str) -> None:
+def test_what_does_no_harm_is_shown_as_it_is(text):
     if "::" not in text and "##" not in text:
         assert shown(text) == text
     assert shown("tests/test_a.py::TestB::test_c") == "tests/test_a.py::TestB::test_c"
 
 
 @pytest.mark.parametrize("cell", ["=1+1", "+SUM(A1)", "-2+3|cmd", "@SUM(A1)", "\t=1", "\r=1", "\n=1", " =1", "\u3000\n@A1"])
-def test_no_cell_is_a_formula(cell: str) -> None:
+def test_no_cell_is_a_formula(cell):
     file = io.StringIO()
     csv.writer(file).writerow([spreadsheet(cell)])
     assert next(csv.reader(io.StringIO(file.getvalue(), newline="")))[0].lstrip(" \u3000\n")[0] not in "=+-@\t\r"
 
 
 @pytest.mark.parametrize("cell", ["-", "-1.5", "+0.4 %", "-12,000", "a=b", "", 5, -1.5, None])
-def test_figures_and_names_stay_what_they_are(cell: object) -> None:
+def test_figures_and_names_stay_what_they_are(cell):
     assert spreadsheet(cell) == cell
 
 
@@ -66,7 +66,7 @@ def test_figures_and_names_stay_what_they_are(cell: object) -> None:
 @example("+ list")
 @example("===")
 @example("| a |\n|---|")
-def test_no_text_is_markup(text: str) -> None:
+def test_no_text_is_markup(text):
     """By CommonMark with tables, as rich's dependency reads it."""
     parser = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("table")
     escaped = markdown.escaped(text)
@@ -82,13 +82,13 @@ def test_no_text_is_markup(text: str) -> None:
     ("text", "mentions"),
     [("@someone", 1), ("by @some/team, @other", 2), ("a@b.example", 0), ("gemma-7b@tiny", 0), ("@ @", 0)],
 )
-def test_nobody_is_mentioned(text: str, mentions: int) -> None:
+def test_nobody_is_mentioned(text, mentions):
     escaped = markdown.escaped(text)
     assert re.search(r"(^|[^\w])@\w", escaped) is None
     assert escaped.count("\u200b") == mentions
 
 
-def test_a_page_has_no_controls_and_turns_no_text_around() -> None:
+def test_a_page_has_no_controls_and_turns_no_text_around():
     page = pytest.importorskip("pytest_gputrain.report.html.page", reason="the extra `report` is not installed")
     hostile = result(CASE.replace(model=f"a{HOSTILE}b"), verdict=Verdict(status="new", sentence=HOSTILE))
     try:
@@ -100,7 +100,7 @@ def test_a_page_has_no_controls_and_turns_no_text_around() -> None:
     assert re.search(r"&#(x0*202e|0*8238|x0*1b|0*27);", text) is None
 
 
-def test_tables_of_the_terminal_show_no_controls_and_no_markup() -> None:
+def test_tables_of_the_terminal_show_no_controls_and_no_markup():
     hostile = result(CASE.replace(model=f"[bold]{HOSTILE}[/bold]"), verdict=Verdict(status="new", sentence=HOSTILE))
     plain = terminal.render([hostile], width=200, colour=False)
     assert "[bold]" in plain
@@ -109,7 +109,7 @@ def test_tables_of_the_terminal_show_no_controls_and_no_markup() -> None:
     assert set(re.findall(r"\x1b.[^m]*.", coloured)) == set(re.findall(r"\x1b\[[0-9;]*m", coloured)), "its own colours only"
 
 
-def test_no_failure_ends_the_annotation_that_tells_of_it() -> None:
+def test_no_failure_ends_the_annotation_that_tells_of_it():
     failure = github.Failure(None, None, "a,title=b::", "first\n::stop-commands::x\r##[add-mask]y\x1b[2J")
     (line,) = github.commands([failure])
     assert line.startswith("::error title=a%2Ctitle=b%3A%3A::first%0A")
@@ -119,7 +119,7 @@ def test_no_failure_ends_the_annotation_that_tells_of_it() -> None:
     assert "::stop-commands" not in line
 
 
-def test_locks_are_in_a_folder_of_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_are_in_a_folder_of_this_user_alone(tmp_path, monkeypatch):
     """In a folder of somebody else a link would have the lock made, and its target emptied, anywhere."""
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     locks = tmp_path / f"gputrain-locks-{os.getuid()}"
@@ -134,7 +134,7 @@ def test_locks_are_in_a_folder_of_this_user_alone(tmp_path: Path, monkeypatch: p
         pass
 
 
-def test_leases_follow_no_link(tmp_path: Path) -> None:
+def test_leases_follow_no_link(tmp_path):
     own = tmp_path / "own"
     own.mkdir(mode=0o700)
     (tmp_path / "leases").symlink_to(own)
@@ -149,7 +149,7 @@ def test_leases_follow_no_link(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_a_node_takes_part_in_cases_of_its_own_user_only(tmp_path: Path) -> None:
+def test_a_node_takes_part_in_cases_of_its_own_user_only(tmp_path):
     folder = tmp_path / "case"
     folder.mkdir(mode=0o700)
     assert node_service._is_of(folder, os.getuid())

@@ -23,7 +23,7 @@ BOTH = ("h100", "a100", "cpu")
         (("h100", "h1000"), MARKERS),
     ],
 )
-def test_a_case_carries_its_platforms_and_cpu(declared: tuple[str, ...], carried: tuple[str, ...]) -> None:
+def test_a_case_carries_its_platforms_and_cpu(declared, carried):
     assert platforms_of(declared) == carried
 
 
@@ -49,7 +49,7 @@ def test_a_case_carries_its_platforms_and_cpu(declared: tuple[str, ...], carried
         *((H100, text, "cpu") for text in ("not level(number=1)", "not a-b", "not a.b", "not 2fast", "h100 or not a-b")),
     ],
 )
-def test_runs_where_the_machine_is_what_was_selected(markers: tuple[str, ...], expression: str, platform: str) -> None:
+def test_runs_where_the_machine_is_what_was_selected(markers, expression, platform):
     assert why_skipped(markers, expression, platform, 1) is None
 
 
@@ -67,19 +67,17 @@ def test_runs_where_the_machine_is_what_was_selected(markers: tuple[str, ...], e
         (("cpu",), "", "h100", "cpu"),
     ],
 )
-def test_skips_elsewhere_and_says_what_it_needs(
-    markers: tuple[str, ...], expression: str, platform: str, needs: str
-) -> None:
+def test_skips_elsewhere_and_says_what_it_needs(markers, expression, platform, needs):
     assert why_skipped(markers, expression, platform, 1) == f"needs {needs}, found {platform}"
 
 
-def test_the_number_of_devices_is_told() -> None:
+def test_the_number_of_devices_is_told():
     assert why_skipped(H100, "h100", "cpu", 8) == "needs h100 x8, found cpu"
 
 
 @given(st.text(), st.sampled_from(["h100", "cpu", "unknown"]))
 @example("\0", "h100")
-def test_any_expression_gets_an_answer_of_one_line(expression: str, platform: str) -> None:
+def test_any_expression_gets_an_answer_of_one_line(expression, platform):
     reason = why_skipped(H100, expression, platform, 1)
     assert reason is None or reason.splitlines() == [reason]
     assert {why_skipped(platforms_of(["h1000"]), marker, marker, 1) for marker in MARKERS} == {None}, "a misspelt platform"
@@ -94,7 +92,7 @@ EXPRESSIONS = st.recursive(
 
 
 @given(EXPRESSIONS, st.sampled_from(["h100", "a100", "cpu"]), st.booleans())
-def test_expressions_hold_as_pytest_evaluates_them(expression: str, platform: str, lora: bool) -> None:
+def test_expressions_hold_as_pytest_evaluates_them(expression, platform, lora):
     markers = {*BOTH, "lora"} if lora else set(BOTH)
     here = {platform, "lora"} if lora else {platform}
     holds = eval(expression, {name: name in here for name in ("h100", "a100", "cpu", "lora")})

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from syrupy.assertion import SnapshotAssertion
 
 from pytest_gputrain.plugin.options import OPTIONS, ini_only_sentence
 from pytest_gputrain.plugin.settings import read
-from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.utils.units import MiB
 
@@ -19,13 +17,13 @@ BY_NAME = {option.name: option for option in OPTIONS}
 TYPED = [option for option in OPTIONS if not option.ini_only]
 
 
-def _read(options: dict[str, Any] | None = None, ini: dict[str, str] | None = None, root: Path = ROOT) -> Settings:
+def _read(options=None, ini=None, root=ROOT):
     given_ = {option.name: None for option in TYPED} | (options or {})
     written = {option.name: "" for option in OPTIONS} | (ini or {})
     return read(given_, written, root)
 
 
-def _refusal(options: dict[str, Any] | None = None, ini: dict[str, str] | None = None) -> str | None:
+def _refusal(options=None, ini=None):
     try:
         _read(options, ini)
     except ValueError as error:
@@ -106,7 +104,7 @@ LAYERS = [
 ]
 
 
-def test_every_option_has_flag_ini_twin_layers_above_and_help_that_tells_its_default() -> None:
+def test_every_option_has_flag_ini_twin_layers_above_and_help_that_tells_its_default():
     assert len({option.flag for option in OPTIONS}) == len(OPTIONS)
     for option in OPTIONS:
         assert re.fullmatch(r"--gpu-[a-z-]+", option.flag)
@@ -119,7 +117,7 @@ def test_every_option_has_flag_ini_twin_layers_above_and_help_that_tells_its_def
 
 
 @pytest.mark.parametrize("layers", LAYERS, ids=lambda layers: layers.option)
-def test_command_line_counts_before_ini_and_ini_before_default(layers: Layers) -> None:
+def test_command_line_counts_before_ini_and_ini_before_default(layers):
     written, expected = layers.written
     assert getattr(_read(), layers.field) == layers.default
     assert getattr(_read(ini={layers.option: written}), layers.field) == expected
@@ -138,14 +136,12 @@ def test_command_line_counts_before_ini_and_ini_before_default(layers: Layers) -
         *((name.replace("_", "-"), name, False) for name in ("baseline_prune", "strict", "predict", "find_batch")),
     ],
 )
-def test_a_switch_that_was_turned_off_counts_before_the_ini_file(switch: str, field: str, off: object) -> None:
+def test_a_switch_that_was_turned_off_counts_before_the_ini_file(switch, field, off):
     settings = _read({switch: False}, {switch: "true"})
     assert (getattr(settings, field), settings.typed) == (off, (switch,))
 
 
-def test_a_folder_of_baselines_is_absolute_and_counts_as_named_wherever_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_baselines_is_absolute_and_counts_as_named_wherever_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for settings in (_read({"baseline-dir": "figures"}), _read(ini={"baseline-dir": "figures"})):
         assert settings.baseline_dir_named
@@ -153,7 +149,7 @@ def test_a_folder_of_baselines_is_absolute_and_counts_as_named_wherever_it_is(
     assert not _read().baseline_dir_named
 
 
-def test_what_turns_a_setting_of_the_ini_file_off_or_only_bounds_it_asks_for_nothing() -> None:
+def test_what_turns_a_setting_of_the_ini_file_off_or_only_bounds_it_asks_for_nothing():
     assert _read({"executor": "local"}, {"executor": "slurm"}).fleet is None
     assert not _read({"runs": "2"}, {"find-batch-max": "8"}).find_batch
 
@@ -171,19 +167,17 @@ def test_what_turns_a_setting_of_the_ini_file_off_or_only_bounds_it_asks_for_not
         ("fleet-args", "h100: -p a", "* gpu_fleet_args = h100: -p a, or -o 'gpu_fleet_args=h100: -p a' for one run"),
     ],
 )
-def test_the_flag_of_a_setting_of_the_ini_file_names_what_to_write_instead(
-    name: str, value: str | None, sentence: str
-) -> None:
+def test_the_flag_of_a_setting_of_the_ini_file_names_what_to_write_instead(name, value, sentence):
     assert fnmatch.fnmatchcase(ini_only_sentence(f"--gpu-{name}", value), sentence)
 
 
-def test_one_file_is_not_written_for_two_options(tmp_path: Path) -> None:
+def test_one_file_is_not_written_for_two_options(tmp_path):
     (tmp_path / "link").symlink_to("out")
     with pytest.raises(ValueError, match=r"--gpu-json and --gpu-html contradict each other: both name .*link"):
         _read({"json": str(tmp_path / "out"), "html": str(tmp_path / "link")})
 
 
-def test_paths_are_in_the_folder_of_the_ini_file_or_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_in_the_folder_of_the_ini_file_or_the_current_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ini").mkdir()
     for folder in (tmp_path, tmp_path / "ini"):
@@ -194,7 +188,7 @@ def test_paths_are_in_the_folder_of_the_ini_file_or_the_current_one(tmp_path: Pa
         assert (settings.baseline_dir, settings.json.absolute()) == (folder / "figures", folder / "out/new.json")
 
 
-def test_a_baseline_report_comes_from_the_command_line_before_the_ini_file(tmp_path: Path) -> None:
+def test_a_baseline_report_comes_from_the_command_line_before_the_ini_file(tmp_path):
     typed, written = str(tmp_path / "typed.json"), str(tmp_path / "ini.json")
     for name in (typed, written):
         Path(name).touch()
@@ -208,10 +202,10 @@ EMULATED = {"predict": True, "find-batch": True, "loss": "20", "baseline": "publ
 EMULATED |= {"ids": "0", "runs": "3", "resume": "r.json", "executor": "slurm"}
 
 
-def test_options_that_cannot_both_be_meant_are_refused(snapshot: SnapshotAssertion, tmp_path: Path) -> None:
+def test_options_that_cannot_both_be_meant_are_refused(snapshot, tmp_path):
     (tmp_path / "old.json").touch()
     report = {"baseline": str(tmp_path / "old.json")}
-    both: list[tuple[dict[str, Any], dict[str, str]]] = [
+    both = [
         ({"baseline-update": True, "baseline-update-new-only": True}, {}),
         ({"predict": True, "find-batch": True}, {}),
         *(({"emulate": True, name: value}, {}) for name, value in EMULATED.items()),
@@ -265,7 +259,7 @@ BAD = [(name, text) for name, texts in REFUSED.items() for text in texts]
 
 
 @pytest.mark.parametrize(("name", "text"), BAD)
-def test_a_bad_value_is_told_in_one_sentence_by_its_name_where_it_stands(name: str, text: str) -> None:
+def test_a_bad_value_is_told_in_one_sentence_by_its_name_where_it_stands(name, text):
     refusal = _refusal(ini={name: text})
     assert BY_NAME[name].ini in refusal
     if not BY_NAME[name].ini_only:
@@ -276,7 +270,7 @@ def test_a_bad_value_is_told_in_one_sentence_by_its_name_where_it_stands(name: s
 
 
 @pytest.mark.parametrize("name", [option.name for option in TYPED if not option.switch])
-def test_an_empty_value_typed_is_refused_or_counts_as_not_given(name: str) -> None:
+def test_an_empty_value_typed_is_refused_or_counts_as_not_given(name):
     """As ``--gpu-runs=$RUNS`` gives where the variable is not set."""
     refusal = _refusal({name: ""})
     if refusal is None:

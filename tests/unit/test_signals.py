@@ -30,7 +30,7 @@ sys.exit(os.waitstatus_to_exitcode(status) != -signal.SIGTERM)
 
 
 @pytest.fixture(autouse=True)
-def _handlers(monkeypatch: pytest.MonkeyPatch):
+def _handlers(monkeypatch):
     """Python's own, whatever pytest runs under; unchanged afterwards."""
     before = {number: signal.getsignal(number) for number in ENDING}
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,20 +44,20 @@ def _handlers(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_what_ends_a_process_is_taken_for_ctrl_c(number: signal.Signals) -> None:
+def test_what_ends_a_process_is_taken_for_ctrl_c(number):
     with terminable(), pytest.raises(KeyboardInterrupt, match=f"ended by {number.name}") as caught:
         signal.raise_signal(number)
     assert caught.type is Terminated
 
 
-def test_a_forked_process_ends_as_ever() -> None:
+def test_a_forked_process_ends_as_ever():
     # In a process that has one thread: under xdist, this one may have more.
     done = subprocess.run([sys.executable, "-c", _FORKS], check=False, timeout=60)
     assert done.returncode == 0
 
 
-def test_a_handler_of_others_stays() -> None:
-    came: list[int] = []
+def test_a_handler_of_others_stays():
+    came = []
     signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     with terminable():
         signal.raise_signal(signal.SIGTERM)
@@ -66,7 +66,7 @@ def test_a_handler_of_others_stays() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_what_nohup_ignores_is_ignored_and_what_comes_at_the_end_of_a_run_is_dropped() -> None:
+def test_what_nohup_ignores_is_ignored_and_what_comes_at_the_end_of_a_run_is_dropped():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with terminable(), undisturbed():
         signal.raise_signal(signal.SIGHUP)
@@ -77,10 +77,10 @@ def test_what_nohup_ignores_is_ignored_and_what_comes_at_the_end_of_a_run_is_dro
 
 
 @pytest.mark.parametrize("number", ENDING)
-def test_a_second_one_waits_until_the_first_is_done(number: signal.Signals) -> None:
+def test_a_second_one_waits_until_the_first_is_done(number):
     done = []
 
-    def save() -> None:
+    def save():
         with undisturbed():
             signal.raise_signal(number)
             signal.raise_signal(number)
@@ -92,8 +92,8 @@ def test_a_second_one_waits_until_the_first_is_done(number: signal.Signals) -> N
     assert done == ["saved"]
 
 
-def test_an_error_inside_is_told_and_what_came_as_well() -> None:
-    def fail() -> None:
+def test_an_error_inside_is_told_and_what_came_as_well():
+    def fail():
         with undisturbed():
             signal.raise_signal(signal.SIGINT)
             raise ValueError("inside")
@@ -103,10 +103,10 @@ def test_an_error_inside_is_told_and_what_came_as_well() -> None:
     assert isinstance(caught.value.__context__, ValueError)
 
 
-def test_other_threads_may_not_set_handlers_and_need_none() -> None:
+def test_other_threads_may_not_set_handlers_and_need_none():
     passed = []
 
-    def elsewhere() -> None:
+    def elsewhere():
         with terminable(), undisturbed():
             passed.append(os.getpid())
 

@@ -1,9 +1,6 @@
 """The rule that tells a slower step from a noisy one."""
 
 import math
-import random
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +10,6 @@ from pytest_gputrain.gate.step_times import (
     LIMIT_SDS,
     MOST_RUNS,
     PRIOR_SD,
-    Decision,
     decide,
     exceeds,
     runs_out,
@@ -33,11 +29,11 @@ BASES = st.builds(lambda s, logs: [s * math.exp(x) for x in logs], SECONDS, st.l
 STREAMS = st.lists(NOISE, min_size=MOST_RUNS, max_size=MOST_RUNS)
 
 
-def _decide(new: Sequence[float], base: Sequence[float] = STEADY, **options: Any) -> Decision:
+def _decide(new, base=STEADY, **options):
     return decide(base, new, **{"tolerance": TOLERANCE, **options})
 
 
-def _in_turn(stream: Sequence[float], base: Sequence[float] = STEADY, **options: Any) -> tuple[Decision, int]:
+def _in_turn(stream, base=STEADY, **options):
     """What comes of runs that are made only as long as they are asked for, and how many that takes."""
     for runs in range(1, len(stream) + 1):
         decision = _decide(stream[:runs], base, **options)
@@ -46,7 +42,7 @@ def _in_turn(stream: Sequence[float], base: Sequence[float] = STEADY, **options:
     raise AssertionError("more runs are asked for than there may be")
 
 
-def test_limit_and_sd_are_those_of_the_formula_by_hand() -> None:
+def test_limit_and_sd_are_those_of_the_formula_by_hand():
     """Baseline of deviations -2, -1, 0, 1, 2 %, first run at 3 %."""
     base = [math.exp(x / 100) for x in (-2, -1, 0, 1, 2)]
     decision = _decide([math.exp(0.03)], base)
@@ -65,7 +61,7 @@ def test_limit_and_sd_are_those_of_the_formula_by_hand() -> None:
     assert decision.sd == pytest.approx(math.sqrt(total / 10))
 
 
-def test_a_single_run_has_the_limit_of_the_prior_and_equal_times_have_none_but_rounding() -> None:
+def test_a_single_run_has_the_limit_of_the_prior_and_equal_times_have_none_but_rounding():
     alone = _decide([1.0], [1.0])
     assert (alone.sd, alone.limit) == (PRIOR_SD, pytest.approx(LIMIT_SDS * PRIOR_SD * math.sqrt(1.8)))
     for slower, outcome in ((1.0, "pass"), (1.001, "regressed")):
@@ -84,12 +80,12 @@ CUT_OFF = 4 * 0.01**2 + (3 * math.sqrt(4 * 0.01**2 / 7)) ** 2
         ((-0.01, 0.03), (0.0, 0.02), 4 * 0.01**2 + 2 * 0.02**2 + 2 * 0.01**2, 6),
     ],
 )
-def test_runs_deviate_from_the_middle_of_their_side(base: Any, new: Any, squares: float, weight: int) -> None:
+def test_runs_deviate_from_the_middle_of_their_side(base, new, squares, weight):
     decision = _decide([math.exp(x) for x in new], [math.exp(x) for x in base], tolerance=0.0)
     assert decision.sd == pytest.approx(math.sqrt(squares / weight))
 
 
-def test_the_centre_is_a_median_until_the_fastest_and_the_slowest_can_be_left_out() -> None:
+def test_the_centre_is_a_median_until_the_fastest_and_the_slowest_can_be_left_out():
     logs = (0.0, 0.01, 0.02, 0.06, 0.5)
     four, five = ([math.exp(x) for x in some] for some in (logs[:4], logs))
     assert _decide([1.0], four).ratios == pytest.approx([-0.015])
@@ -112,12 +108,12 @@ def test_the_centre_is_a_median_until_the_fastest_and_the_slowest_can_be_left_ou
         ([0.8, 1.2, 1.0, 0.8, 1.2], "pass", 5),
     ],
 )
-def test_runs_vote_until_three_agree(stream: list[float], outcome: str, runs: int) -> None:
+def test_runs_vote_until_three_agree(stream, outcome, runs):
     decision, taken = _in_turn(stream)
     assert (decision.outcome, taken) == (outcome, runs)
 
 
-def test_without_re_measurement_one_run_is_held_against_a_wider_limit() -> None:
+def test_without_re_measurement_one_run_is_held_against_a_wider_limit():
     alone = _decide([1.04], LESS_NOISY, most=1)
     assert alone.limit == pytest.approx(4.0 * alone.sd)
     assert alone.settled
@@ -129,7 +125,7 @@ def test_without_re_measurement_one_run_is_held_against_a_wider_limit() -> None:
     ]
 
 
-def test_most_of_the_runs_that_there_may_be_have_to_agree() -> None:
+def test_most_of_the_runs_that_there_may_be_have_to_agree():
     assert _in_turn([1.2, 1.2], most=2)[0].outcome == "regressed"
     assert _in_turn([1.2, 1.0], most=2)[0].outcome != "regressed"
     assert _decide([1.2] * 4 + [1.0] * 5).outcome == "pass"
@@ -138,7 +134,7 @@ def test_most_of_the_runs_that_there_may_be_have_to_agree() -> None:
     assert three.limit == pytest.approx(LIMIT_SDS * three.sd * math.sqrt(0.88))
 
 
-def test_a_suite_of_ten_tells_its_own_prior() -> None:
+def test_a_suite_of_ten_tells_its_own_prior():
     assert suite_prior([LESS_NOISY] * 9) == PRIOR_SD
     assert suite_prior([LESS_NOISY] * 9 + [[1.0]]) == PRIOR_SD
     assert suite_prior([LESS_NOISY] * 10) == pytest.approx(math.sqrt(0.001 / 4) / 0.95)
@@ -146,7 +142,7 @@ def test_a_suite_of_ten_tells_its_own_prior() -> None:
     assert _decide([1.0], [1.0], prior=0.03).sd == 0.03
 
 
-def test_a_suite_of_ten_tells_its_shift() -> None:
+def test_a_suite_of_ten_tells_its_shift():
     assert suite_shift([0.02] * 9) is None
     assert suite_shift([0.02] * 6 + [0.0] * 4) == 0.02
 
@@ -164,7 +160,7 @@ def test_a_suite_of_ten_tells_its_shift() -> None:
         (0.02, 0.02, "pass", 1),
     ],
 )
-def test_a_case_regresses_only_with_and_without_the_suites_shift(run: float, shift: float, outcome: str, runs: int) -> None:
+def test_a_case_regresses_only_with_and_without_the_suites_shift(run, shift, outcome, runs):
     decision, taken = _in_turn([math.exp(run)] * 5, shift=shift)
     assert (decision.outcome, taken) == (outcome, runs)
     assert [_decide([1.05], NOISY, shift=of_suite).suspicious for of_suite in (0.0, 0.045)] == [True, False]
@@ -185,7 +181,7 @@ def test_a_case_regresses_only_with_and_without_the_suites_shift(run: float, shi
         ("++", 2, True),
     ],
 )
-def test_memory_regresses_only_if_every_one_of_three_processes_does(above: str, most: int, expected: bool | None) -> None:
+def test_memory_regresses_only_if_every_one_of_three_processes_does(above, most, expected):
     assert exceeds([11 if run == "+" else 10 for run in above], 10, most) is expected
 
 
@@ -197,7 +193,7 @@ def test_memory_regresses_only_if_every_one_of_three_processes_does(above: str, 
         (1, {(1, 1): True}),
     ],
 )
-def test_running_out_of_memory_takes_two_of_three(most: int, expected: dict[tuple[int, int], bool | None]) -> None:
+def test_running_out_of_memory_takes_two_of_three(most, expected):
     assert {(out, runs): runs_out(out, runs, most) for out, runs in expected} == expected
 
 
@@ -212,15 +208,13 @@ def test_running_out_of_memory_takes_two_of_three(most: int, expected: dict[tupl
         *(([1.0], [1.0], options) for options in ({"shift": math.inf}, {"most": 0})),
     ],
 )
-def test_what_is_no_comparison_of_times_is_refused(base: list[float], new: list[float], options: dict[str, float]) -> None:
+def test_what_is_no_comparison_of_times_is_refused(base, new, options):
     with pytest.raises(ValueError, match=r"is not the time of a step|needs runs|out of range"):
         _decide(new, base, **options)
 
 
 @given(BASES, STREAMS, st.floats(0, 0.3), st.floats(-0.1, 0.1))
-def test_what_is_within_the_tolerance_never_regresses(
-    base: list[float], logs: list[float], tolerance: float, shift: float
-) -> None:
+def test_what_is_within_the_tolerance_never_regresses(base, logs, tolerance, shift):
     centre = -_decide([1.0], base).ratios[0]
     within = [math.exp(centre + min(x, 0.999 * math.log1p(tolerance))) for x in logs]
     decision, _ = _in_turn(within, base, tolerance=tolerance, shift=shift)
@@ -229,16 +223,14 @@ def test_what_is_within_the_tolerance_never_regresses(
 
 
 @given(BASES, STREAMS, st.floats(1, 2))
-def test_a_slower_step_is_never_a_better_outcome(base: list[float], logs: list[float], factor: float) -> None:
+def test_a_slower_step_is_never_a_better_outcome(base, logs, factor):
     stream = [math.exp(x) for x in logs]
     before, after = (_decide([s * f for s in stream], base).outcome for f in (1.0, factor))
     assert BADNESS[before] <= BADNESS[after]
 
 
 @given(BASES, STREAMS, st.integers(1, 5), st.randoms(use_true_random=False))
-def test_neither_order_nor_unit_of_runs_matters(
-    base: list[float], logs: list[float], runs: int, order: random.Random
-) -> None:
+def test_neither_order_nor_unit_of_runs_matters(base, logs, runs, order):
     new = [math.exp(x) for x in logs[:runs]]
     here = _decide(new, base)
     order.shuffle(base)

@@ -1,13 +1,10 @@
 """From a task to a search or to loss curves: what is launched, what is kept, and what it says in tables and sentences."""
 
-from typing import Any
-
 import pytest
-from syrupy.assertion import SnapshotAssertion
 from unit_examples import CASE, crashed, measurement, out_of_memory, result, timed_out
 
 from pytest_gputrain.gate.loss_trend import describe_divergence, describe_failed_curves
-from pytest_gputrain.records import Reply, Task
+from pytest_gputrain.records import Task
 from pytest_gputrain.records.study import LossCurve, Search, Try
 from pytest_gputrain.report import studies as shown
 from pytest_gputrain.report.terminal import render
@@ -18,11 +15,11 @@ FALLING = tuple(10 - step / 4 for step in range(40))
 FLAT = (10.0,) * 40
 
 
-def _search(memory: int, most: int = 64, beyond: Reply | None = None) -> tuple[Any, list[Task]]:
+def _search(memory, most=64, beyond=None):
     """A search on a machine where batches up to ``memory`` fit, a step taking 1 s and an eighth per sample."""
-    launched: list[Task] = []
+    launched = []
 
-    def launch(task: Task) -> Reply:
+    def launch(task):
         launched.append(task)
         batch = task.case.batch_size
         if batch > memory:
@@ -32,8 +29,8 @@ def _search(memory: int, most: int = 64, beyond: Reply | None = None) -> tuple[A
     return search_batch(TASK, most, launch), launched
 
 
-def _curves(losses: dict[str, Any], *, precision: str = "bf16", platform: str = "h100") -> Any:
-    def launch(task: Task) -> Reply:
+def _curves(losses, *, precision="bf16", platform="h100"):
+    def launch(task):
         assert task.curve
         assert (task.case.steps, task.case.warmup) == (40, 0)
         losses_of_task = losses[task.case.precision]
@@ -43,11 +40,11 @@ def _curves(losses: dict[str, Any], *, precision: str = "bf16", platform: str = 
     return record_losses(Task(case=case, scale="full", device_type="gpu", root="."), 40, platform, launch)
 
 
-def _curve(precision: str, **fields: Any) -> LossCurve:
+def _curve(precision, **fields):
     return LossCurve(**{"precision": precision, "outcome": "recorded", "losses": FALLING, "trend": "converging", **fields})
 
 
-def test_a_precision_that_parameter_servers_lack_is_left_out() -> None:
+def test_a_precision_that_parameter_servers_lack_is_left_out():
     case = CASE.replace(parallel="ps", servers=1)
     study = record_losses(
         Task(case=case, scale="tiny", device_type="cpu", root="."), 40, "cpu", lambda task: measurement(losses=FALLING)
@@ -56,7 +53,7 @@ def test_a_precision_that_parameter_servers_lack_is_left_out() -> None:
     assert left_out == {"fp16-amp": "parameter servers take no gradients of a scaled loss"}
 
 
-def test_a_search_has_the_figures_of_the_fastest_and_all_tries_or_of_what_did_not_fit() -> None:
+def test_a_search_has_the_figures_of_the_fastest_and_all_tries_or_of_what_did_not_fit():
     study, launched = _search(11)
     assert (study.search.largest, study.search.fastest) == (11, 11)
     assert (study.reply.batch_size, study.task.case.batch_size) == (11, 11)
@@ -69,7 +66,7 @@ def test_a_search_has_the_figures_of_the_fastest_and_all_tries_or_of_what_did_no
     assert study.reply == out_of_memory()
 
 
-def test_a_time_out_and_a_stand_in_with_fewer_samples_bound_the_search_and_a_crash_is_the_reply() -> None:
+def test_a_time_out_and_a_stand_in_with_fewer_samples_bound_the_search_and_a_crash_is_the_reply():
     study, _ = _search(5, beyond=timed_out())
     assert (study.search.largest, study.search.tries[3].outcome) == (5, "timed_out")
     assert study.search.tries[3].reason == "was ended after 1,800 s (build); --gpu-timeout allows more"
@@ -80,7 +77,7 @@ def test_a_time_out_and_a_stand_in_with_fewer_samples_bound_the_search_and_a_cra
     assert (study.reply, study.task.case.batch_size) == (crashed(), 8)
 
 
-def test_precisions_are_compared_with_fp32_and_the_case_keeps_its_own_reply() -> None:
+def test_precisions_are_compared_with_fp32_and_the_case_keeps_its_own_reply():
     study = _curves({"fp32": FALLING, "bf16-amp": FALLING, "fp16-amp": FALLING[:7], "bf16": FLAT})
     assert [(curve.precision, curve.trend, curve.non_finite_step) for curve in study.loss_curves] == [
         ("fp32", "converging", None),
@@ -94,7 +91,7 @@ def test_precisions_are_compared_with_fp32_and_the_case_keeps_its_own_reply() ->
 
 
 @pytest.mark.parametrize("platform", ["cpu", "unknown", "h100"])
-def test_each_precision_is_trained_once_and_none_is_left_out_where_nothing_is_known_to_lack(platform: str) -> None:
+def test_each_precision_is_trained_once_and_none_is_left_out_where_nothing_is_known_to_lack(platform):
     three = ["fp32", "bf16-amp", "fp16-amp"]
     for own in (*three, "bf16"):
         study = _curves(dict.fromkeys((*three, "bf16"), FALLING), precision=own, platform=platform)
@@ -102,14 +99,14 @@ def test_each_precision_is_trained_once_and_none_is_left_out_where_nothing_is_kn
         assert {curve.outcome for curve in study.loss_curves} == {"recorded"}
 
 
-def test_arithmetic_that_the_device_lacks_is_left_out() -> None:
+def test_arithmetic_that_the_device_lacks_is_left_out():
     study = _curves({"fp32": FALLING, "fp16-amp": FALLING}, precision="fp16-amp", platform="v100")
     assert [curve.outcome for curve in study.loss_curves] == ["recorded", "left_out", "recorded"]
     assert shown.explain([result(loss_curves=study.loss_curves)]) == ["bf16-amp left out: V100 has no bf16 arithmetic"]
     assert describe_failed_curves(CASE, study.loss_curves) is None
 
 
-def test_a_precision_without_a_curve_is_told_and_the_others_are_kept() -> None:
+def test_a_precision_without_a_curve_is_told_and_the_others_are_kept():
     study = _curves({"fp32": out_of_memory(), "bf16-amp": FALLING, "fp16-amp": crashed(), "bf16": FALLING})
     assert describe_failed_curves(CASE, study.loss_curves) == (
         f"{CASE} in fp16-amp gave no measurement (measure in step 1): ValueError: loss is NaN"
@@ -134,12 +131,12 @@ RISING = tuple(10 * (1 + step / 2000) for step in range(40))
         (out_of_memory(), "diverging"),
     ],
 )
-def test_a_rise_is_compared_with_fp32_where_that_does_not_diverge(fp32: Any, expected: str) -> None:
+def test_a_rise_is_compared_with_fp32_where_that_does_not_diverge(fp32, expected):
     study = _curves({"fp32": fp32, "bf16-amp": RISING, "fp16-amp": FLAT, "bf16": FLAT})
     assert [curve.trend for curve in study.loss_curves[1:]] == [expected, "flat", "flat"]
 
 
-def test_divergence_counts_where_fp32_does_not_diverge_or_the_loss_of_the_case_is_not_finite() -> None:
+def test_divergence_counts_where_fp32_does_not_diverge_or_the_loss_of_the_case_is_not_finite():
     worse = _curve("fp16-amp", trend="diverging", losses=FALLING[:7], non_finite_step=8)
     assert describe_divergence(CASE, [_curve("fp32"), worse]) == (
         f"{CASE} diverges in fp16-amp (its loss is not finite in step 8), but not in fp32"
@@ -152,7 +149,7 @@ def test_divergence_counts_where_fp32_does_not_diverge_or_the_loss_of_the_case_i
         assert describe_divergence(CASE, [_curve("fp32", trend=fp32), own]) == expected
 
 
-def test_searches_and_curves_are_shown_and_explained(snapshot: SnapshotAssertion) -> None:
+def test_searches_and_curves_are_shown_and_explained(snapshot):
     tries = (
         Try(batch_size=1, outcome="fits", samples_per_second=2.03),
         Try(batch_size=10, outcome="fits", samples_per_second=4.34),

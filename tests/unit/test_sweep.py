@@ -1,11 +1,8 @@
 """``--gpu-set``: from text to values, and over cases."""
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from syrupy.assertion import SnapshotAssertion
 from unit_examples import CASE, values_of
 
 from pytest_gputrain.cases.sweep import combinations, override, parse_axes, shown
@@ -32,7 +29,7 @@ KNOBS = [name for name in Case.__struct_fields__ if name not in ("platforms", "n
         ("model=llama-3.1-8b", ("llama-3.1-8b",)),
     ],
 )
-def test_values_have_the_type_of_their_field(text: str, values: tuple[Any, ...]) -> None:
+def test_values_have_the_type_of_their_field(text, values):
     ((_, knob_values),) = parse_axes(text, MARKERS)
     assert knob_values == values
     assert list(map(type, knob_values)) == list(map(type, values))
@@ -45,7 +42,7 @@ REFUSED = (
 )
 
 
-def test_what_cannot_be_is_told_in_one_sentence(snapshot: SnapshotAssertion) -> None:
+def test_what_cannot_be_is_told_in_one_sentence(snapshot):
     said = {}
     for text in [*REFUSED.split(" "), "batch_size=1\nbatch_size=2"]:
         with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
@@ -54,7 +51,7 @@ def test_what_cannot_be_is_told_in_one_sentence(snapshot: SnapshotAssertion) -> 
     assert said == snapshot
 
 
-def test_combinations_are_the_product_with_the_last_knob_fastest() -> None:
+def test_combinations_are_the_product_with_the_last_knob_fastest():
     assert combinations(parse_axes("batch_size=1,2\ncpu_offload=true,false", MARKERS)) == [
         {"batch_size": 1, "cpu_offload": True},
         {"batch_size": 1, "cpu_offload": False},
@@ -63,7 +60,7 @@ def test_combinations_are_the_product_with_the_last_knob_fastest() -> None:
     ]
 
 
-def test_platforms_are_one_list_that_changes_no_id() -> None:
+def test_platforms_are_one_list_that_changes_no_id():
     (knobs,) = combinations(parse_axes("platforms=l40s, h200", MARKERS))
     assert shown(knobs) == "platforms=l40s+h200"
     declared = CASE.replace(platforms=("h100",))
@@ -80,7 +77,7 @@ def test_platforms_are_one_list_that_changes_no_id() -> None:
         (CASE.replace(named=("batch_size", "optimizer")), {"batch_size": 8}, f"{CASE}-batch_size=8-optimizer=adamw"),
     ],
 )
-def test_a_knob_that_changes_enters_the_id_once_in_its_place(case: Case, knobs: dict[str, Any], shown_id: str) -> None:
+def test_a_knob_that_changes_enters_the_id_once_in_its_place(case, knobs, shown_id):
     swept = override(case, knobs)
     assert str(swept) == shown_id
     assert swept.identity() != case.identity()
@@ -88,6 +85,6 @@ def test_a_knob_that_changes_enters_the_id_once_in_its_place(case: Case, knobs: 
 
 
 @given(values_of(Case), st.data())
-def test_values_as_declared_change_nothing(case: Case, data: st.DataObject) -> None:
+def test_values_as_declared_change_nothing(case, data):
     knobs = {knob: getattr(case, knob) for knob in data.draw(st.sets(st.sampled_from(KNOBS)))}
     assert override(case, knobs) == case

@@ -1,16 +1,12 @@
 """Tests what people read on the terminal: the table, the sentences below it, the progress line."""
 
 import re
-from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from syrupy.assertion import SnapshotAssertion
 from unit_examples import (
     CASE,
     RESULT_KINDS,
@@ -25,7 +21,7 @@ from unit_examples import (
     values_of,
 )
 
-from pytest_gputrain.records import Case, Event, MetricVerdict, Report, Result, Verdict
+from pytest_gputrain.records import Case, Event, MetricVerdict, Report, Verdict
 from pytest_gputrain.records.verdict import LimitVerdict
 from pytest_gputrain.report import json_report, uncompared
 from pytest_gputrain.report.progress_line import ProgressLine, describe
@@ -35,15 +31,15 @@ from pytest_gputrain.utils.units import GiB
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def _render(*results: Result, width: int = 160, colour: bool = False) -> str:
+def _render(*results, width=160, colour=False):
     return render(results, width=width, colour=colour)
 
 
-def _verdict(status: Any, *metrics: MetricVerdict, sentence: str = "a sentence") -> Verdict:
+def _verdict(status, *metrics, sentence="a sentence"):
     return Verdict(status=status, sentence=sentence, metrics=metrics)
 
 
-def _custom(model: str, **fields: Any) -> Result:
+def _custom(model, **fields):
     case = Case(model=model, method="custom", precision="fp32", code="test_a.py::f")
     return result(case, **fields)
 
@@ -59,7 +55,7 @@ PHASES = (
 )
 
 
-def test_tables_have_the_figures_of_the_published_ones(snapshot: SnapshotAssertion) -> None:
+def test_tables_have_the_figures_of_the_published_ones(snapshot):
     peak = int(35.6 * GiB)
     peaks = tuple(measurement(peak_allocated_bytes=gib * GiB) for gib in (20, 30, 25))
     failed = {"summary": None, "verdict": _verdict("failed")}
@@ -101,7 +97,7 @@ METHODS = ("full", "lora", "qlora")
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_figures_and_verdicts_fit_the_terminal(width: int, snapshot: SnapshotAssertion) -> None:
+def test_figures_and_verdicts_fit_the_terminal(width, snapshot):
     case = CASE.replace(activation_checkpointing=True, named=("activation_checkpointing",))
     scaling = MetricVerdict(metric="scaling_efficiency", status="pass", value=0.913, baseline=0.9)
     efficient = msgspec.structs.replace(summary(1.02), scaling_efficiency=0.913)
@@ -128,14 +124,14 @@ def test_figures_and_verdicts_fit_the_terminal(width: int, snapshot: SnapshotAss
     assert coloured.count("Z") == 100, "a word longer than its line is broken"
 
 
-def test_the_advice_of_a_first_run_is_a_line_of_the_explanation() -> None:
+def test_the_advice_of_a_first_run_is_a_line_of_the_explanation():
     new = [_custom(name, verdict=_verdict("new", sentence=f"{name} was never recorded")) for name in ("a", "b")]
     assert advice(new) == explain(new)[0] == "2 cases without a baseline: a was never recorded (and 1 more)"
     assert advice([*new, result()]) == ""
     assert advice([result(verdict=None)]) == ""
 
 
-def test_where_all_was_compared_there_is_no_line_and_time_is_not_compared_with_a_prediction() -> None:
+def test_where_all_was_compared_there_is_no_line_and_time_is_not_compared_with_a_prediction():
     metrics = (MetricVerdict(metric="step_seconds", status="pass", value=1.0, baseline=1.0),)
     assert uncompared.line([result(verdict=Verdict(status="pass", sentence="", metrics=metrics)), result()]) == ""
     held = Verdict(status="new", sentence="", held_to="prediction")
@@ -143,7 +139,7 @@ def test_where_all_was_compared_there_is_no_line_and_time_is_not_compared_with_a
 
 
 @pytest.mark.parametrize("name", ["[/]", "[bold]x[/bold]", ":smile:", "\\[red]"])
-def test_markup_in_a_name_or_title_is_shown_as_it_is(name: str) -> None:
+def test_markup_in_a_name_or_title_is_shown_as_it_is(name):
     assert name in _render(_custom(name))
     assert name in _render(result(suite=name))
 
@@ -153,14 +149,14 @@ def test_markup_in_a_name_or_title_is_shown_as_it_is(name: str) -> None:
     st.sampled_from([40, 80, 120]),
     st.booleans(),
 )
-def test_any_result_can_be_shown(any_result: Result, width: int, colour: bool) -> None:
+def test_any_result_can_be_shown(any_result, width, colour):
     if any(not getattr(reply, "step_seconds", True) for reply in any_result.replies):
         return
     assert _render(any_result, width=width, colour=colour)
     assert isinstance(explain([any_result]), list)
 
 
-def test_sentences_below_the_table_are_few_and_counted(snapshot: SnapshotAssertion) -> None:
+def test_sentences_below_the_table_are_few_and_counted(snapshot):
     noted = MetricVerdict(metric="peak_allocated_bytes", status="pass", note="changed by +4 bytes, within the limit")
     time = MetricVerdict(metric="step_seconds", status="not-comparable", note="too few runs")
     memory = MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", note="no peak")
@@ -187,18 +183,18 @@ def test_sentences_below_the_table_are_few_and_counted(snapshot: SnapshotAsserti
     assert explained == snapshot
 
 
-def _results(*statuses: str) -> list[Result]:
+def _results(*statuses):
     """One for each, of cases that a number tells apart."""
     made = []
     for number, status in enumerate(statuses):
         case = CASE.replace(batch_size=number + 1, named=("batch_size",))
-        verdict = Verdict(status=status, sentence=f"{case} is {status}")  # type: ignore[arg-type]
+        verdict = Verdict(status=status, sentence=f"{case} is {status}")
         made.append(result(case=case, key=str(case), verdict=verdict))
     return made
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_results_written_one_by_one_make_the_same_document(tmp_path: Path, count: int) -> None:
+def test_results_written_one_by_one_make_the_same_document(tmp_path, count):
     results = _results(*["pass"] * count)
     whole = report(*results, notes=('"results": []\n}', "[]"))  # which looks like the end of a document
     expected = msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
@@ -210,19 +206,19 @@ def test_results_written_one_by_one_make_the_same_document(tmp_path: Path, count
     assert msgspec.json.decode(expected, type=Report) == whole
 
 
-def _batches(results: Sequence[Result], most: int | None) -> tuple[list[int], str]:
+def _batches(results, most):
     """Of the rows of the table, and its last line."""
     lines = render(results, width=200, colour=False, most=most).splitlines()
     return [int(line.partition("batch_size=")[2].split()[0]) for line in lines if "batch_size=" in line], lines[-1]
 
 
-def test_of_too_many_cases_the_table_has_those_that_want_attention() -> None:
+def test_of_too_many_cases_the_table_has_those_that_want_attention():
     results = _results("pass", "pass", "regressed", "recorded", "failed", "new", "pass")
     assert _batches(results, None)[0] == _batches(results, 7)[0] == [1, 2, 3, 4, 5, 6, 7]
     assert _batches(results, 4) == ([3, 4, 5, 6], "(and 3 more cases; the JSON report has all)")
 
 
-def test_cases_metrics_limits_tests_and_baselines_are_counted() -> None:
+def test_cases_metrics_limits_tests_and_baselines_are_counted():
     lacking = MetricVerdict(metric="flops_per_step", status="not-comparable")
     limit = LimitVerdict(metric="step_seconds", status="not-judged", value=1.0, limit=2.0, stated="gpu_limit on test_it")
     results = [
@@ -249,18 +245,18 @@ def test_cases_metrics_limits_tests_and_baselines_are_counted() -> None:
         (Event(phase="measure", step=1, allocated_bytes=0), "step 1/10  0 B"),
     ],
 )
-def test_live_line_tells_case_phase_and_figures(event: Event, text: str) -> None:
+def test_live_line_tells_case_phase_and_figures(event, text):
     assert describe(CASE, event) == f"llama-3.1-8b-lora-bf16  {text}"
 
 
-def test_live_line_tells_what_is_no_measurement_and_stays_within_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_live_line_tells_what_is_no_measurement_and_stays_within_the_terminal(capsys):
     ProgressLine(80, nullcontext, "emulated").show(CASE, Event(phase="measure", step=3, allocated_bytes=GiB))
     assert "llama-3.1-8b-lora-bf16  emulated  step 3/10  1.00 GiB" in capsys.readouterr().out
     ProgressLine(20, nullcontext).show(CASE.replace(model="m" * 99), Event(phase="build"))
     assert re.sub(r"\x1b(\[[0-9]*[A-Za-z]|[A-Z78])|\r", "", capsys.readouterr().out) == "m" * 19
 
 
-def test_live_line_comes_back_to_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_live_line_comes_back_to_where_it_was(capsys):
     progress_line = ProgressLine(80, nullcontext)
     progress_line.show(CASE, Event(phase="build"))
     progress_line.clear()

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,14 +15,14 @@ from pytest_gputrain.hardware.topology import Place, Sysfs
 from pytest_gputrain.utils.units import format_topology
 
 
-def _gpus(*addresses: str) -> list[Gpu]:
+def _gpus(*addresses):
     return [
         Gpu(index=index, uuid=f"GPU-{index}", name="GPU", memory_bytes=1, driver="1", pci_address=address)
         for index, address in enumerate(addresses)
     ]
 
 
-def test_every_pair_counts_once_and_without_a_driver_there_is_no_topology(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_pair_counts_once_and_without_a_driver_there_is_no_topology(monkeypatch):
     rows = [["X", "NV2", "SYS"], ["NV2", "X", "SYS"], ["SYS", "SYS", "X"]]
     for order in itertools.permutations(range(3)):
         assert format_topology([[rows[row_gpu][other] for other in order] for row_gpu in order]) == "1 x NV2, 2 x SYS"
@@ -35,11 +34,11 @@ def test_every_pair_counts_once_and_without_a_driver_there_is_no_topology(monkey
 class FakeSysfs:
     """A sysfs with devices on PCIe, each at the end of its bridges."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
         (root / "bus" / "pci" / "devices").mkdir(parents=True)
 
-    def add(self, *way: str, node: str = "-1", cores: str = "") -> Path:
+    def add(self, *way, node="-1", cores=""):
         device = self.root.joinpath("devices", *way)
         device.mkdir(parents=True)
         (device / "numa_node").write_text(f"{node}\n")
@@ -47,7 +46,7 @@ class FakeSysfs:
         (self.root / "bus" / "pci" / "devices" / way[-1]).symlink_to(device)
         return device
 
-    def card(self, kind: str, name: str, device: Path | None) -> None:
+    def card(self, kind, name, device):
         entry = self.root / "class" / kind / name
         entry.mkdir(parents=True)
         if device is not None:
@@ -55,7 +54,7 @@ class FakeSysfs:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> FakeSysfs:
+def host(tmp_path):
     """Two sockets. On the first a GPU and a card behind one switch, a GPU behind a second one, and one without a switch."""
     sys = FakeSysfs(tmp_path)
     switch = ("pci0000:16", "0000:16:01.0", "0000:17:00.0")
@@ -85,7 +84,7 @@ def host(tmp_path: Path) -> FakeSysfs:
         ("", "N/A", "N/A"),
     ],
 )
-def test_cards_are_as_far_as_the_bridges_between(host: FakeSysfs, gpu: str, to_first: str, to_second: str) -> None:
+def test_cards_are_as_far_as_the_bridges_between(host, gpu, to_first, to_second):
     sysfs = Sysfs(host.root)
     cards = sysfs.cards()
     assert cards == {"mlx5_0": "0000:1a:00.0", "mlx5_1": "0000:83:00.0"}
@@ -93,12 +92,12 @@ def test_cards_are_as_far_as_the_bridges_between(host: FakeSysfs, gpu: str, to_f
     assert [sysfs.path(card, gpu) for card in cards.values()] == [to_first, to_second]
 
 
-def test_a_host_without_rdma_has_its_other_cards(host: FakeSysfs) -> None:
+def test_a_host_without_rdma_has_its_other_cards(host):
     shutil.rmtree(host.root / "class" / "infiniband")
     assert Sysfs(host.root).cards() == {"eth0": "0000:83:00.0"}
 
 
-def test_the_cores_near_a_gpu_are_told(host: FakeSysfs) -> None:
+def test_the_cores_near_a_gpu_are_told(host):
     sysfs = Sysfs(host.root)
     assert sysfs.place("0000:1b:00.0") == Place("0-19,40-59", 0)
     assert sysfs.place("0000:83:00.0") == Place("20-39,60-79", 1)
@@ -106,7 +105,7 @@ def test_the_cores_near_a_gpu_are_told(host: FakeSysfs) -> None:
     assert sysfs.place("0000:91:00.0") == sysfs.place("0000:99:00.0") == sysfs.place("") == Place()
 
 
-def test_a_table_has_only_what_is_known(host: FakeSysfs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_has_only_what_is_known(host, monkeypatch):
     monkeypatch.setattr(drivers, "paths", lambda gpus: (("X", "NV18"), ("NV18", "X"))[: len(gpus)] if len(gpus) > 1 else ())
     gpus = _gpus("0000:1b:00.0", "0000:83:00.0")
     table = links(gpus, Sysfs(host.root))

@@ -3,9 +3,7 @@
 import shutil
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import msgspec
@@ -41,23 +39,23 @@ TASK = Task(case=CASE, scale="full", device_type="cpu", processes=4, root=".")
 class Agent:
     """A process that a test ends."""
 
-    def __init__(self) -> None:
-        self.exit_code: int | None = None
+    def __init__(self):
+        self.exit_code = None
         self.ended = 0
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self.exit_code
 
-    def end(self) -> None:
+    def end(self):
         self.ended += 1
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def clock(monkeypatch):
     """Seconds of a clock that sleeping moves on."""
     now = [1000.0]
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         now[0] += seconds
 
     with monkeypatch.context() as patch:
@@ -67,12 +65,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
+def agent(monkeypatch):
     """Stands for those that pytest or a node would start."""
     started = Agent()
     started.started = []
 
-    def start(*arguments: Any, **options: Any) -> Agent:
+    def start(*arguments, **options):
         started.started.append((*arguments, *options.values()))
         return started
 
@@ -80,28 +78,28 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Agent:
     return started
 
 
-def _agents(folder: Path, nodes: int = 2, rendezvous: str = "first:29500") -> Any:
+def _agents(folder, nodes=2, rendezvous="first:29500"):
     cluster = torchrun.Cluster(nodes=nodes, shared=folder.parent, rendezvous=rendezvous)
     return torchrun._Agents(folder, Nodes(count=nodes, processes=4, join_seconds=10), cluster, {"A": "1", PARENT: "7"})
 
 
 @pytest.fixture
-def agents(tmp_path: Path, agent: Agent, clock: list[float]) -> Any:
+def agents(tmp_path, agent, clock):
     """Those of two nodes, that of the first of which has started."""
     started = _agents(tmp_path)
     started.start()
     return started
 
 
-def _join(folder: Path, node: int, host: str) -> None:
+def _join(folder, node, host):
     node_folder(folder, node).mkdir(exist_ok=True)
     write_record(node_folder(folder, node) / JOINED, Joined(host=host))
 
 
 @pytest.mark.parametrize(("rendezvous", "host"), [("first:29500", "first:29500"), ("", "this-host")])
 def test_the_agent_of_this_node_gets_the_first_node_and_all_others_are_told(
-    tmp_path: Path, agent: Any, clock: list[float], rendezvous: str, host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, agent, clock, rendezvous, host, monkeypatch
+):
     monkeypatch.setattr(torchrun.socket, "gethostname", lambda: "this-host")
     _agents(tmp_path, rendezvous=rendezvous).start()
     ((module, arguments, environment, *_),) = agent.started
@@ -112,8 +110,8 @@ def test_the_agent_of_this_node_gets_the_first_node_and_all_others_are_told(
     assert (tmp_path / "node0" / OUTPUT).exists()
 
 
-def test_the_agents_hear_again_and_again_that_pytest_lives(tmp_path: Path, agents: Any, clock: list[float]) -> None:
-    def heard() -> Command | None:
+def test_the_agents_hear_again_and_again_that_pytest_lives(tmp_path, agents, clock):
+    def heard():
         assert agents.trouble() is None
         return read_record(tmp_path / COMMAND, Command)
 
@@ -124,7 +122,7 @@ def test_the_agents_hear_again_and_again_that_pytest_lives(tmp_path: Path, agent
     assert heard() == heard() == Command(number=3, action="stacks")
 
 
-def test_nodes_that_do_not_come_in_time_are_missed(tmp_path: Path, agent: Any, clock: list[float]) -> None:
+def test_nodes_that_do_not_come_in_time_are_missed(tmp_path, agent, clock):
     agents = _agents(tmp_path, nodes=3)
     agents.start()
     remedy = f"leave `gputrain node {tmp_path.parent}` running on each other node"
@@ -139,9 +137,7 @@ def test_nodes_that_do_not_come_in_time_are_missed(tmp_path: Path, agent: Any, c
     assert agents.trouble() is None
 
 
-def test_an_agent_that_fails_or_is_gone_ends_the_case_with_what_agents_printed(
-    tmp_path: Path, agent: Any, agents: Any
-) -> None:
+def test_an_agent_that_fails_or_is_gone_ends_the_case_with_what_agents_printed(tmp_path, agent, agents):
     (tmp_path / "node0" / OUTPUT).write_text("of the first; ")
     _join(tmp_path, 1, "second")
     (tmp_path / "node1" / OUTPUT).write_text("of the second")
@@ -158,9 +154,7 @@ def test_an_agent_that_fails_or_is_gone_ends_the_case_with_what_agents_printed(
     assert (agents.trouble().sentence, agents.trouble().exit_code) == ("node second is on fire", None)
 
 
-def test_agents_are_told_that_the_case_is_over_and_waited_for(
-    tmp_path: Path, agent: Any, agents: Any, clock: list[float]
-) -> None:
+def test_agents_are_told_that_the_case_is_over_and_waited_for(tmp_path, agent, agents, clock):
     _agents(tmp_path / "gone").close()
     assert clock[0] == 1000.0, "nobody is waited for where the folder is gone"
     _join(tmp_path, 1, "second")
@@ -178,7 +172,7 @@ def test_agents_are_told_that_the_case_is_over_and_waited_for(
     assert clock[0] >= before + torchrun._CLOSING_SECONDS
 
 
-def test_a_distant_rank_is_known_by_what_lies_in_its_folder(tmp_path: Path, agent: Any, clock: list[float]) -> None:
+def test_a_distant_rank_is_known_by_what_lies_in_its_folder(tmp_path, agent, clock):
     folder = tmp_path / "rank1"
     folder.mkdir()
     process = _agents(tmp_path).rank(tmp_path, 1)
@@ -193,9 +187,7 @@ def test_a_distant_rank_is_known_by_what_lies_in_its_folder(tmp_path: Path, agen
 
 
 @pytest.mark.parametrize(("count", "rendezvous", "by_slurm"), [("2", "", True), ("1", "", False), ("2", "here", False)])
-def test_slurm_starts_what_runs_in_an_allocation_of_several_nodes(
-    count: str, rendezvous: str, by_slurm: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurm_starts_what_runs_in_an_allocation_of_several_nodes(count, rendezvous, by_slurm, monkeypatch):
     cluster = torchrun.Cluster(nodes=2, shared=Path("shared"), rendezvous=rendezvous)
     monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
     assert not cluster.by_slurm
@@ -203,9 +195,7 @@ def test_slurm_starts_what_runs_in_an_allocation_of_several_nodes(
     assert cluster.by_slurm == by_slurm
 
 
-def test_srun_is_what_failed_and_what_to_look_at(
-    tmp_path: Path, agent: Any, clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_srun_is_what_failed_and_what_to_look_at(tmp_path, agent, clock, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     agents = _agents(tmp_path, rendezvous="")
     agents.start()
@@ -222,9 +212,7 @@ def test_srun_is_what_failed_and_what_to_look_at(
 
 
 @pytest.mark.parametrize("chosen", ["GPU-1", ""])
-def test_gpus_are_named_to_slurm_as_before_pytest_chose(
-    tmp_path: Path, agent: Any, clock: list[float], chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_are_named_to_slurm_as_before_pytest_chose(tmp_path, agent, clock, chosen, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.delenv("ROCR_VISIBLE_DEVICES", raising=False)
     mine = {"A": "1", PARENT: "7", "CUDA_VISIBLE_DEVICES": chosen, "ROCR_VISIBLE_DEVICES": ""}
@@ -238,13 +226,11 @@ def test_gpus_are_named_to_slurm_as_before_pytest_chose(
 
 
 @pytest.mark.parametrize(("timeout_seconds", "join_seconds"), [(100.0, 50.0), (10_000.0, 300.0)])
-def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
-    tmp_path: Path, agent: Any, monkeypatch: pytest.MonkeyPatch, timeout_seconds: float, join_seconds: float
-) -> None:
+def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(tmp_path, agent, monkeypatch, timeout_seconds, join_seconds):
     shared = tmp_path / "of" / "all"
-    told: list[Nodes] = []
+    told = []
 
-    def start(module: str, arguments: list[str], *others: Any) -> Agent:
+    def start(module, arguments, *others):
         folder = Path(arguments[0])
         for number in range(4):
             (folder / f"rank{number}" / "reply.json").write_bytes(msgspec.json.encode(measurement()))
@@ -252,7 +238,7 @@ def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
         agent.exit_code = 0
         return agent
 
-    def written(path: Path, record: Any) -> None:
+    def written(path, record):
         told.extend([record] if isinstance(record, Nodes) else [])
         write_record(path, record)
 
@@ -267,7 +253,7 @@ def test_a_case_over_nodes_gets_its_reply_and_leaves_nothing(
 
 
 @pytest.fixture
-def node_of_case(tmp_path: Path, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> node_service._NodeOfCase:
+def node_of_case(tmp_path, agent, monkeypatch):
     """The second node of a case, which the node "second" has taken."""
     folder = tmp_path / "case"
     folder.mkdir()
@@ -278,7 +264,7 @@ def node_of_case(tmp_path: Path, agent: Agent, monkeypatch: pytest.MonkeyPatch) 
     return node_service._NodeOfCase(folder, 1, "second")
 
 
-def test_a_node_takes_part_until_its_agent_ends_and_the_case_is_over(tmp_path: Path, agent: Any, node_of_case: Any) -> None:
+def test_a_node_takes_part_until_its_agent_ends_and_the_case_is_over(tmp_path, agent, node_of_case):
     folder = tmp_path / "case"
     assert node_of_case.title == str(CASE)
     ((_, arguments, environment, *_),) = agent.started
@@ -301,7 +287,7 @@ def test_a_node_takes_part_until_its_agent_ends_and_the_case_is_over(tmp_path: P
     assert not node_of_case.is_running()
 
 
-def test_a_node_that_is_ended_tells_so_and_ends_its_agent(tmp_path: Path, agent: Any, node_of_case: Any) -> None:
+def test_a_node_that_is_ended_tells_so_and_ends_its_agent(tmp_path, agent, node_of_case):
     node_of_case.leave()
     assert agent.ended == 1
     over = node_service._NodeOfCase(tmp_path / "over", 1, "second")
@@ -311,9 +297,9 @@ def test_a_node_that_is_ended_tells_so_and_ends_its_agent(tmp_path: Path, agent:
     assert read_record(tmp_path / "case" / "node1" / LEFT, Left) == ended
 
 
-def _serve_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def _serve_once(shared, monkeypatch):
     """What it says until its first pause, in which somebody types Ctrl-C."""
-    said: list[str] = []
+    said = []
     monkeypatch.setattr(node_service.time, "sleep", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         node_service.serve(shared, "node-2", said.append)
@@ -321,7 +307,7 @@ def _serve_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def of_gpus(tmp_path, monkeypatch):
     """A case of 24 GPUs on three nodes, beside a node that has none."""
     monkeypatch.setattr(drivers, "gpus", lambda: ())
     folder = tmp_path / "gputrain-case"
@@ -339,9 +325,7 @@ def of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ('{"case": {}, "of_a_later_version": 1}', "Object contains unknown field"),
     ],
 )
-def test_a_node_that_cannot_take_part_tells_why(
-    tmp_path: Path, of_gpus: Path, case: str | None, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_cannot_take_part_tells_why(tmp_path, of_gpus, case, why, monkeypatch):
     if case is not None:
         (of_gpus / "case.json").write_text(case)
     for taken in (["node1"], ["node1", "node2"], ["node1", "node2"]):  # each once, and the first never
@@ -354,16 +338,14 @@ def test_a_node_that_cannot_take_part_tells_why(
 
 
 @pytest.mark.parametrize(("count", "processes", "shares"), [(2, 16, [8, 8]), (2, 3, [2, 1]), (3, 8, [3, 3, 2])])
-def test_processes_are_spread_evenly(count: int, processes: int, shares: list[int]) -> None:
+def test_processes_are_spread_evenly(count, processes, shares):
     nodes = Nodes(count=count, processes=processes, join_seconds=1)
     assert [nodes.processes_of(node) for node in range(count)] == shares
 
 
 @pytest.mark.parametrize(("name", "host"), [("localhost", "localhost"), ("n1.invalid", "this-host"), ("", "this-host")])
-def test_an_agent_goes_by_the_name_that_slurm_has_for_its_node_where_that_is_one(
-    name: str, host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def look_up(asked: str, port: None) -> list[str]:
+def test_an_agent_goes_by_the_name_that_slurm_has_for_its_node_where_that_is_one(name, host, monkeypatch):
+    def look_up(asked, port):
         if asked != "localhost":
             raise socket.gaierror(-2, "Name or service not known")
         return ["127.0.0.1"]

@@ -6,17 +6,13 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from syrupy.assertion import SnapshotAssertion
 from unit_examples import CASE, result
 
 from pytest_gputrain.cli.main import main
-from pytest_gputrain.records import HistoryLine, Trends
+from pytest_gputrain.records import Trends
 from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.report.trend.reading import Filter, History
 from pytest_gputrain.storage.history import append
@@ -24,16 +20,14 @@ from pytest_gputrain.utils.git import RunInfo
 
 LINE = lines_of([result()], RunInfo(id="s", created="2026-01-01T00:00:00Z", commit="c", branch="main"))[0]
 
-Run = Callable[..., tuple[int, str, str]]
 
-
-def line(number: int, **fields: Any) -> HistoryLine:
+def line(number, **fields):
     """Of the run of that number: one an hour, each of a commit of its own."""
     date = f"2026-{1 + number // 672:02}-{1 + number // 24 % 28:02}T{number % 24:02}:00:00Z"
     return msgspec.structs.replace(LINE, date=date, commit=f"c{number:04}", session=f"s{number}", **fields)
 
 
-def slower(runs: int, at: int, by: float = 1.05, **fields: Any) -> list[HistoryLine]:
+def slower(runs, at, by=1.05, **fields):
     """A case that is slower from a run on, with noise of 1 %."""
     draw = random.Random(1)
     return [
@@ -43,10 +37,10 @@ def slower(runs: int, at: int, by: float = 1.05, **fields: Any) -> list[HistoryL
 
 
 @pytest.fixture
-def trend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+def trend(tmp_path, capsys):
     """The command, on histories of these lines."""
 
-    def run(*histories: Iterable[HistoryLine], arguments: Iterable[str] = ()) -> tuple[int, str, str]:
+    def run(*histories, arguments=()):
         paths = [tmp_path / f"{number}.jsonl" for number in range(len(histories))]
         for path, lines in zip(paths, histories, strict=True):
             path.unlink(missing_ok=True)
@@ -58,13 +52,13 @@ def trend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-def trends_of(trend: Run, *histories: Iterable[HistoryLine], arguments: Iterable[str] = ()) -> Trends:
+def trends_of(trend, *histories, arguments=()):
     code, out, _ = trend(*histories, arguments=["--format=json", "--fail-on=never", *arguments])
     assert code == 0
     return msgspec.json.decode(out, type=Trends)
 
 
-def test_a_change_is_told_with_its_commits_and_what_changed_with_it(trend: Run) -> None:
+def test_a_change_is_told_with_its_commits_and_what_changed_with_it(trend):
     lines = slower(60, 40)
     lines[40:] = [
         msgspec.structs.replace(history_line, version_torch="2.14.0", version_peft="0.21", batch_size=4)
@@ -86,7 +80,7 @@ def test_a_change_is_told_with_its_commits_and_what_changed_with_it(trend: Run) 
     assert (memory.changes, memory.level, memory.since.commit) == ((), 40_000_000_000, "c0000")
 
 
-def test_what_lines_of_earlier_versions_lack_is_no_difference(trend: Run) -> None:
+def test_what_lines_of_earlier_versions_lack_is_no_difference(trend):
     facts = {"cores": 8, "host_memory_bytes": 2**38, "nics": "none", "version_cudnn": "9.10.2", "version_nccl": "2.27.3"}
     lines = slower(60, at=40)
     lines[40:] = [msgspec.structs.replace(history_line, **facts) for history_line in lines[40:]]
@@ -98,9 +92,9 @@ def test_what_lines_of_earlier_versions_lack_is_no_difference(trend: Run) -> Non
     assert set(change.differences) == {"cores 16 -> 8", "host memory 128 GiB -> 256 GiB", "cudnn 9.8.0 -> 9.10.2"}
 
 
-def test_changes_are_told_in_lines(trend: Run, snapshot: SnapshotAssertion) -> None:
+def test_changes_are_told_in_lines(trend, snapshot):
     same_commit = [msgspec.structs.replace(history_line, commit="c0ffee") for history_line in slower(60, 40)]
-    told: dict[str, Any] = {
+    told = {
         "terminal": trend(slower(60, 40)),
         "markdown": trend(slower(60, 40), arguments=["--format=markdown"]),
         "no change": trend(slower(60, 60)),
@@ -115,7 +109,7 @@ def test_changes_are_told_in_lines(trend: Run, snapshot: SnapshotAssertion) -> N
     assert told == snapshot
 
 
-def test_series_are_of_one_case_on_one_device(trend: Run) -> None:
+def test_series_are_of_one_case_on_one_device(trend):
     lines = [
         history_line
         for number in range(30)
@@ -135,9 +129,7 @@ def test_series_are_of_one_case_on_one_device(trend: Run) -> None:
     assert chosen.level == 2.0
 
 
-def test_several_files_are_one_history_in_the_order_of_time_and_a_file_given_twice_is_one(
-    trend: Run, tmp_path: Path
-) -> None:
+def test_several_files_are_one_history_in_the_order_of_time_and_a_file_given_twice_is_one(trend, tmp_path):
     lines = slower(60, 40)
     lines[10] = line(10, median_step_seconds=None, outcome="crashed")
     step = trends_of(trend, lines[1::2], lines[::2]).courses[0]
@@ -154,7 +146,7 @@ def test_several_files_are_one_history_in_the_order_of_time_and_a_file_given_twi
     assert found == ["s0", "s1", "s2", "s3", "s4"], "each line is found again in its file"
 
 
-def test_only_the_trunk_counts_if_there_is_one_unless_another_branch_is_asked_for(trend: Run) -> None:
+def test_only_the_trunk_counts_if_there_is_one_unless_another_branch_is_asked_for(trend):
     lines = [line(number, branch="main", median_step_seconds=1.0) for number in range(20)]
     lines += [line(number, branch="feature", median_step_seconds=2.0) for number in range(20, 30)]
     code, out, err = trend(lines, arguments=["--format=json"])
@@ -186,8 +178,8 @@ def test_only_the_trunk_counts_if_there_is_one_unless_another_branch_is_asked_fo
     ],
 )
 def test_a_change_for_the_worse_fails_unless_it_is_too_small_or_too_old_or_something_else_is_asked_for(
-    trend: Run, by: float, arguments: list[str], code: int
-) -> None:
+    trend, by, arguments, code
+):
     assert trend(slower(60, 40, by), arguments=arguments)[0] == code
 
 
@@ -212,7 +204,7 @@ _OTHER = '{"format":2,"date":"2026-01-01T00:00:00Z","suite":"","key":"","device"
     ],
     ids=["empty", "another object", "a later format", "an earlier format", "no date", "no time zone"],
 )
-def test_what_is_no_history_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, sentence: str) -> None:
+def test_what_is_no_history_is_refused(tmp_path, capsys, text, sentence):
     path = tmp_path / "history.jsonl"
     path.write_text(text)
     assert main(["trend", str(path)]) == 2
@@ -221,7 +213,7 @@ def test_what_is_no_history_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     pytest.LineMatcher([err.rstrip("\n")]).fnmatch_lines([f"gputrain: {sentence.replace('{path}', str(path))}"])
 
 
-def test_a_file_or_a_case_that_is_none_is_told(trend: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_or_a_case_that_is_none_is_told(trend, tmp_path, capsys):
     for name in ("gone.jsonl", "."):
         assert main(["trend", str(tmp_path / name)]) == 2
         assert " is not a file; give what --gpu-history wrote" in capsys.readouterr().err
@@ -229,7 +221,7 @@ def test_a_file_or_a_case_that_is_none_is_told(trend: Run, tmp_path: Path, capsy
     assert trend(slower(20, 20), arguments=["--case=lamma"]) == (2, "", sentence)
 
 
-def test_a_long_history_takes_little_memory_a_line(tmp_path: Path) -> None:
+def test_a_long_history_takes_little_memory_a_line(tmp_path):
     """A date, a place and two figures are 32 bytes; the lines themselves have over a thousand."""
     path, count = tmp_path / "history.jsonl", 30_000
     text = msgspec.json.encode(line(0)) + b"\n"

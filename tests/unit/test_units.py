@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
 
 import pytest
 from hypothesis import example, given
@@ -29,11 +28,7 @@ UNITS = st.sampled_from(["", "%", " %", "B", " GiB", "mb", "ib", "s", "min", "h"
 TYPED = st.text() | st.builds(lambda number, unit: number + unit, NUMBERS, UNITS)
 
 
-Format = Callable[[float], str]
-Parse = Callable[[str], float]
-Read = Callable[[object], object]
-
-SHOWN: list[tuple[Format, dict[float, str]]] = [
+SHOWN = [
     (
         format_bytes,
         {
@@ -69,17 +64,17 @@ SHOWN: list[tuple[Format, dict[float, str]]] = [
 
 
 @pytest.mark.parametrize(("show", "value", "text"), [(show, *row) for show, table in SHOWN for row in table.items()])
-def test_numbers_are_shown_in_the_largest_unit_of_at_least_one(show: Format, value: float, text: str) -> None:
+def test_numbers_are_shown_in_the_largest_unit_of_at_least_one(show, value, text):
     assert show(value) == text
 
 
 @given(st.floats(1e-12, 10) | st.floats(-1, -1e-12))
 @example(1e-9)
-def test_a_change_never_reads_as_none(ratio: float) -> None:
+def test_a_change_never_reads_as_none(ratio):
     assert re.search(r"[1-9]", format_percent(ratio)), format_percent(ratio)
 
 
-READ: list[tuple[Parse, str, dict[str, float], list[str]]] = [
+READ = [
     (
         parse_bytes,
         "is not an amount of memory",
@@ -102,12 +97,12 @@ READ: list[tuple[Parse, str, dict[str, float], list[str]]] = [
 
 
 @pytest.mark.parametrize(("parse", "text", "value"), [(parse, *row) for parse, _, table, _ in READ for row in table.items()])
-def test_numbers_are_read_with_their_unit(parse: Parse, text: str, value: float) -> None:
+def test_numbers_are_read_with_their_unit(parse, text, value):
     assert parse(text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(("parse", "sentence", "text"), [(row[0], row[1], text) for row in READ for text in row[3]])
-def test_text_without_a_clear_meaning_is_refused(parse: Parse, sentence: str, text: str) -> None:
+def test_text_without_a_clear_meaning_is_refused(parse, sentence, text):
     with pytest.raises(ValueError, match=sentence):
         parse(text)
 
@@ -117,7 +112,7 @@ def test_text_without_a_clear_meaning_is_refused(parse: Parse, sentence: str, te
 @example(text="9" * 400 + "%")
 @example(text="9" * 400 + " GiB")
 @example(text="9" * 400 + "h")
-def test_any_text_is_a_sane_number_or_refused(parse: Parse, kind: type, text: str) -> None:
+def test_any_text_is_a_sane_number_or_refused(parse, kind, text):
     try:
         value = parse(text)
     except ValueError:
@@ -151,7 +146,7 @@ NO_NUMBERS = [True, False, None, [1], b"1 GiB", -1, -0.5, math.nan, math.inf, -m
         (read_memory_tolerance, "3 % + 1 GiB", MemoryTolerance(ratio=0.03, bytes=GiB)),
     ],
 )
-def test_a_marker_has_numbers_or_text(read: Read, value: object, meant: object) -> None:
+def test_a_marker_has_numbers_or_text(read, value, meant):
     assert (read(value), type(read(value))) == (meant, type(meant))
 
 
@@ -164,7 +159,7 @@ def test_a_marker_has_numbers_or_text(read: Read, value: object, meant: object) 
         (read_memory_tolerance, [*NO_NUMBERS, 1.5, 1.5 * GiB], "is not a tolerance; write it as 0.03 (a float is a ratio"),
     ],
 )
-def test_numbers_without_a_clear_meaning_are_refused(read: Read, values: list[object], sentence: str) -> None:
+def test_numbers_without_a_clear_meaning_are_refused(read, values, sentence):
     for value in values:
         with pytest.raises(ValueError, match=re.escape(f"{value!r} {sentence}")) as caught:
             read(value)

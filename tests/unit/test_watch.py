@@ -2,9 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,18 +19,18 @@ RECORDINGS = Path(__file__).parent / "recordings"
 
 
 @pytest.fixture
-def h100s() -> Iterator[None]:
+def h100s():
     with replayed(RECORDINGS / "nvidia-h100-x2.json"):
         yield
 
 
 @pytest.fixture(autouse=True)
-def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _often(monkeypatch):
     monkeypatch.setattr(watch, "INTERVAL_SECONDS", 0.005)
     monkeypatch.setattr(watch, "_LOOK_AROUND_SECONDS", 0.0)
 
 
-def _sample(at: float, *readings: Reading) -> Sample:
+def _sample(at, *readings):
     return Sample(at, readings)
 
 
@@ -41,7 +39,7 @@ def _sample(at: float, *readings: Reading) -> Sample:
     watts=st.floats(1, 1000),
     gpus=st.integers(1, 8),
 )
-def test_energy_is_power_times_the_time_between_the_moments(moments: list[int], watts: float, gpus: int) -> None:
+def test_energy_is_power_times_the_time_between_the_moments(moments, watts, gpus):
     """Whenever the counters were read."""
     seconds = [moment / 10_000 for moment in sorted(moments)]
     samples = [_sample(at, *[Reading(energy_joules=7 + watts * at, power_watts=watts)] * gpus) for at in seconds]
@@ -60,13 +58,13 @@ def test_energy_is_power_times_the_time_between_the_moments(moments: list[int], 
         ((50.0, 60.0, 2.0, 12.0), 1.0, 4.0),  # and a counter that began anew is no energy
     ],
 )
-def test_energy_that_the_counters_do_not_tell_is_not_told(joules: tuple[float, ...], begin: float, end: float) -> None:
+def test_energy_that_the_counters_do_not_tell_is_not_told(joules, begin, end):
     samples = [_sample(at, Reading(energy_joules=figure, clock_mhz=1000)) for at, figure in enumerate(joules, 1)]
     telemetry = between(samples, begin, end)
     assert (telemetry.energy_joules, telemetry.clock_mhz) == (None, 1000)
 
 
-def test_too_few_readings_tell_nothing_and_one_gpu_that_tells_nothing_leaves_no_total() -> None:
+def test_too_few_readings_tell_nothing_and_one_gpu_that_tells_nothing_leaves_no_total():
     samples = [_sample(at, Reading(clock_mhz=1000)) for at in range(10)]
     assert between(samples, 0, LEAST_READINGS - 2) is None
     assert between(samples, 0, LEAST_READINGS - 1) is not None
@@ -76,9 +74,9 @@ def test_too_few_readings_tell_nothing_and_one_gpu_that_tells_nothing_leaves_no_
     assert (telemetry.energy_joules, telemetry.power_watts, telemetry.clock_mhz, telemetry.throttled) == (None,) * 4
 
 
-def test_the_slowest_gpu_and_the_most_lowered_clock_count() -> None:
+def test_the_slowest_gpu_and_the_most_lowered_clock_count():
     hot, cool = frozenset({"HW Slowdown", "SW Power Cap"}), frozenset({"SW Power Cap"})
-    of_second = [(1500, frozenset[str]()), (1500, hot), (900, frozenset[str]()), (1500, frozenset[str]())]
+    of_second = [(1500, frozenset()), (1500, hot), (900, frozenset[str]()), (1500, frozenset[str]())]
     samples = [
         _sample(at, Reading(clock_mhz=1700, throttling=cool), Reading(clock_mhz=clock, throttling=why))
         for at, (clock, why) in enumerate(of_second)
@@ -88,7 +86,7 @@ def test_the_slowest_gpu_and_the_most_lowered_clock_count() -> None:
     assert telemetry.throttled == {"SW Power Cap": 1.0, "HW Slowdown": 0.25}
 
 
-def _timed(watched: watch.Watch, readings: int = 0) -> None:
+def _timed(watched, readings=0):
     """Note what a worker tells of its timed steps, which take as long as so many readings do."""
     watched.note(Event(phase="warmup", at=time.monotonic()))
     watched.note(Event(phase="measure", at=time.monotonic()))
@@ -100,7 +98,7 @@ def _timed(watched: watch.Watch, readings: int = 0) -> None:
 
 
 @pytest.mark.usefixtures("h100s")
-def test_a_watch_reads_while_the_steps_are_timed() -> None:
+def test_a_watch_reads_while_the_steps_are_timed():
     gpus = drivers.gpus()
     with watching(gpus, set) as watched:
         _timed(watched, LEAST_READINGS)
@@ -112,17 +110,17 @@ def test_a_watch_reads_while_the_steps_are_timed() -> None:
 
 
 @pytest.mark.usefixtures("h100s")
-def test_a_case_that_never_came_to_its_steps_has_no_telemetry() -> None:
+def test_a_case_that_never_came_to_its_steps_has_no_telemetry():
     with watching(drivers.gpus(), set) as watched:
         watched.note(Event(phase="build", at=time.monotonic()))
     assert watched.telemetry() is None
 
 
 @pytest.mark.usefixtures("h100s")
-def test_who_comes_meanwhile_is_seen_where_one_knows_oneself() -> None:
+def test_who_comes_meanwhile_is_seen_where_one_knows_oneself():
     gpu = drivers.gpus()[1]
     stranger = Holder(pid=11327, gpu=1, bytes=2566 * MiB)
-    library: Any = sys.modules["pynvml"]
+    library = sys.modules["pynvml"]
     key = next(key for key in library._calls if key.startswith("nvmlDeviceGetComputeRunningProcesses") and "1" in key)
     mine = {"fields": {"pid": 99_999_999, "usedGpuMemory": 1}}
     theirs = library._calls[key][0].reply[0]
@@ -133,10 +131,10 @@ def test_who_comes_meanwhile_is_seen_where_one_knows_oneself() -> None:
         assert watched.others == others
 
 
-def test_a_driver_that_fails_meanwhile_costs_no_case() -> None:
+def test_a_driver_that_fails_meanwhile_costs_no_case():
     with replayed(RECORDINGS / "nvidia-h100-x2.json"):
         gpus = drivers.gpus()
-        library: Any = sys.modules["pynvml"]
+        library = sys.modules["pynvml"]
         key = next(key for key in library._calls if key.startswith("nvmlDeviceGetFieldValues"))
         library._left[key] = [RecordedReply(error=15, says="GPU is lost")]
         with watching(gpus, set) as watched:
@@ -144,7 +142,7 @@ def test_a_driver_that_fails_meanwhile_costs_no_case() -> None:
         assert watched.telemetry() is None
 
 
-def test_nothing_is_watched_without_gpus() -> None:
+def test_nothing_is_watched_without_gpus():
     with watching((), set) as watched:
         _timed(watched)
     assert watched.telemetry() is None

@@ -1,7 +1,5 @@
 """Examples and strategies of the records, shared by the unit tests."""
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,8 +21,6 @@ from pytest_gputrain.records import (
     Predicted,
     Prediction,
     Report,
-    Result,
-    Scale,
     Summary,
     Target,
     TimedOut,
@@ -38,8 +34,8 @@ from pytest_gputrain.utils.units import GiB
 CASE = Case(model="llama-3.1-8b", method="lora", batch_size=2, sequence_length=8192)
 
 
-def gpu_environment(**fields: Any) -> Environment:
-    example: dict[str, Any] = {
+def gpu_environment(**fields):
+    example = {
         "device_name": "NVIDIA H100 80GB HBM3",
         "device_type": "cuda",
         "device_count": 1,
@@ -55,13 +51,13 @@ def gpu_environment(**fields: Any) -> Environment:
     return Environment(**{**example, **fields})
 
 
-def cpu_environment(**fields: Any) -> Environment:
+def cpu_environment(**fields):
     example = {"device_name": "cpu", "device_type": "cpu", "device_memory_bytes": None, "runtime": None, "driver": None}
     return gpu_environment(**{**example, **fields})
 
 
-def measurement(**fields: Any) -> Measurement:
-    example: dict[str, Any] = {
+def measurement(**fields):
+    example = {
         "step_seconds": (1.0, 1.0, 1.0),
         "warmup_seconds": (2.0,),
         "losses": (3.0, 2.0, 1.0),
@@ -78,8 +74,8 @@ def measurement(**fields: Any) -> Measurement:
     return Measurement(**{**example, **fields})
 
 
-def out_of_memory(**fields: Any) -> OutOfMemory:
-    example: dict[str, Any] = {
+def out_of_memory(**fields):
+    example = {
         "where": "device",
         "phase": "measure",
         "message": "CUDA out of memory.",
@@ -89,16 +85,16 @@ def out_of_memory(**fields: Any) -> OutOfMemory:
     return OutOfMemory(**{**example, **fields})
 
 
-def crashed(**fields: Any) -> Crashed:
+def crashed(**fields):
     return Crashed(**{"sentence": "ValueError: loss is NaN", "phase": "measure", "step": 0, **fields})
 
 
-def timed_out(**fields: Any) -> TimedOut:
+def timed_out(**fields):
     return TimedOut(**{"timeout_seconds": 1800.0, "phase": "build", **fields})
 
 
-def baseline_run(**fields: Any) -> BaselineRun:
-    example: dict[str, Any] = {
+def baseline_run(**fields):
+    example = {
         "outcome": "measured",
         "environment": gpu_environment(),
         "date": "2026-01-31T12:00:00Z",
@@ -109,18 +105,18 @@ def baseline_run(**fields: Any) -> BaselineRun:
     return BaselineRun(**{**example, **fields})
 
 
-def oom_run(**fields: Any) -> BaselineRun:
+def oom_run(**fields):
     example = {"outcome": "out_of_memory", "out_of": "device", "step_seconds": (), "peak_allocated_bytes": None}
     return baseline_run(**{**example, **fields})
 
 
-def baseline(*runs: BaselineRun, case: Case = CASE, **fields: Any) -> Baseline:
+def baseline(*runs, case=CASE, **fields):
     defaults = {"device": "nvidia-h100-80gb-hbm3", "scale": "full", **fields}
     return Baseline(case=case, runs=runs or (baseline_run(),), **defaults)
 
 
-def live_tensor(**fields: Any) -> LiveTensor:
-    example: dict[str, Any] = {
+def live_tensor(**fields):
+    example = {
         "bytes": 4 * GiB,
         "count": 1,
         "operator": "aten._log_softmax",
@@ -131,10 +127,10 @@ def live_tensor(**fields: Any) -> LiveTensor:
     return LiveTensor(**{**example, **fields})
 
 
-def prediction(**fields: Any) -> Prediction:
+def prediction(**fields):
     """One that fits an H100 with room to spare."""
     peaks = {"build": 16 * GiB, "forward": 30 * GiB, "backward": 32 * GiB, "optimizer": 20 * GiB}
-    example: dict[str, Any] = {
+    example = {
         "target": Target(marker="h100", kind="cuda", memory_bytes=79 * GiB, context_bytes=GiB // 2),
         "fidelity": "cuda-rules",
         "parameters": 8_030_261_248,
@@ -156,7 +152,7 @@ def prediction(**fields: Any) -> Prediction:
     return Prediction(**{**example, **fields})
 
 
-def summary(seconds: float = 1.0, peak: int = 40_000_000_000, **fields: Any) -> Summary:
+def summary(seconds=1.0, peak=40_000_000_000, **fields):
     unknown = dict.fromkeys(("tokens_per_second", "model_flops_utilization"))
     example = {"median_step_seconds": seconds, "samples_per_second": 2 / seconds, "peak_allocated_bytes": peak, **unknown}
     return Summary(**{**example, **fields})
@@ -164,12 +160,12 @@ def summary(seconds: float = 1.0, peak: int = 40_000_000_000, **fields: Any) -> 
 
 SETTINGS = {"time_tolerance": 0.03, "memory_tolerance": {"ratio": 0.02, "bytes": 0}, "judge_cpu_time": False}
 """Tolerances of a report."""
-RESULT_KINDS: tuple[type[Result], ...] = (Measured, Predicted, BatchSearch, LossStudy)
+RESULT_KINDS = (Measured, Predicted, BatchSearch, LossStudy)
 
 
-def result(case: Case = CASE, **fields: Any) -> Result:
+def result(case=CASE, **fields):
     """A result of the kind that has the ``fields``: a ``reply`` is one of a prediction."""
-    example: dict[str, Any] = {
+    example = {
         "nodeid": f"benchmarks/test_llm.py::test[{case}]",
         "suite": "llm",
         "key": str(case),
@@ -188,12 +184,12 @@ def result(case: Case = CASE, **fields: Any) -> Result:
     return kind(**{**example, **fields})
 
 
-def report(*results: Result, **fields: Any) -> Report:
+def report(*results, **fields):
     defaults = {"generator": "pytest-gputrain 0.1.0", "created": "2026-02-01T00:00:00Z", "session": "s1", "commit": "c0ffee"}
     return Report(**{**defaults, **fields}, results=results)
 
 
-def recorded(*predictions: Prediction, case: Case = CASE, scale: Scale = "full") -> Recorded:
+def recorded(*predictions, case=CASE, scale="full"):
     return Recorded(case=case, scale=scale, figures=predictions)
 
 
@@ -212,13 +208,13 @@ class Kind(NamedTuple):
     other: Any
     """The record with one figure changed."""
 
-    def update(self, folder: Path, records: Mapping[str, Any], suite: str = "llm") -> Path:
+    def update(self, folder, records, suite="llm"):
         return self.store(folder).update(self.device, suite, records)
 
-    def get(self, folder: Path, key: str) -> Any:
+    def get(self, folder, key):
         return self.store(folder).get(self.device, "llm", key)
 
-    def file(self, folder: Path) -> Path:
+    def file(self, folder):
         return folder / self.folder / "llm.json"
 
 
@@ -246,15 +242,15 @@ KINDS = (
 )
 
 
-def values_of(type_: Any) -> st.SearchStrategy[Any]:
+def values_of(type_):
     """Every JSON-representable value of a record, or of a field's type, from the annotations themselves."""
     return _strategy(msgspec.inspect.type_info(type_))
 
 
-def unsigned(record: Any) -> Any:
+def unsigned(record):
     """The record with every number in it as far above zero as it was below."""
 
-    def above(value: Any) -> Any:
+    def above(value):
         if isinstance(value, dict):
             return {name: above(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
@@ -265,7 +261,7 @@ def unsigned(record: Any) -> Any:
 
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-_SCALARS: dict[type, st.SearchStrategy[Any]] = {
+_SCALARS = {
     msgspec.inspect.StrType: _TEXT,
     msgspec.inspect.BoolType: st.booleans(),
     msgspec.inspect.IntType: st.integers(1 - 2**63, 2**63 - 1),
@@ -275,7 +271,7 @@ _SCALARS: dict[type, st.SearchStrategy[Any]] = {
 _SCALARS[msgspec.inspect.AnyType] = st.one_of(*_SCALARS.values())
 
 
-def _strategy(info: Any) -> st.SearchStrategy[Any]:
+def _strategy(info):
     match info:
         case msgspec.inspect.StructType():
             return st.builds(info.cls, **{field.name: _strategy(field.type) for field in info.fields})
