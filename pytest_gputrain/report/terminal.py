@@ -131,9 +131,9 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
     ]
     lines += _environments(results)
     if uncompiled:
-        first = f"{next(iter(uncompiled))}{_and_more(list(uncompiled))}"
+        use = f"{next(iter(uncompiled))}{_and_more(list(uncompiled))} use{'s' if len(uncompiled) == 1 else ''}"
         lines.append(
-            f"{count(len(uncompiled), 'case')} not compiled: {first} uses torch.compile, which has no effect on a CPU, "
+            f"{count(len(uncompiled), 'case')} not compiled: {use} torch.compile, which has no effect on a CPU, "
             "because tensors are counted one by one; its effect shows on a GPU"
         )
     lines += predictions.explain(results)
