@@ -74,7 +74,7 @@ def test_pytest_benchmark_compares_what_it_writes_with_what_is_exported(suite, m
     assert list(saved) == list(exported) == [LLAMA, GEMMA, LLAMA_2]
     assert exported == saved
     command = [sys.executable, "-m", "pytest_benchmark", "compare", "--columns=median", "before.json", "exported.json"]
-    table = subprocess.run(command, cwd=suite.path, capture_output=True, text=True, timeout=60, check=True).stdout
+    table = subprocess.run(command, cwd=suite.path, capture_output=True, text=True, timeout=600, check=True).stdout
     assert "benchmark 'tuning': 6 tests" in table
     rows = [line.split()[1:3] for line in table.splitlines() if GEMMA in line]
     assert rows == [["(before)", "4.7000"], ["(exported)", "4.7000"]]

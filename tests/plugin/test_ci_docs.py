@@ -82,7 +82,7 @@ def test_the_hook_passes_what_is_committed_and_fails_what_is_damaged(tmp_path, d
     (tmp_path / "baselines" / "cpu" / "collective.json").write_text(source.replace('"tiny"', '"full"', int(damaged)))
     code = f"import sys; from pytest_gputrain.cli.main import main; sys.exit(main({entry[1:]!r}))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
     assert (done.returncode, done.stderr) == (int(damaged), "")
     assert done.stdout.startswith("baselines/cpu/collective.json:") is damaged

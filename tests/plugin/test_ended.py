@@ -57,7 +57,7 @@ def _ended(project, *arguments, by, group=False, then=lambda run: None):
             (os.killpg if group else os.kill)(run.pid, number)
             time.sleep(0.02)
         then(run)
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=600)
         return run.returncode, output
     finally:
         run.kill()

@@ -44,13 +44,13 @@ def _run_on_terminal(project, height, *arguments, status=0):
         env={**os.environ, "TERM": "xterm", **size},
         dimensions=(height, WIDTH),
         encoding="utf-8",
-        timeout=90,
+        timeout=600,
     )
     screen, screens = pyte.Screen(WIDTH, height), []
     stream = pyte.Stream(screen)
     with contextlib.closing(run), contextlib.suppress(pexpect.EOF):
         while True:
-            stream.feed(run.read_nonblocking(65536, timeout=90))
+            stream.feed(run.read_nonblocking(65536, timeout=600))
             screens.append([row.rstrip() for row in screen.display])
     assert run.exitstatus == status, screens[-1]
     return screens

@@ -89,7 +89,7 @@ def run(tmp_path, installed, rocm):
         if path is not None:
             variables["PYTHONPATH"] = os.pathsep.join([str(path), variables.get("PYTHONPATH", "")])
         program = [sys.executable, amd_stand_in.__file__, str(installed(binding)), str(tmp_path / "scenes.json"), *command]
-        return subprocess.run(program, env=variables, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(program, env=variables, capture_output=True, text=True, check=False, timeout=600)
 
     return run_
 

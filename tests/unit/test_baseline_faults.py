@@ -179,7 +179,7 @@ def both():
 
 def _run(code, folder):
     command = [sys.executable, "-c", _PRELUDE + code, str(Path(__file__).parent), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_files_that_may_not_grow_leave_the_old_ones(measured_file):
@@ -226,7 +226,7 @@ def test_two_names_of_a_folder_share_a_lock(tmp_path):
     with locked(tmp_path / "folder" / "file"):
         second.start()
         assert not entered.wait(0.3)
-    second.join(timeout=60)
+    second.join(timeout=600)
     assert entered.is_set()
 
 

@@ -199,7 +199,7 @@ def test_updates_of_several_processes_lose_nothing(tmp_path):
         writer.stdin.write("go\n")
         writer.stdin.flush()
     for writer in writers:
-        writer.communicate(timeout=60)
+        writer.communicate(timeout=600)
         assert writer.returncode == 0
     keys = [f"{writer}-{number}" for writer in range(3) for number in range(12)]
     store = BaselineStore(tmp_path)

@@ -67,7 +67,7 @@ def test_a_command_ends_with_its_processes_when_its_time_is_over(capfd):
     assert outcome.status is None
     (pid,) = (int(line) for line in outcome.lines)
     with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(pid).wait(timeout=60)
+        psutil.Process(pid).wait(timeout=600)
 
 
 def test_the_last_lines_name_every_part_and_every_skip(capsys):

@@ -90,7 +90,7 @@ def call(built):
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.split()

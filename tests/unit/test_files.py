@@ -81,7 +81,7 @@ def test_what_a_shell_puts_for_a_command_is_written_to():
         write_atomically(Path(f"/dev/fd/{writing}"), b"x" * 300_000)
     finally:
         os.close(writing)
-        reader.join(timeout=60)
+        reader.join(timeout=600)
     assert [len(data) for data in read] == [300_000]
 
 

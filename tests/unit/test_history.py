@@ -51,7 +51,7 @@ def _ends(*processes):
         process.stdin.write(msgspec.json.encode(LINE) + b"\n")
         process.stdin.flush()
     for process in processes:
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)
     return [process.returncode for process in processes]
 
 

@@ -103,7 +103,7 @@ def test_batches_are_in_the_type_of_the_weights_and_processes_end_with_the_train
     started = loaders_of(os.getpid()) - before
     assert len(started) == 2
     training.leave()
-    psutil.wait_procs(started, timeout=10)
+    psutil.wait_procs(started, timeout=600)
     assert not loaders_of(os.getpid()) & started
 
 

@@ -89,7 +89,7 @@ def test_two_threads_at_once_are_counted_together():
 
     def half():
         matrix = torch.ones(WIDTH, WIDTH)
-        meeting.wait(timeout=10)
+        meeting.wait(timeout=600)
         return matrix @ matrix
 
     def step():
@@ -185,7 +185,7 @@ def test_what_ends_after_the_count_is_no_part_of_it():
 
     def slow():
         begun.set()
-        over.wait(timeout=10)
+        over.wait(timeout=600)
         return torch.ones(8)
 
     with AllocationCounter() as counter:
@@ -193,7 +193,7 @@ def test_what_ends_after_the_count_is_no_part_of_it():
         counter.begin_step()
         thread = threading.Thread(target=counter.__torch_dispatch__, args=(slow, ()))
         thread.start()
-        begun.wait(timeout=10)
+        begun.wait(timeout=600)
     events = list(counter.trace.events)
     over.set()
     thread.join()
@@ -213,12 +213,12 @@ def test_recomputation_of_one_thread_is_not_that_of_another():
     def recompute():
         with recomputing:
             begun.set()
-            computed.wait(timeout=10)
+            computed.wait(timeout=600)
             work()
 
     with countable_threads(), count_flops() as flops, ThreadPoolExecutor(1) as pool:
         pool.submit(recompute)
-        begun.wait(timeout=10)
+        begun.wait(timeout=600)
         work()
         computed.set()
     assert (flops.total, flops.recomputed) == (2 * FLOPS, FLOPS)

@@ -260,7 +260,7 @@ def test_nobody_outlives_a_killed_pytest(project, leftovers, tmp_path, name, arg
 def test_ctrl_c_leaves_nothing(project, leftovers, name, arguments):
     process = project(name, *arguments)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == pytest.ExitCode.INTERRUPTED, output
     assert leftovers.all() == []
 

@@ -52,7 +52,7 @@ def second_node(shared, leftovers):
     assert "waits for cases" in node.stdout.readline()
     yield node
     node.send_signal(signal.SIGINT)
-    node.communicate(timeout=30)
+    node.communicate(timeout=600)
     assert node.returncode == 0
     assert leftovers.all() == []
 
