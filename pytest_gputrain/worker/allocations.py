@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.reduction import ForkingPickler  # noqa: TID251 - patched for what the user's own code receives
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import shared_cache
 from torch.utils._pytree import tree_iter
 
 from pytest_gputrain.worker.phases import Phases
@@ -74,8 +76,9 @@ class AllocationCounter(SharedMode):
         return result
 
     def __enter__(self) -> AllocationCounter:
-        self._resizing = resizes_noted_by(self._see_resized)
-        self._resizing.__enter__()
+        self._noting = contextlib.ExitStack()
+        self._noting.enter_context(resizes_noted_by(self._see_resized))
+        self._noting.enter_context(_frees_of_received_noted())
         self._phases.__enter__()
         super().__enter__()
         return self
@@ -83,7 +86,7 @@ class AllocationCounter(SharedMode):
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
         self._phases.__exit__(*exc_info)
-        self._resizing.__exit__(*exc_info)
+        self._noting.__exit__(*exc_info)
         # No callbacks into a counter that nobody reads any more: they would disturb what is timed next.
         self._storages.leave()
 
@@ -105,6 +108,27 @@ def resizes_noted_by(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[N
         return result
 
     with mock.patch.object(torch.UntypedStorage, "resize_", resize):
+        yield
+
+
+@contextlib.contextmanager
+def _frees_of_received_noted() -> Iterator[None]:
+    """Provide a context in which a storage that another process sent is known to be freed at once.
+
+    In torch 2.9 the Python object of a storage lives on as long as C++ has a weak reference to it, and
+    ``torch.multiprocessing`` keeps one to each storage that it received.
+    """
+    if torch.__version__ >= "2.10":
+        yield
+        return
+    loads = ForkingPickler.loads
+
+    def loads_and_forgets(*args: Any, **kwargs: Any) -> Any:
+        received = loads(*args, **kwargs)
+        shared_cache.clear()
+        return received
+
+    with mock.patch.object(ForkingPickler, "loads", loads_and_forgets):
         yield
 
 

@@ -1,6 +1,7 @@
 """The allocation counter is exact: it agrees with torch's own allocator events."""
 
 import gc
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -138,6 +139,14 @@ def test_a_storage_that_is_resized_counts_as_it_is():
         grown = torch.empty(10)
         grown.resize_(1000)
         assert counter.live_bytes == 2048 + 4000
+
+
+def test_a_tensor_from_another_process_counts_until_it_is_freed():
+    with AllocationCounter() as counter:
+        received = ForkingPickler.loads(sent := ForkingPickler.dumps(torch.ones(2, 1024)))
+        assert counter.live_bytes == received.nbytes
+        del sent, received
+        assert counter.live_bytes == 0
 
 
 def test_of_a_tensor_that_is_spread_the_part_counts():
