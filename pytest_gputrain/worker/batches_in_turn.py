@@ -1,4 +1,4 @@
-"""Lets a batch that a process of torch's DataLoader sends be counted when the loader hands it out, not when it arrives."""
+"""Lets a batch that a process of a DataLoader sends be counted when the loader hands it out, not when it arrives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 
 @contextlib.contextmanager
@@ -23,16 +23,39 @@ def batches_in_turn() -> Iterator[None]:
     Which of its processes is the first to send a batch differs from run to run. The loader keeps a batch that is early, so
     a mode that saw each as it arrives would count more or fewer of them in each run.
     """
-    receive: Any = _MultiProcessingDataLoaderIter._try_get_data
-    hand_out: Any = _MultiProcessingDataLoaderIter._process_data
+    with contextlib.ExitStack() as stack:
+        followed = set()
+        initialize: Any = _BaseDataLoaderIter.__init__
+
+        def follow(kind: Any) -> None:
+            if hasattr(kind, "_try_get_data") and kind not in followed:
+                followed.add(kind)
+                stack.enter_context(_in_turn(kind))
+
+        def follow_and_initialize(loader: Any, *args: Any, **kwargs: Any) -> None:
+            follow(type(loader))
+            initialize(loader, *args, **kwargs)
+
+        follow(_MultiProcessingDataLoaderIter)  # of which a loader may be in use
+        # The iterator of torchdata's loader is another class, and code may import it only when it builds its loader.
+        stack.enter_context(mock.patch.object(_BaseDataLoaderIter, "__init__", follow_and_initialize))
+        yield
+
+
+@contextlib.contextmanager
+def _in_turn(kind: Any) -> Iterator[None]:
+    """Provide a context in which this holds for the iterators of one class."""
+    receive, hand_out = kind._try_get_data, kind._process_data
     waiting: dict[int, list[_Rebuilt]] = {}
     """What batches are made of, by the id of the batch. A loader may drop a batch, so this keeps none alive."""
+    with_state = kind.__module__.startswith("torchdata.")
 
     def received(loader: Any, *args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes(), _Rebuilding() as rebuilding:
             success, data = receive(loader, *args, **kwargs)
         if success and rebuilding.made:
-            _, batch = data
+            _, sent = data
+            batch = sent[0] if with_state else sent
             waiting[id(batch)] = rebuilding.made
         return success, data
 
@@ -42,10 +65,7 @@ def batches_in_turn() -> Iterator[None]:
         return hand_out(loader, batch, *args)
 
     patch = mock.patch.object
-    with (
-        patch(_MultiProcessingDataLoaderIter, "_try_get_data", received),
-        patch(_MultiProcessingDataLoaderIter, "_process_data", handed_out),
-    ):
+    with patch(kind, "_try_get_data", received), patch(kind, "_process_data", handed_out):
         yield
 
 

@@ -8,7 +8,11 @@ from torch.utils.data import DataLoader, get_worker_info
 from zoo_examples import MINE, measured, refused
 
 # From Python 3.12 on; torch's DataLoader forks so, too.
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    # torchdata 0.11 calls it, and is the last release.
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
+]
 
 BATCH = 4 * 64 * 64
 
@@ -32,13 +36,13 @@ class Opaque:
         self.samples = torch.stack(samples)
 
 
-def training(workers, collate=None, kept=None):
+def training(workers, collate=None, kept=None, loader=DataLoader):
     def loop(setup):
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 4)
         optimizer = torch.optim.SGD(model.parameters())
         setup.watch(model)
-        for batch in DataLoader(Uneven(), 64, num_workers=workers, collate_fn=collate):
+        for batch in loader(Uneven(), 64, num_workers=workers, collate_fn=collate):
             loss = model(getattr(batch, "samples", batch)).square().mean()
             loss.backward()
             optimizer.step()
@@ -50,9 +54,15 @@ def training(workers, collate=None, kept=None):
     return loop
 
 
-@pytest.mark.parametrize("collate", [None, Opaque])
-def test_memory_does_not_depend_on_which_process_is_early(collate):
-    one, two = (measured(MINE, training(workers, collate)) for workers in (1, 2))
+def stateful(*args, **kwargs):
+    from torchdata.stateful_dataloader import StatefulDataLoader  # as accelerate does, when the loader is made
+
+    return StatefulDataLoader(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("collate", "loader"), [(None, DataLoader), (Opaque, DataLoader), (Opaque, stateful)])
+def test_memory_does_not_depend_on_which_process_is_early(collate, loader):
+    one, two = (measured(MINE, training(workers, collate, loader=loader)) for workers in (1, 2))
     assert two.phase_peak_bytes == one.phase_peak_bytes
     lines = {line for tensor in two.largest["forward"] if tensor.operator == "aten.set_" for line in tensor.lines}
     assert [line.partition(":")[0] for line in lines] == ["tests/worker/test_batches_in_turn.py"]

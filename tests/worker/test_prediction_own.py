@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pkgutil
 from concurrent.futures import ThreadPoolExecutor
 
 import bitsandbytes
@@ -258,11 +259,13 @@ def test_a_copy_takes_what_a_real_one_takes(make):
     assert predicted(OWN, H100, build).peak_allocated_bytes >= 3 * 4096, "on the device"
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("loader", ["torch.utils.data.DataLoader", "torchdata.stateful_dataloader.StatefulDataLoader"])
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"num_workers": 2, "persistent_workers": True}], ids=str)
-def test_a_loader_of_data_gives_batches(options):
+def test_a_loader_of_data_gives_batches(options, loader):
     def build(setup):
         samples = torch.utils.data.TensorDataset(torch.arange(1_200_000.0).reshape(-1, 4))
-        for (batch,) in torch.utils.data.DataLoader(samples, 2, **options):
+        for (batch,) in pkgutil.resolve_name(loader)(samples, 2, **options):
             assert (batch.pin_memory().to(setup.device, non_blocking=True) * 2).shape == (2, 4)
             yield
 

@@ -59,6 +59,7 @@ def patched(target: Target, device: torch.device) -> Iterator[None]:
             "transformers": _transformers_patches,
             "peft.tuners.lora": _peft_patches,
             "bitsandbytes": lambda: _bitsandbytes_patches(gpu),
+            "torchdata.stateful_dataloader.stateful_dataloader": _torchdata_patches,
             "torch._dynamo.eval_frame": own_code.dynamo_patches,
         }
         if gpu is not None:
@@ -101,9 +102,9 @@ def _to_list(self: FakeTensor) -> Any:
     return Tensor.tolist(self if value is None else value)
 
 
-def _load_in_this_process(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Stand in for `torch.utils.data.DataLoader.__init__`, in this process."""
-    arguments = inspect.signature(_LOADER).bind(self, *args, **kwargs).arguments
+def _loading_in_this_process(loader: type[DataLoader[Any]]) -> Any:
+    """Return the patch by which a class of loaders starts no processes: they would get no fakes."""
+    initialize = loader.__init__
     of_processes = {
         "num_workers",
         "multiprocessing_context",
@@ -112,10 +113,18 @@ def _load_in_this_process(self: Any, *args: Any, **kwargs: Any) -> None:
         "persistent_workers",
         "worker_init_fn",
     }
-    _LOADER(**{name: value for name, value in arguments.items() if name not in of_processes})
+
+    def initialize_without(*args: Any, **kwargs: Any) -> None:
+        arguments = inspect.signature(initialize).bind(*args, **kwargs).arguments
+        initialize(**{name: value for name, value in arguments.items() if name not in of_processes})
+
+    return mock.patch.object(loader, "__init__", initialize_without)
 
 
-_LOADER: Final = DataLoader.__init__
+def _torchdata_patches() -> Iterator[Any]:
+    from torchdata.stateful_dataloader.stateful_dataloader import StatefulDataLoader
+
+    yield _loading_in_this_process(StatefulDataLoader)
 
 
 def _fake_patches() -> Iterator[Any]:
@@ -125,8 +134,7 @@ def _fake_patches() -> Iterator[Any]:
     yield mock.patch.object(fake_tensor.log, "disabled", True)
     # Reads one element after another.
     yield mock.patch.object(FakeTensor, "tolist", _to_list, create=True)
-    # Processes of their own get no fakes.
-    yield mock.patch.object(DataLoader, "__init__", _load_in_this_process)
+    yield _loading_in_this_process(DataLoader)
     # Module.to() swaps fakes instead of setting their data, and refuses those with weak references, as ours all have.
     yield mock.patch.object(nn.Module, "_apply", _apply)
     # Data that is set leaves a fake its device and its value.

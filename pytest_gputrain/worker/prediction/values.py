@@ -68,7 +68,7 @@ def compute(operator: Operator, func: Any, args: tuple[Any, ...], kwargs: dict[s
         tensors: those among the arguments.
 
     A scalar that is read without being known is 0.0 if it is a float, which tells the loss scaler that nothing overflowed.
-    DeepSpeed asks that of integers, and torch's loader of data draws them for seeds.
+    DeepSpeed asks that of integers, and the loaders of torch and torchdata draw them for seeds.
     """
     if not tensors:
         if func.namespace == "profiler":
@@ -113,7 +113,7 @@ def _read(tensor: Tensor, func: Any) -> Any:
             return value.item()
     if tensor.is_floating_point():
         return 0.0
-    return 0 if _read_by("deepspeed") or _read_by("torch.utils.data") else func(tensor)
+    return 0 if _read_by("deepspeed", "torch.utils.data", "torchdata") else func(tensor)
 
 
 def answer(result: Tensor, value: bool) -> Tensor:
@@ -129,12 +129,12 @@ def forget_all() -> None:
     _overwritten.clear()
 
 
-def _read_by(package: str) -> bool:
-    """Tell whether the code that reads a scalar is the package's own."""
+def _read_by(*packages: str) -> bool:
+    """Tell whether the code that reads a scalar is that of one of the packages."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("pytest_gputrain.worker.prediction."):
         frame = frame.f_back
-    return bool(frame.f_globals.get("__name__", "").startswith(f"{package}."))
+    return bool(frame.f_globals.get("__name__", "").startswith(tuple(f"{package}." for package in packages)))
 
 
 def _taken(func: Any, source: Tensor, indices: Any) -> Any:
