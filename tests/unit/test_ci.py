@@ -57,8 +57,20 @@ def test_what_became_of_a_part_is_told(outcomes, status, skipped):
 def test_a_part_that_too_little_time_is_left_for_is_skipped_and_the_readme_s_command_must_be_installed():
     outcome = ci.outcome(RAY, "tox", runs(), minutes_left=3)
     assert outcome.status == "skipped"
-    assert outcome.skipped == ("all of it: 3 of 80 minutes are left, too few",)
+    assert outcome.skipped == ("all of it: 3 of 85 minutes are left, too few",)
     assert ci.outcome(ci.PARTS[0], "tox", runs(ran("ERROR: no network\n", status=1)), minutes_left=90).status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("minutes_left", "status", "skipped"),
+    [
+        (RAY.minutes - 1, "skipped", ("the rest of it: the 85 minutes of the whole run were over",)),
+        (RAY.minutes + 1, "failed, as its time was over", ()),
+    ],
+)
+def test_a_slow_machine_fails_no_part_that_did_not_have_its_own_time(minutes_left, status, skipped):
+    outcome = ci.outcome(RAY, "tox", runs(ran(), ran(status=None)), minutes_left)
+    assert (outcome.status, outcome.skipped) == (status, skipped)
 
 
 @pytest.mark.slow
