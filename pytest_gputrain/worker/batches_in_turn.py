@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
 @contextlib.contextmanager
@@ -28,18 +28,26 @@ def batches_in_turn() -> Iterator[None]:
         initialize: Any = _BaseDataLoaderIter.__init__
 
         def follow(kind: Any) -> None:
-            if hasattr(kind, "_try_get_data") and kind not in followed:
+            if "_try_get_data" in vars(kind) and kind not in followed:
                 followed.add(kind)
                 stack.enter_context(_in_turn(kind))
 
         def follow_and_initialize(loader: Any, *args: Any, **kwargs: Any) -> None:
-            follow(type(loader))
+            for kind in type(loader).__mro__:
+                follow(kind)
             initialize(loader, *args, **kwargs)
 
-        follow(_MultiProcessingDataLoaderIter)  # of which a loader may be in use
+        for kind in _subclasses(_BaseDataLoaderIter):  # of which a loader may be in use
+            follow(kind)
         # The iterator of torchdata's loader is another class, and code may import it only when it builds its loader.
         stack.enter_context(mock.patch.object(_BaseDataLoaderIter, "__init__", follow_and_initialize))
         yield
+
+
+def _subclasses(kind: Any) -> Iterator[Any]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 @contextlib.contextmanager

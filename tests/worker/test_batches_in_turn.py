@@ -69,6 +69,14 @@ def test_memory_does_not_depend_on_which_process_is_early(collate, loader):
     assert two.peak_allocated_bytes > 2 * BATCH, "the batch and the one before are counted"
 
 
+def test_a_loader_that_is_in_use_before_memory_is_counted_is_followed():
+    def peaks(workers):
+        batches = iter(stateful(Uneven(), 64, num_workers=workers, collate_fn=Opaque))
+        return measured(MINE, training(workers, loader=lambda *args, **kwargs: batches)).phase_peak_bytes
+
+    assert peaks(2) == peaks(1)
+
+
 def test_batches_that_are_kept_are_found_with_the_line_that_took_them():
     message = refused(MINE, training(2, kept=[]))
     assert "keeps 16.0 KiB more of tensors after every step, most of it float32 [64, 64] (16.0 KiB)" in message
