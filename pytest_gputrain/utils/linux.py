@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +14,7 @@ PARENT: Final = "GPUTRAIN_PARENT"
 """Environment variable: id of the process that a worker must not outlive."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_COUNTERS: Final = Path("/proc/vmstat")
+_ROOT: Final = Path("/")
 
 
 def die_with_parent() -> None:
@@ -42,9 +43,25 @@ def _prctl(option: int, value: int) -> None:
 
 
 def oom_kills() -> int:
-    """Tell how often this host's kernel killed a process for memory since it started."""
-    with contextlib.suppress(OSError), _COUNTERS.open() as lines:
-        for line in lines:
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
+    """Tell how often the kernel killed a process for memory, since the control group of this process was made.
+
+    Without a group that counts it, those of the whole host count, since it started.
+    """
+    for counters in (*_of_control_group(), _ROOT / "proc/vmstat"):
+        with contextlib.suppress(OSError), counters.open() as lines:
+            for line in lines:
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
     return 0
+
+
+def _of_control_group() -> Iterator[Path]:
+    """Yield the files that may count the kills of this control group. A container may have it mounted as the root."""
+    groups = _ROOT / "sys/fs/cgroup"
+    with contextlib.suppress(OSError):
+        for line in (_ROOT / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                yield from (groups / path.lstrip("/") / "memory.events", groups / "memory.events")
+            elif controllers == "memory":
+                yield from (groups / each / "memory.oom_control" for each in (f"memory/{path.lstrip('/')}", "memory"))

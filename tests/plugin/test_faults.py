@@ -85,7 +85,7 @@ FAULTS = {
     ),
     "killed_for_memory": (
         "pass",
-        "Path('counters').write_text('oom_kill 8'); os.kill(os.getpid(), signal.SIGKILL)",
+        "Path('proc/vmstat').write_text('oom_kill 8'); os.kill(os.getpid(), signal.SIGKILL)",
         FULL_HOST.format("killed by the kernel's OOM killer"),
     ),
     "limited": (
@@ -148,8 +148,9 @@ def write(project, faults, sound):
 @pytest.mark.slow
 def test_every_fault_is_told_and_none_touches_the_next(project, leftovers, monkeypatch):
     (project.path / "misspelt.py").write_text("def (\n")
-    (project.path / "counters").write_text("oom_kill 7")
-    monkeypatch.setattr(linux, "_COUNTERS", project.path / "counters")
+    (project.path / "proc").mkdir()
+    (project.path / "proc" / "vmstat").write_text("oom_kill 7")
+    monkeypatch.setattr(linux, "_ROOT", project.path)
     jumps = itertools.cycle([0.0, 10.0**10])
     monkeypatch.setattr(time, "time", lambda: next(jumps))  # no time-out and no duration hangs on it
     write(project, FAULTS, HARMLESS)

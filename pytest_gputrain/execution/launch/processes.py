@@ -31,7 +31,7 @@ class Process(abc.ABC):
         """Tell whether the kernel's OOM killer ended the worker.
 
         Args:
-            kills_before: `oom_kills` of this host before the worker started.
+            kills_before: `oom_kills` before the worker started.
         """
 
     @abc.abstractmethod
