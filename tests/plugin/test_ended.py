@@ -35,11 +35,12 @@ def test_never(gputrain):
 OPTIONS = ("--gpu-json=report.json", "--gpu-history=history.jsonl")
 
 
-def _ended(project, *arguments, by, group=False, then=lambda run: None):
+def _ended(project, *arguments, by, group=False, when=("hangs",), then=lambda run: None):
     """How a pytest ends that is sent signals when its case hangs, for longer than it may take, and what it says.
 
     Args:
         group: all processes of the terminal get them.
+        when: the signals are sent when these files exist.
         then: called when they are sent.
     """
     run = subprocess.Popen(
@@ -52,7 +53,7 @@ def _ended(project, *arguments, by, group=False, then=lambda run: None):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no threads are here
     )
     try:
-        wait_for(project.path / "hangs", seconds=60)
+        wait_for(*(project.path / name for name in when), seconds=600)
         for number in by:
             (os.killpg if group else os.kill)(run.pid, number)
             time.sleep(0.02)
@@ -121,11 +122,23 @@ def test_a_second_signal_during_the_end_of_a_run_changes_nothing(hanging, first)
     assert (hanging.path / "unconfigured").exists()
 
 
+# What the made-up cases take is less than xdist's workers may take to send a report.
+HEARD = """
+
+def pytest_runtest_logreport(report):
+    if "PYTEST_XDIST_WORKER" not in os.environ and report.when == "teardown":
+        Path("heard").touch()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False)], ids=["Ctrl-C", "SIGTERM"])
 def test_under_two_workers_the_tests_that_were_over_are_kept(hanging, number, group):
     pytest.importorskip("xdist")
-    _assert_kept(hanging, _ended(hanging, "-n2", "--dist=loadfile", by=(number,), group=group), LLAMA)
+    conftest = hanging.path / "conftest.py"
+    conftest.write_text(f"import os\n{conftest.read_text()}{HEARD}")
+    ended = _ended(hanging, "-n2", "--dist=loadfile", by=(number,), group=group, when=("hangs", "heard"))
+    _assert_kept(hanging, ended, LLAMA)
 
 
 # A full disk
