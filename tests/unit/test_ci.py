@@ -62,14 +62,18 @@ def test_a_part_that_too_little_time_is_left_for_is_skipped_and_the_readme_s_com
 
 
 @pytest.mark.parametrize(
-    ("minutes_left", "status", "skipped"),
+    ("minutes_left", "line", "status", "skipped"),
     [
-        (RAY.minutes - 1, "skipped", ("the rest of it: the 85 minutes of the whole run were over",)),
-        (RAY.minutes + 1, "failed, as its time was over", ()),
+        (RAY.minutes - 1, "E", "failed, as its time was over", ()),
+        (RAY.minutes - 1, "tests/plugin/test_fleet.py ..F.s [ 20%]\n", "failed, as its time was over", ()),
+        (RAY.minutes - 1, ".F......", "failed, as its time was over", ()),
+        (RAY.minutes - 1, "E   File\n", "skipped", ("the rest of it: the 85 minutes of the whole run were over",)),
+        (RAY.minutes - 1, "..s.x   [ 20%]\n", "skipped", ("the rest of it: the 85 minutes of the whole run were over",)),
+        (RAY.minutes + 1, "", "failed, as its time was over", ()),
     ],
 )
-def test_a_slow_machine_fails_no_part_that_did_not_have_its_own_time(minutes_left, status, skipped):
-    outcome = ci.outcome(RAY, "tox", runs(ran(), ran(status=None)), minutes_left)
+def test_a_slow_machine_fails_no_part_that_did_not_have_its_own_time(minutes_left, line, status, skipped):
+    outcome = ci.outcome(RAY, "tox", runs(ran(), ran(line, status=None)), minutes_left)
     assert (outcome.status, outcome.skipped) == (status, skipped)
 
 
