@@ -125,7 +125,8 @@ def _frees_of_received_noted() -> Iterator[None]:
 
     def loads_and_forgets(*args: Any, **kwargs: Any) -> Any:
         received = loads(*args, **kwargs)
-        shared_cache.clear()
+        with shared_cache.lock:
+            shared_cache.clear()
         return received
 
     with mock.patch.object(ForkingPickler, "loads", loads_and_forgets):

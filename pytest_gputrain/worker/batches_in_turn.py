@@ -36,6 +36,8 @@ def batches_in_turn() -> Iterator[None]:
             for kind in type(loader).__mro__:
                 follow(kind)
             initialize(loader, *args, **kwargs)
+            # If the CPU of a machine with a GPU is measured, a thread would take the batches as they arrive, and pin them.
+            loader._pin_memory = False
 
         for kind in _subclasses(_BaseDataLoaderIter):  # of which a loader may be in use
             follow(kind)
@@ -56,15 +58,18 @@ def _in_turn(kind: Any) -> Iterator[None]:
     receive, hand_out = kind._try_get_data, kind._process_data
     waiting: dict[int, list[_Rebuilt]] = {}
     """What batches are made of, by the id of the batch. A loader may drop a batch, so this keeps none alive."""
-    with_state = kind.__module__.startswith("torchdata.")
+    with_state = any(each.__module__.startswith("torchdata.") for each in kind.__mro__)
 
     def received(loader: Any, *args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes(), _Rebuilding() as rebuilding:
             success, data = receive(loader, *args, **kwargs)
         if success and rebuilding.made:
             _, sent = data
-            batch = sent[0] if with_state else sent
-            waiting[id(batch)] = rebuilding.made
+            if with_state and not isinstance(sent, tuple):  # a process has started, and sends the state of its data set
+                for rebuilt in rebuilding.made:
+                    rebuilt.show()
+            else:
+                waiting[id(sent[0] if with_state else sent)] = rebuilding.made
         return success, data
 
     def handed_out(loader: Any, batch: Any, *args: Any) -> Any:

@@ -19,7 +19,7 @@ from pytest_gputrain.worker.training import Trainable
 _BLIND: Final = (
     "other threads were not searched for operators that are not counted, because the step uses torch's profiler itself"
 )
-_PROCESSES: Final = "memory and FLOPs of processes that it starts, such as those of a DataLoader, are not counted"
+_PROCESSES: Final = "memory and FLOPs of processes that the code starts, such as those of a DataLoader, are not counted"
 
 
 class Checked(NamedTuple):

@@ -292,7 +292,8 @@ def test_what_is_not_compiled_on_a_cpu_and_what_is_not_counted_is_told_once(proj
     result.assert_outcomes(passed=4)
     notes = [line for line in result.outlines if "torch.compile" in line or "such as those of a DataLoader" in line]
     assert sorted(notes) == [
-        "1 case: memory and FLOPs of processes that it starts, such as those of a DataLoader, are not counted: loader-fp32",
+        "1 case: memory and FLOPs of processes that the code starts, such as those of a DataLoader, are not counted: "
+        "loader-fp32",
         "2 cases not compiled: decorated-fp32 (and 1 more) use torch.compile, which has no effect on a CPU, because "
         "tensors are counted one by one; its effect shows on a GPU",
     ]

@@ -1,5 +1,6 @@
 """Own code with processes of a DataLoader: which of them is early changes no figure."""
 
+import sys
 import time
 
 import pytest
@@ -29,6 +30,16 @@ class Uneven(torch.utils.data.Dataset):
         return torch.ones(64)
 
 
+class Resumable(Uneven):
+    """A data set whose state has a tensor, which each process sends when it starts."""
+
+    def state_dict(self):
+        return {"generator": torch.zeros(500)}
+
+    def load_state_dict(self, state):
+        assert state["generator"].shape == (500,)
+
+
 class Opaque:
     """A batch whose tensor no library finds."""
 
@@ -36,13 +47,13 @@ class Opaque:
         self.samples = torch.stack(samples)
 
 
-def training(workers, collate=None, kept=None, loader=DataLoader):
+def training(workers, collate=None, kept=None, loader=DataLoader, **options):
     def loop(setup):
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 4)
         optimizer = torch.optim.SGD(model.parameters())
         setup.watch(model)
-        for batch in loader(Uneven(), 64, num_workers=workers, collate_fn=collate):
+        for batch in loader(Uneven(), 64, num_workers=workers, collate_fn=collate, **options):
             loss = model(getattr(batch, "samples", batch)).square().mean()
             loss.backward()
             optimizer.step()
@@ -55,7 +66,9 @@ def training(workers, collate=None, kept=None, loader=DataLoader):
 
 
 def stateful(*args, **kwargs):
-    from torchdata.stateful_dataloader import StatefulDataLoader  # as accelerate does, when the loader is made
+    for name in [name for name in sys.modules if name.startswith("torchdata.")]:
+        del sys.modules[name]
+    from torchdata.stateful_dataloader import StatefulDataLoader  # as late as accelerate does
 
     return StatefulDataLoader(*args, **kwargs)
 
@@ -69,12 +82,29 @@ def test_memory_does_not_depend_on_which_process_is_early(collate, loader):
     assert two.peak_allocated_bytes > 2 * BATCH, "the batch and the one before are counted"
 
 
-def test_a_loader_that_is_in_use_before_memory_is_counted_is_followed():
-    def peaks(workers):
-        batches = iter(stateful(Uneven(), 64, num_workers=workers, collate_fn=Opaque))
-        return measured(MINE, training(workers, loader=lambda *args, **kwargs: batches)).phase_peak_bytes
+def test_states_that_processes_send_are_counted():
+    def resumable(dataset, *args, **kwargs):
+        return stateful(Resumable(), *args, **kwargs)
 
-    assert peaks(2) == peaks(1)
+    one, two = (measured(MINE, training(workers, Opaque, loader=resumable)) for workers in (1, 2))
+    of_second = 4 * 500
+    assert two.phase_peak_bytes == {phase: peak + of_second for phase, peak in one.phase_peak_bytes.items()}
+
+
+def test_a_loader_that_is_in_use_before_memory_is_counted_is_followed():
+    def figures(workers):
+        batches = iter(stateful(Uneven(), 64, num_workers=workers, collate_fn=Opaque))
+        return measured(MINE, training(workers, loader=lambda *args, **kwargs: batches))
+
+    one, two = map(figures, (1, 2))
+    assert two.phase_peak_bytes == one.phase_peak_bytes
+    assert two.peak_allocated_bytes > 2 * BATCH
+
+
+def test_no_thread_pins_batches_out_of_turn_where_there_is_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda *args: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args: torch.device("cuda"))
+    assert measured(MINE, training(2, pin_memory=True)).peak_allocated_bytes > 2 * BATCH
 
 
 def test_batches_that_are_kept_are_found_with_the_line_that_took_them():

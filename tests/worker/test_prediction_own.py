@@ -272,6 +272,32 @@ def test_a_loader_of_data_gives_batches(options, loader):
     predicted(OWN, H100, build)
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_the_state_of_a_loader_that_had_processes_is_refused():
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    samples = torch.utils.data.TensorDataset(torch.arange(120.0).reshape(-1, 4))
+
+    def state(workers):
+        loader = StatefulDataLoader(samples, 2, num_workers=workers)
+        next(iter(loader))
+        return loader.state_dict()
+
+    def resuming(state):
+        def build(setup):
+            loader = StatefulDataLoader(samples, 2, num_workers=2)
+            loader.load_state_dict(state)
+            for _ in loader:
+                yield
+
+        return build
+
+    predicted(OWN, H100, resuming(state(0)))
+    sentence = replied(OWN, H100, resuming(state(2))).sentence
+    assert "cannot load the state of a StatefulDataLoader that had some; leave load_state_dict() out" in sentence
+
+
 class To(nn.Module):
     """Moves values, or their sum."""
 

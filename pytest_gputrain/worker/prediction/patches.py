@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import DataLoader
 
 from pytest_gputrain.records import Target
+from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.emulated_values.after_import import after_import
 from pytest_gputrain.worker.prediction import attention, engines, norms, own_code, zero
 from pytest_gputrain.worker.prediction.shapes import forget_shape
@@ -125,6 +126,17 @@ def _torchdata_patches() -> Iterator[Any]:
     from torchdata.stateful_dataloader.stateful_dataloader import StatefulDataLoader
 
     yield _loading_in_this_process(StatefulDataLoader)
+    load = StatefulDataLoader.load_state_dict
+
+    def load_own(self: Any, state_dict: dict[str, Any]) -> None:
+        if "_snapshot" in state_dict:
+            raise CheckFailed(
+                "a prediction loads data without processes and cannot load the state of a StatefulDataLoader that had some; "
+                "leave load_state_dict() out"
+            )
+        load(self, state_dict)
+
+    yield mock.patch.object(StatefulDataLoader, "load_state_dict", load_own)
 
 
 def _fake_patches() -> Iterator[Any]:
