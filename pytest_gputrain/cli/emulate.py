@@ -19,6 +19,7 @@ import msgspec
 
 from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.environment import emulated_environment
+from pytest_gputrain.hardware.targets import CONTEXT_BYTES
 from pytest_gputrain.records.emulation import AtLine, DeviceUse, EmulatedDevice, EmulatedProcess, Emulation, Tensors
 from pytest_gputrain.report.html import page
 from pytest_gputrain.utils import console
@@ -214,7 +215,7 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
     yield f"  peak reserved   {at_least}{format_bytes(device.peak_reserved)}"
     yield (
         f"  peak device use {at_least}{format_bytes(use.peak_bytes)} of {format_bytes(report.memory_bytes)}, of which "
-        f"{format_bytes(boards.CONTEXT_BYTES)} are assumed for CUDA's context"
+        f"{format_bytes(CONTEXT_BYTES)} are assumed for CUDA's context"
     )
     yield from _lines_of_refusals(device)
     if whole:

@@ -30,21 +30,31 @@ def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary 
     seconds = statistics.median(run.median_step_seconds for run in measured)
     first = measured[0]
     samples = first.batch_size / seconds
-    peak = catalog.peak_flops(platform, case.precision, tf32=bool(case.tf32))
-    if case.quantized_compute not in ("", case.precision):
-        peak = None  # products of two types have no peak together
-    has_utilization = peak is not None and first.flops_per_step is not None
     return Summary(
         median_step_seconds=seconds,
         samples_per_second=samples,
         tokens_per_second=first.tokens_per_step / seconds if first.tokens_per_step else None,
         peak_allocated_bytes=statistics.median_high(run.peak_allocated_bytes for run in measured),
-        model_flops_utilization=first.flops_per_step / seconds / (peak * case.gpus) if has_utilization else None,  # type: ignore[operator]
+        model_flops_utilization=_utilization(case, platform, first, seconds),
         scaling_efficiency=efficiency(case, measured),
         ranks=rank_spread.widest(measured),
         first_step_seconds=_middle(next(iter(run.warmup_seconds), None) for run in measured),
         **_gpu_figures(measured),
     )
+
+
+def _utilization(case: Case, platform: str, run: Measurement, seconds: float) -> float | None:
+    """Compute the time that the FLOPs of a step would take at their peak rates, as a share of its time."""
+    peak = catalog.peak_flops(platform, case.precision, tf32=bool(case.tf32))
+    # Products of two types have no peak together.
+    if peak is None or run.flops_per_step is None or case.quantized_compute not in ("", case.precision):
+        return None
+    in_tf32 = run.tf32_share if run.tf32_share and case.precision == "fp32" and not case.tf32 else 0.0
+    peak_of_tf32 = catalog.peak_flops(platform, "fp32", tf32=True)
+    if in_tf32 and peak_of_tf32 is None:
+        return None
+    seconds_of_flop = (1 - in_tf32) / peak + (in_tf32 / peak_of_tf32 if peak_of_tf32 else 0.0)
+    return run.flops_per_step * seconds_of_flop / case.gpus / seconds
 
 
 def _middle(values: Iterable[float | None]) -> float | None:

@@ -10,9 +10,9 @@ from pytest_gputrain.hardware.catalog import CPU, PLATFORMS
 from pytest_gputrain.records import Target
 from pytest_gputrain.utils.units import MiB
 
-CONTEXT_BYTES: Final = 600 * MiB
-"""The driver's context with the kernels that a step loads, on CUDA 12: what nvidia-smi shows of a process beyond the memory
-that torch holds. See docs/prediction-accuracy.md."""
+CONTEXT_BYTES: Final = 768 * MiB
+"""The driver's context with the kernels that a step loads: what nvidia-smi shows of a process beyond the memory that torch
+holds. 751 to 775 MiB were measured on an H200 with driver 580 and CUDA 13; tables of the time of CUDA 12 have some 600."""
 
 _LARGE_WORKSPACE: Final = 32 * MiB
 _SMALL_WORKSPACE: Final = 2 * 4096 * 1024 + 8 * 16 * 1024
@@ -36,13 +36,21 @@ def target_of(marker: str) -> Target:
         multiprocessors=platform.multiprocessors,
         # getChosenWorkspaceSize of ATen/cuda/CublasHandlePool.cpp
         workspace_bytes=_LARGE_WORKSPACE if platform.capability >= (9, 0) else _SMALL_WORKSPACE,
-        peak_flops=platform.peak_flops,
+        peak_flops=_with_rate_of_convolutions(platform.peak_flops, platform.tf32_flops),
         bandwidth=platform.bandwidth,
     )
 
 
-def allowing_tf32(target: Target) -> Target:
-    """Return the target of a case that computes its fp32 in TF32."""
+def with_tf32(target: Target, allowed: bool | None) -> Target:
+    """Return the target of a case that lets fp32 be computed in TF32, or forbids it. None is torch's default: convolutions
+    may be."""
+    if allowed is None or target.kind == "cpu":
+        return target
+    replaced = ("tf32", "fp32") if allowed else ("tf32",)
+    peaks = {name: peak for name, peak in target.peak_flops.items() if name not in replaced}
     rate = PLATFORMS[target.marker].tf32_flops if target.marker in PLATFORMS else None
-    peaks = {name: peak for name, peak in target.peak_flops.items() if name != "fp32"}
-    return msgspec.structs.replace(target, peak_flops=peaks if rate is None else {"fp32": rate, **peaks})
+    return msgspec.structs.replace(target, peak_flops={"fp32": rate, **peaks} if allowed and rate is not None else peaks)
+
+
+def _with_rate_of_convolutions(peaks: dict[str, float], rate: float | None) -> dict[str, float]:
+    return peaks if rate is None or rate == peaks.get("fp32") else {**peaks, "tf32": rate}

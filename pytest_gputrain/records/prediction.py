@@ -39,7 +39,8 @@ class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workspace_bytes: Whole = 0
     """The workspace that cuBLAS takes from the caching allocator, once for the forward and once for the backward pass."""
     peak_flops: dict[str, float] = {}
-    """FLOP/s by arithmetic: ``fp32`` (that of TF32 if the case allows it), ``bf16`` and ``fp16``."""
+    """FLOP/s by arithmetic: ``fp32`` (that of TF32 if the case allows it), ``bf16``, ``fp16``, and ``tf32`` if convolutions
+    in fp32 may use it."""
     bandwidth: float | None = None
     """Bytes per second of the device memory."""
 
@@ -98,6 +99,7 @@ MEASURED_ONLY: Final = (
     "sequence_length",
     "step_seconds",
     "telemetry",
+    "tf32_share",
     "tokens",
     "tokens_per_second",
     "tokens_per_step",

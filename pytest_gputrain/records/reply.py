@@ -198,6 +198,9 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """Floating-point operations of one step without recomputation. None if unknown, never 0."""
     recomputed_flops_per_step: Whole | None = None
     """Further operations that activation checkpointing repeats."""
+    tf32_share: float | None = None
+    """The share of all these operations that torch may compute in TF32: in fp32, on a GPU of NVIDIA, where its switch for
+    convolutions or for matrix products allows it. None if there are none."""
     uncompiled: bool = False
     """Whether own code uses `torch.compile` on a CPU. There nothing is compiled, because its tensors are counted one by
     one."""

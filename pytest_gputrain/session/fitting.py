@@ -17,7 +17,7 @@ from pytest_gputrain.gate.fit import Need, fit_of, largest_batch, loads_in_parts
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.prediction import needed_bytes
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS
-from pytest_gputrain.hardware.targets import allowing_tf32, target_of
+from pytest_gputrain.hardware.targets import target_of, with_tf32
 from pytest_gputrain.records import Case, Crashed, Prediction
 from pytest_gputrain.records.fit import FitCell, LargestBatch
 from pytest_gputrain.session.remedies import remedy
@@ -232,7 +232,7 @@ class Fitting:
             BadCase: there is no prediction; one sentence.
         """
         target = target_of(gpu)
-        target = allowing_tf32(target) if case.tf32 else target
+        target = with_tf32(target, case.tf32)
         if memory_bytes is not None:
             target = msgspec.structs.replace(target, memory_bytes=memory_bytes)
         reply = self._pool.predict(full_size_task(case, self._root, target=target))

@@ -13,7 +13,7 @@ from pytest_gputrain.cases.deepspeed_config import with_config
 from pytest_gputrain.cases.model_config import config_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.gate.scaling import one_worker
-from pytest_gputrain.hardware.targets import allowing_tf32
+from pytest_gputrain.hardware.targets import with_tf32
 from pytest_gputrain.records import Case, Host, Scale, Target, Task
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.utils.errors import BadCase
@@ -114,7 +114,7 @@ class TaskMaker:
             deepspeed=further,
             model_config=config_of(case),
             growth_bytes=growth_bytes,
-            target=allowing_tf32(self._target) if self._target and case.tf32 else self._target,
+            target=with_tf32(self._target, case.tf32) if self._target else None,
             emulated=self._emulated,
         )
         variables = self._environment.changes(task, inline=inline, prefetched=prefetched)

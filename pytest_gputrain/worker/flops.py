@@ -39,6 +39,7 @@ class _Share:
     total: int = 0
     recomputed: int = 0
     by_type: Counter[torch.dtype] = field(default_factory=Counter)
+    in_tf32: int = 0
     optimizers: int = 0
     """The number of optimizers that take a step at this moment."""
 
@@ -72,6 +73,11 @@ class FlopCount(SharedMode):
         """FLOPs outside of optimizers, by the type of their operands; complex numbers count as the type of their parts."""
         return sum((share.by_type for share in self._shares.values()), Counter())
 
+    @property
+    def tf32_share(self) -> float:
+        """The share of the operations in fp32 that NVIDIA's GPUs may compute in TF32, by torch's switches at their time."""
+        return sum(share.in_tf32 for share in self._shares.values()) / (self.total or 1)
+
     def share(self) -> _Share:
         """Return the count of this thread."""
         return self._shares.setdefault(threading.get_native_id(), _Share())
@@ -89,6 +95,7 @@ class FlopCount(SharedMode):
             share.total += flops
             if not share.optimizers and (dtype := _type_of(args)):
                 share.by_type[dtype] += flops
+                share.in_tf32 += flops * (dtype == torch.float32 and _may_use_tf32(str(func.overloadpacket), args))
         return result
 
     def __enter__(self) -> FlopCount:
@@ -108,6 +115,23 @@ class FlopCount(SharedMode):
         self.share().optimizers += more
 
 
+def is_convolution(operator: str) -> bool:
+    return "convolution" in operator or "conv2d" in operator
+
+
+def _may_use_tf32(operator: str, args: Any) -> bool:
+    if torch.version.hip is not None or _device_of(args) != "cuda":
+        return False
+    # The older switches raise an error once own code has set one of these.
+    backends: Any = torch.backends
+    switch = backends.cudnn.conv if is_convolution(operator) else backends.cuda.matmul
+    return bool(switch.fp32_precision == "tf32")
+
+
+def _device_of(args: Any) -> str:
+    return next((value.device.type for value in args if isinstance(value, torch.Tensor)), "cpu")
+
+
 def _type_of(args: Any) -> torch.dtype | None:
     """Return the type of an operator's first tensor, which has that of all its operands."""
     dtype = next((value.dtype for value in args if isinstance(value, torch.Tensor)), None)
@@ -118,8 +142,8 @@ def _is_composite(func: Any, args: Any) -> bool:
     """Tell if an operator is made of others: `torch.inference_mode` passes these on without what autograd does before."""
     if not func._can_decompose():
         return False
-    device = next((value.device.type for value in args if isinstance(value, torch.Tensor)), "cpu")
-    return not func.has_kernel_for_dispatch_key(getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device)))
+    key = torch._C._dispatch_key_for_device(_device_of(args))
+    return not func.has_kernel_for_dispatch_key(getattr(torch._C.DispatchKey, key))
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loop import Steps, Timed, lead_in, levelled, schedule, timed, timed_steps
 from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
+from pytest_gputrain.worker.precision import PRECISIONS
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.straggler_clock import StragglerClock
 from pytest_gputrain.worker.training import OwnCodeTraining, StepBuilder, Trainable, Training, load_builder
@@ -109,7 +110,9 @@ class Measuring:
         task, case, device, group, own = self._task, self._case, self._device, self._group, self._own
         # A curve may end in weights that are NaN, of which nothing can be checked.
         checks_values = device.computes and not task.curve
-        movement = None if training.model is None or not checks_values else _movement(training.model, training.idle, own)
+        movement = (
+            _movement(training.model, training.idle, case, own) if training.model is not None and checks_values else None
+        )
         # Libraries raise and catch exceptions when they are first used, whose frames hold what was being built.
         gc.collect()
         device.reset_peaks()
@@ -171,6 +174,7 @@ class Measuring:
             figures,
             flops_per_step=(flops.total - flops.recomputed) or None if checked.knows_flops else None,
             recomputed_flops_per_step=flops.recomputed if flops.total and checked.knows_flops else None,
+            tf32_share=(flops.tf32_share or None) if checked.knows_flops else None,
             notes=checked.notes,
         )
 
@@ -300,10 +304,12 @@ def _steps_to_time(task: Task, training: Trainable, group: Group) -> int:
     return max(1, task.case.steps - len(training.losses)) if finite or group.size > 1 else 1
 
 
-def _movement(model: nn.Module, idle: Sequence[str], own: OwnCode | None) -> Movement:
+def _movement(model: nn.Module, idle: Sequence[str], case: Case, own: OwnCode | None) -> Movement:
     """Return that of the model. Its look at the weights is no part of the build that is counted."""
+    # fp16 rounds small gradients to zero, scaled or not: on an H200 those of 16 of 680 tensors of Stable Diffusion 3.
+    rounds_to_zero = PRECISIONS[case.precision].scaled
     with _disable_current_modes():
-        return Movement(model, idle, accepts_zeros=own is not None)
+        return Movement(model, idle, accepts_zeros=own is not None or rounds_to_zero)
 
 
 def own_lines(task: Task, builder: StepBuilder | None = None) -> OwnLines:

@@ -12,6 +12,7 @@ import pytest
 
 import pytest_gputrain
 from pytest_gputrain.hardware.emulation import boards, build
+from pytest_gputrain.hardware.targets import CONTEXT_BYTES
 
 GIB = 1 << 30
 ROOT = Path(pytest_gputrain.__file__).parents[1]
@@ -54,7 +55,7 @@ def test_a_loop_is_told_its_peak_its_lines_and_its_output(emulate):
     assert device["peak_allocated"] > allocated + parameters / 2
     assert device["peak_reserved"] >= device["peak_allocated"]
     (use,) = report["use"]
-    assert use["peak_bytes"] >= device["peak_reserved"] + boards.CONTEXT_BYTES
+    assert use["peak_bytes"] >= device["peak_reserved"] + CONTEXT_BYTES
     tensors = device["peak"]["tensors"]
     weights = [group for group in tensors if group["where"] == "train.py:4 in <module>"]
     assert (weights[0]["bytes"], weights[0]["count"]) == (4 * 4096 * 16384, 2)
@@ -167,7 +168,7 @@ def test_out_of_memory_is_told_with_what_was_asked(emulate):
     assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 30.00 GiB" in done.stderr
     (refused,) = only_device(report)["refused"]
     assert (refused["bytes"], refused["where"]) == (30 * GIB, "train.py:5 in grow")
-    assert refused["free"] == boards.board("h100").memory_bytes - 60 * GIB - boards.CONTEXT_BYTES
+    assert refused["free"] == boards.board("h100").memory_bytes - 60 * GIB - CONTEXT_BYTES
     assert "out of memory: 30.0 GiB were asked for" in done.stderr
     assert only_device(report)["peak_allocated"] == 60 * GIB
     assert emulate(code, gpu="h200")[0].returncode == 0
@@ -176,7 +177,7 @@ def test_out_of_memory_is_told_with_what_was_asked(emulate):
 def test_a_program_that_ends_without_pythons_end_leaves_the_drivers_figures(emulate):
     done, report = emulate("import os, torch; x = torch.empty(1 << 30, device='cuda'); os._exit(3)")
     assert done.returncode == 3
-    assert [use["peak_bytes"] for use in report["use"]] == [4 * GIB + boards.CONTEXT_BYTES]
+    assert [use["peak_bytes"] for use in report["use"]] == [4 * GIB + CONTEXT_BYTES]
     assert report["processes"] == []
     assert "the memory that torch allocated is not known" in done.stderr
 
@@ -309,7 +310,7 @@ def test_expandable_segments_are_counted(emulate):
     assert done.returncode == 0, done.stderr
     device = only_device(report)
     assert device["peak_allocated"] == 10 * GIB
-    assert report["use"][0]["peak_bytes"] == device["peak_reserved"] + boards.CONTEXT_BYTES
+    assert report["use"][0]["peak_bytes"] == device["peak_reserved"] + CONTEXT_BYTES
 
 
 @pytest.mark.slow

@@ -153,7 +153,7 @@ def test_reading_the_driver_costs_the_step_nothing(gputrain, monkeypatch):
 def test_an_inline_case_that_failed_leaves_the_memory_to_the_next(gputrain):
     free = torch.cuda.mem_get_info()[0]
     with pytest.raises(pytest.fail.Exception, match="ran out of device memory"):
-        gputrain.measure(run_out_and_keep_the_traceback, steps=1, inline=True)
+        gputrain.measure(run_out_and_keep_the_traceback, steps=1, inline=True, model="inline")
     assert torch.cuda.mem_get_info()[0] > free - 256 * MiB
 
 

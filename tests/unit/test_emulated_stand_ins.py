@@ -9,10 +9,16 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from driver_addresses import ON_AN_H200
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pytest_gputrain.hardware.emulation import boards, build
 from pytest_gputrain.hardware.emulation.elf import Elf
 from pytest_gputrain.hardware.emulation.libraries import Torch
+from pytest_gputrain.hardware.targets import CONTEXT_BYTES
+from pytest_gputrain.utils.units import MiB
+from pytest_gputrain.worker.prediction.addresses import Addresses
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs Linux and a C compiler"
@@ -98,14 +104,42 @@ def call(built):
     return run
 
 
-def test_memory_comes_ascending_and_first_fit(call):
-    printed = call("""
-        one, two, three = (allocate(size * MIB) for size in (4, 2, 8))
-        print(two - one, three - two)
-        runtime.cudaFree(one)
-        print(allocate(2 * MIB) - one, allocate(1) - one, allocate(2 * MIB) - three)
+def test_memory_comes_as_a_driver_gave_it(call):
+    printed = call(f"""
+        first = [allocate(2 * MIB) for _ in range(4)][1]
+        for size in {[size for size, _ in ON_AN_H200]}:
+            print(allocate(size * MIB) - first)
     """)
-    assert [int(number) >> 20 for number in printed] == [4, 2, 0, 2, 8]
+    assert [int(number) >> 20 for number in printed] == [offset for _, offset in ON_AN_H200]
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 300), st.integers(0, 100)), min_size=20, max_size=60))
+def test_addresses_are_given_again_as_a_prediction_expects(call, asked):
+    printed = call(f"""
+        held = {{}}
+        first = allocate(2 * MIB)
+        for gives, pages, which in {asked}:
+            if gives and held:
+                start = sorted(held)[which % len(held)]
+                runtime.cudaFree(start)
+                del held[start]
+            else:
+                start = allocate(2 * MIB * pages)
+                held[start] = pages
+                print((start - first) // MIB)
+    """)
+    addresses, held, expected = Addresses(), {}, []
+    addresses.take(2 * MiB)
+    for gives, pages, which in asked:
+        if gives and held:
+            start = sorted(held)[which % len(held)]
+            addresses.give(start, held.pop(start))
+        else:
+            start = addresses.take(2 * MiB * pages)
+            held[start] = 2 * MiB * pages
+            expected.append(start // MiB)
+    assert [int(number) for number in printed] == expected
 
 
 def test_what_does_not_fit_is_refused_and_counted(call, tmp_path):
@@ -117,18 +151,18 @@ def test_what_does_not_fit_is_refused_and_counted(call, tmp_path):
         first = allocate(60 << 30)
         print(allocate(20 << 30), runtime.cudaGetLastError(), runtime.cudaGetLastError())
         runtime.cudaFree(first)
-        print(memory()[0] == left, allocate(20 << 30) == first, os.getpid())
+        print(memory()[0] == left, allocate(20 << 30) > 0, os.getpid())
         """,
         GPUTRAIN_EMULATED_STATE=str(tmp_path),
     )
-    assert printed[:2] == [str(boards.board("h100").memory_bytes), str(boards.CONTEXT_BYTES)]
+    assert printed[:2] == [str(boards.board("h100").memory_bytes), str(CONTEXT_BYTES)]
     assert printed[2:5] == ["2", "2", "0"]
     assert printed[5:7] == ["True", "True"]
     shared = tmp_path / printed[7]
     assert shared.stat().st_mode & 0o777 == 0o600
     figures = memoryview(shared.read_bytes()).cast("Q")
     used, peak, refused = figures[0], figures[16], figures[32]
-    assert (used, peak, refused, figures[33]) == ((20 << 30) + (520 << 20), (60 << 30) + (520 << 20), 1, 20 << 30)
+    assert (used, peak, refused, figures[33]) == ((20 << 30) + CONTEXT_BYTES, (60 << 30) + CONTEXT_BYTES, 1, 20 << 30)
 
 
 def test_small_contents_are_kept_and_large_ones_are_zero(call):

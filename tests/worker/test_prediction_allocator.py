@@ -3,10 +3,12 @@
 import itertools
 
 import pytest
+from driver_addresses import ON_AN_H200
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_gputrain.utils.units import GiB, KiB, MiB
+from pytest_gputrain.worker.prediction.addresses import Addresses
 from pytest_gputrain.worker.prediction.allocator import Allocator, CapacityExceeded, replay
 from pytest_gputrain.worker.trace import EMPTY_CACHE, Trace
 
@@ -58,6 +60,40 @@ def test_what_is_free_is_used_again(first, freed, then, reserved):
     for size in then:
         allocator.allocate(int(size * MiB))
     assert allocator.reserved == reserved * MiB
+
+
+def test_segments_lie_where_a_driver_put_them():
+    addresses = Addresses()
+    first = [addresses.take(2 * MiB) for _ in range(4)][1]
+    assert [(addresses.take(2 * MiB * -(-size // 2)) - first) // MiB for size, _ in ON_AN_H200] == [
+        offset for _, offset in ON_AN_H200
+    ]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 300), st.integers(0, 100)), max_size=60))
+def test_addresses_in_use_are_apart_and_all_come_back(asked):
+    addresses, held = Addresses(), {}
+    for gives, pages, which in asked:
+        if gives and held:
+            start = sorted(held)[which % len(held)]
+            addresses.give(start, held.pop(start))
+        else:
+            held[addresses.take(2 * MiB * pages)] = 2 * MiB * pages
+        ends = [start + size for start, size in sorted(held.items())]
+        assert all(end <= start for end, start in zip(ends, sorted(held)[1:], strict=False))
+    for start, size in held.items():
+        addresses.give(start, size)
+    assert addresses.take(408 * MiB) == 0
+    assert addresses.take(1024 * MiB) == -1024 * MiB
+
+
+def test_of_blocks_of_one_size_the_later_large_segment_is_taken_first():
+    allocator = Allocator()
+    first, second = (allocator.allocate(500 * MiB) for _ in range(2))
+    allocator.free(first)
+    allocator.free(second)
+    assert allocator.allocate(500 * MiB).segment == second.segment < first.segment
 
 
 def test_at_the_capacity_free_segments_are_given_back_and_one_in_use_is_not():

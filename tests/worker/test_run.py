@@ -273,6 +273,19 @@ def test_gradients_of_zero_are_some_where_losses_may_cancel():
     moved(torch.nn.Linear(4, 1), change, gradients=False, accepts_zeros=True)
 
 
+@pytest.mark.parametrize("precision", ["fp16-amp", "bf16-amp"])
+def test_gradients_that_fp16_rounds_to_zero_are_no_fault(monkeypatch, precision):
+    case = example("vgg-16", precision=precision, optimizer="adamw", learning_rate=1e-2, steps=2, warmup=1)
+    monkeypatch.setattr(torch.Tensor, "backward", _without_gradients)
+    reply = run(case)
+    assert isinstance(reply, Measurement if precision == "fp16-amp" else Crashed), reply
+
+
+def _without_gradients(loss, *args, **kwargs):
+    """The gradients of a backward pass that underflows; decay changes the weights all the same."""
+    torch.autograd.backward(loss * 0)
+
+
 def _by(optimizer):
     return lambda model: stepping(model, torch.randn(2, 4), optimizer, lr=0.1)()
 

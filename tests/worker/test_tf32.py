@@ -1,12 +1,15 @@
 """TF32 is a switch of torch that a case sets on a GPU, that ends with it, and that no CPU knows."""
 
+import msgspec
 import pytest
 import torch
 from zoo_examples import MINE, example, measured, predicted, stepping
 
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.hardware import catalog
-from pytest_gputrain.hardware.targets import allowing_tf32, target_of
+from pytest_gputrain.hardware.targets import target_of, with_tf32
+from pytest_gputrain.worker import flops
+from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.precision import tf32_allowed
 
 LLAMA = example("llama-3.1-8b", precision="fp32")
@@ -54,7 +57,7 @@ def test_rates_are_those_of_data_sheets():
 @pytest.mark.slow
 def test_the_least_time_and_the_utilization_are_by_its_rate():
     a100 = target_of("a100")
-    targets = {None: a100, True: allowing_tf32(a100)}
+    targets = {value: with_tf32(a100, value) for value in (None, True)}
     without, with_it = (predicted(LLAMA.replace(tf32=value), target, scale="full") for value, target in targets.items())
     assert with_it.peak_allocated_bytes == without.peak_allocated_bytes
     assert with_it.flops_per_step == without.flops_per_step
@@ -62,5 +65,50 @@ def test_the_least_time_and_the_utilization_are_by_its_rate():
     reply = measured(LLAMA.replace(steps=1, warmup=0))
     used = [summarise(LLAMA.replace(tf32=value), "a100", (reply,)).model_flops_utilization for value in (None, True)]
     assert used[0] == pytest.approx(8 * used[1])
-    assert "fp32" not in allowing_tf32(target_of("mi300x")).peak_flops
-    assert allowing_tf32(target_of("cpu")) == target_of("cpu")
+    assert "fp32" not in with_tf32(target_of("mi300x"), True).peak_flops
+    assert with_tf32(target_of("cpu"), True) == target_of("cpu")
+
+
+@pytest.mark.parametrize(("allowed", "times"), [(None, 1), (True, 1), (False, 8)])
+def test_convolutions_have_its_rate_unless_it_is_forbidden(allowed, times):
+    case = example("vgg-16", precision="fp32", batch_size=128)
+    a100 = target_of("a100")
+    fastest, seconds = (predicted(case, with_tf32(a100, value), scale="full").roofline_seconds for value in (True, allowed))
+    assert seconds == pytest.approx(times * fastest, rel=0.3)
+
+
+def test_what_may_be_computed_in_it_is_counted_by_the_switch_of_its_time(monkeypatch):
+    monkeypatch.setattr(flops, "_device_of", lambda args: "cuda")
+    convolution, product = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4, 4)
+
+    def share(module, *shape):
+        with count_flops() as counted:
+            module(torch.ones(*shape)).sum().backward()
+        return counted.tf32_share
+
+    def shares():
+        return share(convolution, 1, 3, 8, 8), share(product, 2, 4)
+
+    assert shares() == (1, 0)
+    try:
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = False
+        assert shares() == (0, 1)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = True
+    monkeypatch.undo()
+    assert shares() == (0, 0), "a CPU has no TF32"
+
+
+def test_the_utilization_of_a_mixture_is_by_the_rates_of_both():
+    case = example("vgg-16", precision="fp32", steps=1, warmup=0)
+    reply = measured(case)
+    plain, mixed, all_of_it = (
+        summarise(case, "h200", (msgspec.structs.replace(reply, tf32_share=share),)).model_flops_utilization
+        for share in (None, 0.5, 1.0)
+    )
+    rate = catalog.PLATFORMS["h200"].tf32_flops / catalog.PLATFORMS["h200"].peak_flops["fp32"]
+    assert all_of_it == pytest.approx(plain / rate)
+    assert mixed == pytest.approx((plain + all_of_it) / 2)
+    assert summarise(case, "mi300x", (msgspec.structs.replace(reply, tf32_share=1.0),)).model_flops_utilization is None

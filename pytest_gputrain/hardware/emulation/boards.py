@@ -7,16 +7,13 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from pytest_gputrain.hardware.catalog import PLATFORMS
+from pytest_gputrain.hardware.targets import CONTEXT_BYTES
 from pytest_gputrain.utils.errors import CannotEmulate
 from pytest_gputrain.utils.suggest import did_you_mean
 from pytest_gputrain.utils.units import KiB, MiB
 
 UUID_PREFIX: Final = bytes.fromhex("656d756c")
 """Begins the UUID of each emulated GPU (``emul`` in ASCII), so that it is never taken for a real one, in a lease say."""
-
-CONTEXT_BYTES: Final = 520 * MiB
-"""The memory that the first call of a process takes: the driver's context and torch's kernels. An assumption: it depends on
-the driver, and nobody tells it."""
 
 MOST_DEVICES: Final = 16
 

@@ -3,8 +3,8 @@
 The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings, for one stream:
 
 - Sizes are rounded up to 512 bytes. Requests of at most 1 MiB come from the small pool, others from the large one.
-- The best fit among free blocks is taken, at the lowest address among equals. What is left over becomes a free block if it
-  is at least 512 bytes in the small pool, over 1 MiB in the large one.
+- The best fit among free blocks is taken, at the lowest address among equals (`addresses`). What is left over becomes a free
+  block if it is at least 512 bytes in the small pool, over 1 MiB in the large one.
 - Without a fit, a new segment: 2 MiB for the small pool; 20 MiB below 10 MiB; else the size rounded up to 2 MiB.
 - Where that exceeds the capacity, all segments that are wholly free are given back before memory runs out.
 - A freed block merges with its free neighbours in the segment.
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pytest_gputrain.utils.units import MiB
+from pytest_gputrain.worker.prediction.addresses import Addresses
 from pytest_gputrain.worker.trace import EMPTY_CACHE, Trace
 
 MIN_BLOCK: Final = 512
@@ -44,6 +45,7 @@ class Block:
 
     small: bool
     segment: int
+    """The address of the segment."""
     address: int
     """Within its segment."""
     size: int
@@ -73,13 +75,13 @@ class Block:
 
 
 class _Pool:
-    """Free blocks that are backed by memory, by size, then age of the segment, then address."""
+    """Free blocks that are backed by memory, by size, then address."""
 
     def __init__(self) -> None:
         self._keys: list[tuple[int, int, int]] = []
         self.blocks: list[Block] = []
 
-    def index(self, size: int, segment: int = -1, address: int = -1) -> int:
+    def index(self, size: int, segment: int = -_ENDLESS, address: int = -1) -> int:
         """Return the index of the first block that is not smaller."""
         return bisect.bisect_left(self._keys, (size, segment, address))
 
@@ -113,7 +115,7 @@ class Allocator:
         self._capacity = capacity
         self._expandable = expandable
         self._pools = {True: _Pool(), False: _Pool()}
-        self._segments = 0
+        self._addresses = Addresses()
         # In a range that grows, an endless block without memory comes last.
         self._ranges = {small: Block(small, 0, 0, _ENDLESS, free=True, mapped=False) for small in (True, False)}
         self.allocated = 0
@@ -163,6 +165,7 @@ class Allocator:
                 elif block.before is None and block.after is None:
                     pool.remove(block)
                     self.reserved -= block.size
+                    self._addresses.give(block.segment, block.size)
 
     def reset_peak(self) -> None:
         """Let the peaks start from what is handed out and held now."""
@@ -205,8 +208,7 @@ class Allocator:
             segment_size = -(-size // ROUND_LARGE) * ROUND_LARGE
         if not self._reserve(segment_size):
             return None
-        self._segments += 1
-        return self._pool(Block(small, self._segments, 0, segment_size, free=True))
+        return self._pool(Block(small, self._addresses.take(segment_size), 0, segment_size, free=True))
 
     def _reserve(self, size: int) -> bool:
         if self._capacity is not None and self.reserved + size > self._capacity:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pytest_gputrain.records import Target
+from pytest_gputrain.worker.prediction import cudnn
 from pytest_gputrain.worker.prediction.operators import Temporaries
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -125,10 +126,11 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, zero, minus_infinity)
 
 
-def temporaries() -> dict[Any, Temporaries]:
+def temporaries(target: Target) -> dict[Any, Temporaries]:
     """Return by operator what kernels of attention allocate and free."""
     aten = torch.ops.aten
-    return {
+    measured = {aten._scaled_dot_product_cudnn_attention: _cudnn} if cudnn.known(target) else {}
+    return measured | {
         aten._scaled_dot_product_efficient_attention: _efficient,
         aten._scaled_dot_product_flash_attention: _flash,
         aten._scaled_dot_product_flash_attention_backward: _flash_backward,
@@ -155,10 +157,15 @@ def _flash_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
     return (*(part.nbytes for part in strided), sums, sums * lanes, *shared)
 
 
+def _cudnn(args: tuple[Any, ...]) -> tuple[int, ...]:
+    return (cudnn.of_attention(),)
+
+
 def _cudnn_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Size fp32 sums of the query's gradient, by cuDNN's frontend; what its engines add is not known."""
-    batch, heads, length, width = args[1].shape
-    return (4 * batch * heads * length * (width + 1),)
+    """Size fp32 sums of the query's gradient, by cuDNN's frontend, and the workspace of its engine."""
+    query, key, value = args[1:4]
+    batch, heads, length, width = query.shape
+    return (4 * batch * heads * length * (width + 1) + cudnn.of_attention_backward(query, key, value),)
 
 
 def _efficient(args: tuple[Any, ...]) -> tuple[int, ...]:

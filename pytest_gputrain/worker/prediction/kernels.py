@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from pytest_gputrain.records import Target
-from pytest_gputrain.worker.prediction import attention, reductions
+from pytest_gputrain.worker.prediction import attention, cudnn, reductions
 from pytest_gputrain.worker.prediction.operators import Temporaries
 
 _ATEN: Final = torch.ops.aten
@@ -40,7 +40,7 @@ def temporaries(target: Target) -> dict[Any, Temporaries]:
         _ATEN._fused_rms_norm_backward: _norm_backward,
         _ATEN.native_group_norm: _group_norm,
         _ATEN.native_group_norm_backward: _group_norm_backward,
-        _ATEN.convolution: _convolution,
+        _ATEN.convolution: functools.partial(_convolution, cudnn.known(target)),
         _ATEN.upsample_nearest2d: _copies_in_own_format,
         _ATEN.upsample_nearest2d_backward: _copies_in_own_format,
         _ATEN.embedding_dense_backward: _embedding_backward,
@@ -49,8 +49,8 @@ def temporaries(target: Target) -> dict[Any, Temporaries]:
     }
     sums = reductions.temporaries(target)
     sizes_of |= sums
-    sizes_of[_ATEN.convolution_backward] = functools.partial(_convolution_backward, sums[_ATEN.sum])
-    sizes_of |= attention.temporaries()
+    sizes_of[_ATEN.convolution_backward] = functools.partial(_convolution_backward, cudnn.known(target), sums[_ATEN.sum])
+    sizes_of |= attention.temporaries(target)
     if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         sizes_of[torch.ops.bitsandbytes.gemm_4bit] = _unpacked
     return sizes_of
@@ -69,20 +69,28 @@ def _copies_in_own_format(args: tuple[Any, ...]) -> tuple[int, ...]:
     return _copied(args[0], memory_format=suggest_memory_format(args[0]))
 
 
-def _convolution(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Size copies in the format that cuDNN computes in, of what is laid out otherwise; its own workspace is not known."""
-    return _copied(*args[:2], memory_format=_format_of_convolution(*args[:2]))
+def _convolution(known: bool, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Size copies in the format that torch gives to cuDNN, of what is laid out otherwise, and cuDNN's workspace if known."""
+    memory_format = _format_of_convolution(*args[:2])
+    last = memory_format != torch.contiguous_format
+    workspace = (cudnn.of_convolution(args, channels_last=last),) if known else ()
+    return (*_copied(*args[:2], memory_format=memory_format), *workspace)
 
 
-def _convolution_backward(sums: Temporaries, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Size the copies of what the wanted gradients are made of, or the buffer that the bias's is added up in.
+def _convolution_backward(known: bool, sums: Temporaries, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Size the copies of what the wanted gradients are made of, with cuDNN's workspace, or the buffer that the bias's is
+    added up in.
 
     The copy of the weight is gone when the gradient of its size is made, and all copies are when the bias's is.
     """
     grad, source, weight = args[:3]
     for_source, for_weight, for_bias = args[-1]
     read = [grad, source] if for_weight else [grad, weight] if for_source else [grad]
-    copies = _copied(*read, memory_format=_format_of_convolution(source, weight))
+    memory_format = _format_of_convolution(source, weight)
+    copies = _copied(*read, memory_format=memory_format)
+    if known and (for_source or for_weight):
+        last = memory_format != torch.contiguous_format
+        copies = (*copies, cudnn.of_convolution_backward(args, channels_last=last))
     buffers = sums((grad, [0, *range(2, grad.dim())])) if for_bias else ()
     return max(copies, buffers, key=sum)
 

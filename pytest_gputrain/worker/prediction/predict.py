@@ -88,6 +88,7 @@ class PredictionRun:
             temporaries=temporaries(target) if cuda else {},
             workspace_bytes=target.workspace_bytes,
             peak_flops={dtype: target.peak_flops[name] for dtype, name in TENSOR_RATES.items() if name in target.peak_flops},
+            convolution_flops=target.peak_flops.get("tf32"),
             bandwidth=target.bandwidth,
             sums_in_place=cuda,
         )

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gputrain.worker.allocations import resizes_noted_by, wraps
-from pytest_gputrain.worker.flops import recomputation_counted_by
+from pytest_gputrain.worker.flops import is_convolution, recomputation_counted_by
 from pytest_gputrain.worker.phases import Phases
 from pytest_gputrain.worker.prediction.accumulation import ADD, ADD_IN_PLACE, holders_of_first, is_in_place
 from pytest_gputrain.worker.prediction.layouts import Layout
@@ -60,6 +60,7 @@ class Tracker(TorchDispatchMode):
         temporaries: of the operators that have any.
         workspace_bytes: what the first matrix product of a thread takes for good; the backward pass has its own thread.
         peak_flops: FLOP/s by dtype; an empty one leaves the roofline at zero.
+        convolution_flops: FLOP/s of convolutions in fp32, if they have another rate than products.
         bandwidth: bytes per second.
         sums_in_place: whether autograd adds up gradients in place, as it does where no mode looks on.
 
@@ -78,6 +79,7 @@ class Tracker(TorchDispatchMode):
         temporaries: dict[Any, Temporaries] | None = None,
         workspace_bytes: int = 0,
         peak_flops: dict[torch.dtype, float] | None = None,
+        convolution_flops: float | None = None,
         bandwidth: float | None = None,
         sums_in_place: bool = False,
     ) -> None:
@@ -85,6 +87,7 @@ class Tracker(TorchDispatchMode):
         self._device = device
         self._workspace_bytes = workspace_bytes
         self._time_of_flop = {dtype: round(YOCTOSECONDS / rate) for dtype, rate in (peak_flops or {}).items()}
+        self._time_of_convolution = round(YOCTOSECONDS / convolution_flops) if convolution_flops else None
         self._time_of_byte = round(YOCTOSECONDS / bandwidth) if bandwidth else 0
         self._operators = Operators(layouts or {}, temporaries or {})
         self._shapes = Shapes()
@@ -261,7 +264,10 @@ class Tracker(TorchDispatchMode):
         call.yoctoseconds = call.moved * self._time_of_byte
         if operator.flops is not None:
             call.flops, call.arithmetic = operator.flops(*args, **kwargs, out_val=result), read[0].dtype
-            call.yoctoseconds = max(call.yoctoseconds, call.flops * self._time_of_flop.get(read[0].dtype, 0))
+            each = self._time_of_flop.get(call.arithmetic, 0)
+            if self._time_of_convolution and is_convolution(operator.name) and call.arithmetic == torch.float32:
+                each = self._time_of_convolution
+            call.yoctoseconds = max(call.yoctoseconds, call.flops * each)
 
     def _count(self, operator: Operator, call: Call) -> None:
         work = self.work

@@ -46,12 +46,15 @@ class Vgg(nn.Module):
             nn.Dropout(0.5),
             nn.Linear(hidden_size, num_labels),
         )
+        # As torchvision's VGG starts. If linear layers were scaled like the convolutions (arXiv:1502.01852), logits would be
+        # so large that the loss becomes nan within ten steps at the rate of the cases.
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
+            elif parameter.dim() == 4:
+                nn.init.kaiming_normal_(parameter, mode="fan_out", nonlinearity="relu")
             else:
-                # arXiv:1502.01852. From torch's own start, sixteen layers of ReLU without a norm pass next to nothing on.
-                nn.init.kaiming_normal_(parameter, nonlinearity="relu")
+                nn.init.normal_(parameter, std=0.01)
 
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.classifier(self.features(images))

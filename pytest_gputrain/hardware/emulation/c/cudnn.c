@@ -1,4 +1,5 @@
-// Stands in for cuDNN: one engine without a workspace serves every graph. What cuDNN's own engines take is not known.
+// Stands in for cuDNN: one engine serves every graph. What the engines of cuDNN 9.19 take for convolutions and attention was
+// measured on an H200; other workspaces, and those of other compute capabilities, are not known.
 #include "emulated.h"
 #include <stdlib.h>
 #include <string.h>
@@ -144,12 +145,33 @@ int cudnnGetTensorNdDescriptor(const struct tensor *of, int room, int *type, int
 
 // --- The graph interface: descriptors keep what is set
 
+// Kinds of descriptors.
 enum {
+  ENGINEHEUR = 4,
+  EXECUTION_PLAN = 5,
+  CONVOLUTION_FORWARD = 10,
+  CONVOLUTION_BACKWARD_FILTER = 11,
+  CONVOLUTION_BACKWARD_DATA = 12,
+  OPERATION_GRAPH = 15,
+  MATMUL = 19,
+  ATTENTION_FORWARD = 41,
+};
+// Attributes, and types of data.
+enum {
+  CONVOLUTION_STRIDES = 103,
+  ENGINEHEUR_OPERATION_GRAPH = 201,
   ENGINEHEUR_RESULTS = 202,
   ENGINECFG_ENGINE = 300,
   ENGINECFG_WORKSPACE_SIZE = 303,
   ENGINECFG_SHARED_MEMORY_USED = 304,
+  EXECUTION_PLAN_ENGINE_CONFIG = 401,
   EXECUTION_PLAN_WORKSPACE_SIZE = 402,
+  OPERATIONGRAPH_OPERATIONS = 801,
+  TENSOR_TYPE = 901,
+  TENSOR_SIZES = 902,
+  TENSOR_STRIDES = 903,
+  TENSOR_IS_VIRTUAL = 907,
+  MATMUL_RESULT = 1522,
   OPERATIONGRAPH_ENGINE_GLOBAL_COUNT = 802,
   ENGINE_GLOBAL_INDEX = 1301,
   ATTRIBUTES = 48, // of one descriptor, at most
@@ -162,8 +184,10 @@ struct attribute {
 };
 struct descriptor {
   int kind, used;
+  int64_t workspace; // bytes, or NOT_KNOWN; of a matrix product, its part of that of attention
   struct attribute attributes[ATTRIBUTES];
 };
+enum { NOT_KNOWN = -1 };
 
 // Bytes of a value of a cudnnBackendAttributeType_t.
 static size_t size_of(int type) {
@@ -189,6 +213,7 @@ int cudnnBackendCreateDescriptor(int kind, struct descriptor **out) {
   if (!*out)
     return 1; // CUDNN_STATUS_NOT_INITIALIZED
   (*out)->kind = kind;
+  (*out)->workspace = NOT_KNOWN;
   return OK;
 }
 int cudnnBackendDestroyDescriptor(struct descriptor *descriptor) {
@@ -197,7 +222,6 @@ int cudnnBackendDestroyDescriptor(struct descriptor *descriptor) {
   free(descriptor);
   return OK;
 }
-int cudnnBackendFinalize(void *descriptor) { return OK; }
 int cudnnBackendExecute(void *handle, void *plan, void *pack) { return OK; }
 
 static struct attribute *find(struct descriptor *descriptor, int name) {
@@ -219,6 +243,110 @@ int cudnnBackendSetAttribute(struct descriptor *descriptor, int name, int type, 
     memcpy(attribute->values, values, bytes);
   return OK;
 }
+
+// --- Workspaces: those of cuDNN 9.19 on an H200, by what the allocator of torch 2.11 was asked for
+
+static int64_t number(struct descriptor *descriptor, int name, int64_t at) {
+  struct attribute *attribute = find(descriptor, name);
+  return attribute && attribute->values && at < attribute->count ? ((int64_t *)attribute->values)[at] : 0;
+}
+static struct descriptor *referred(struct descriptor *descriptor, int name, int64_t at) {
+  return (struct descriptor *)(intptr_t)number(descriptor, name, at);
+}
+static int64_t element_of(struct descriptor *tensor) {
+  struct attribute *type = find(tensor, TENSOR_TYPE);
+  return type && type->values ? (int64_t)element(*(int *)type->values) : 4;
+}
+static int64_t product(struct descriptor *tensor, int64_t first) {
+  struct attribute *sizes = find(tensor, TENSOR_SIZES);
+  int64_t all = 1;
+  for (int64_t i = first; sizes && i < sizes->count; i++)
+    all *= number(tensor, TENSOR_SIZES, i);
+  return all;
+}
+static int64_t aligned(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+
+// The kernels read and write channels last, of halves eight at a time: what lies otherwise is copied. What they add to split
+// sums is left out: it was at most 16 MiB in nineteen of twenty.
+static int64_t of_convolution(struct descriptor *convolution, struct descriptor *x, struct descriptor *w, struct descriptor *y,
+                              int forward) {
+  enum { ADDED = 16 };
+  static const int64_t LARGEST = (int64_t)1 << 31; // numbers of a tensor; larger batches are taken in parts
+  int64_t size = element_of(x), channels = number(x, TENSOR_SIZES, 1), made = number(y, TENSOR_SIZES, 1);
+  int64_t each = number(w, TENSOR_SIZES, 1), pixels = product(x, 2), strided = 0;
+  for (int64_t i = 0; i < find(x, TENSOR_SIZES)->count - 2; i++)
+    strided |= number(convolution, CONVOLUTION_STRIDES, i) > 1;
+  int groups = each < channels, few = channels <= 4 && !strided, last = number(x, TENSOR_STRIDES, 1) == 1 && channels > 1;
+  if ((groups && each == 1) || (few && (forward || size == 4)))
+    return 0;
+  int64_t step = size == 2 ? 8 : 4, read = size == 2 && !groups ? aligned(channels, 8) : channels;
+  int64_t written = size == 2 && !groups ? aligned(made, 8) : made;
+  int64_t larger = read * pixels > written * product(y, 2) ? read * pixels : written * product(y, 2);
+  int64_t samples = number(x, TENSOR_SIZES, 0), part = LARGEST / larger;
+  samples = samples > part && part > 0 ? part : samples;
+  int64_t of_x = samples * read * pixels * size, of_w = written * (groups ? each : read) * product(w, 2) * size;
+  int64_t of_y = samples * written * product(y, 2) * size;
+  if (last)
+    return groups || !(channels % step || made % step)
+               ? 0
+               : of_w + (channels % step ? of_x : 0) + (made % step || (size == 4 && !forward) ? of_y : 0) + ADDED;
+  if (product(w, 2) == 1 && !strided)
+    return pixels % (forward ? 4 : step) ? of_x + of_y + ADDED : 0;
+  return of_x + of_w + of_y + ADDED;
+}
+
+// The gradients of keys and values that several heads share are made for each head, and then added up.
+static int64_t of_matmul(struct descriptor *result) {
+  struct attribute *is_virtual = find(result, TENSOR_IS_VIRTUAL);
+  int apart = is_virtual && is_virtual->values && *(char *)is_virtual->values && element_of(result) == 2;
+  return apart ? product(result, 0) * 2 : 0;
+}
+static int64_t of_graph(struct descriptor *graph) {
+  enum { SEMAPHORE = 256 };
+  int64_t bytes = 0, matmuls = 0, count = find(graph, OPERATIONGRAPH_OPERATIONS) ? find(graph, OPERATIONGRAPH_OPERATIONS)->count : 0;
+  for (int64_t i = 0; i < count; i++) {
+    struct descriptor *operation = referred(graph, OPERATIONGRAPH_OPERATIONS, i);
+    if (count == 1)
+      return operation->workspace;
+    if (operation->kind == MATMUL) {
+      matmuls++;
+      bytes += operation->workspace;
+    }
+  }
+  return matmuls > 1 ? SEMAPHORE + bytes : NOT_KNOWN;
+}
+int cudnnBackendFinalize(struct descriptor *to) {
+  const struct gpu *gpu = gputrain_gpu();
+  if (gpu->major != 9 || gpu->minor != 0)
+    return OK;
+  switch (to->kind) { // What a descriptor refers to may be gone later.
+  case CONVOLUTION_FORWARD:
+    to->workspace = of_convolution(referred(to, 702, 0), referred(to, 704, 0), referred(to, 703, 0), referred(to, 705, 0), 1);
+    break;
+  case CONVOLUTION_BACKWARD_DATA:
+    to->workspace = of_convolution(referred(to, 708, 0), referred(to, 710, 0), referred(to, 709, 0), referred(to, 711, 0), 0);
+    break;
+  case CONVOLUTION_BACKWARD_FILTER:
+    to->workspace = of_convolution(referred(to, 714, 0), referred(to, 716, 0), referred(to, 715, 0), referred(to, 717, 0), 0);
+    break;
+  case ATTENTION_FORWARD:
+    to->workspace = 256;
+    break;
+  case MATMUL:
+    to->workspace = of_matmul(referred(to, MATMUL_RESULT, 0));
+    break;
+  case OPERATION_GRAPH:
+    to->workspace = of_graph(to);
+    break;
+  case ENGINEHEUR:
+    to->workspace = referred(to, ENGINEHEUR_OPERATION_GRAPH, 0)->workspace;
+    break;
+  case EXECUTION_PLAN:
+    to->workspace = referred(to, EXECUTION_PLAN_ENGINE_CONFIG, 0)->workspace;
+    break;
+  }
+  return OK;
+}
 int cudnnBackendGetAttribute(struct descriptor *descriptor, int name, int type, int64_t wanted, int64_t *found,
                              void *values) {
   int64_t ignored, answer = name == OPERATIONGRAPH_ENGINE_GLOBAL_COUNT;
@@ -226,7 +354,10 @@ int cudnnBackendGetAttribute(struct descriptor *descriptor, int name, int type, 
     found = &ignored;
   *found = 1;
   switch (name) {
-  case ENGINEHEUR_RESULTS: // the caller made these descriptors, and there is nothing to fill in
+  case ENGINEHEUR_RESULTS: // the caller made these descriptors
+    if (values && wanted > 0)
+      (*(struct descriptor **)values)->workspace = descriptor->workspace;
+    return OK;
   case ENGINECFG_ENGINE:
     return OK;
   case ENGINECFG_SHARED_MEMORY_USED:
@@ -235,7 +366,10 @@ int cudnnBackendGetAttribute(struct descriptor *descriptor, int name, int type, 
     return OK;
   case ENGINECFG_WORKSPACE_SIZE:
   case EXECUTION_PLAN_WORKSPACE_SIZE:
-    gputrain_unknown("cuDNN's workspaces");
+    if (descriptor->workspace == NOT_KNOWN)
+      gputrain_unknown("cuDNN's workspaces");
+    else
+      answer = descriptor->workspace;
     // fall through
   case OPERATIONGRAPH_ENGINE_GLOBAL_COUNT:
   case ENGINE_GLOBAL_INDEX:

@@ -1,7 +1,8 @@
 // Whose memory of the emulated GPUs is where.
 //
-// Device memory is address space of one reserved range for each device, given out first fit from its start, so that two runs
-// of a program see their blocks in the same order. No host memory is behind it but for the pages that small copies touch.
+// Device memory is address space of one range for each device, given out as NVIDIA's driver does: torch's allocator takes the
+// lower of two free blocks of one size, so the addresses decide what it can reuse. No host memory is behind it but for the
+// pages that small copies touch.
 #include "emulated.h"
 #include <fcntl.h>
 #include <pthread.h>
@@ -14,6 +15,7 @@
 static const size_t SPAN = (size_t)1 << 42;  // addresses of each device: fragments of virtual memory must not run out
 static const size_t LARGE_COPY = 1 << 20;    // bytes; larger contents are not kept
 static const size_t SMALL_MEMORY = 64 << 10; // host memory is given in these
+static const size_t RESERVATION = 32 << 20, FIRST_RESERVATION = 408 << 20;
 
 // What other processes read of this one, in a file of the folder GPUTRAIN_EMULATED_STATE that is named by its id.
 struct state {
@@ -32,6 +34,10 @@ static struct state private_state, *state = &private_state;
 static struct range *ranges; // by ascending address
 static size_t count, room;
 static uintptr_t arenas[MAX_DEVICES];
+static struct reservation {
+  uintptr_t start, end;
+} *reservations[MAX_DEVICES]; // by ascending address
+static size_t reserved[MAX_DEVICES];
 static int touched[MAX_DEVICES];
 static int unlimited; // whether devices give more memory than they have
 
@@ -69,7 +75,29 @@ static void add(uintptr_t start, size_t bytes, int kind, int device) {
 
 static void drop(struct range *range) { memmove(range, range + 1, (size_t)(ranges + --count - range) * sizeof *range); }
 
-static uintptr_t first_fit(int device, size_t bytes) {
+// The lowest free addresses in a reservation, or 0.
+static uintptr_t hole_in(const struct reservation *in, size_t bytes) {
+  uintptr_t start = in->start;
+  for (size_t at = place(start); at < count && ranges[at].start < in->end; at++) {
+    if (ranges[at].start - start >= bytes)
+      return start;
+    start = ranges[at].start + ranges[at].bytes;
+  }
+  return in->end - start >= bytes ? start : 0;
+}
+
+static void insert_reservation(int device, size_t at, uintptr_t start, uintptr_t end) {
+  struct reservation *all = realloc(reservations[device], (reserved[device] + 1) * sizeof *all);
+  if (!all)
+    abort();
+  memmove(all + at + 1, all + at, (reserved[device]++ - at) * sizeof *all);
+  all[at] = (struct reservation){start, end};
+  reservations[device] = all;
+}
+
+// As driver 580 put 150 allocations of 1 MiB to 4 GiB on an H200: at the lowest free addresses of its reservations, or else
+// in a new one of whole 32 MiB, as high as it fits below the first.
+static uintptr_t free_addresses(int device, size_t bytes) {
   if (!arenas[device]) {
     void *arena = mmap(NULL, SPAN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (arena == MAP_FAILED) {
@@ -78,11 +106,33 @@ static uintptr_t first_fit(int device, size_t bytes) {
     }
     madvise(arena, SPAN, MADV_NOHUGEPAGE); // or reading a byte would take 2 MiB of the host
     arenas[device] = ((uintptr_t)arena + PAGE - 1) / PAGE * PAGE;
+    uintptr_t end = arenas[device] + SPAN - PAGE;
+    insert_reservation(device, 0, end - FIRST_RESERVATION, end);
   }
-  uintptr_t start = arenas[device];
-  for (size_t at = place(start); at < count && ranges[at].start < start + bytes; at++)
-    start = ranges[at].start + ranges[at].bytes;
-  return start + bytes <= arenas[device] + SPAN - PAGE ? start : 0;
+  const struct reservation *all = reservations[device];
+  for (size_t at = 0; at < reserved[device]; at++) {
+    uintptr_t start = hole_in(all + at, bytes);
+    if (start)
+      return start;
+  }
+  size_t size = (bytes + RESERVATION - 1) / RESERVATION * RESERVATION, at = reserved[device] - 1;
+  while (at > 0 && all[at].start - all[at - 1].end < size)
+    at--;
+  uintptr_t end = all[at].start;
+  if (end - arenas[device] < size)
+    return 0;
+  insert_reservation(device, at, end - size, end);
+  return end - size;
+}
+
+// Gives back the reservation of addresses that have become free, if it is wholly free and not the first.
+static void drop_reservation(int device, uintptr_t address) {
+  struct reservation *all = reservations[device];
+  for (size_t at = 0; at + 1 < reserved[device]; at++)
+    if (all[at].start <= address && address < all[at].end && hole_in(all + at, all[at].end - all[at].start)) {
+      memmove(all + at, all + at + 1, (--reserved[device] - at) * sizeof *all);
+      return;
+    }
 }
 
 static void share_state(void) {
@@ -145,7 +195,7 @@ int gputrain_allocate(void **out, size_t bytes, int kind) {
   if (kind == DEVICE)
     status = take(device, bytes);
   if (status == OK) {
-    uintptr_t start = kind == HOST ? host_memory(bytes) : first_fit(device, bytes);
+    uintptr_t start = kind == HOST ? host_memory(bytes) : free_addresses(device, bytes);
     if (start && kind != HOST && mprotect((void *)start, bytes, PROT_READ | PROT_WRITE))
       start = 0;
     if (start) {
@@ -177,9 +227,12 @@ int gputrain_free(void *start) {
       munmap(start, range->bytes);
     else
       forget_contents(range->start, range->bytes);
-    if (range->kind == DEVICE)
-      state->used[range->device] -= range->bytes;
+    struct range freed = *range;
+    if (freed.kind == DEVICE)
+      state->used[freed.device] -= freed.bytes;
     drop(range);
+    if (freed.kind != HOST)
+      drop_reservation(freed.device, freed.start);
   }
   pthread_mutex_unlock(&lock);
   return known ? OK : INVALID_VALUE;
@@ -201,7 +254,7 @@ void gputrain_give(int device, size_t bytes) {
 void *gputrain_reserve(int device, size_t bytes) {
   pthread_mutex_lock(&lock);
   bytes = (bytes + PAGE - 1) / PAGE * PAGE;
-  uintptr_t start = first_fit(device, bytes);
+  uintptr_t start = free_addresses(device, bytes);
   if (start)
     add(start, bytes, DEVICE, device);
   pthread_mutex_unlock(&lock);
@@ -213,9 +266,12 @@ int gputrain_release(void *start) {
   pthread_mutex_lock(&lock);
   struct range *range = find(start);
   if (range) {
-    if (range->kind != HOST)
-      forget_contents(range->start, range->bytes);
+    struct range freed = *range;
+    if (freed.kind != HOST)
+      forget_contents(freed.start, freed.bytes);
     drop(range);
+    if (freed.kind != HOST)
+      drop_reservation(freed.device, freed.start);
   }
   pthread_mutex_unlock(&lock);
   return range ? OK : INVALID_VALUE;
