@@ -9,8 +9,8 @@ recorded as a baseline in DIR/baselines with its report in DIR/reports, and in t
 the other from the published case on. Cases of more GPUs than there are skip. What is done is in DIR/done.jsonl: a step that
 fails is done, too, and told. DIR is all there is to carry home; copy its baselines over those of the repository.
 
-``--table`` prints measured beside predicted figures, as Markdown; the published ones are printed by
-``gputrain export REPORT --published``.
+``--table`` prints the measured figures of DIR/reports as Markdown, allocated / reserved memory beside the errors of a
+prediction and of an emulated GPU; the published figures are printed by ``gputrain export REPORT --published``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pytest_gputrain.records import Measurement, Prediction, Result
-from pytest_gputrain.storage.recorded import PredictionStore
+from pytest_gputrain.records import EmulatedRun, Measurement, Prediction
+from pytest_gputrain.records.result import Emulated, Measured
+from pytest_gputrain.storage.recorded import EmulationStore, PredictionStore
 from pytest_gputrain.storage.reports import read_report
 from pytest_gputrain.utils.markdown import table
-from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds
+from pytest_gputrain.utils.units import GiB, format_seconds
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PYTEST: Final = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q")
@@ -188,34 +189,70 @@ def work(asked: Asked, seconds: float) -> int:
 
 
 def rows(folder: Path) -> list[tuple[str, ...]]:
-    """A row for each case of each report, measured figures with the predicted memory beside them."""
-    store = PredictionStore(ROOT / "baselines")
+    """A row for each measured case of the reports, with its errors: of what is predicted for it, and of a run on an emulated
+    GPU, which a report of the folder has or else the repository."""
+    reports = [read_report(path) for path in sorted((folder / "reports").glob("*.json"))]
+    results = [result for report in reports for result in report.results]
+    emulated = {(result.suite, result.key): result.figures for result in results if isinstance(result, Emulated)}
+    predictions, emulations = PredictionStore(ROOT / "baselines"), EmulationStore(ROOT / "baselines")
     table_rows = []
-    for path in sorted((folder / "reports").glob("*.json")):
-        for result in read_report(path).results:
-            table_rows.append(_row(path.stem, result, store))
+    for result in sorted((result for result in results if isinstance(result, Measured)), key=_allocated):
+        prediction = predicted(predictions, result.platform, result.suite, result.key)
+        stored = emulations.suite(result.platform, result.suite).get(result.key)
+        emulation = emulated.get((result.suite, result.key)) or (stored.figures[-1] if stored else None)
+        table_rows.append(_row(result, prediction, emulation))
     return table_rows
 
 
-def _row(name: str, result: Result, store: PredictionStore) -> tuple[str, ...]:
+def _allocated(result: Measured) -> int:
+    return result.summary.peak_allocated_bytes if result.summary else 0
+
+
+def _row(result: Measured, prediction: Prediction | None, emulation: EmulatedRun | None) -> tuple[str, ...]:
     measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
-    if not measured or result.summary is None:
-        return (name, result.verdict.sentence if result.verdict else "no figures", *[""] * 5)
     summary = result.summary
-    prediction = predicted(store, result.platform, result.suite, result.key)
-    peak = summary.peak_allocated_bytes
+    if not measured or summary is None:
+        return (result.key, result.verdict.sentence if result.verdict else "no figures", *[""] * (len(HEADERS) - 2))
+    reserved = measured[-1].peak_reserved_bytes or 0
+    allocated = summary.peak_allocated_bytes
     return (
-        name,
+        result.key,
         format_seconds(summary.median_step_seconds),
-        format_bytes(peak),
-        format_bytes(prediction.peak_allocated_bytes) if prediction else "",
-        format_percent(prediction.peak_allocated_bytes / peak - 1) if prediction else "",
+        _share(summary.gpu_utilization),
+        _share(summary.model_flops_utilization),
         f"{summary.joules_per_step:.0f} J" if summary.joules_per_step is not None else "",
-        format_percent(summary.model_flops_utilization, signed=False) if summary.model_flops_utilization else "",
+        f"{allocated / GiB:.2f} / {reserved / GiB:.2f}",
+        *(
+            f"{_error(figures.peak_allocated_bytes, allocated)} / {_error(figures.peak_reserved_bytes, reserved)}"
+            if figures
+            else ""
+            for figures in (prediction, emulation)
+        ),
     )
 
 
-HEADERS: Final = ("Case", "Sec/step", "Peak allocated", "Predicted", "Error", "Energy a step", "MFU")
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %"
+
+
+def _error(figure: int | None, measured: int) -> str:
+    if not figure or not measured:
+        return "?"
+    return "equal" if abs(figure - measured) < EQUAL_BYTES else f"{100 * (figure / measured - 1):+.2f} %"
+
+
+EQUAL_BYTES: Final = 512
+"""Less than a block of torch's allocator."""
+HEADERS: Final = (
+    "case",
+    "time per step",
+    "GPU busy",
+    "MFU",
+    "energy per step",
+    "measured, GiB",
+    "prediction is off by",
+    "emulation is off by",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

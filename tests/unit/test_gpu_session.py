@@ -56,6 +56,6 @@ def test_a_session_on_the_cpu_records_case_after_case(tmp_path, monkeypatch):
     stored = json.loads((asked.folder / "baselines" / "cpu" / "ctr.json").read_text())["cases"]
     assert len(stored) == 2
     rows = gpu_session.rows(asked.folder)
-    assert [row[0] for row in rows] == ["ctr-ctr-dnn-full-fp32-batch_size=16", "ctr-ctr-dnn-full-fp32-batch_size=8"]
+    assert [row[0] for row in rows] == ["ctr-dnn-full-fp32-batch_size=8", "ctr-dnn-full-fp32-batch_size=16"]
     assert gpu_session.work(asked, 120) == 0
     assert gpu_session.log_of(asked.folder) == log
