@@ -166,12 +166,19 @@ enum {
   ENGINECFG_SHARED_MEMORY_USED = 304,
   EXECUTION_PLAN_ENGINE_CONFIG = 401,
   EXECUTION_PLAN_WORKSPACE_SIZE = 402,
+  // Each is followed by the attributes of the weight, of the source and of the result.
+  CONVOLUTION_OF_FORWARD = 702,
+  CONVOLUTION_OF_BACKWARD_DATA = 708,
+  CONVOLUTION_OF_BACKWARD_FILTER = 714,
   OPERATIONGRAPH_OPERATIONS = 801,
   TENSOR_TYPE = 901,
   TENSOR_SIZES = 902,
   TENSOR_STRIDES = 903,
   TENSOR_IS_VIRTUAL = 907,
   MATMUL_RESULT = 1522,
+  FLOAT = 0,
+  HALF = 2,
+  BFLOAT16 = 9,
   OPERATIONGRAPH_ENGINE_GLOBAL_COUNT = 802,
   ENGINE_GLOBAL_INDEX = 1301,
   ATTRIBUTES = 48, // of one descriptor, at most
@@ -253,9 +260,11 @@ static int64_t number(struct descriptor *descriptor, int name, int64_t at) {
 static struct descriptor *referred(struct descriptor *descriptor, int name, int64_t at) {
   return (struct descriptor *)(intptr_t)number(descriptor, name, at);
 }
+// The bytes of a number of a tensor; 0 of a type that was not measured.
 static int64_t element_of(struct descriptor *tensor) {
-  struct attribute *type = find(tensor, TENSOR_TYPE);
-  return type && type->values ? (int64_t)element(*(int *)type->values) : 4;
+  struct attribute *attribute = find(tensor, TENSOR_TYPE);
+  int type = attribute && attribute->values ? *(int *)attribute->values : -1;
+  return type == FLOAT ? 4 : type == HALF || type == BFLOAT16 ? 2 : 0;
 }
 static int64_t product(struct descriptor *tensor, int64_t first) {
   struct attribute *sizes = find(tensor, TENSOR_SIZES);
@@ -265,35 +274,47 @@ static int64_t product(struct descriptor *tensor, int64_t first) {
   return all;
 }
 static int64_t aligned(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+static int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
 
 // The kernels read and write channels last, of halves eight at a time: what lies otherwise is copied. What they add to split
-// sums is left out: it was at most 16 MiB in nineteen of twenty.
-static int64_t of_convolution(struct descriptor *convolution, struct descriptor *x, struct descriptor *w, struct descriptor *y,
-                              int forward) {
-  enum { ADDED = 16 };
-  static const int64_t LARGEST = (int64_t)1 << 31; // numbers of a tensor; larger batches are taken in parts
-  int64_t size = element_of(x), channels = number(x, TENSOR_SIZES, 1), made = number(y, TENSOR_SIZES, 1);
-  int64_t each = number(w, TENSOR_SIZES, 1), pixels = product(x, 2), strided = 0;
-  for (int64_t i = 0; i < find(x, TENSOR_SIZES)->count - 2; i++)
+// sums is left out: it was at most 16 MiB in nineteen of twenty. worker/prediction/cudnn.py has the same rule.
+static int64_t of_convolution(struct descriptor *operation, int first) {
+  enum { ADDED = 16, FEW = 4 };
+  static const int64_t LARGEST = (int64_t)1 << 31; // numbers of a tensor
+  struct descriptor *convolution = referred(operation, first, 0), *weight = referred(operation, first + 1, 0);
+  struct descriptor *source = referred(operation, first + 2, 0), *result = referred(operation, first + 3, 0);
+  int forward = first == CONVOLUTION_OF_FORWARD;
+  int64_t size = element_of(source), channels = number(source, TENSOR_SIZES, 1), made = number(result, TENSOR_SIZES, 1);
+  int64_t each = number(weight, TENSOR_SIZES, 1), window = product(weight, 2), samples = number(source, TENSOR_SIZES, 0);
+  int64_t pixels = product(source, 2), pixels_made = product(result, 2), strided = 0;
+  if (!size)
+    return NOT_KNOWN;
+  for (int64_t i = 0; i < find(source, TENSOR_SIZES)->count - 2; i++)
     strided |= number(convolution, CONVOLUTION_STRIDES, i) > 1;
-  int groups = each < channels, few = channels <= 4 && !strided, last = number(x, TENSOR_STRIDES, 1) == 1 && channels > 1;
-  if ((groups && each == 1) || (few && (forward || size == 4)))
+  int grouped = each < channels;
+  if ((grouped && each == 1) || (channels <= FEW && !strided && (forward || size == 4)))
     return 0;
-  int64_t step = size == 2 ? 8 : 4, read = size == 2 && !groups ? aligned(channels, 8) : channels;
-  int64_t written = size == 2 && !groups ? aligned(made, 8) : made;
-  int64_t larger = read * pixels > written * product(y, 2) ? read * pixels : written * product(y, 2);
-  int64_t samples = number(x, TENSOR_SIZES, 0), part = LARGEST / larger;
-  samples = samples > part && part > 0 ? part : samples;
-  int64_t of_x = samples * read * pixels * size, of_w = written * (groups ? each : read) * product(w, 2) * size;
-  int64_t of_y = samples * written * product(y, 2) * size;
-  if (last)
-    return groups || !(channels % step || made % step)
-               ? 0
-               : of_w + (channels % step ? of_x : 0) + (made % step || (size == 4 && !forward) ? of_y : 0) + ADDED;
-  if (product(w, 2) == 1 && !strided)
-    return pixels % (forward ? 4 : step) ? of_x + of_y + ADDED : 0;
-  return of_x + of_w + of_y + ADDED;
+  int64_t step = size == 2 ? 8 : 4, read = channels, written = made;
+  if (size == 2 && !grouped) {
+    read = aligned(channels, step);
+    written = aligned(made, step);
+  }
+  int64_t part = least(LARGEST / (read * pixels), LARGEST / (written * pixels_made));
+  samples = part ? least(samples, part) : samples;
+  int64_t of_source = samples * read * pixels * size, of_result = samples * written * pixels_made * size;
+  int64_t of_weight = written * (grouped ? each : read) * window * size;
+  if (number(source, TENSOR_STRIDES, 1) == 1 && channels > 1) { // channels last
+    if (grouped || !(channels % step || made % step))
+      return 0;
+    int copies_result = made % step || (size == 4 && !forward);
+    return of_weight + (channels % step ? of_source : 0) + (copies_result ? of_result : 0) + ADDED;
+  }
+  if (window == 1 && !strided)
+    return pixels % (forward ? 4 : step) ? of_source + of_result + ADDED : 0;
+  return of_source + of_weight + of_result + ADDED;
 }
+
+enum { SEMAPHORE = 256 }; // bytes that each kernel of attention takes
 
 // The gradients of keys and values that several heads share are made for each head, and then added up.
 static int64_t of_matmul(struct descriptor *result) {
@@ -302,11 +323,11 @@ static int64_t of_matmul(struct descriptor *result) {
   return apart ? product(result, 0) * 2 : 0;
 }
 static int64_t of_graph(struct descriptor *graph) {
-  enum { SEMAPHORE = 256 };
-  int64_t bytes = 0, matmuls = 0, count = find(graph, OPERATIONGRAPH_OPERATIONS) ? find(graph, OPERATIONGRAPH_OPERATIONS)->count : 0;
-  for (int64_t i = 0; i < count; i++) {
+  struct attribute *operations = find(graph, OPERATIONGRAPH_OPERATIONS);
+  int64_t bytes = 0, matmuls = 0;
+  for (int64_t i = 0; operations && i < operations->count; i++) {
     struct descriptor *operation = referred(graph, OPERATIONGRAPH_OPERATIONS, i);
-    if (count == 1)
+    if (operations->count == 1)
       return operation->workspace;
     if (operation->kind == MATMUL) {
       matmuls++;
@@ -321,16 +342,16 @@ int cudnnBackendFinalize(struct descriptor *to) {
     return OK;
   switch (to->kind) { // What a descriptor refers to may be gone later.
   case CONVOLUTION_FORWARD:
-    to->workspace = of_convolution(referred(to, 702, 0), referred(to, 704, 0), referred(to, 703, 0), referred(to, 705, 0), 1);
+    to->workspace = of_convolution(to, CONVOLUTION_OF_FORWARD);
     break;
   case CONVOLUTION_BACKWARD_DATA:
-    to->workspace = of_convolution(referred(to, 708, 0), referred(to, 710, 0), referred(to, 709, 0), referred(to, 711, 0), 0);
+    to->workspace = of_convolution(to, CONVOLUTION_OF_BACKWARD_DATA);
     break;
   case CONVOLUTION_BACKWARD_FILTER:
-    to->workspace = of_convolution(referred(to, 714, 0), referred(to, 716, 0), referred(to, 715, 0), referred(to, 717, 0), 0);
+    to->workspace = of_convolution(to, CONVOLUTION_OF_BACKWARD_FILTER);
     break;
   case ATTENTION_FORWARD:
-    to->workspace = 256;
+    to->workspace = SEMAPHORE;
     break;
   case MATMUL:
     to->workspace = of_matmul(referred(to, MATMUL_RESULT, 0));

@@ -1,8 +1,8 @@
 // Whose memory of the emulated GPUs is where.
 //
-// Device memory is address space of one range for each device, given out as NVIDIA's driver does: torch's allocator takes the
-// lower of two free blocks of one size, so the addresses decide what it can reuse. No host memory is behind it but for the
-// pages that small copies touch.
+// Device memory is address space of one range for each device, given out as NVIDIA's driver does: torch's allocator takes
+// the lower of two free blocks of one size, so the addresses decide what it can reuse. No host memory is behind it but for
+// the pages that small copies touch.
 #include "emulated.h"
 #include <fcntl.h>
 #include <pthread.h>

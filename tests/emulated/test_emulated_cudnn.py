@@ -1,0 +1,52 @@
+"""What the stand-in of cuDNN takes, against what convolutions and attention took on an H200."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+
+PROGRAM = f"""
+    import sys
+    sys.path.insert(0, {str(TESTS)!r})
+    import torch
+    from cudnn_measured import ATTENTION, CONVOLUTIONS, LARGE, attention, convolution, errors, within
+
+    matrix = torch.zeros(16, 16, device="cuda", requires_grad=True)
+    (matrix @ matrix).sum().backward()  # Workspaces of both threads stay.
+
+    def peak_of(function):
+        torch.cuda.memory._record_memory_history(enabled=None)
+        torch.cuda.memory._record_memory_history(context=None, stacks="python")
+        result = function()
+        events = torch.cuda.memory._snapshot()["device_traces"][0]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        signs = {{"alloc": 1, "free_completed": -1}}
+        live = peak = 0
+        for event in events:
+            live += signs.get(event["action"], 0) * -(-event["size"] // 512) * 512
+            peak = max(peak, live)
+        return result, peak
+
+    differences = errors(peak_of, "cuda", convolution, CONVOLUTIONS)
+    print(len(differences), within(differences, 1), within(differences, 16))
+    print(max(map(abs, errors(peak_of, "cuda", attention, ATTENTION))))
+    print(max(abs(convolution(peak_of, "cuda", *measured)[0] - measured[-2]) for measured in LARGE) >> 20)
+"""
+
+
+def test_workspaces_are_those_of_an_h200_and_of_a_prediction(emulate):
+    done, report = emulate(PROGRAM, gpu="h200")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["438 260 419", "512", "6"]
+    assert not report["processes"][0]["unknown"]
+
+
+def test_those_of_other_compute_capabilities_are_not_known(emulate):
+    done, report = emulate(
+        """
+        import torch
+        torch.nn.functional.conv2d(torch.ones(1, 8, 9, 9, device="cuda"), torch.ones(8, 8, 3, 3, device="cuda"))
+        """,
+        gpu="a100",
+    )
+    assert done.returncode == 0, done.stderr
+    assert report["processes"][0]["unknown"] == ["cuDNN's workspaces"]
