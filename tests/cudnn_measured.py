@@ -14,9 +14,7 @@ TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MIB = 2**20
 
 
-def convolution(
-    peak_of, device, name, batch, channels, sides, made, window, stride, padding, last, groups, bias, trained, *_
-):
+def convolution(peak_of, device, *measured):
     """The highest memory of its forward and of its backward pass.
 
     Args:
