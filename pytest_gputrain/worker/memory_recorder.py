@@ -281,7 +281,8 @@ def _part(frames: list[dict[str, Any]]) -> str:
         return "weights and buffers"
     if any(file == "torch/nn/modules/module.py" and name in _CALLING for file, name in functions):
         return "forward pass"
-    in_program = any(not _program_lines.is_library(frame["filename"]) for frame in frames)
+    files = [frame["filename"] for frame in frames]
+    in_program = any(not _program_lines.is_library(file) and not file.startswith(_OWN) for file in files)
     return "the rest of the program" if in_program else _program_lines.BACKWARD
 
 

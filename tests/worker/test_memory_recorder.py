@@ -100,6 +100,8 @@ MODULE, OWN = f"{LIBRARY}/torch/nn/modules/module.py", "/work/train.py"
         ([(f"{LIBRARY}/torch/optim/adamw.py", "step"), (MODULE, "_call_impl"), (OWN, "f")], "optimizer"),
         ([(f"{LIBRARY}/bitsandbytes/optim/optimizer.py", "step"), (OWN, "f")], "optimizer"),
         ([(OWN, "get_batch")], "the rest of the program"),
+        # An editable installation is in no folder of libraries.
+        ([(f"{memory_recorder._OWN}/emulated_values/operators.py", "run")], "backward pass"),
     ],
 )
 def test_memory_is_told_by_the_part_of_training_that_allocated_it(frames, part):
