@@ -299,8 +299,8 @@ static int64_t of_convolution(struct descriptor *operation, int first) {
     read = aligned(channels, step);
     written = aligned(made, step);
   }
-  int64_t part = least(LARGEST / (read * pixels), LARGEST / (written * pixels_made));
-  samples = part ? least(samples, part) : samples;
+  int64_t largest = read * pixels > written * pixels_made ? read * pixels : written * pixels_made;
+  samples = largest && largest <= LARGEST ? least(samples, LARGEST / largest) : samples;
   int64_t of_source = samples * read * pixels * size, of_result = samples * written * pixels_made * size;
   int64_t of_weight = written * (grouped ? each : read) * window * size;
   if (number(source, TENSOR_STRIDES, 1) == 1 && channels > 1) { // channels last
