@@ -188,7 +188,9 @@ def test_vgg_passes_its_signal_on_from_the_start():
     workload.model.eval()
     logits = workload.model(inputs_of(workload)["images"])
     # From torch's own start it is 1e-7.
-    assert 1e-2 < logits.std(dim=0).mean() < 10
+    assert logits.std(dim=0).mean() > 1e-3
+    # Weights of the linear layers that are scaled as the convolutions' gave 1.5, and at full size a loss of nan.
+    assert logits.std() < 0.5
 
 
 # word2vec on sparse gradients, CTR-DNN and wide & deep
