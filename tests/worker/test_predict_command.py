@@ -156,7 +156,8 @@ def test_the_loss_is_that_of_transformers_unless_another_is_named(once):
     as_transformers = json.loads((once / "answer.json").read_text())["cells"][0]
     in_own_type = answer(*WORDS, "--set=loss=logits")["cells"][0]
     assert as_transformers["case"]["loss"] == "fp32"
-    assert as_transformers["needed_bytes"] > in_own_type["needed_bytes"]
+    peaks = [cell["prediction"]["peak_allocated_bytes"] for cell in (as_transformers, in_own_type)]
+    assert peaks[0] > peaks[1], "so small a difference may be lost in the segments that are reserved"
 
 
 @pytest.mark.slow
