@@ -54,12 +54,12 @@ CONDITIONS: Final = {
     "llm-trainer": Conditions(
         read_as="thousands of MiB, printed as GiB",
         context_bytes=600 * MiB,
-        target={"workspace_bytes": 32 * MiB},
+        target={"workspace_bytes": 32 * MiB, "equal_blocks": "lower_address"},
     ),
     "pangu-deepspeed": Conditions(
         read_as="MiB, printed as MB",
         context_bytes=1343 * MiB,
-        target={"attention": "unfused", "lists": False},
+        target={"attention": "unfused", "lists": False, "equal_blocks": "lower_address"},
     ),
 }
 """The conditions of the tables that print the memory of a single GPU."""

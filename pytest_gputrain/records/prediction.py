@@ -27,6 +27,9 @@ class Target(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The part of it that the driver's context and loaded kernels take."""
     expandable_segments: bool = False
     """Whether the caching allocator grows its segments in place, instead of asking for new ones."""
+    equal_blocks: Literal["current", "lower_address"] = "current"
+    """The one among free blocks of one size that the caching allocator takes: as in the installed torch, or the one at the
+    lower address, as before torch 2.12."""
     capability: tuple[Whole, Whole] = (9, 0)
     """CUDA's compute capability. Below 8.0 there is no flash attention."""
     attention: Literal["current", "unfused"] = "current"

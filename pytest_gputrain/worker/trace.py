@@ -18,6 +18,8 @@ ENTER: Final[dict[TrainingPhase, int]] = {
     phase: EMPTY_CACHE - 1 - place for place, phase in enumerate(get_args(TrainingPhase))
 }
 """Among the events of a trace: a phase begins."""
+ROUND: Final = EMPTY_CACHE - 1 - len(ENTER)
+"""Among the events of a trace: steps begin that all later steps are like, and the second time, they end."""
 SHOWN: Final = 8
 """Rows of the largest tensors at each peak."""
 
@@ -33,7 +35,7 @@ class Trace:
 
     Attributes:
         events: an allocation's number where it is made, its complement (``~number``) where it is freed, `EMPTY_CACHE`, or
-            one of `ENTER`.
+            one of `ENTER`, or `ROUND`.
         allocations: by number.
     """
 
@@ -60,6 +62,10 @@ class Trace:
     def begin_training(self) -> None:
         """Note that the build has ended. What is wholly free is given back, and peaks start from here."""
         self.events.append(EMPTY_CACHE)
+
+    def mark_round(self) -> None:
+        """Note that the steps begin or end that all later ones are like."""
+        self.events.append(ROUND)
 
     def enter(self, phase: TrainingPhase) -> None:
         """Note that a phase begins."""
@@ -155,6 +161,8 @@ def peaks(trace: Trace) -> Peaks:
             continue
         elif event == EMPTY_CACHE:
             peak = 0
+            continue
+        elif event == ROUND:
             continue
         else:
             phase = _ENTERED[event]

@@ -1,15 +1,17 @@
 """The replay of CUDA's caching allocator, against traces worked out by hand and against what must always hold."""
 
 import itertools
+from random import Random
 
 import pytest
 from driver_addresses import ON_AN_H200
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.torch_version import TorchVersion
 
 from pytest_gputrain.utils.units import GiB, KiB, MiB
 from pytest_gputrain.worker.prediction.addresses import Addresses
-from pytest_gputrain.worker.prediction.allocator import Allocator, CapacityExceeded, replay
+from pytest_gputrain.worker.prediction.allocator import Allocator, CapacityExceeded, replay, ties_of
 from pytest_gputrain.worker.trace import EMPTY_CACHE, Trace
 
 SIZES = st.one_of(
@@ -88,12 +90,27 @@ def test_addresses_in_use_are_apart_and_all_come_back(asked):
     assert addresses.take(1024 * MiB) == -1024 * MiB
 
 
-def test_of_blocks_of_one_size_the_later_large_segment_is_taken_first():
-    allocator = Allocator()
-    first, second = (allocator.allocate(500 * MiB) for _ in range(2))
-    allocator.free(first)
-    allocator.free(second)
-    assert allocator.allocate(500 * MiB).segment == second.segment < first.segment
+@pytest.mark.parametrize(("version", "taken"), [("2.9.1", 1), ("2.11.0+cu130", 1), ("2.12.0", 0), ("2.14.1+cu130", 0)])
+def test_of_segments_of_one_size_the_lower_is_taken_by_old_versions_of_torch_and_the_older_by_new_ones(version, taken):
+    allocator = Allocator(ties=ties_of(TorchVersion(version)))
+    blocks = [allocator.allocate(500 * MiB) for _ in range(2)]
+    segments = [block.segment for block in blocks]
+    for block in reversed(blocks):
+        allocator.free(block)
+    assert allocator.allocate(500 * MiB).segment == segments[taken], "the driver puts the second below the first"
+
+
+@pytest.mark.parametrize(("version", "taken"), [("2.11.0", 0), ("2.12.0", 1024), ("2.13.0", 0)])
+def test_of_blocks_of_one_segment_the_first_is_taken_but_by_torch_2_12_the_one_that_was_made_first(version, taken):
+    allocator = Allocator(ties=ties_of(TorchVersion(version)))
+    blocks = [allocator.allocate(512) for _ in range(4)]
+    for block in blocks[:2]:
+        allocator.free(block)
+    remade = [allocator.allocate(512) for _ in range(2)]
+    assert [block.address for block in remade] == [0, 512]
+    allocator.free(remade[0])
+    allocator.free(blocks[2])
+    assert allocator.allocate(512).address == taken
 
 
 def test_at_the_capacity_free_segments_are_given_back_and_one_in_use_is_not():
@@ -116,6 +133,51 @@ def test_replay_tells_what_found_no_room():
     too_large = allocate(trace, 30 * MiB)
     trace.free(too_large)
     assert replay(trace, Allocator(60 * MiB)) == too_large
+
+
+def training(steps, drawn, *, marked):
+    """A trace of steps that are alike, each of which frees some of its tensors only in the next one."""
+    trace, due = Trace(512), {}
+    choices = (512, 3 * MiB, 12 * MiB, 25 * MiB, 40 * MiB, drawn.randrange(MiB, 60 * MiB))
+    program = [(drawn.choice(choices), drawn.randrange(place + 1, 24)) for place in range(12)]
+    for step in range(steps):
+        if marked and step == steps - 1:
+            trace.mark_round()
+        for place, (size, freed_at) in enumerate(program, start=12 * step):
+            for number in due.pop(place, []):
+                trace.free(number)
+            due.setdefault(12 * step + freed_at, []).append(allocate(trace, size))
+    if marked:
+        trace.mark_round()
+    return trace
+
+
+def test_a_round_is_repeated_until_it_needs_no_more_memory():
+    held = []
+    for seed in range(200):
+        replayed = []
+        for steps, marked in ((2, False), (2, True), (14, False)):
+            allocator = Allocator()
+            assert replay(training(steps, Random(seed), marked=marked), allocator) is None
+            replayed.append(allocator.peak_reserved)
+        held.append(replayed)
+    assert all(two <= repeated <= many for two, repeated, many in held)
+    assert sum(two < many for two, _, many in held) > 20, "some need more memory in a later step"
+    assert sum(repeated < many for _, repeated, many in held) < 10, "some grow again after steps that did not"
+
+
+def test_a_later_step_may_not_fit_and_one_that_frees_more_than_it_makes_is_not_repeated():
+    trace = training(2, Random(0), marked=True)
+    allocator = Allocator()
+    replay(trace, allocator)
+    assert replay(trace, Allocator(allocator.peak_reserved)) is None
+    shrinking = Trace()
+    first = allocate(shrinking, 30 * MiB)
+    shrinking.mark_round()
+    shrinking.free(first)
+    allocate(shrinking, 12 * MiB)
+    shrinking.mark_round()
+    assert replay(shrinking, Allocator()) is None
 
 
 def test_emptying_lets_the_peak_start_anew():
@@ -156,9 +218,9 @@ actions = st.lists(st.tuples(st.booleans(), SIZES), max_size=60)
 
 
 @settings(max_examples=150, deadline=None)
-@given(actions, st.booleans(), st.sampled_from([None, 100 * MiB, GiB]))
-def test_what_always_holds(steps, expandable, capacity):
-    allocator = Allocator(capacity, expandable=expandable)
+@given(actions, st.booleans(), st.sampled_from([None, 100 * MiB, GiB]), st.sampled_from(["address", "block", "segment"]))
+def test_what_always_holds(steps, expandable, capacity, ties):
+    allocator = Allocator(capacity, expandable=expandable, ties=ties)
     held = []
     for free, size in steps:
         if free and held:

@@ -6,6 +6,7 @@ import pkgutil
 from concurrent.futures import ThreadPoolExecutor
 
 import bitsandbytes
+import msgspec
 import numpy
 import pytest
 import torch
@@ -16,6 +17,7 @@ from zoo_examples import CPU, H100, compare, predicted, replied, task_of
 from pytest_gputrain import Case
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed, Prediction
+from pytest_gputrain.utils.units import MiB
 
 OWN = Case(model="own", method="custom", precision="fp32", code="here")
 HERE = ", at test_prediction_own.py:"
@@ -64,6 +66,25 @@ def test_work_is_that_of_a_step(accumulation):
     case = OWN.replace(gradient_accumulation=accumulation)
     compare(case, build)
     assert predicted(case, H100, build).flops_per_step == 2 * 2 * 64**3
+
+
+@pytest.mark.parametrize(("rule", "reserved"), [("lower_address", 1500), ("current", 2500)])
+def test_reserved_memory_is_that_of_a_version_of_torch(rule, reserved):
+    def memory(mebibytes, device):
+        return torch.empty(mebibytes * MiB, dtype=torch.uint8, device=device)
+
+    def steps(device):
+        memory(1000, device)
+        in_front, behind = memory(500, device), memory(500, device)
+        of_its_own = memory(500, device)
+        del in_front, of_its_own
+        kept = memory(400, device)  # in one of two free blocks of 500 MiB
+        del behind
+        memory(1000, device)
+        del kept
+
+    target = msgspec.structs.replace(H100, equal_blocks=rule)
+    assert predicted(OWN, target, doing(steps)).peak_reserved_bytes == reserved * MiB
 
 
 def _in_a_context(device):

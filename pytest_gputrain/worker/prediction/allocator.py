@@ -3,7 +3,7 @@
 The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings, for one stream:
 
 - Sizes are rounded up to 512 bytes. Requests of at most 1 MiB come from the small pool, others from the large one.
-- The best fit among free blocks is taken, at the lowest address among equals (`addresses`). What is left over becomes a free
+- The best fit among free blocks is taken; which one among equals depends on torch (`Ties`). What is left over becomes a free
   block if it is at least 512 bytes in the small pool, over 1 MiB in the large one.
 - Without a fit, a new segment: 2 MiB for the small pool; 20 MiB below 10 MiB; else the size rounded up to 2 MiB.
 - Where that exceeds the capacity, all segments that are wholly free are given back before memory runs out.
@@ -18,12 +18,17 @@ Not covered: several streams, CUDA graphs, settings of PYTORCH_CUDA_ALLOC_CONF o
 from __future__ import annotations
 
 import bisect
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, TypeAlias
+
+from torch.torch_version import TorchVersion
 
 from pytest_gputrain.utils.units import MiB
 from pytest_gputrain.worker.prediction.addresses import Addresses
-from pytest_gputrain.worker.trace import EMPTY_CACHE, Trace
+from pytest_gputrain.worker.trace import EMPTY_CACHE, ROUND, Trace
 
 MIN_BLOCK: Final = 512
 SMALL_SIZE: Final = 1 * MiB
@@ -33,6 +38,14 @@ MIN_LARGE: Final = 10 * MiB
 ROUND_LARGE: Final = 2 * MiB
 
 _ENDLESS: Final = 2**60
+_MOST_ROUNDS: Final = 10
+_QUIET_ROUNDS: Final = 2
+"""After so many that need no new memory, none of those that follow is thought to."""
+
+Ties: TypeAlias = Literal["address", "block", "segment"]
+"""What decides between free blocks of one size: the lower address (torch up to 2.11), the block that torch made first (torch
+2.12, where a split makes a new block of its front part), or the segment that was made first, then the address (torch from
+2.13 on)."""
 
 
 class CapacityExceeded(Exception):
@@ -45,7 +58,9 @@ class Block:
 
     small: bool
     segment: int
-    """The address of the segment."""
+    """The address of the segment, or its number."""
+    rank: int
+    """Among blocks of one size, the lowest is taken."""
     address: int
     """Within its segment."""
     size: int
@@ -56,9 +71,8 @@ class Block:
 
     def split(self, size: int) -> Block:
         """Keep the first ``size`` bytes; the rest becomes the returned block, alike."""
-        rest = Block(
-            self.small, self.segment, self.address + size, self.size - size, self.free, self.mapped, self, self.after
-        )
+        start, left = self.address + size, self.size - size
+        rest = Block(self.small, self.segment, self.rank, start, left, self.free, self.mapped, self, self.after)
         if self.after is not None:
             self.after.before = rest
         self.size, self.after = size, rest
@@ -75,23 +89,23 @@ class Block:
 
 
 class _Pool:
-    """Free blocks that are backed by memory, by size, then address."""
+    """Free blocks that are backed by memory, by size, then rank, then address."""
 
     def __init__(self) -> None:
         self._keys: list[tuple[int, int, int]] = []
         self.blocks: list[Block] = []
 
-    def index(self, size: int, segment: int = -_ENDLESS, address: int = -1) -> int:
+    def index(self, size: int, rank: int = -_ENDLESS, address: int = -1) -> int:
         """Return the index of the first block that is not smaller."""
-        return bisect.bisect_left(self._keys, (size, segment, address))
+        return bisect.bisect_left(self._keys, (size, rank, address))
 
     def add(self, block: Block) -> None:
-        position = self.index(block.size, block.segment, block.address)
-        self._keys.insert(position, (block.size, block.segment, block.address))
+        position = self.index(block.size, block.rank, block.address)
+        self._keys.insert(position, (block.size, block.rank, block.address))
         self.blocks.insert(position, block)
 
     def remove(self, block: Block) -> None:
-        position = self.index(block.size, block.segment, block.address)
+        position = self.index(block.size, block.rank, block.address)
         assert self.blocks[position] is block
         del self._keys[position], self.blocks[position]
 
@@ -102,6 +116,7 @@ class Allocator:
     Args:
         capacity: bytes that it may hold, None for no limit.
         expandable: whether segments grow.
+        ties: what decides between free blocks of one size.
 
     Attributes:
         allocated: bytes in blocks handed out: what is left over of one that was too large is part of it where it stays.
@@ -111,13 +126,16 @@ class Allocator:
         retries: how often free memory was given back for want of it.
     """
 
-    def __init__(self, capacity: int | None = None, *, expandable: bool = False) -> None:
+    def __init__(self, capacity: int | None = None, *, expandable: bool = False, ties: Ties = "segment") -> None:
         self._capacity = capacity
         self._expandable = expandable
+        self._ties = ties
         self._pools = {True: _Pool(), False: _Pool()}
         self._addresses = Addresses()
+        self._numbers = itertools.count(1)
+        """Of segments, and of blocks where those decide."""
         # In a range that grows, an endless block without memory comes last.
-        self._ranges = {small: Block(small, 0, 0, _ENDLESS, free=True, mapped=False) for small in (True, False)}
+        self._ranges = {small: Block(small, 0, 0, 0, _ENDLESS, free=True, mapped=False) for small in (True, False)}
         self.allocated = 0
         self.peak_allocated = 0
         self.reserved = 0
@@ -146,6 +164,8 @@ class Allocator:
             rest = block.split(size)
             rest.free = True
             self._pools[small].add(rest)
+            if self._ties == "block":
+                block.rank = next(self._numbers)
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
@@ -165,19 +185,21 @@ class Allocator:
                 elif block.before is None and block.after is None:
                     pool.remove(block)
                     self.reserved -= block.size
-                    self._addresses.give(block.segment, block.size)
+                    if self._ties == "address":
+                        self._addresses.give(block.segment, block.size)
 
     def reset_peak(self) -> None:
         """Let the peaks start from what is handed out and held now."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def _pool(self, block: Block) -> Block:
-        """Put a free block into its pool, merged with its free neighbours; the merged one is returned."""
+        """Put a free block into its pool, merged with its free neighbours; the merged one has its rank, and is returned."""
         pool = self._pools[block.small]
         before = block.before
         if before is not None and before.free and before.mapped:
             pool.remove(before)
             before.absorb_next()
+            before.rank = block.rank
             block = before
         after = block.after
         if after is not None and after.free and after.mapped:
@@ -208,7 +230,8 @@ class Allocator:
             segment_size = -(-size // ROUND_LARGE) * ROUND_LARGE
         if not self._reserve(segment_size):
             return None
-        return self._pool(Block(small, self._addresses.take(segment_size), 0, segment_size, free=True))
+        segment = self._addresses.take(segment_size) if self._ties == "address" else next(self._numbers)
+        return self._pool(Block(small, segment, segment, 0, segment_size, free=True))
 
     def _reserve(self, size: int) -> bool:
         if self._capacity is not None and self.reserved + size > self._capacity:
@@ -271,26 +294,66 @@ class Allocator:
             self._ranges[block.small] = block
 
 
+def ties_of(torch_version: TorchVersion) -> Ties:
+    """Return what decides in a version of torch: `torch.__version__`."""
+    return "address" if torch_version < "2.12" else "block" if torch_version < "2.13" else "segment"
+
+
 def replay(trace: Trace, allocator: Allocator) -> int | None:
-    """Run a trace through ``allocator``.
+    """Run a trace through ``allocator``, and its round of steps again until the allocator holds no more memory for it.
+
+    What one step leaves behind decides where the next finds room: the third step of a full fine-tuning of Llama 3.1 8B needs
+    a segment more than the second.
 
     Returns:
         The number of the allocation that exceeded the capacity; None where none did.
     """
     sizes = trace.sizes
     blocks: dict[int, Block] = {}
-    for event in trace.events:
-        if event >= 0:
-            try:
-                blocks[event] = allocator.allocate(sizes[event])
-            except CapacityExceeded:
-                return event
-        elif event > EMPTY_CACHE:
-            allocator.free(blocks.pop(~event))
-        elif event == EMPTY_CACHE:
-            allocator.empty_cache()
-            allocator.reset_peak()
-    return None
+
+    def run(begin: int, end: int) -> int | None:
+        for event in trace.events[begin:end]:
+            if event >= 0:
+                try:
+                    blocks[event] = allocator.allocate(sizes[event])
+                except CapacityExceeded:
+                    return event
+            elif event > EMPTY_CACHE:
+                allocator.free(blocks.pop(~event))
+            elif event == EMPTY_CACHE:
+                allocator.empty_cache()
+                allocator.reset_peak()
+        return None
+
+    last = len(trace.events)
+    begin, end = [place for place, event in enumerate(trace.events) if event == ROUND] or (last, last)
+    refused = run(0, begin)
+    live_before = set(blocks)
+    if refused is None:
+        refused = run(begin, end)
+    successors = _successors(sizes, live_before, set(blocks))
+    quiet = 0
+    for _ in range(_MOST_ROUNDS):
+        if refused is not None or successors is None or quiet == _QUIET_ROUNDS:
+            break
+        for number, successor in successors.items():
+            blocks[number] = blocks.pop(successor)
+        held = allocator.peak_reserved
+        refused = run(begin, end)
+        quiet = quiet + 1 if allocator.peak_reserved == held else 0
+    return run(end, last) if refused is None else refused
+
+
+def _successors(sizes: Sequence[int], before: set[int], after: set[int]) -> dict[int, int] | None:
+    """Return by what a round frees of the time before it what it leaves in its stead; None if it leaves less.
+
+    It may leave more: a training keeps its losses.
+    """
+    left: defaultdict[int, list[int]] = defaultdict(list)
+    for number in sorted(after - before, reverse=True):
+        left[sizes[number]].append(number)
+    successors = {number: left[sizes[number]].pop() for number in sorted(before - after) if left[sizes[number]]}
+    return successors if len(successors) == len(before - after) else None
 
 
 def _space(block: Block) -> int:

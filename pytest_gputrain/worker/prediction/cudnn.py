@@ -89,7 +89,7 @@ def _workspace(
         read, written = (-(-count // step) * step for count in (channels, made))
     pixels = math.prod(source[2:])
     window = math.prod(weight.shape[2:])
-    largest = max(read * pixels, written * math.prod(result[2:]))
+    largest = max(read * pixels, written * math.prod(result[2:]), 1)
     samples = min(source[0], _LARGEST // largest or source[0])
     of_source = samples * read * pixels * size
     of_weight = written * (read // groups) * window * size

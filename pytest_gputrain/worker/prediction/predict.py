@@ -17,7 +17,7 @@ from pytest_gputrain.worker.measuring import build, counted_steps, is_own_code, 
 from pytest_gputrain.worker.methods import trainable_parameters
 from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.precision import check_precision, weights_by_type
-from pytest_gputrain.worker.prediction.allocator import Allocator, replay
+from pytest_gputrain.worker.prediction.allocator import Allocator, replay, ties_of
 from pytest_gputrain.worker.prediction.kernels import temporaries
 from pytest_gputrain.worker.prediction.layouts import layouts
 from pytest_gputrain.worker.prediction.patches import patched
@@ -123,10 +123,14 @@ class PredictionRun:
         # As in a real run, whose allocations are counted from here; all of the build is in the youngest generation.
         gc.collect(0)
         self._progress.enter("count")
-        for update in counted_steps(self._task.case):
+        typical = typical_step(self._task.case)
+        for place, update in enumerate(counted_steps(self._task.case)):
+            if place == typical:
+                self._tracker.trace.mark_round()
             self._tracker.begin_step()
             yield update
             works.append(self._tracker.work)
+        self._tracker.trace.mark_round()
 
 
 def _observed(tracker: Tracker, typical: Work, training: Trainable, weights: int | None) -> Observed:
@@ -188,10 +192,11 @@ def _prediction(task: Task, observed: Observed) -> Prediction:
     cuda = target.kind == "cuda"
     trace, sums = observed.device, observed.sums
     capacity = None if target.memory_bytes is None else target.memory_bytes - target.context_bytes
-    allocator = Allocator(capacity, expandable=target.expandable_segments)
+    ties = "address" if target.equal_blocks == "lower_address" else ties_of(torch.__version__)
+    allocator = Allocator(capacity, expandable=target.expandable_segments, ties=ties)
     refused = replay(trace, allocator)
     if refused is not None:
-        allocator = Allocator(expandable=target.expandable_segments)
+        allocator = Allocator(expandable=target.expandable_segments, ties=ties)
         replay(trace, allocator)
     peak = peaks(trace)
     running = task.processes + task.servers
