@@ -1,5 +1,6 @@
 """Examples and strategies of the records, shared by the unit tests."""
 
+import re
 from typing import Any, NamedTuple
 
 import msgspec
@@ -191,6 +192,11 @@ def report(*results, **fields):
 
 def recorded(*predictions, case=CASE, scale="full"):
     return Recorded(case=case, scale=scale, figures=predictions)
+
+
+def without_digests(sentence):
+    """A sentence without the name of stored conditions: it is their digest, which changes with each field that they gain."""
+    return re.sub(r"(conditions '?)[0-9a-f]{8}\b", r"\1DIGEST", sentence)
 
 
 class Kind(NamedTuple):
