@@ -88,12 +88,13 @@ def _runs(record: _Record) -> int:
 def _figures(record: _Stored) -> Iterator[_Figure]:
     """Yield what a run is compared with."""
     if isinstance(record, Prediction):
-        yield from _predicted(record)
+        yield _Figure("peak memory", record.peak_allocated_bytes, format_bytes)
+        yield from _of_phases_and_work(record)
         return
     if isinstance(record, EmulatedRun):
         yield _Figure("peak memory", record.peak_allocated_bytes, format_bytes)
         yield _Figure("reserved memory", record.peak_reserved_bytes, format_bytes)
-        yield _Figure("FLOPs", record.flops_per_step, format_flops)
+        yield from _of_phases_and_work(record)
         return
     runs = [run for run in record.runs if run.outcome == "measured"]
     if not runs:
@@ -111,10 +112,9 @@ def _figures(record: _Stored) -> Iterator[_Figure]:
         yield _Figure("time of one worker", max(alone, default=None), format_seconds)
 
 
-def _predicted(prediction: Prediction) -> Iterator[_Figure]:
-    yield _Figure("peak memory", prediction.peak_allocated_bytes, format_bytes)
-    for phase, peak in prediction.phase_peak_bytes.items():
+def _of_phases_and_work(figures: Prediction | EmulatedRun) -> Iterator[_Figure]:
+    for phase, peak in figures.phase_peak_bytes.items():
         yield _Figure(f"peak of {phase}", peak, format_bytes)
-    yield _Figure("FLOPs", prediction.flops_per_step, format_flops)
-    yield _Figure("recomputed FLOPs", prediction.recomputed_flops_per_step, format_flops)
-    yield _Figure("bytes moved", prediction.bytes_per_step, format_bytes)
+    yield _Figure("FLOPs", figures.flops_per_step, format_flops)
+    yield _Figure("recomputed FLOPs", figures.recomputed_flops_per_step, format_flops)
+    yield _Figure("bytes moved", figures.bytes_per_step, format_bytes)

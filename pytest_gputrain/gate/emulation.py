@@ -1,7 +1,8 @@
 """Judges runs on an emulated GPU against recorded ones. Pure.
 
 Nothing here is noisy: the same code allocates, and asks the driver for, the same bytes in every process. So every growth is
-a regression, whatever the tolerances say; but for compiled cases. Time is not judged, because there is none.
+a regression, whatever the tolerances say: of the peak, of the peak of each phase, of reserved memory, and of FLOPs. Bytes
+moved may grow a little. Time is not judged, because there is none.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from pytest_gputrain.gate.messages import count, describe_metric
+from pytest_gputrain.gate.memory import PHASES, describe_memory, is_memory_metric
+from pytest_gputrain.gate.messages import describe_metric
 from pytest_gputrain.gate.unmeasured import Sentences, comparable
+from pytest_gputrain.gate.work import WORK, describe_work
 from pytest_gputrain.records import Case, EmulatedRun, MetricName, MetricVerdict, Status, Verdict
 from pytest_gputrain.records.recorded import Recorded
-from pytest_gputrain.utils.units import format_bytes
+from pytest_gputrain.utils.units import format_bytes, format_percent
 
-_JUDGED: Final[tuple[MetricName, ...]] = ("peak_allocated_bytes", "peak_reserved_bytes", "flops_per_step")
+_CHANGED: Final[tuple[Status, ...]] = ("regressed", "improved")
+_MOVED_RATIO: Final = 0.01
+"""Growth of the bytes that operators read and write that passes, because one cheap operator more is no regression."""
 _COMPILED_RATIO: Final = 0.001
 """Growth that passes where torch.compile is used: a case allocates up to 64 KiB more when its code comes from the disk."""
 _RECORD: Final = "record it with --gpu-emulate --gpu-baseline-update"
@@ -39,7 +44,7 @@ def judge(case: Case, run: EmulatedRun, recorded: Recorded[EmulatedRun] | None, 
             unchanged="its memory is the same",
         ),
         does_not_fit=lambda did: _what_does_not_fit(run, title, "no longer fits" if did else "does not fit"),
-        changes=lambda nearest: _changes(list(_metrics(case, nearest, run)), ("regressed", "improved")),
+        changes=lambda nearest: _changes(list(_metrics(case, nearest, run)), _CHANGED, nearest, run),
     )
     if isinstance(before, Verdict):
         return before
@@ -49,11 +54,29 @@ def judge(case: Case, run: EmulatedRun, recorded: Recorded[EmulatedRun] | None, 
     if run.fits and not before.fits:
         return Verdict(status="improved", sentence=f"{case} fits {title} now; {_RECORD}")
     metrics = tuple(_metrics(case, before, run))
-    if worse := _changes(metrics, ("regressed",)):
-        return Verdict(status="regressed", sentence=f"{case} {'; '.join(worse)}", metrics=metrics)
-    if better := _changes(metrics, ("improved",)):
-        return Verdict(status="improved", sentence=f"{case} {'; '.join(better)}; {_RECORD}", metrics=metrics)
-    return Verdict(status="pass", sentence=f"{case} takes the recorded memory", metrics=metrics)
+    worse, better = (_changes(metrics, (status,), before, run) for status in _CHANGED)
+    gone = [phase for phase in before.phase_peak_bytes if run.phase_peak_bytes and phase not in run.phase_peak_bytes]
+    if gone := [phase for phase in gone if phase != "between"]:
+        worse.insert(0, f"no longer trains: it has no {' and no '.join(gone)}")
+    not_compared = "".join(f"; {what}" for what in _not_compared(before, run))
+    if worse:
+        return Verdict(status="regressed", sentence=f"{case} {'; '.join(worse)}{not_compared}", metrics=metrics)
+    if better:
+        sentence = f"{case} {'; '.join(better)}{not_compared}; {_RECORD}"
+        return Verdict(status="improved", sentence=sentence, metrics=metrics)
+    notes = [f"the bytes that it moves {metric.note}" for metric in metrics if metric.note]
+    sentence = f"{case} takes the recorded memory{''.join(f'; {note}' for note in notes)}{not_compared}"
+    return Verdict(status="pass", sentence=sentence, metrics=metrics)
+
+
+def _not_compared(before: EmulatedRun, now: EmulatedRun) -> Iterator[str]:
+    """Name the figures that one side lacks."""
+    if now.phase_peak_bytes and not before.phase_peak_bytes:
+        yield f"its peaks of phases were not recorded, so they are not compared; {_RECORD}"
+    if before.bytes_per_step and not now.bytes_per_step:
+        yield "its FLOPs and the bytes that it moves are not compared, because they were not counted"
+    elif now.bytes_per_step and not before.bytes_per_step and before.phase_peak_bytes:
+        yield f"the bytes that it moves were not recorded, so they are not compared; {_RECORD}"
 
 
 def _what_does_not_fit(run: EmulatedRun, title: str, what: str) -> str:
@@ -64,26 +87,34 @@ def _what_does_not_fit(run: EmulatedRun, title: str, what: str) -> str:
 def _metrics(case: Case, before: EmulatedRun, now: EmulatedRun) -> Iterator[MetricVerdict]:
     if not (before.fits and now.fits):
         return
-    ratio = 0.0 if case.compile == "off" else _COMPILED_RATIO
-    for name in _JUDGED:
+    exact = 0.0 if case.compile == "off" else _COMPILED_RATIO
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
+        yield _compared(name, getattr(before, name), getattr(now, name), exact)
+    for name, phase in PHASES.items():
+        if phase in before.phase_peak_bytes and phase in now.phase_peak_bytes:
+            yield _compared(name, before.phase_peak_bytes[phase], now.phase_peak_bytes[phase], exact)
+    for name in WORK:
         value, baseline = getattr(now, name), getattr(before, name)
-        if value is None or baseline is None:
-            continue
-        limit, least = baseline * (1 + ratio), baseline / (1 + ratio)
-        status: Status = "regressed" if value > limit else "improved" if value < least else "pass"
-        yield MetricVerdict(metric=name, status=status, value=value, baseline=baseline, limit=limit)
+        if value is not None and baseline is not None:
+            yield _compared(name, baseline, value, _MOVED_RATIO if name == "bytes_per_step" else exact)
 
 
-def _changes(metrics: Sequence[MetricVerdict], statuses: Sequence[Status]) -> list[str]:
-    return [_describe(metric) for metric in metrics if metric.status in statuses]
+def _compared(name: MetricName, baseline: int, value: int, ratio: float) -> MetricVerdict:
+    limit, least = baseline * (1 + ratio), baseline / (1 + ratio)
+    status: Status = "regressed" if value > limit else "improved" if value < least else "pass"
+    changed = name == "bytes_per_step" and status == "pass" and value != baseline
+    note = f"changed by {format_percent(value / baseline - 1)}, within the limit" if changed else ""
+    return MetricVerdict(metric=name, status=status, value=value, baseline=baseline, limit=limit, note=note)
 
 
-def _describe(metric: MetricVerdict) -> str:
-    """Describe a change, of which a few bytes count: with all digits where the two would look alike."""
-    assert metric.value is not None
-    assert metric.baseline is not None
-    if metric.metric == "flops_per_step" or format_bytes(metric.value) != format_bytes(metric.baseline):
-        return describe_metric(metric)
-    change, kind = int(metric.value - metric.baseline), metric.metric.removeprefix("peak_").removesuffix("_bytes")
-    more = "more" if change > 0 else "less"
-    return f"needs {count(abs(change), 'byte')} {more} memory: {metric.value:,.0f} against {metric.baseline:,.0f} {kind}"
+def _changes(
+    metrics: Sequence[MetricVerdict], statuses: Sequence[Status], before: EmulatedRun, now: EmulatedRun
+) -> list[str]:
+    """Describe the metrics of these statuses; of the phases, one in full."""
+    chosen = [metric for metric in metrics if metric.status in statuses]
+    others = [
+        describe_work(metric, before, now) if metric.metric in WORK else describe_metric(metric)
+        for metric in chosen
+        if not is_memory_metric(metric)
+    ]
+    return [*describe_memory(chosen, now, [before]), *others]

@@ -1,6 +1,6 @@
 """Judges peaks of memory against a baseline's, of training and of each phase, and names the tensors behind a change. Pure.
 
-Phases are those of counted and of predicted memory; a GPU's allocator keeps no peak of theirs.
+Phases are those of memory that was counted on a CPU, emulated or predicted; on a GPU nothing keeps a peak of theirs.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ def phase_prefix(metric: MetricVerdict) -> str:
     return f"{phase} " if phase else ""
 
 
-def describe_memory(metrics: Sequence[MetricVerdict], measured: Measurement, fitted: Sequence[BaselineRun]) -> Iterator[str]:
+def describe_memory(
+    metrics: Sequence[MetricVerdict], measured: PeaksByPhase, fitted: Sequence[PeaksByPhase]
+) -> Iterator[str]:
     """Describe peaks that are worse, or better: the peak of training, and the phases behind it."""
     peak = next((metric for metric in metrics if metric.metric == "peak_allocated_bytes"), None)
     phases = [metric for metric in metrics if metric.metric in PHASES]
@@ -179,7 +181,7 @@ def describe_memory(metrics: Sequence[MetricVerdict], measured: Measurement, fit
     yield describe_phase(main) + behind
 
 
-def _highest(fitted: Sequence[BaselineRun], phase: TrainingPhase) -> BaselineRun:
+def _highest(fitted: Sequence[PeaksByPhase], phase: TrainingPhase) -> PeaksByPhase:
     """Return the run of a baseline whose peak is the limit's."""
     return max(fitted, key=lambda run: run.phase_peak_bytes.get(phase, -1))
 

@@ -106,8 +106,12 @@ def describe_metric(metric: MetricVerdict) -> str:
             values = f"{format_flops(metric.value)} against {format_flops(metric.baseline)} a step"
             return f"computes {size} {'more' if more else 'less'}: {values}{_limit(metric, more)}"
         case _:
-            limit = f", limit {format_bytes(metric.limit)}" if metric.limit is not None and more else ""
-            values = f"{format_bytes(metric.value)} against {format_bytes(metric.baseline)} {_MEMORY[metric.metric]}"
+            most = metric.limit if more else None
+            limit = f", limit {format_bytes(most)}" if most is not None and most > metric.baseline else ""
+            ends = format_bytes(metric.value), format_bytes(metric.baseline)
+            if ends[0] == ends[1]:  # exact counts of which a few bytes have changed
+                ends = f"{metric.value:,.0f}", f"{metric.baseline:,.0f} bytes"
+            values = f"{ends[0]} against {ends[1]} {_MEMORY[metric.metric]}"
             bytes_, word = format_bytes(abs(metric.value - metric.baseline)), "more" if more else "less"
             return f"needs {bytes_} ({size}) {word} memory: {values}{of}{limit}"
 

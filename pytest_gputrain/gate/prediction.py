@@ -21,16 +21,12 @@ from pytest_gputrain.gate.memory import (
     tensor,
 )
 from pytest_gputrain.gate.unmeasured import Sentences, comparable
+from pytest_gputrain.gate.work import WORK, describe_work
 from pytest_gputrain.records import Case, MetricName, MetricVerdict, Prediction, Status, Verdict
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.tolerance import MemoryTolerance
-from pytest_gputrain.utils.units import format_bytes, format_flops, format_percent
+from pytest_gputrain.utils.units import format_bytes, format_percent
 
-_WORK: Final[dict[MetricName, str]] = {
-    "flops_per_step": "computes",
-    "recomputed_flops_per_step": "recomputes",
-    "bytes_per_step": "moves",
-}
 _CHANGED: Final[tuple[Status, ...]] = ("regressed", "improved")
 _RECORD: Final = "record it with --gpu-predict --gpu-baseline-update"
 
@@ -110,7 +106,7 @@ def _metrics(before: Prediction, now: Prediction, tolerance: MemoryTolerance) ->
             yield MetricVerdict(metric=name, status="new", value=now.phase_peak_bytes[phase])
         elif phase in before.phase_peak_bytes:
             yield _compared(name, before.phase_peak_bytes[phase], now.phase_peak_bytes.get(phase, 0))
-    for name in _WORK:
+    for name in WORK:
         yield _compared(name, getattr(before, name), getattr(now, name))
     if now.peak_reserved_bytes is not None and before.peak_reserved_bytes is not None:
         held, was = now.peak_reserved_bytes, before.peak_reserved_bytes
@@ -148,26 +144,4 @@ def _describe_change(metric: MetricVerdict, before: Prediction, now: Prediction)
     if metric.metric == "peak_reserved_bytes":
         text = f"{format_bytes(value)} against {format_bytes(baseline)}"
         return f"makes the allocator hold {format_bytes(abs(value - baseline))}{share} {more}, {text}"
-    form = format_bytes if metric.metric == "bytes_per_step" else format_flops
-    behind = _operators_behind(metric.metric, before, now)
-    return f"{_WORK[metric.metric]} {form(abs(value - baseline))}{share} {more} a step{behind}"
-
-
-def _operators_behind(metric: MetricName, before: Prediction, now: Prediction) -> str:
-    """Name the operator whose work changed most."""
-    field = "bytes" if metric == "bytes_per_step" else "flops"
-    form = format_bytes if metric == "bytes_per_step" else format_flops
-    changes = {}
-    for name in {*before.operators, *now.operators}:
-        old, new = before.operators.get(name), now.operators.get(name)
-        work = (getattr(new, field) if new else 0) - (getattr(old, field) if old else 0)
-        changes[name] = (work, (new.calls if new else 0) - (old.calls if old else 0))
-    total = getattr(now, metric) - getattr(before, metric)
-    name = (max if total > 0 else min)(changes, key=lambda name: (changes[name][0], name), default="")
-    if not name or changes[name][0] * total <= 0:
-        return ""
-    work, calls = changes[name]
-    much = "most of it" if 2 * abs(work) > abs(total) else "including"
-    called = f" in {calls:+} calls" if calls else ""
-    sign = "+" if work > 0 else "-"
-    return f", {much} {name.removeprefix('aten.')} ({sign}{form(abs(work))}{called})"
+    return describe_work(metric, before, now)

@@ -10,7 +10,7 @@ from pytest_gputrain.records.case import FORMAT, Case, Scale, Task, knob_text
 from pytest_gputrain.records.emulated import EmulatedRun
 from pytest_gputrain.records.fleet import Conditions, Delivery, Host, Order
 from pytest_gputrain.records.history import HistoryLine
-from pytest_gputrain.records.prediction import LiveTensor, OperatorWork, Prediction, Target, TrainingPhase
+from pytest_gputrain.records.prediction import LiveTensor, OperatorWork, Prediction, Target, TrainingPhase, WorkAtLines
 from pytest_gputrain.records.reply import (
     Cause,
     Crashed,
@@ -114,6 +114,7 @@ __all__ = [
     "Trends",
     "UnmeasuredResult",
     "Verdict",
+    "WorkAtLines",
     "knob_text",
     "update_seconds",
 ]

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from msgspec import Struct
+import msgspec
+from msgspec import Struct, field
 
-from pytest_gputrain.records.prediction import FiguresWithoutTimes, LiveTensor, TrainingPhase
+from pytest_gputrain.records.prediction import (
+    FiguresWithoutTimes,
+    LiveTensor,
+    TrainingPhase,
+    WorkAtLines,
+    without_lines,
+)
 from pytest_gputrain.records.whole import Whole
 
 NOT_MADE: Final = (
@@ -44,6 +51,11 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
     """The highest memory that the caching allocator held."""
     device_used_bytes: Whole
     """The memory in use on the device after the last step, with an estimate of the driver's context."""
+    phase_peak_bytes: dict[TrainingPhase, Whole] = field(default_factory=dict)
+    """The highest memory that the caching allocator had handed out in each phase, workspaces of libraries included.
+    ``build`` is the highest before the first step. Empty for a script, and in files that are older than the field."""
+    largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = field(default_factory=dict)
+    """The largest tensors at the peak of each phase."""
     parameters: Whole | None = None
     """The number of parameters. None if own code does not let the worker watch its model."""
     trainable_parameters: Whole | None = None
@@ -54,6 +66,10 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
     """Floating-point operations of one step without recomputation."""
     recomputed_flops_per_step: Whole | None = None
     """Further operations that activation checkpointing repeats."""
+    bytes_per_step: Whole | None = None
+    """Bytes that the operators of one step read and write, in the step that FLOPs are counted in."""
+    operators: dict[str, WorkAtLines] = field(default_factory=dict)
+    """The work of each operator in that step, including recomputation."""
     not_counted: tuple[str, ...] = ()
     """Memory of libraries that is not known here, such as ``cuDNN's workspaces``."""
     notes: tuple[str, ...] = ()
@@ -70,14 +86,18 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
         )
 
     @property
-    def phase_peak_bytes(self) -> dict[TrainingPhase, int]:
-        """Empty, because an allocator keeps no peak of a phase."""
-        return {}
+    def peak_phase(self) -> TrainingPhase | None:
+        """Return the phase of a step that has the peak; None where phases are not known."""
+        trained = {phase: peak for phase, peak in self.phase_peak_bytes.items() if phase != "build"}
+        return max(trained, key=trained.__getitem__, default=None)
 
-    @property
-    def largest(self) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
-        """Empty likewise."""
-        return {}
+    def as_stored(self) -> EmulatedRun:
+        """Return the run as baselines keep it, without the names of lines, which move."""
+        return msgspec.structs.replace(
+            self,
+            largest=without_lines(self.largest),
+            operators={name: work.without_lines() for name, work in self.operators.items()},
+        )
 
 
 class EmulatedConditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

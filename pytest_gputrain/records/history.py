@@ -215,7 +215,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     final_loss: float | None
     """The loss of the last timed step of the first process."""
     bytes_per_step: Whole | None
-    """For a prediction: the bytes that the operators read and write."""
+    """For a prediction or an emulated run: the bytes that the operators read and write."""
     roofline_seconds: float | None
     """For a prediction: the least time of a step."""
     fits: bool | None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final, Literal
 
+import msgspec
 from msgspec import Struct
 
 from pytest_gputrain.records.whole import Whole
@@ -68,6 +70,11 @@ class LiveTensor(Struct, frozen=True, kw_only=True, omit_defaults=True):
     lines, because lines move."""
 
 
+def without_lines(largest: Mapping[TrainingPhase, Sequence[LiveTensor]]) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
+    """Return the rows as baselines keep them."""
+    return {phase: tuple(msgspec.structs.replace(row, lines=()) for row in rows) for phase, rows in largest.items()}
+
+
 class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):
     """The work of all calls of one operator in one micro-batch."""
 
@@ -77,6 +84,18 @@ class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):
     """Their floating-point operations."""
     bytes: Whole
     """The bytes that they read and write."""
+
+
+class WorkAtLines(OperatorWork, frozen=True, kw_only=True, array_like=True):
+    """The same, and how it is divided among the lines of your own files."""
+
+    lines: tuple[tuple[str, Whole, Whole], ...] = ()
+    """A line such as ``train.py:41``, and the FLOPs and bytes of its calls; in a backward pass it is the line of the forward
+    pass. Baselines keep no names of lines, because lines move."""
+
+    def without_lines(self) -> WorkAtLines:
+        """Return the work as baselines keep it."""
+        return msgspec.structs.replace(self, lines=tuple(sorted(("", flops, moved) for _, flops, moved in self.lines)))
 
 
 MEASURED_ONLY: Final = (

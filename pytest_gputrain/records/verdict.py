@@ -37,7 +37,7 @@ MetricName = Literal[
     "recomputed_flops_per_step",
     "bytes_per_step",
 ]
-"""The peak of a phase is set if memory was counted on a CPU, or predicted. Recomputed FLOPs and bytes are predicted only."""
+"""A real GPU gives no peak of a phase. Recomputed FLOPs and bytes are of predictions and emulated runs."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Emulated, EmulatedRun, Result
 from pytest_gputrain.report import rich_text
+from pytest_gputrain.report.predictions import largest_tensors
 from pytest_gputrain.report.results import latest, of_kind
 from pytest_gputrain.utils.units import format_bytes, format_flops
 
@@ -56,6 +57,7 @@ def explain(results: Sequence[Result]) -> list[str]:
         f"emulated {first.device_name} with {format_bytes(first.device_memory_bytes)}, CUDA {first.runtime}: torch's own "
         "operators and allocator decided what was allocated; kernels computed nothing, and no time was measured"
     ]
+    lines += largest_tensors(runs)
     unfit = [str(result.case) for result, run in runs if not run.fits]
     if unfit:
         lines.append(f"does not fit: {', '.join(unfit)}")

@@ -150,7 +150,7 @@ def _line_of(result: Declared, session: RunInfo) -> HistoryLine:
         **{name: _count(result, measured, name) for name in _COUNTS},  # type: ignore[arg-type]
         **{name: _phase(result, measured, phase) for name, phase in PHASES.items()},  # type: ignore[arg-type]
         final_loss=losses[-1] if losses else None,
-        bytes_per_step=prediction.bytes_per_step if prediction else None,
+        bytes_per_step=exact.bytes_per_step if exact else None,
         roofline_seconds=prediction.roofline_seconds if prediction else None,
         fits=exact.fits if exact else None,
         step_sensitivity=time.sensitivity if time else None,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.gate.memory import in_phase, tensor
-from pytest_gputrain.records import Predicted, Prediction, Result
+from pytest_gputrain.records import EmulatedRun, Predicted, Prediction, Result
 from pytest_gputrain.report import rich_text
 from pytest_gputrain.report.results import latest, of_kind
 from pytest_gputrain.utils.units import format_bytes, format_flops, format_seconds
@@ -68,11 +68,14 @@ def explain(results: Sequence[Result]) -> list[str]:
     unfit = [str(result.case) for result, prediction in predicted if prediction.fits is False]
     if unfit:
         lines.append(f"does not fit: {', '.join(unfit)}")
-    if len(predicted) <= _SHOWN_PEAKS:
-        for result, prediction in predicted:
-            largest = prediction.largest.get(prediction.peak_phase, ())[:_SHOWN_TENSORS]
-            lines.append(f"{result.case} at its peak, {in_phase(prediction.peak_phase)}: {', '.join(map(tensor, largest))}")
-    return lines
+    return [*lines, *largest_tensors(predicted)]
+
+
+def largest_tensors(cases: Sequence[tuple[Result, Prediction | EmulatedRun]]) -> Iterator[str]:
+    """Name the largest tensors at the peak of each case, where there are few cases."""
+    for result, figures in cases if len(cases) <= _SHOWN_PEAKS else ():
+        if (phase := figures.peak_phase) and (largest := figures.largest.get(phase, ())[:_SHOWN_TENSORS]):
+            yield f"{result.case} at its peak, {in_phase(phase)}: {', '.join(map(tensor, largest))}"
 
 
 def _memory(prediction: Prediction) -> str:

@@ -110,5 +110,8 @@ class EmulationStore(RecordedStore[EmulatedRun]):
     entry_type = EmulatedRun
     shared_type = EmulatedConditions
 
+    def _merged(self, before: Recorded[EmulatedRun] | None, new: Recorded[EmulatedRun]) -> Recorded[EmulatedRun]:
+        return super()._merged(before, msgspec.structs.replace(new, figures=tuple(run.as_stored() for run in new.figures)))
+
     def _is_possible(self, entry: EmulatedRun) -> bool:
         return entry.peak_allocated_bytes <= entry.peak_reserved_bytes

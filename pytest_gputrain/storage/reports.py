@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,15 +12,14 @@ from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
     Case,
-    LiveTensor,
     Measured,
     Measurement,
     OutOfMemory,
     Reply,
     Report,
-    TrainingPhase,
     UnmeasuredResult,
 )
+from pytest_gputrain.records.prediction import without_lines
 from pytest_gputrain.storage.baselines import decode
 
 
@@ -113,8 +112,3 @@ def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> Base
 def _short(seconds: float) -> float:
     """Round to six digits: beyond what a clock tells of a step, and readable in a diff."""
     return float(f"{seconds:.6g}")
-
-
-def without_lines(largest: Mapping[TrainingPhase, Sequence[LiveTensor]]) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
-    """Return the rows as baselines keep them."""
-    return {phase: tuple(msgspec.structs.replace(row, lines=()) for row in rows) for phase, rows in largest.items()}

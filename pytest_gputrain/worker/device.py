@@ -104,6 +104,10 @@ def _check_found(*, asked: bool) -> None:
         )
 
 
+_reset_peaks_quietly: Final[Callable[[int], None]] = getattr(torch._C, "_cuda_resetPeakMemoryStats", lambda device: None)
+"""torch's own function, whatever `Accelerator.keeping_peaks` puts in its place."""
+
+
 class Accelerator:
     """The visible GPU of this rank: the parent decides which ones are visible before this process starts."""
 
@@ -129,6 +133,8 @@ class Accelerator:
         """Allocated and reserved bytes since our own reset, whoever resets torch's."""
         self._last: tuple[int, ...] = (0, 0)
         """The last peak that torch reported, since any reset."""
+        self._interval = 0
+        """Highest allocated bytes since `interval_peak` was asked."""
         self._reset_unseen = False
         torch.cuda.set_device(self.torch_device)
         torch.cuda.init()
@@ -162,6 +168,7 @@ class Accelerator:
             yield
 
     def reset_peaks(self) -> None:
+        self._keep_peaks()
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -173,6 +180,14 @@ class Accelerator:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         allocated, reserved = self._highest
         return Peaks(allocated=allocated, reserved=reserved, used=total - free, reset_unseen=self._reset_unseen)
+
+    def interval_peak(self) -> int:
+        """Return the highest allocated bytes since the last call, whoever reset torch's peaks meanwhile."""
+        self._keep_peaks()
+        peak, self._interval = self._interval, 0
+        _reset_peaks_quietly(self.torch_device.index)
+        self._last = (0, 0)
+        return peak
 
     def allocated_bytes(self) -> int | None:
         self._keep_peaks()
@@ -188,6 +203,7 @@ class Accelerator:
         now = tuple(stats[name]["all"]["peak"] if name in stats else 0 for name in ("allocated_bytes", "reserved_bytes"))
         self._reset_unseen |= any(peak < before for peak, before in zip(now, self._last, strict=True))
         self._last = now
+        self._interval = max(self._interval, now[0])
         self._highest = tuple(map(max, self._highest, now))
 
     def counting(self, line: Callable[[], str]) -> contextlib.AbstractContextManager[AllocationCounter | None]:

@@ -15,20 +15,48 @@ from torch.nn.parallel import DistributedDataParallel
 from pytest_gputrain.cases.libraries import packages_of
 from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.records.emulated import NOT_MADE
-from pytest_gputrain.worker.device import Device
+from pytest_gputrain.worker.autograd_lines import AutogradLines
+from pytest_gputrain.worker.device import Accelerator, Device
+from pytest_gputrain.worker.device_allocations import DeviceAllocations
 from pytest_gputrain.worker.emulated_values import tracking
+from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.memory_recorder import unknown
+from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.prediction.zero import Kernels
 from pytest_gputrain.worker.untouched_host import UntouchedHost
+from pytest_gputrain.worker.work import WorkCount
 
 _NAMED: Final = 2
 """Lines that a note names."""
 
 
+class EmulatedFigures:
+    """The figures that only an emulated GPU gives of a case: peaks of phases, what lived there, and what operators moved.
+
+    Args:
+        device: the GPU.
+        lines: finds the user's own lines; None for a case without own code.
+    """
+
+    def __init__(self, device: Accelerator, lines: OwnLines | None) -> None:
+        self._lines = AutogradLines(lines)
+        self.allocations = DeviceAllocations(device, self._lines)
+        self.work: WorkCount | None = None
+        """The work of the step whose FLOPs are counted; None before that step is over."""
+
+    @contextlib.contextmanager
+    def counting_work(self) -> Iterator[WorkCount]:
+        """Provide a context for that step."""
+        work = WorkCount(self._lines.current)
+        with count_flops(work):
+            yield work
+        self.work = work
+
+
 @contextlib.contextmanager
-def training_on_emulated_gpu(case: Case) -> Iterator[None]:
+def training_on_emulated_gpu(case: Case, figures: EmulatedFigures) -> Iterator[None]:
     """Provide a context for all of a case on an emulated GPU, from its build to its last check."""
-    tracking.enable()
+    tracking.enable(figures.allocations)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(DistributedDataParallel, "__init__", _make_answered))
         if case.cpu_offload or case.offload_optimizer or case.offload_param:
@@ -67,14 +95,16 @@ def _answer(bucket: Tensor) -> torch.futures.Future[Tensor]:
     return future
 
 
-def emulated_reply(reply: Reply | Served, task: Task, device: Device) -> EmulatedRun | OutOfMemory | Crashed:
+def emulated_reply(
+    reply: Reply | Served, task: Task, device: Device, figures: EmulatedFigures
+) -> EmulatedRun | OutOfMemory | Crashed:
     """Turn what a worker would reply of a real GPU into what it may say of an emulated one.
 
     Args:
         device: whose kernels compute nothing.
     """
     if isinstance(reply, Measurement):
-        return emulated_run(reply, task, device)
+        return emulated_run(reply, task, device, figures)
     if isinstance(reply, OutOfMemory) and reply.where == "device":
         peaks = device.peaks()
         return EmulatedRun(
@@ -90,21 +120,27 @@ def emulated_reply(reply: Reply | Served, task: Task, device: Device) -> Emulate
     return reply
 
 
-def emulated_run(measured: Measurement, task: Task, device: Device) -> EmulatedRun:
+def emulated_run(measured: Measurement, task: Task, device: Device, figures: EmulatedFigures) -> EmulatedRun:
     """Return what of a measurement is true of an emulated GPU."""
+    allocations, work = figures.allocations, figures.work
+    unnamed = f"the tensors at the peaks are not named: {allocations.why_unknown}" if allocations.why_unknown else ""
     return EmulatedRun(
         **conditions(task, device),
         fits=True,
         peak_allocated_bytes=measured.peak_allocated_bytes,
         peak_reserved_bytes=measured.peak_reserved_bytes or 0,
         device_used_bytes=measured.device_used_bytes or 0,
+        phase_peak_bytes=allocations.phase_peak_bytes,
+        largest=allocations.largest(),
+        bytes_per_step=work.bytes if work and measured.flops_per_step else None,
+        operators=work.by_operator() if work and measured.flops_per_step else {},
         parameters=measured.parameters,
         trainable_parameters=measured.trainable_parameters,
         model_bytes=measured.model_bytes,
         flops_per_step=measured.flops_per_step,
         recomputed_flops_per_step=measured.recomputed_flops_per_step,
         not_counted=tuple(unknown()),
-        notes=(*measured.notes, NOT_MADE, *assumed(tracking.report()["dealt"])),
+        notes=(*measured.notes, *filter(None, [unnamed]), NOT_MADE, *assumed(tracking.report()["dealt"])),
     )
 
 

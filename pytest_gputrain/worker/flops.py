@@ -90,13 +90,18 @@ class FlopCount(SharedMode):
                 return func.decompose(*args, **kwargs)
         self.note_thread()
         result = func(*args, **kwargs)
+        flops = 0
         if formula is not None:
             share, flops = self.share(), formula(*args, **kwargs, out_val=result)
             share.total += flops
             if not share.optimizers and (dtype := _type_of(args)):
                 share.by_type[dtype] += flops
                 share.in_tf32 += flops * (dtype == torch.float32 and _may_use_tf32(str(func.overloadpacket), args))
+        self.count(func, args, kwargs, result, flops)
         return result
+
+    def count(self, func: Any, args: Any, kwargs: Any, result: Any, flops: int) -> None:
+        """Count more of a call than its FLOPs, which are done; subclasses do."""
 
     def __enter__(self) -> FlopCount:
         self._hooks = [
@@ -147,9 +152,9 @@ def _is_composite(func: Any, args: Any) -> bool:
 
 
 @contextlib.contextmanager
-def count_flops() -> Iterator[FlopCount]:
-    """Provide a context in which matrix multiplications, convolutions and attention are counted."""
-    count = FlopCount()
+def count_flops(count: FlopCount | None = None) -> Iterator[FlopCount]:
+    """Provide a context in which matrix multiplications, convolutions and attention are counted, by ``count`` if given."""
+    count = count or FlopCount()
     with recomputation_counted_by(count.share), count:
         yield count
 

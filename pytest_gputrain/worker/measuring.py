@@ -23,6 +23,7 @@ from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.checks import Movement, check_losses, check_peak, finite_losses, local
 from pytest_gputrain.worker.compiling import CompileCalls, uncompiled
 from pytest_gputrain.worker.device import Device, Peaks, peak_host_bytes
+from pytest_gputrain.worker.emulated import EmulatedFigures
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.group import ALONE, Group
@@ -42,6 +43,9 @@ UNWATCHED: Final = (
     "without FLOPs, and without a check that every trained tensor gets a gradient: both take a step without torch.compile, "
     "which ran out of memory"
 )
+UNCOUNTED: Final = (
+    "without FLOPs and bytes moved, because the step in which they are counted failed, where the measured steps did not"
+)
 
 
 class Measuring:
@@ -52,10 +56,18 @@ class Measuring:
 
     Args:
         own: where the case is of own code.
+        emulated: gets the figures that only an emulated GPU gives.
     """
 
     def __init__(
-        self, task: Task, progress: Progress, device: Device, group: Group, keep: Keep, own: OwnCode | None
+        self,
+        task: Task,
+        progress: Progress,
+        device: Device,
+        group: Group,
+        keep: Keep,
+        own: OwnCode | None,
+        emulated: EmulatedFigures | None = None,
     ) -> None:
         self._task, self._case = task, task.case
         self._progress = progress
@@ -63,10 +75,12 @@ class Measuring:
         self._group = group
         self._keep = keep
         self._own = own
+        self._emulated = emulated
         self._own_work = StragglerClock(device)
         self._figures: Measurement | None = None
-        self._check_without_step: Callable[[], Measurement] | None = None
-        """The last check, while it takes a step that may need more memory than those that were measured."""
+        self._check_without_step: Callable[[str], Measurement] | None = None
+        """The last check without the step that it takes, while that step runs and may fail where those before did not: it
+        may need more memory, and on an emulated GPU operators take other ways in it."""
 
     def run(self, builder: StepBuilder | None) -> Measurement:
         """Build the case, and have its training run to its last check.
@@ -82,6 +96,8 @@ class Measuring:
         self._device.reset_peaks()
         with contextlib.ExitStack() as counting:
             counter = counting.enter_context(self._device.counting(own_lines(self._task, builder).current))
+            if self._emulated:
+                counting.enter_context(self._emulated.allocations.following())
             if self._own:
                 counting.enter_context(compile_calls.noted())
             training = build(self._task, self._device.torch_device, builder, self._group, self._own_work.done)
@@ -89,10 +105,11 @@ class Measuring:
             with contextlib.closing(self._steps(training, counting, counter, compile_calls)) as steps:
                 try:
                     training.run(steps)
-                except torch.OutOfMemoryError:
-                    check = self._check_without_step
-                    if check is None:
+                except Exception as error:
+                    if self._check_without_step is None or not (self._emulated or isinstance(error, torch.OutOfMemoryError)):
                         raise
+                    why = UNWATCHED if self._case.compile != "off" else f"{UNCOUNTED} ({type(error).__name__}: {error})"
+                    check = functools.partial(self._check_without_step, why)
             if check is not None:
                 self._device.reset_peaks()  # only here, where the exception is gone with all that its frames held
                 self._figures = check()
@@ -108,6 +125,7 @@ class Measuring:
         compile_calls: CompileCalls,
     ) -> Steps:
         task, case, device, group, own = self._task, self._case, self._device, self._group, self._own
+        emulated = self._emulated
         # A curve may end in weights that are NaN, of which nothing can be checked.
         checks_values = device.computes and not task.curve
         movement = (
@@ -118,7 +136,8 @@ class Measuring:
         device.reset_peaks()
         if counter is not None:
             yield from self._count(training, counter)
-        counting.close()
+        if not emulated:
+            counting.close()
         # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
         gc.collect()
         gc.freeze()
@@ -126,7 +145,15 @@ class Measuring:
         # Asynchronous workers meet once: how far one runs ahead of another is their own affair.
         meet = _nobody if case.asynchronous else group.barrier
 
+        # A step starts with `begin` and ends with `report`, whether it is timed or of the warm-up.
+        def begin() -> None:
+            meet()
+            if emulated:
+                emulated.allocations.begin_step()
+
         def report(step: int, seconds: float) -> bool:
+            if emulated:
+                emulated.allocations.end_step()
             self._progress.stepped(step, seconds if device.computes else None, device.allocated_bytes())
             # What comes after a loss that is not finite is no training: the rest of a curve need not be waited for. Of
             # several processes none may end before the others.
@@ -134,7 +161,7 @@ class Measuring:
             return task.curve and group.size == 1 and bool(last) and not math.isfinite(float(last[0]))
 
         def begin_step() -> None:
-            meet()
+            begin()
             if own:
                 own.growth.begin_step()
             self._own_work.begin()
@@ -146,13 +173,14 @@ class Measuring:
             return report(step, seconds)
 
         self._progress.enter("warmup")
-        warmup_seconds = yield from self._warm_up(training, report, meet)
+        warmup_seconds = yield from self._warm_up(training, report, begin)
         group.barrier()
         self._progress.enter("measure")
         updates = schedule(self._whole(_steps_to_time(task, training, group)), case.gradient_accumulation)
         measured = yield from timed(updates, device, end_step, begin_step)
 
         peaks = device.peaks()
+        counting.close()
         losses = tuple(float(loss) for loss in training.losses)
         figures = self._unchecked(training, measured, warmup_seconds, losses, peaks, counter)
         figures = msgspec.structs.replace(figures, uncompiled=compile_calls.any and counter is not None)
@@ -160,22 +188,47 @@ class Measuring:
         self._progress.enter("check")
         check_peak(peaks, 0 if training.model is None else model_bytes(training.model, device.torch_device))
         steps = len(warmup_seconds) + len(measured.seconds)
-        if task.curve:
-            all_steps = (0 if counter is None else len(counted_steps(case))) + steps
-            losses = finite_losses(losses, case.model, steps=all_steps)[: case.steps]
-        elif checks_values:
+        all_steps = steps + (0 if counter is None else len(counted_steps(case)))
+        figures = msgspec.structs.replace(figures, losses=self._checked_losses(losses, all_steps))
+        self._figures = yield from self._checked(training, movement, figures, steps=steps)
+
+    def _checked_losses(self, losses: tuple[float, ...], steps: int) -> tuple[float, ...]:
+        """Return the losses that tell how the case trains.
+
+        Args:
+            steps: how many there were, those included in which tensors were counted.
+
+        Raises:
+            CheckFailed: it does not train.
+        """
+        if self._task.curve:
+            return finite_losses(losses, self._case.model, steps=steps)[: self._case.steps]
+        if self._device.computes:
             check_losses(losses)
-        figures = msgspec.structs.replace(figures, losses=losses)
+        return losses
+
+    def _checked(
+        self, training: Trainable, movement: Movement | None, figures: Measurement, *, steps: int
+    ) -> Generator[bool, None, Measurement]:
+        """Have the further steps run that only checks need, and return the figures with what they tell.
+
+        Args:
+            figures: of the ``steps`` before.
+
+        Raises:
+            CheckFailed: the case does not train, keeps more and more memory, or has operators that were not counted.
+        """
+        own = self._own
+        growth = (yield from own.growth.check(training, self._device.allocated_bytes)) if own else ""
+        figures = msgspec.structs.replace(figures, notes=(growth,) if growth else ())
         flops = yield from self._watched(training, movement, figures, steps=steps + 1)
-        checked = Checked(())
-        if own:
-            checked = yield from own.check(flops, training, device.allocated_bytes)
-        self._figures = msgspec.structs.replace(
+        checked = own.check(flops, training) if own else Checked(())
+        return msgspec.structs.replace(
             figures,
             flops_per_step=(flops.total - flops.recomputed) or None if checked.knows_flops else None,
             recomputed_flops_per_step=flops.recomputed if flops.total and checked.knows_flops else None,
             tf32_share=(flops.tf32_share or None) if checked.knows_flops else None,
-            notes=checked.notes,
+            notes=(*figures.notes, *checked.notes),
         )
 
     def _unchecked(
@@ -215,17 +268,17 @@ class Measuring:
         )
 
     def _warm_up(
-        self, training: Trainable, report: Callable[[int, float], bool], meet: Callable[[], None]
+        self, training: Trainable, report: Callable[[int, float], bool], begin: Callable[[], None]
     ) -> Generator[bool, None, tuple[float, ...]]:
         """Have the steps run that come before the timed ones; return their seconds."""
         case = self._case
         updates = schedule(self._whole(case.warmup), case.gradient_accumulation)
-        warmup = yield from timed(updates, self._device, report, meet)
+        warmup = yield from timed(updates, self._device, report, begin)
         if not case.loader_workers or self._task.curve:
             return warmup.seconds
         # Batches that were loaded while nothing trained would hide that the loader is too slow.
         training.drain()
-        last = yield from timed(schedule(lead_in(case), case.gradient_accumulation), self._device, report, meet)
+        last = yield from timed(schedule(lead_in(case), case.gradient_accumulation), self._device, report, begin)
         return warmup.seconds + last.seconds
 
     def _whole(self, steps: int) -> int:
@@ -262,14 +315,14 @@ class Measuring:
         # A compiled case takes this step as it is written: in blocks of other sizes than those that the allocator kept, and
         # maybe in more memory than there is.
         self._device.reset_peaks()
-        if self._case.compile != "off":
+        if self._case.compile != "off" or self._emulated:
             self._device.lift_limit()
             if self._group.size == 1:  # of several processes, the others would wait for the one that has no memory
                 self._check_without_step = functools.partial(_unwatched, figures, training, movement, steps=steps - 1)
         with (
             uncompiled(self._case),
             own.recording_threads() if own else contextlib.nullcontext(),
-            count_flops() as flops,
+            self._emulated.counting_work() if self._emulated else count_flops() as flops,
             movement.watching() if movement else contextlib.nullcontext(),
         ):
             yield True
@@ -282,8 +335,11 @@ class Measuring:
         return flops
 
 
-def _unwatched(figures: Measurement, training: Trainable, movement: Movement | None, *, steps: int) -> Measurement:
+def _unwatched(figures: Measurement, training: Trainable, movement: Movement | None, why: str, *, steps: int) -> Measurement:
     """Check what can be checked without a further step, and say what was not.
+
+    Args:
+        why: the note on what is missing.
 
     Raises:
         CheckFailed: the model does not train.
@@ -291,7 +347,7 @@ def _unwatched(figures: Measurement, training: Trainable, movement: Movement | N
     if movement is not None:
         moved, _ = movement.changes()
         movement.check(moved, None, steps=steps, remote_tensors=training.remote_tensors)
-    return msgspec.structs.replace(figures, notes=(UNWATCHED,))
+    return msgspec.structs.replace(figures, notes=(*figures.notes, why))
 
 
 def _steps_to_time(task: Task, training: Trainable, group: Group) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from pytest_gputrain.records import Task
@@ -56,18 +56,11 @@ class OwnCode:
         """Provide a context for the step whose FLOPs are counted."""
         return self._thread_operators.recording()
 
-    def check(
-        self, flops: FlopCount, training: Trainable, allocated: Callable[[], int | None]
-    ) -> Generator[bool, None, Checked]:
-        """Ask it of the timed steps and the recorded one.
-
-        Args:
-            flops: of the recorded step.
-            allocated: bytes in tensors now, where an allocator knows.
+    def check(self, flops: FlopCount, training: Trainable) -> Checked:
+        """Ask it of the step whose FLOPs were counted.
 
         Raises:
-            CheckFailed: tensors were not counted, the case trains in another precision than it says, or it keeps more and
-                more memory.
+            CheckFailed: tensors were not counted, or the case trains in another precision than it says.
         """
         products = {str(operator).replace(".", "::") for operator in flops.formulas}
         missed = self._thread_operators.missed(
@@ -88,6 +81,5 @@ class OwnCode:
             _BLIND if flops.threads and self._thread_operators.are_unknown else "",
             f"FLOPs are not known, because a step {missed}; a pool of concurrent.futures is counted" if missed else "",
             _PROCESSES if self._processes else "",
-            (yield from self.growth.check(training, allocated)),
         ]
         return Checked(tuple(filter(None, notes)), not missed)

@@ -38,9 +38,12 @@ class OwnLines:
 
     def current(self) -> str:
         """Return ``tests/test_mine.py:41``, or nothing where no line of the user's runs."""
+        return self.of_frame(sys._getframe(1))
+
+    def of_frame(self, frame: FrameType | None) -> str:
+        """Return the same for another frame of Python, such as that of another thread."""
         names = self._names
         asking = True
-        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             file = frame.f_code.co_filename
             name = names.get(file)

@@ -23,12 +23,13 @@ class Phases:
 
     Attributes:
         current: the phase that runs.
+        thread: the thread that trains.
     """
 
     def __init__(self, entered: Callable[[TrainingPhase], None]) -> None:
         self.current: TrainingPhase = "build"
         self._entered = entered
-        self._thread = 0
+        self.thread = threading.get_ident()
         self._outside: TrainingPhase = "forward"
         """The phase outside of backward passes and optimizers."""
         self._optimizers: list[int] = []
@@ -47,14 +48,14 @@ class Phases:
 
     def begin_step(self) -> None:
         """Note that a step of training starts in this thread."""
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._outside = "forward"
         self._optimizers.clear()
         self._enter("forward")
 
     def follow(self) -> None:
         """Look what runs. What another thread does belongs to the phase of the thread that trains."""
-        if self.current == "build" or threading.get_ident() != self._thread:
+        if self.current == "build" or not self._is_training():
             return
         # It has a number for all of a backward pass, between its nodes too.
         backward = torch._C._current_graph_task_id()
@@ -71,9 +72,20 @@ class Phases:
         self._entered(phase)
 
     def _optimizer_begins(self, *_: Any) -> None:
-        if threading.get_ident() == self._thread:
+        if self._is_training():
             self._optimizers.append(torch._C._current_graph_task_id())
 
     def _optimizer_ends(self, *_: Any) -> None:
-        if threading.get_ident() == self._thread and self._optimizers:
+        if self._is_training() and self._optimizers:
             self._optimizers.pop()
+
+    def _is_training(self) -> bool:
+        """Tell whether this is the thread that trains, or the one in which autograd runs the backward pass of a GPU."""
+        thread = threading.get_ident()
+        return thread == self.thread or (torch._C._current_graph_task_id() != -1 and not _is_pythons(thread))
+
+
+def _is_pythons(thread: int) -> bool:
+    """Tell whether Python started the thread of this number."""
+    known = threading._active.get(thread)  # type: ignore[attr-defined]
+    return known is not None and not isinstance(known, threading._DummyThread)

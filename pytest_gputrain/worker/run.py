@@ -16,7 +16,7 @@ import torch
 from pytest_gputrain.records import Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
-from pytest_gputrain.worker.emulated import emulated_reply, emulated_run, training_on_emulated_gpu
+from pytest_gputrain.worker.emulated import EmulatedFigures, emulated_reply, emulated_run, training_on_emulated_gpu
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.measuring import Keep, Measuring, is_own_code, known, own_lines
@@ -53,12 +53,14 @@ def run(
         keep: gets the figures before they are checked.
     """
     device: Device | None = None
+    emulated: EmulatedFigures | None = None
     own: OwnCode | None = None
     try:
         on_cpu = task.device_type == "cpu" or group.serves
         device = Cpu() if on_cpu else Accelerator(group.local_rank, emulated=bool(task.emulated))
-        if not device.computes:
-            keep = functools.partial(_keep_emulated, keep, task, device)
+        if isinstance(device, Accelerator) and not device.computes:
+            emulated = EmulatedFigures(device, own_lines(task, builder) if is_own_code(task.case, builder) else None)
+            keep = functools.partial(_keep_emulated, keep, task, device, emulated)
         torch.manual_seed(SEED)
         even_alone = task.case.parallel in NEEDS_GROUP
         if is_own_code(task.case, builder):
@@ -68,11 +70,11 @@ def run(
             device.keeping_peaks(),
             tf32_allowed(task.case.tf32 if device.type != "cpu" else None),
             own.running() if own else contextlib.nullcontext(),
-            contextlib.nullcontext() if device.computes else training_on_emulated_gpu(task.case),
+            training_on_emulated_gpu(task.case, emulated) if emulated else contextlib.nullcontext(),
         ):
             if group.serves:
                 return _serve(task, progress, device, group, keep)
-            reply: Reply = Measuring(task, progress, device, group, keep, own).run(builder)
+            reply: Reply = Measuring(task, progress, device, group, keep, own, emulated).run(builder)
     except CheckFailed as error:
         return Crashed(sentence=str(error), phase=progress.phase, step=progress.step, refused=True)
     except SystemExit as error:
@@ -97,13 +99,15 @@ def run(
             environment=environment_of(device, group),
         )
     # By what was found to be loaded, whatever was asked for.
-    return reply if device.computes else emulated_reply(reply, task, device)
+    return reply if emulated is None else emulated_reply(reply, task, device, emulated)
 
 
-def _keep_emulated(keep: Keep, task: Task, device: Device, figures: Measurement | Served | EmulatedRun) -> None:
+def _keep_emulated(
+    keep: Keep, task: Task, device: Device, emulated: EmulatedFigures, figures: Measurement | Served | EmulatedRun
+) -> None:
     """Keep figures as what they are of an emulated GPU: those of a measurement have times."""
     assert isinstance(figures, Measurement), "the first worker of a case measures, and it alone runs there"
-    keep(emulated_run(figures, task, device))
+    keep(emulated_run(figures, task, device, emulated))
 
 
 def crash(error: BaseException, progress: Progress, lines: OwnLines | None = None) -> Crashed:

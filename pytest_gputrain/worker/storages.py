@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ class Storages:
                 before = self._numbers.pop(key, None)
                 self._sizes[key] = size
                 if size:
-                    name = _NAMES.get(dtype) or _name(dtype)
+                    name = "bytes" if dtype is None else name_of_dtype(dtype)
                     self._numbers[key] = self.trace.allocate(size, operator, phase, shape, name, self._line())
                 if before is not None:
                     self.trace.free(before)
@@ -90,9 +91,7 @@ class Storages:
                 self.trace.free(number)
 
 
-_NAMES: Final[dict[torch.dtype | None, str]] = {None: "bytes"}
-
-
-def _name(dtype: torch.dtype | None) -> str:
-    name = _NAMES[dtype] = str(dtype).removeprefix("torch.")
-    return name
+@functools.cache
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """Return ``float32``."""
+    return str(dtype).removeprefix("torch.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 import msgspec
 
@@ -42,17 +42,23 @@ class Trace:
     rounding: int = 1
     events: array[int] = field(default_factory=lambda: array("q"))
     allocations: list[LiveTensor] = field(default_factory=list)
+    _kinds: dict[tuple[Any, ...], LiveTensor] = field(default_factory=dict, repr=False)
+    """Allocations that are alike are one object, since a step makes the same ones as the step before."""
 
     def allocate(
         self, size: int, operator: str, phase: TrainingPhase, shape: tuple[int, ...], dtype: str, line: str = ""
     ) -> int:
         """Return the number of a new allocation."""
+        kind = (size, operator, phase, shape, dtype, line)
+        tensor = self._kinds.get(kind)
+        if tensor is None:
+            held = -(-size // self.rounding) * self.rounding
+            lines = (line,) if line else ()
+            tensor = self._kinds[kind] = LiveTensor(
+                bytes=held, count=1, operator=operator, phase=phase, shape=shape, dtype=dtype, lines=lines
+            )
         number = len(self.allocations)
-        held = -(-size // self.rounding) * self.rounding
-        lines = (line,) if line else ()
-        self.allocations.append(
-            LiveTensor(bytes=held, count=1, operator=operator, phase=phase, shape=shape, dtype=dtype, lines=lines)
-        )
+        self.allocations.append(tensor)
         self.events.append(number)
         return number
 
@@ -93,9 +99,9 @@ class Trace:
         ordered.extend(sorted(freed, reverse=True))
         return Trace(self.rounding, ordered, self.allocations)
 
-    def largest_at_peaks(self, phase_peaks: Peaks) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
-        """Return what lived at the peak of each phase."""
-        return {phase: self.largest_at(event, SHOWN) for phase, event in phase_peaks.events.items()}
+    def largest_at_peaks(self, phase_peaks: Peaks, rows: int = SHOWN) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
+        """Return the largest tensors that lived at the peak of each phase, in so many rows of tensors that are alike."""
+        return {phase: self.largest_at(event, rows) for phase, event in phase_peaks.events.items()}
 
     def by_origin(self, event_number: int) -> dict[TrainingPhase, int]:
         """Return the bytes that lived after so many events, by the phase that made them."""

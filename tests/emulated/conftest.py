@@ -33,11 +33,13 @@ def stand_ins(torch):
         pytest.skip(str(error))
 
 
-def _run(folder, command, variables):
+def _run(folder, command, variables, text=None):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environ = {name: value for name, value in os.environ.items() if name not in ("CI", "GPUTRAIN_PARENT")}
     environ |= {"PYTHONPATH": path, "COLUMNS": "400", **variables}
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=600)
+    return subprocess.run(
+        command, cwd=folder, env=environ, input=text, capture_output=True, text=True, check=False, timeout=600
+    )
 
 
 @pytest.fixture
@@ -67,5 +69,19 @@ def run_tests(stand_ins, tmp_path):
         report = tmp_path / "report.json"
         results = json.loads(report.read_bytes())["results"] if report.exists() else []
         return done, {result["nodeid"].partition("::")[2]: result for result in results}
+
+    return run
+
+
+@pytest.fixture
+def emulate_text(stand_ins, tmp_path):
+    """Run a program that Python is given as text, by ``-c`` or on standard input, on an emulated H100: what is printed."""
+
+    def run(how, text):
+        program = [sys.executable, "-c", text] if how == "-c" else [sys.executable, "-"]
+        command = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", "h100", "--", *program]
+        done = _run(tmp_path, command, {}, text if how == "-" else None)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
 
     return run

@@ -1,11 +1,12 @@
-"""Verdicts on figures without times where nothing is recorded under the same conditions."""
+"""Verdicts on runs on an emulated GPU."""
 
 import msgspec
+import pytest
 
 from pytest_gputrain.gate.emulation import judge
-from pytest_gputrain.records import Case, EmulatedRun
+from pytest_gputrain.records import Case, EmulatedRun, LiveTensor, WorkAtLines
 from pytest_gputrain.records.recorded import Recorded
-from pytest_gputrain.utils.units import GiB
+from pytest_gputrain.utils.units import GiB, MiB
 
 CASE = Case(model="gemma-3-1b", method="lora", precision="bf16")
 UNFIT = EmulatedRun(
@@ -20,3 +21,100 @@ def test_a_case_that_fits_only_with_other_libraries_is_said_to_fit_now():
     verdict = judge(CASE, now, Recorded(case=CASE, scale="full", figures=(UNFIT,)), "H100")
     assert verdict.status == "not-comparable"
     assert "(torch 2.12.0 -> 2.13.0); it fits H100 now; record it" in verdict.sentence
+
+
+def _tensor(operator, size, phase="forward", line=""):
+    return LiveTensor(
+        bytes=size, count=1, operator=operator, phase=phase, shape=(size // 4,), dtype="float32",
+        lines=(line,) if line else (),
+    )  # fmt: skip
+
+
+def _work(**lines):
+    flops = sum(flops for flops, _ in lines.values())
+    moved = sum(moved for _, moved in lines.values())
+    rows = tuple((f"train.py:{line.removeprefix('at')}", *work) for line, work in lines.items())
+    return WorkAtLines(calls=len(lines), flops=flops, bytes=moved, lines=rows)
+
+
+RUN = EmulatedRun(
+    device_name="NVIDIA H100", device_memory_bytes=79 * GiB, runtime="13.0", packages={"torch": "2.13.0"}, fits=True,
+    peak_allocated_bytes=40 * MiB, peak_reserved_bytes=64 * MiB, device_used_bytes=GiB,
+    phase_peak_bytes={
+        "build": 8 * MiB, "forward": 30 * MiB, "backward": 40 * MiB, "between": 20 * MiB, "optimizer": 25 * MiB,
+    },
+    largest={"forward": (_tensor("aten.mm", 4 * MiB),), "backward": (_tensor("aten.mm", 4 * MiB),)},
+    flops_per_step=1000, recomputed_flops_per_step=100, bytes_per_step=1000 * MiB,
+    operators={"aten.mm": _work(at7=(1100, 900 * MiB)), "aten.clone": _work(at9=(0, 100 * MiB))},
+)  # fmt: skip
+
+
+STORED = RUN.as_stored()
+
+
+def _judged(before=STORED, **changes):
+    now = msgspec.structs.replace(RUN, **changes)
+    return judge(CASE, now, Recorded(case=CASE, scale="full", figures=(before,)), "H100")
+
+
+def test_the_recorded_figures_pass():
+    verdict = _judged()
+    assert (verdict.status, verdict.sentence) == ("pass", f"{CASE} takes the recorded memory")
+
+
+def test_a_phase_that_grows_below_the_whole_peak_fails_with_the_tensor_and_its_line():
+    new = _tensor("aten.exp", 2 * MiB, line="train.py:12")
+    verdict = _judged(
+        phase_peak_bytes=RUN.phase_peak_bytes | {"forward": 32 * MiB},
+        largest=RUN.largest | {"forward": (*RUN.largest["forward"], new)},
+    )
+    assert verdict.status == "regressed"
+    assert (
+        f"{CASE} needs 2.00 MiB (6.7 %) more in forward, 32.0 MiB against 30.0 MiB allocated, all of it 2.00 MiB "
+        "(float32[524288] by exp in forward at train.py:12)" == verdict.sentence
+    )
+
+
+def test_growth_of_the_peak_is_told_with_its_phase():
+    verdict = _judged(peak_allocated_bytes=41 * MiB, phase_peak_bytes=RUN.phase_peak_bytes | {"backward": 41 * MiB})
+    assert verdict.status == "regressed"
+    assert "needs 1.00 MiB (2.5 %) more memory: 41.0 MiB against 40.0 MiB peak allocated, in backward" in verdict.sentence
+
+
+def test_a_growth_of_a_few_bytes_is_told_with_all_digits():
+    verdict = _judged(peak_reserved_bytes=64 * MiB + 512)
+    assert "67,109,376 against 67,108,864 bytes peak reserved" in verdict.sentence
+
+
+def test_a_phase_that_is_gone_fails():
+    phases = {phase: peak for phase, peak in RUN.phase_peak_bytes.items() if phase != "optimizer"}
+    assert "no longer trains: it has no optimizer" in _judged(phase_peak_bytes=phases).sentence
+
+
+def test_figures_that_were_not_recorded_or_not_counted_are_told_and_do_not_fail():
+    old = msgspec.structs.replace(RUN, phase_peak_bytes={}, largest={}, bytes_per_step=None, operators={})
+    unrecorded = _judged(before=old)
+    assert unrecorded.status == "pass"
+    assert "its peaks of phases were not recorded, so they are not compared" in unrecorded.sentence
+    uncounted = _judged(flops_per_step=None, recomputed_flops_per_step=None, bytes_per_step=None, operators={})
+    assert uncounted.status == "pass"
+    assert "the bytes that it moves are not compared, because they were not counted" in uncounted.sentence
+
+
+@pytest.mark.parametrize(("percent", "status"), [(1.0, "pass"), (1.1, "regressed"), (-1.1, "improved")])
+def test_bytes_moved_may_grow_by_one_percent(percent, status):
+    assert _judged(bytes_per_step=round(1000 * MiB * (1 + percent / 100))).status == status
+
+
+def test_more_bytes_moved_are_told_with_the_operator_and_the_line_that_is_new():
+    moved = _work(at11=(0, 100 * MiB), at40=(0, 30 * MiB))  # line 9 has moved to line 11
+    verdict = _judged(bytes_per_step=1030 * MiB, operators=RUN.operators | {"aten.clone": moved})
+    assert verdict.sentence == (
+        f"{CASE} moves 30.0 MiB (3.0 %) more a step, most of it clone (+30.0 MiB in +1 calls) at train.py:40"
+    )
+
+
+def test_any_growth_of_recomputed_flops_fails():
+    verdict = _judged(recomputed_flops_per_step=101, operators=RUN.operators | {"aten.mm": _work(at7=(1101, 900 * MiB))})
+    assert verdict.status == "regressed"
+    assert "recomputes 1 FLOP (1.0 %) more a step, most of it mm (+1 FLOP) at train.py:7" in verdict.sentence

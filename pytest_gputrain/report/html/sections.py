@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pytest_gputrain.gate.memory import in_phase
+from pytest_gputrain.gate.memory import PeaksByPhase, in_phase
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.scaling import one_worker
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import LossStudy, Measured, Measurement, Predicted, Prediction, Result, TrainingPhase
+from pytest_gputrain.records import Emulated, LossStudy, Measured, Measurement, Predicted, Prediction, Result, TrainingPhase
 from pytest_gputrain.report.html.charts import Bar, Chart, Charts, Line
 from pytest_gputrain.report.results import latest, of_kind
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_rate
@@ -137,15 +137,19 @@ _REST: Final = 4
 
 
 def memory(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
-    """Chart the tensors that a prediction holds alive at the peak of each phase, by the phase that made them."""
-    for result in latest(of_kind(results, Predicted)):
-        prediction = result.figures
-        if prediction is None or not any(prediction.largest.values()):
+    """Chart the tensors that live at the peak of each phase, predicted or emulated, by the phase that made them."""
+    for result in latest(results):
+        figures = result.figures if isinstance(result, Predicted | Emulated) else None
+        if figures is None or not any(figures.largest.values()) or figures.peak_phase is None:
             continue
-        phases = [phase for phase in _PHASES if phase in prediction.phase_peak_bytes]
-        bars = [(f"peak {in_phase(phase)}", [_stack(prediction, phase)]) for phase in phases]
-        limit, card = prediction.target.memory_bytes, prediction.target.marker
-        peak = format_bytes(prediction.peak_allocated_bytes)
+        phases = [phase for phase in _PHASES if phase in figures.phase_peak_bytes]
+        bars = [(f"peak {in_phase(phase)}", [_stack(figures, phase)]) for phase in phases]
+        limit, card = (
+            (figures.target.memory_bytes, figures.target.marker)
+            if isinstance(figures, Prediction)
+            else (figures.device_memory_bytes, f"an emulated {figures.device_name}")
+        )
+        peak = format_bytes(figures.peak_allocated_bytes)
         colours = {colour for _, members in bars for bar in members for _, colour in bar.parts}
         rows = [
             (
@@ -158,11 +162,11 @@ def memory(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart
                 tensor.dtype,
             )
             for phase in phases
-            for tensor in prediction.largest.get(phase, ())
+            for tensor in figures.largest.get(phase, ())
         ]
         yield CaptionedChart(
             title=str(result.case),
-            about=f"{peak} at the peak, {in_phase(prediction.peak_phase)}, on {card}",
+            about=f"{peak} at the peak, {in_phase(figures.peak_phase)}, on {card}",
             chart=charts.bars(
                 bars,
                 title=f"Live tensors of {result.case}",
@@ -180,10 +184,10 @@ def memory(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart
         )
 
 
-def _stack(prediction: Prediction, phase: TrainingPhase) -> Bar:
+def _stack(figures: PeaksByPhase, phase: TrainingPhase) -> Bar:
     sizes = [0.0] * (_REST + 1)
-    for tensor in prediction.largest.get(phase, ()):
+    for tensor in figures.largest.get(phase, ()):
         sizes[_COLOUR_OF[tensor.phase]] += tensor.bytes
-    peak = prediction.phase_peak_bytes[phase]
+    peak = figures.phase_peak_bytes[phase]
     sizes[_REST] = max(0.0, peak - sum(sizes))
     return Bar(parts=tuple((size, number) for number, size in enumerate(sizes) if size), text=format_bytes(peak))

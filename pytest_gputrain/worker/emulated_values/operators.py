@@ -11,7 +11,7 @@ import ctypes
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -25,10 +25,13 @@ from .program_lines import CountsByLine
 _Kernel = Callable[..., Any]
 
 _VIEWS: Final = frozenset((
-    "view", "as_strided", "_reshape_alias", "unfold", "set_", "resize_", "record_stream", "is_pinned", "_pin_memory",
-    "is_set_to", "empty", "empty_strided", "view_as_real", "view_as_complex", "_local_scalar_dense",
+    "view", "as_strided", "_reshape_alias", "unfold", "set_", "record_stream", "is_pinned", "_pin_memory",
+    "is_set_to", "view_as_real", "view_as_complex", "_local_scalar_dense",
 ))  # fmt: skip
-"""They compute nothing; the last one is replaced apart."""
+"""They compute nothing and allocate nothing on the GPU; the last one is replaced apart."""
+
+_ALLOCATING: Final = frozenset(("empty", "empty_strided", "resize_"))
+"""They compute nothing, and allocate."""
 
 _LARGE: Final = (
     "mm", "addmm", "bmm", "baddbmm", "addmv", "addbmm", "_scaled", "_grouped_mm", "_flash", "_efficient", "_cudnn", "cudnn",
@@ -64,15 +67,30 @@ _WITHOUT_PYTHON: Final = frozenset({"aten::pow.Tensor_Tensor_out"})
 """Operators that torch itself calls with a number that lies on the GPU, for which Python has no type."""
 
 
+class Observer(Protocol):
+    """Follows the operators of CUDA from just above the first kernel of each: those that kernels call are a part of it."""
+
+    def begin(self, operator: str) -> None:
+        """Take notice that an operator begins on this thread."""
+
+    def end(self, output: Any) -> None:
+        """Take notice that it has returned ``output``; None if it has raised an exception."""
+
+
 class Operators:
     """The replaced operators of this process.
+
+    Args:
+        observer: follows the operators that may allocate memory.
 
     Attributes:
         reads: what read values that nobody knows.
         dealt: which choices were dealt in turn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, observer: Observer | None = None) -> None:
+        self._observer = observer
+        self._observed = threading.local()
         self.contents = Contents()
         self.reads = CountsByLine()
         self.dealt = CountsByLine()
@@ -107,6 +125,8 @@ class Operators:
         operator = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
         written = [index for index, argument in enumerate(operator._schema.arguments) if _is_written(argument)]
         run = self._replacement(operator, qualified, base, name, written)
+        if self._observer is not None and base not in _VIEWS and qualified not in _WITHOUT_PYTHON:
+            run = self._observing(self._observer, run or _original(qualified), f"{namespace}.{base}")
         if run is not None:
             _leave_to_python(run)
             if namespace not in self._libraries:
@@ -128,11 +148,30 @@ class Operators:
             return self._holds(_original(qualified))
         if base == "_amp_foreach_non_finite_check_and_unscale_":
             return self._unscale(_original(qualified))
-        if base in _VIEWS or (not written and base.startswith(_LARGE)):
+        if base in _VIEWS or base in _ALLOCATING or (not written and base.startswith(_LARGE)):
             return None
         if written:
             return self._in_place(operator, _original(qualified), base, written)
         return self._functional(operator, _original(qualified), name)
+
+    def _observing(self, observer: Observer, run: _Kernel, name: str) -> _Kernel:
+        """Return the kernel, told to the observer unless another operator of this thread runs it."""
+        thread = self._observed
+
+        def observe(keys: Any, *arguments: Any, **keywords: Any) -> Any:
+            if getattr(thread, "inside", False):
+                return run(keys, *arguments, **keywords)
+            thread.inside = True
+            output = None
+            observer.begin(name)
+            try:
+                output = run(keys, *arguments, **keywords)
+            finally:
+                thread.inside = False
+                observer.end(output)
+            return output
+
+        return observe
 
     # --- Kinds of operators
 

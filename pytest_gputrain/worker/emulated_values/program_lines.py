@@ -19,7 +19,20 @@ BACKWARD: Final = "backward pass"
 """The text in place of a line: autograd's threads run without the program's frames."""
 
 
+_NOT_IN_FILES: Final = {"<string>": "the code that python -c was given", "<stdin>": "standard input"}
+
+
+def _of_no_file(file: str) -> str:
+    """Name the program's own code that lies in no file of its own; empty for any other."""
+    if file.startswith("<ipython-input-") or f"{os.sep}ipykernel_" in file:
+        return "a cell of the notebook"
+    # Libraries make functions of text, too, as dataclasses do. The program does only where all of it was given as text.
+    return _NOT_IN_FILES.get(file, "") if sys.argv[:1] in (["-c"], ["-"], [""]) else ""
+
+
 def is_library(file: str) -> bool:
+    if _of_no_file(file):
+        return False
     return file.startswith(("<", *_LIBRARIES)) or "site-packages/" in file or "dist-packages/" in file or is_compiled(file)
 
 
@@ -30,6 +43,8 @@ def is_compiled(file: str) -> bool:
 
 def describe_line(file: str, line: int, function: str) -> str:
     """Describe a line in a sentence: ``train.py:41 in main``."""
+    if name := _of_no_file(file):
+        return f"line {line} of {name}" + ("" if function == "<module>" else f", in {function}")
     if "site-packages/" in file:
         file = file.rpartition("site-packages/")[2]
     else:

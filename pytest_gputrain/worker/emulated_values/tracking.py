@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import threading
 
-from .operators import Operators
+from .operators import Observer, Operators
 
 _lock = threading.Lock()
 _operators: Operators | None = None
 
 
-def enable() -> None:
-    """Track values from now on, in all threads of this process, which runs on an emulated GPU."""
+def enable(observer: Observer | None = None) -> None:
+    """Track values from now on, in all threads of this process, which runs on an emulated GPU.
+
+    Args:
+        observer: follows the operators; it is taken from the first call alone.
+    """
     global _operators  # noqa: PLW0603
     with _lock:
         if _operators is None:
-            _operators = Operators()
+            _operators = Operators(observer)
             _operators.replace_all()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pytest_gputrain.worker.flops import formulas
 from pytest_gputrain.worker.prediction.layouts import Layout
+from pytest_gputrain.worker.work import moves_memory, written_arguments
 
 Temporaries = Callable[[tuple[Any, ...]], tuple[int, ...]]
 """Sizes in bytes of what an operator's kernel allocates beside its results and frees at its end, from its arguments."""
@@ -81,18 +82,15 @@ class Operators:
         packet = func.overloadpacket
         name = str(packet)
         tags = set(func.tags)
-        reads_nothing = name.startswith(("aten.empty", "aten.new_empty")) or name == "aten.detach"
         reshapes = packet in _RESHAPED or torch.Tag.inplace_view in tags
         operator = self._known[func] = Operator(
             name=name,
             call=self._layouts.get(func, func),
             flops=self._formulas.get(packet),
             temporaries=self._temporaries.get(packet),
-            moves=not (func.is_view or reads_nothing),
+            moves=moves_memory(func),
             multiplies=packet in _PRODUCTS,
-            written=tuple(
-                (position, argument.name) for position, argument in enumerate(func._schema.arguments) if argument.is_write
-            ),
+            written=written_arguments(func),
             reshapes=reshapes,
             repeats=func.namespace in _REPEATING and not _UNKNOWN & tags and not reshapes,
             in_place_on_lists=name.startswith("aten._foreach_") and not func._schema.returns,

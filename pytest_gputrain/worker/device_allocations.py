@@ -1,0 +1,266 @@
+"""Follows what torch's allocator gives out of an emulated GPU: the peak of each phase of training, and what lived there."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+from unittest import mock
+
+import torch
+
+from pytest_gputrain.records import LiveTensor, TrainingPhase
+from pytest_gputrain.worker.allocations import strided_parts
+from pytest_gputrain.worker.autograd_lines import AutogradLines
+from pytest_gputrain.worker.device import Accelerator
+from pytest_gputrain.worker.phases import Phases
+from pytest_gputrain.worker.storages import name_of_dtype
+from pytest_gputrain.worker.trace import Trace, peaks
+
+MOST_EVENTS: Final = 1_000_000
+"""Events of one step that torch keeps. An allocation and its free make three."""
+_ROWS: Final = 16
+"""Rows of tensors at each peak, so that one of a tenth of the peak is always among them."""
+_BLOCK: Final = 512
+"""Torch's allocator rounds every request up to a multiple of this many bytes."""
+_COMPILED: Final = "compiled code"
+
+
+class _Output(NamedTuple):
+    """A tensor that an operator returned."""
+
+    bytes: int
+    """The size of its storage, by which its allocation is found."""
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of an operator, whose number torch's memory history keeps with each allocation that it makes."""
+
+    operator: str
+    phase: TrainingPhase
+    line: str = ""
+    outputs: Sequence[_Output] = ()
+
+
+_UNKNOWN: Final = "code that calls no operator"
+
+
+class DeviceAllocations:
+    """Follows the allocations of one emulated GPU.
+
+    Peaks of phases are those of torch's allocator, whose own peak is reset where a phase ends. What lived at a peak is found
+    in torch's memory history. It is read and cleared after each step, so that a run of any length can be followed.
+
+    It enters no dispatch mode, because autograd takes other ways under one. Operators tell it of themselves instead: it is
+    the ``Observer`` of ``emulated_values``.
+
+    Args:
+        device: the GPU.
+        lines: finds the user's own lines.
+    """
+
+    def __init__(self, device: Accelerator, lines: AutogradLines) -> None:
+        self._device, self._lines = device, lines
+        self._trace = Trace(_BLOCK)
+        self._phases = Phases(self._entered)
+        self._phase: TrainingPhase = "build"
+        self._peaks: dict[TrainingPhase, int] = {}
+        self._following = False
+        self._numbers = itertools.count(1)
+        self._thread = threading.local()
+        self._calls: dict[str, _Call] = {}
+        self._phases_by_number: list[tuple[int, TrainingPhase]] = []
+        self._live: dict[int, int] = {}
+        """The number in the trace of each live block, by its address."""
+        self._firsts: list[int] = []
+        """The number in the trace of the first allocation of each step."""
+        self._largest: dict[TrainingPhase, tuple[LiveTensor, ...]] | None = None
+        self.why_unknown = ""
+        """The reason why it is not known what lived at the peaks."""
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """Provide a context from the build of a case to the end of its last timed step."""
+        if not hasattr(torch._C, "_cuda_setMemoryMetadata"):
+            self.why_unknown = f"the allocator of torch {torch.__version__} keeps no notes with its history"
+        record = torch.cuda.memory._record_memory_history
+
+        def record_for_the_program(*args: Any, **kwargs: Any) -> Any:
+            self.why_unknown = "the program itself records torch's memory history"
+            return record(*args, **kwargs)
+
+        guards: Any = torch._C._dynamo.guards
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._phases)
+            stack.enter_context(mock.patch.object(torch.cuda.memory, "_record_memory_history", record_for_the_program))
+            stack.enter_context(
+                mock.patch.object(guards, "_empty_strided_cuda", self._observed(guards._empty_strided_cuda, _COMPILED))
+            )
+            stack.enter_context(
+                mock.patch.object(
+                    torch.UntypedStorage, "resize_", self._observed(torch.UntypedStorage.resize_, "aten.resize_")
+                )
+            )
+            self._record = record
+            self._clear()
+            self._device.interval_peak()
+            self._following = True
+            try:
+                yield
+            finally:
+                self._following = False
+                if not self.why_unknown:
+                    record(enabled=None)
+
+    def _observed(self, function: Any, name: str) -> Any:
+        """Return a function that allocates without an operator, with the notice that this observer takes of it."""
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            output = None
+            self.begin(name)
+            try:
+                output = function(*args, **kwargs)
+            finally:
+                self.end(output)
+            return output
+
+        return observed
+
+    # --- What operators tell
+
+    def begin(self, operator: str) -> None:
+        """Take notice that an operator begins on this thread."""
+        if not self._following:
+            return
+        if getattr(self._thread, "call", None) is not None:  # an operator that is written in Python has called this
+            self._thread.inner += 1
+            return
+        self._phases.follow()
+        number = str(next(self._numbers))
+        self._thread.inner = 0
+        self._thread.call = self._calls[number] = _Call(operator, self._phases.current)
+        torch._C._cuda_setMemoryMetadata(number)  # of this thread
+
+    def end(self, output: Any) -> None:
+        """Take notice that the operator has returned."""
+        call = getattr(self._thread, "call", None)
+        if call is None:
+            return
+        if self._thread.inner:
+            self._thread.inner -= 1
+            return
+        self._thread.call = None
+        torch._C._cuda_setMemoryMetadata("")
+        call.line = self._lines.current()
+        call.outputs = list(_outputs(output))
+
+    # --- Steps
+
+    def begin_step(self) -> None:
+        """Take notice that a step starts."""
+        if self._phase == "build":
+            self._read()
+            self._trace.begin_training()
+        self._firsts.append(len(self._trace.allocations))
+        self._phases.begin_step()
+
+    def end_step(self) -> None:
+        """Take notice that a step has ended."""
+        self._keep_peak()
+        self._read()
+
+    def _entered(self, phase: TrainingPhase) -> None:
+        if (self._phase, phase) == ("backward", "optimizer"):
+            # What lives between the two is the floor for what a later version may allocate there.
+            self._entered("between")
+        self._keep_peak()
+        self._phase = phase
+        self._phases_by_number.append((next(self._numbers), phase))
+
+    def _keep_peak(self) -> None:
+        self._peaks[self._phase] = max(self._peaks.get(self._phase, 0), self._device.interval_peak())
+
+    @property
+    def phase_peak_bytes(self) -> dict[TrainingPhase, int]:
+        """The highest memory that torch's allocator had handed out in each phase, up to the last end of a step."""
+        return dict(self._peaks)
+
+    def largest(self) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
+        """Return what lived at the peak of each phase; nothing where that is not known."""
+        if self._largest is None:
+            self._largest = {} if self.why_unknown else self._trace.largest_at_peaks(peaks(self._trace), _ROWS)
+        return self._largest
+
+    def kept(self) -> Counter[LiveTensor]:
+        """Return what the steps before the last one have made that still lives, and how many there are of each."""
+        first, last = self._firsts[0], self._firsts[-1]
+        return Counter(self._trace.allocations[number] for number in self._live.values() if first <= number < last)
+
+    # --- torch's memory history
+
+    def _clear(self) -> None:
+        if not self.why_unknown:
+            self._record(enabled="all", context=None, stacks="python", max_entries=MOST_EVENTS, clear_history=True)
+
+    def _read(self) -> None:
+        """Add what was allocated and freed since the last time to the trace."""
+        if not self.why_unknown:
+            traces: Sequence[list[dict[str, Any]]] = torch._C._cuda_memorySnapshot(None)["device_traces"]
+            index = self._device.torch_device.index
+            events = traces[index] if index < len(traces) else []
+            if len(events) >= MOST_EVENTS:
+                self.why_unknown = (
+                    f"a step made about {MOST_EVENTS // 3:,} allocations or more, of which torch keeps only the last"
+                )
+            self._clear()
+            self._add(events)
+        self._calls.clear()
+        self._phases_by_number.clear()
+
+    def _add(self, events: Iterable[dict[str, Any]]) -> None:
+        entered = iter([*self._phases_by_number, (sys.maxsize, self._phase)])
+        at, phase = next(entered)
+        current: TrainingPhase = "build"
+        for event in events:
+            action, address = event["action"], event["addr"]
+            if action == "alloc":
+                text = event.get("user_metadata", "")
+                call = self._calls.get(text)
+                while call is not None and at < int(text):
+                    self._trace.enter(phase)
+                    at, phase = next(entered)
+                current = call.phase if call is not None else current
+                self._live[address] = self._allocate(event["size"], call, current)
+            elif action == "free_requested" and (number := self._live.pop(address, -1)) >= 0:
+                self._trace.free(number)
+        while at < sys.maxsize:
+            self._trace.enter(phase)
+            at, phase = next(entered)
+
+    def _allocate(self, size: int, call: _Call | None, phase: TrainingPhase) -> int:
+        if call is None:
+            return self._trace.allocate(size, _UNKNOWN, phase, (size,), "bytes")
+        other = _Output(size, (size,), "bytes")  # such as a workspace
+        _, shape, dtype = next((output for output in call.outputs if output.bytes == size), other)
+        return self._trace.allocate(size, call.operator, call.phase, shape, dtype, call.line)
+
+
+def _outputs(value: Any) -> Iterator[_Output]:
+    if isinstance(value, torch.Tensor):
+        if value.is_cuda:
+            for part in strided_parts(value):
+                if part.layout == torch.strided:
+                    yield _Output(part.untyped_storage().nbytes(), tuple(part.shape), name_of_dtype(part.dtype))
+    elif isinstance(value, torch.UntypedStorage):
+        yield _Output(value.nbytes(), (value.nbytes(),), "bytes")
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _outputs(one)

@@ -1,0 +1,103 @@
+"""Counts what the operators of a step compute and move, by operator and by line of the user's own."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from pytest_gputrain.records import WorkAtLines
+from pytest_gputrain.worker.allocations import name_of, strided_parts
+from pytest_gputrain.worker.checks import local
+from pytest_gputrain.worker.flops import FlopCount
+
+_MOST_LINES: Final = 20
+"""Lines of an operator that are kept, those that move most."""
+
+
+class WorkCount(FlopCount):
+    """Counts the FLOPs of a step on a GPU, and the bytes that its operators read and write, by operator and own line.
+
+    An operator reads each element of its tensor arguments once, and writes each element of its results, or of the arguments
+    that it changes. Views move nothing.
+
+    Args:
+        line: tells which line of the user's own files runs.
+    """
+
+    def __init__(self, line: Callable[[], str]) -> None:
+        super().__init__()
+        self._line = line
+        self._rows: defaultdict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+        """Calls, FLOPs and bytes by thread, operator and line."""
+
+    def count(self, func: Any, args: Any, kwargs: Any, result: Any, flops: int) -> None:
+        moved = _bytes_moved(func, args, kwargs, result)
+        if moved or flops:
+            row = self._rows[threading.get_ident(), name_of(func), self._line()]
+            row[0] += 1
+            row[1] += flops
+            row[2] += moved
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that all operators read and wrote."""
+        return sum(moved for _, _, moved in self._rows.values())
+
+    def by_operator(self) -> dict[str, WorkAtLines]:
+        """Return the work of each operator; recomputation by activation checkpointing is a part of it."""
+        lines: defaultdict[str, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0, 0]))
+        for (_, operator, line), row in self._rows.items():
+            total = lines[operator][line]
+            total[:] = map(sum, zip(total, row, strict=True))
+        found = {}
+        for operator in sorted(lines):
+            calls, flops, moved = (sum(row[place] for row in lines[operator].values()) for place in range(3))
+            at = sorted(((line, row[1], row[2]) for line, row in lines[operator].items() if line), key=lambda row: -row[2])
+            found[operator] = WorkAtLines(calls=calls, flops=flops, bytes=moved, lines=tuple(at[:_MOST_LINES]))
+        return found
+
+
+@functools.cache
+def moves_memory(func: Any) -> bool:
+    """Tell whether an operator reads and writes memory: a view does not, and neither does one that only allocates."""
+    name = name_of(func)
+    return not (func.is_view or name.startswith(("aten.empty", "aten.new_empty")) or name == "aten.detach")
+
+
+@functools.cache
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return places and names of the arguments that an operator writes to."""
+    return tuple((place, argument.name) for place, argument in enumerate(func._schema.arguments) if argument.is_write)
+
+
+def _bytes_moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    if not moves_memory(func):
+        return 0
+    read = sum(map(_bytes_of, _tensors((*args, *kwargs.values()))))
+    written = sum(map(_bytes_of, _tensors((result,))))
+    if result is None:
+        targets = (args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func))
+        written = sum(map(_bytes_of, _tensors(targets)))
+    return read + written
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements on the GPU; of an expanded one no more than its storage."""
+    tensor = local(tensor)
+    if not tensor.is_cuda or hasattr(tensor, "__tensor_flatten__"):
+        return 0
+    return sum(min(part.numel() * part.itemsize, part.untyped_storage().nbytes()) for part in strided_parts(tensor))
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
