@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 
 import pytest_gputrain
-from pytest_gputrain.hardware.emulation import boards
+from pytest_gputrain.hardware.emulation import boards, build
 from pytest_gputrain.hardware.emulation.environment import emulated_environment
 
 ROOT = Path(pytest_gputrain.__file__).parents[1]
 
 SUITE = """
+    import torch
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
     WIDTH = 4096
 
     def build(setup):
-        import torch  # not above: without NVIDIA's packages only the worker, which has the stand-ins, can import it
-
         assert str(setup.device) == "cuda:0" and torch.cuda.get_device_name(0) == "NVIDIA H100 80GB HBM3"
         first, second = (torch.nn.Linear(WIDTH, WIDTH, device=setup.device) for _ in range(2))
         model = torch.nn.Sequential(first, torch.nn.GELU(), second)
@@ -39,15 +40,10 @@ SUITE = """
         return step
 
     def build_too_large(setup):
-        import torch
-
         kept = torch.empty(81 << 30, dtype=torch.uint8, device=setup.device)
         return lambda: kept.sum()
 
     def build_failing(setup):
-        import torch
-        from torch.utils._python_dispatch import _get_current_dispatch_mode
-
         weight = torch.ones(4096, 4096, device=setup.device, requires_grad=True)
 
         def step():
@@ -92,6 +88,63 @@ def test_every_figure_is_the_same_to_the_byte_in_another_run(run):
     assert 4 * weights < own["peak_allocated_bytes"] < 6 * weights
     assert two["processes"] == 2
     assert two["peak_allocated_bytes"] - own["peak_allocated_bytes"] >= weights  # the reducer's buckets
+
+
+IN_PYTEST = """
+    def test_here():
+        assert not torch.cuda.is_available()
+        assert torch.cuda.device_count() == 0
+        with pytest.raises(RuntimeError, match="No CUDA GPUs are available"):
+            torch.ones(1, device="cuda")
+        assert not torch.ones(1).is_pinned()
+"""
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "1")], ids=["pytest", "xdist"])
+def test_files_of_tests_import_torch_as_on_a_machine_without_a_gpu(run, tmp_path, processes):
+    (tmp_path / "conftest.py").write_text("import torch\n")
+    (tmp_path / "test_pytest.py").write_text("import pytest\nimport torch\n" + textwrap.dedent(IN_PYTEST))
+    done, results = run("-k", "here or two", *processes, GPUTRAIN_EMULATED_DEVICE="devices=1,memory=1000000")
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+    assert results["test_two"]["reply"]["fits"]
+
+
+FOUND = {
+    "nothing": "",
+    "the loader": "",
+    "beside torch": "sys.path.append({site!r})",
+    "a driver that is loaded": "ctypes.CDLL({folder!r} + '/libcuda.so.1')",
+}
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_stand_ins_are_loaded_only_where_torch_cannot_be_imported_otherwise(torch, stand_ins, tmp_path, found):
+    lib = tmp_path / "nvidia" / "all" / "lib"
+    lib.mkdir(parents=True)
+    for path in stand_ins.libraries:
+        (lib / path.name).touch()
+    code = f"""
+        import ctypes, sys
+        from pytest_gputrain.hardware.emulation.importable import make_importable
+        from pytest_gputrain.hardware.emulation.libraries import find_torch
+
+        {FOUND[found].format(site=str(tmp_path), folder=str(stand_ins.folder))}
+        make_importable(find_torch())
+        print(*(line.split("/")[-1].strip() for line in open("/proc/self/maps") if {str(stand_ins.folder)!r} in line))
+    """
+    environ = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
+    environ |= {name: os.environ[name] for name in ("XDG_CACHE_HOME",) if name in os.environ}
+    if not subprocess.run([sys.executable, "-c", "import torch"], env=environ, capture_output=True, check=False).returncode:
+        pytest.skip("NVIDIA's libraries are there")
+    environ |= {"LD_LIBRARY_PATH": str(stand_ins.folder)} if found == "the loader" else {}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=600)
+    loaded = set(done.stdout.split())
+    if found == "nothing":
+        assert loaded == {path.name for path in stand_ins.libraries} - {"libnvidia-ml.so.1"}
+    else:
+        assert loaded <= {build.CORE, "libcuda.so.1"}
 
 
 def test_what_does_not_fit_fails_with_the_allocators_sentence(run):
