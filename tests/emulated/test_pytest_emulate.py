@@ -185,6 +185,44 @@ def test_a_test_that_takes_the_stand_ins_away_gets_no_figures(run, tmp_path):
     assert "this worker did not find the stand-ins" in sentence or "libcudnn" in sentence
 
 
+COMPILED = """
+    import importlib.util
+    import pytest
+    import torch
+
+    def build(setup):
+        model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.ReLU()).to(setup.device)
+        # Without Triton it is still the whole way of a case.
+        compiled = torch.compile(model) if importlib.util.find_spec("triton") else model
+        optimizer = torch.optim.SGD(model.parameters())
+        batch = torch.ones(64, 1024, device=setup.device)
+
+        def step():
+            loss = compiled(batch).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    def test_compiled(gputrain):
+        gputrain.check(build, precision="fp32")
+"""
+
+
+def test_a_run_below_gputrain_emulate_has_an_emulated_gpu_of_its_own(run_tests, tmp_path):
+    (tmp_path / "test_compiled.py").write_text(textwrap.dedent(COMPILED))
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
+    recorded, _ = run_tests("--gpu-baseline-update", **caches)
+    assert recorded.returncode == 0, recorded.stdout
+    outer = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", "a100", "--"]
+    judged, second = run_tests("--gpu-strict", below=outer, **caches)
+    assert judged.returncode == 0, judged.stdout
+    assert second["test_compiled"]["reply"]["device_name"] == "NVIDIA H100 80GB HBM3"
+    assert "never used the GPU" in judged.stderr
+
+
 def test_real_bindings_of_nvml_read_the_emulated_gpu(stand_ins):
     board = boards.board("h100")
     description = boards.describe(board, kernels=boards.find_kernels(board, stand_ins.architectures, "2"), devices=2)
