@@ -53,6 +53,19 @@ SUITE = """
 
         return step
 
+    def build_leaking(setup):
+        kept = []
+
+        def step():
+            batch = torch.ones(1 << 20).pin_memory()
+            kept.append((torch.ones(1 << 22), batch, batch.to(setup.device, non_blocking=True)))
+            return kept[-1][-1].sum()
+
+        return step
+
+    def test_leaking(gputrain):
+        gputrain.check(build_leaking, precision="fp32")
+
     def test_failing(gputrain):
         gputrain.check(build_failing, precision="fp32")
 
@@ -74,9 +87,9 @@ def run(run_tests, tmp_path):
 
 
 def test_every_figure_is_the_same_to_the_byte_in_another_run(run):
-    first, recorded = run("--gpu-baseline-update", "-k", "not large and not failing")
+    first, recorded = run("--gpu-baseline-update", "-k", "not large and not failing and not leaking")
     assert first.returncode == 0, first.stdout
-    second, judged = run("--gpu-strict", "-k", "not large and not failing")
+    second, judged = run("--gpu-strict", "-k", "not large and not failing and not leaking")
     assert second.returncode == 0, second.stdout
     for name, result in judged.items():
         assert result["reply"] == recorded[name]["reply"]
@@ -163,6 +176,12 @@ def test_figures_are_kept_where_a_case_fails_afterwards(run):
     assert measured["outcome"] == "emulated"
     assert measured["peak_allocated_bytes"] >= 2 * 4 * 4096**2
     assert "step_seconds" not in measured
+
+
+def test_of_growth_on_the_gpu_only_a_tensor_of_the_gpu_is_named(run):
+    done, _ = run("-k", "leaking")
+    named = "most of it float32 [1048576] (4.00 MiB) made by aten._to_copy in test_own.py:"
+    assert f"keeps 4.00 MiB more of tensors after every step, {named}" in done.stdout
 
 
 def test_a_run_that_measures_refuses_stand_ins(run, stand_ins):
