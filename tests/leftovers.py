@@ -97,6 +97,15 @@ def wait_until(condition, seconds=60):
         time.sleep(0.05)
 
 
+def has_ended(process):
+    """Whether a process, or the one of this id, has ended: a zombie has, which nobody has waited for yet."""
+    try:
+        process = psutil.Process(process) if isinstance(process, int) else process
+        return not process.is_running() or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
+
+
 class Leftovers:
     """What is there now and was not before, of all that processes started from here do."""
 
@@ -114,12 +123,12 @@ class Leftovers:
         monkeypatch.setattr(tempfile, "tempdir", str(self._temporary))
 
     def processes(self, but=()):
-        """Command lines of those that live; zombies are dead."""
+        """Command lines of those that have not ended."""
         command_lines = []
         for process in psutil.process_iter():
             try:
-                mine = process.environ().get("LEFTOVERS_OF") == self._mark and process.status() != psutil.STATUS_ZOMBIE
-                if mine and process.pid not in but:
+                mine = process.environ().get("LEFTOVERS_OF") == self._mark
+                if mine and process.pid not in but and not has_ended(process):
                     command_lines.append(f"{process.pid}: {' '.join(process.cmdline())}")
             except psutil.Error:
                 continue

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain.hardware.emulation import boards, build, libraries
-from pytest_gputrain.hardware.emulation.environment import emulated_environment
+from pytest_gputrain.hardware.emulation.environment import STARTUP, TORCH, emulated_environment
 from pytest_gputrain.hardware.targets import CONTEXT_BYTES
 from pytest_gputrain.records.emulation import AtLine, DeviceUse, EmulatedDevice, EmulatedProcess, Emulation, Tensors
 from pytest_gputrain.report.html import page
@@ -26,9 +26,6 @@ from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import CannotEmulate
 from pytest_gputrain.utils.files import UNREADABLE, write_atomically
 from pytest_gputrain.utils.units import format_bytes
-
-_STARTUP: Final = Path(__file__).parents[1] / "worker" / "startup"
-"""The folder on the program's PYTHONPATH with a ``sitecustomize`` that has torch record its memory."""
 
 _STATE: Final = struct.Struct(f"={2 * boards.MOST_DEVICES + 2}Q")
 """The state that the stand-ins share of a process: use and peak of each device, then refusals and the bytes of the last
@@ -90,8 +87,8 @@ def main(options: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="gputrain-emulate-") as state:
             description = boards.describe(board, kernels=kernels, devices=options.gpus)
             environ = emulated_environment(os.environ, stand_ins, description, state=Path(state))
-            environ["GPUTRAIN_EMULATED_TORCH"] = str(torch.folder)
-            environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_STARTUP), os.environ.get("PYTHONPATH", "")]))
+            environ[TORCH] = str(torch.folder)
+            environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), environ.get("PYTHONPATH", "")]))
             status = _run(program, environ)
             report = Emulation(
                 gpu=board.name,

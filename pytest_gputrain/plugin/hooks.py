@@ -55,6 +55,37 @@ class _IniOnly(argparse.Action):
         raise pytest.UsageError(ini_only_sentence(str(option_string), None if value is None else str(value)))
 
 
+@pytest.hookimpl(tryfirst=True)  # before conftest.py files import torch
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Make torch importable under ``--gpu-emulate``, which needs none of NVIDIA's libraries.
+
+    Raises:
+        pytest.UsageError: this needs stand-ins, and they cannot be built.
+    """
+    if not _emulates(early_config):
+        return
+    from pytest_gputrain.hardware.emulation import importable, libraries
+    from pytest_gputrain.utils.errors import CannotEmulate
+
+    try:
+        torch = libraries.find_torch()
+    except CannotEmulate:
+        return  # the session says so
+    try:
+        importable.make_importable(torch)
+    except CannotEmulate as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def _emulates(config: pytest.Config) -> bool:
+    (option,) = (option for option in OPTIONS if option.name == "emulate")
+    typed = getattr(config.known_args_namespace, option.ini)
+    try:
+        return bool(option.parse(str(typed) if typed is not None else config.getini(option.ini) or "false"))
+    except ValueError:
+        return False  # the session says so
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for line in marker_help.lines():
         config.addinivalue_line("markers", line)

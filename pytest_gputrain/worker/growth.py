@@ -62,7 +62,7 @@ class Growth:
         self._ends: list[int] = []
         """Bytes in tensors after each timed round, on a GPU."""
         self._begin_step: Callable[[], None] = lambda: None
-        self._on_cpu = task.device_type == "cpu"
+        self._device = "cpu" if task.device_type == "cpu" else "cuda"
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     @contextlib.contextmanager
@@ -163,8 +163,8 @@ class Growth:
         gradients = [value.grad for optimizer in optimizers for group in optimizer.param_groups for value in group["params"]]
         tensors = (local(value) for value in (*training.losses, *states, *gradients) if isinstance(value, Tensor))
         storages = (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
-        sizes = {storage._cdata: storage.nbytes() for storage in storages if (storage.device.type == "cpu") == self._on_cpu}
-        return sum(size if self._on_cpu else -(-size // _BLOCK) * _BLOCK for size in sizes.values())
+        sizes = {storage._cdata: storage.nbytes() for storage in storages if storage.device.type == self._device}
+        return sum(size if self._device == "cpu" else -(-size // _BLOCK) * _BLOCK for size in sizes.values())
 
     def _grows(self, ends: Sequence[int]) -> bool:
         growth = [later - earlier for earlier, later in itertools.pairwise(ends)]
@@ -180,7 +180,7 @@ class Growth:
         if not suspects:
             return
         ends = [self._collected(training, allocated)]
-        with _Makers(OwnLines(self._folders)) as makers:
+        with _Makers(OwnLines(self._folders), self._device) as makers:
             for _ in range(_ROUNDS):
                 makers.begin_round()
                 ends.append((yield from self._round(training, allocated, collect=True)))
@@ -206,11 +206,16 @@ class _Maker(NamedTuple):
 
 
 class _Makers(SharedMode):
-    """Notes by whom each storage was made that still lives."""
+    """Notes by whom each storage was made that still lives.
 
-    def __init__(self, lines: OwnLines) -> None:
+    Args:
+        device: the type of device whose storages are meant. The host's copies are no growth of a GPU.
+    """
+
+    def __init__(self, lines: OwnLines, device: str) -> None:
         super().__init__()
         self._lines = lines
+        self._device = device
         # Other threads run operators before the first round begins, too.
         self._rounds: list[dict[int, tuple[weakref.ref[torch.UntypedStorage], _Maker, int]]] = [{}]
 
@@ -225,7 +230,7 @@ class _Makers(SharedMode):
         given = {storage._cdata for _, storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor, storage in _storages(result):
-            if storage._cdata not in given:
+            if storage._cdata not in given and storage.device.type == self._device:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 maker = _Maker(name_of(func), tuple(tensor.shape), dtype, self._lines.current())
                 # A storage that was made where a freed one had been takes its place.

@@ -62,10 +62,10 @@ def run_tests(stand_ins, tmp_path):
     """Run pytest in a folder on an emulated H100: its completed process, and the results of its report by test."""
     (tmp_path / "tox.ini").write_text("[pytest]\n")
 
-    def run(*arguments, emulated=True, **variables):
+    def run(*arguments, emulated=True, below=(), **variables):
         options = ["-q", "-p", "no:cacheprovider", "--rootdir=.", "--gpu-json=report.json"]
         options += ["--gpu-platform=h100", "--gpu-emulate"] if emulated else []
-        done = _run(tmp_path, [sys.executable, "-m", "pytest", *options, *arguments], variables)
+        done = _run(tmp_path, [*below, sys.executable, "-m", "pytest", *options, *arguments], variables)
         report = tmp_path / "report.json"
         results = json.loads(report.read_bytes())["results"] if report.exists() else []
         return done, {result["nodeid"].partition("::")[2]: result for result in results}

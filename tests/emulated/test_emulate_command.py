@@ -1,6 +1,7 @@
 """`gputrain emulate` with real programs. Needs a CUDA build of torch, and no GPU."""
 
 import importlib.machinery
+import json
 import os
 import signal
 import subprocess
@@ -107,6 +108,26 @@ def test_a_program_that_is_killed_has_the_status_of_a_shell_and_one_that_never_u
     assert (done.returncode, done.stdout) == (0, "tensor(3.) True 1\n")
     assert "never used the GPU" in done.stderr
     assert report["use"] == []
+
+
+def test_an_emulation_within_another_has_the_figures(emulate, tmp_path):
+    (tmp_path / "inner.py").write_text(
+        "import os, torch; torch.ones(1 << 20, dtype=torch.uint8, device='cuda'); "
+        "print([os.environ[name].count(part) for name, part in "
+        f"(('LD_PRELOAD', {build.CORE!r}), ('PYTHONPATH', 'worker/startup'), ('TORCHINDUCTOR_CACHE_DIR', '/emulated'))])"
+    )
+    code = """
+        import subprocess, sys
+        command = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu=a100", "--json=inner.json", "--"]
+        sys.exit(subprocess.run([*command, sys.executable, "inner.py"]).returncode)
+    """
+    done, outer = emulate(code)
+    assert (done.returncode, done.stdout) == (0, "[1, 1, 1]\n"), done.stderr
+    assert outer["use"] == []
+    assert "never used the GPU" in done.stderr
+    inner = json.loads((tmp_path / "inner.json").read_bytes())
+    assert inner["gpu"] == "NVIDIA A100-SXM4-80GB"
+    assert only_device(inner)["peak_allocated"] == 1 << 20
 
 
 needs_triton = pytest.mark.skipif(importlib.machinery.PathFinder.find_spec("triton") is None, reason="needs Triton")

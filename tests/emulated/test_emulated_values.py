@@ -83,6 +83,22 @@ def test_small_operators_compute_what_they_compute_on_the_cpu(emulate):
     assert process["unknown_reads"] == []
 
 
+def test_a_worker_below_gputrain_emulate_replaces_no_operator_twice(emulate):
+    out, _, process = emulate("""
+        import torch
+        before = torch.arange(5, device="cuda")  # the recorder's own copy of the package has replaced them
+        from pytest_gputrain.worker.emulated_values import tracking
+        tracking.enable()
+        after = torch.empty(5, device="cuda")
+        after.copy_(torch.arange(5.0))
+        print((before + after).tolist())
+        print((torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")).sum().item())
+        print(len(tracking.report()["unknown_reads"]))
+    """)
+    assert out.splitlines() == ["[0.0, 2.0, 4.0, 6.0, 8.0]", "0.0", "1"]
+    assert len(process["unknown_reads"]) == 1
+
+
 def test_unknown_values_are_zero_and_are_told_with_their_line_but_for_checks_for_nan_which_do_not_fire(emulate):
     out, told, process = emulate("""
         import torch

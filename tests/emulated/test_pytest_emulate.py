@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 import pytest_gputrain
-from pytest_gputrain.hardware.emulation import boards
+from pytest_gputrain.hardware.emulation import boards, build
 from pytest_gputrain.hardware.emulation.environment import emulated_environment
 
 ROOT = Path(pytest_gputrain.__file__).parents[1]
 
 SUITE = """
+    import torch
+
     WIDTH = 4096
 
     def build(setup):
-        import torch  # not above: without NVIDIA's packages only the worker, which has the stand-ins, can import it
-
         assert str(setup.device) == "cuda:0" and torch.cuda.get_device_name(0) == "NVIDIA H100 80GB HBM3"
         first, second = (torch.nn.Linear(WIDTH, WIDTH, device=setup.device) for _ in range(2))
         model = torch.nn.Sequential(first, torch.nn.GELU(), second)
@@ -39,26 +39,21 @@ SUITE = """
         return step
 
     def build_too_large(setup):
-        import torch
-
         kept = torch.empty(81 << 30, dtype=torch.uint8, device=setup.device)
         return lambda: kept.sum()
 
-    def build_failing(setup):
-        import torch
-        from torch.utils._python_dispatch import _get_current_dispatch_mode
-
-        weight = torch.ones(4096, 4096, device=setup.device, requires_grad=True)
+    def build_leaking(setup):
+        kept = []
 
         def step():
-            if _get_current_dispatch_mode().__class__.__name__ == "FlopCount":
-                raise ValueError("no luck")
-            weight.square().sum().backward()
+            batch = torch.ones(1 << 20).pin_memory()
+            kept.append((torch.ones(1 << 22), batch, batch.to(setup.device, non_blocking=True)))
+            return kept[-1][-1].sum()
 
         return step
 
-    def test_failing(gputrain):
-        gputrain.check(build_failing, precision="fp32")
+    def test_leaking(gputrain):
+        gputrain.check(build_leaking, precision="fp32")
 
     def test_own(gputrain):
         gputrain.check(build, precision="fp32")
@@ -78,9 +73,9 @@ def run(run_tests, tmp_path):
 
 
 def test_every_figure_is_the_same_to_the_byte_in_another_run(run):
-    first, recorded = run("--gpu-baseline-update", "-k", "not large and not failing")
+    first, recorded = run("--gpu-baseline-update", "-k", "not large and not leaking")
     assert first.returncode == 0, first.stdout
-    second, judged = run("--gpu-strict", "-k", "not large and not failing")
+    second, judged = run("--gpu-strict", "-k", "not large and not leaking")
     assert second.returncode == 0, second.stdout
     for name, result in judged.items():
         assert result["reply"] == recorded[name]["reply"]
@@ -94,6 +89,63 @@ def test_every_figure_is_the_same_to_the_byte_in_another_run(run):
     assert two["peak_allocated_bytes"] - own["peak_allocated_bytes"] >= weights  # the reducer's buckets
 
 
+IN_PYTEST = """
+    def test_here():
+        assert not torch.cuda.is_available()
+        assert torch.cuda.device_count() == 0
+        with pytest.raises(RuntimeError, match="No CUDA GPUs are available"):
+            torch.ones(1, device="cuda")
+        assert not torch.ones(1).is_pinned()
+"""
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "1")], ids=["pytest", "xdist"])
+def test_files_of_tests_import_torch_as_on_a_machine_without_a_gpu(run, tmp_path, processes):
+    (tmp_path / "conftest.py").write_text("import torch\n")
+    (tmp_path / "test_pytest.py").write_text("import pytest\nimport torch\n" + textwrap.dedent(IN_PYTEST))
+    done, results = run("-k", "here or two", *processes, GPUTRAIN_EMULATED_DEVICE="devices=1,memory=1000000")
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+    assert results["test_two"]["reply"]["fits"]
+
+
+FOUND = {
+    "nothing": "",
+    "the loader": "",
+    "beside torch": "sys.path.append({site!r})",
+    "a driver that is loaded": "ctypes.CDLL({folder!r} + '/libcuda.so.1')",
+}
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_stand_ins_are_loaded_only_where_torch_cannot_be_imported_otherwise(torch, stand_ins, tmp_path, found):
+    lib = tmp_path / "nvidia" / "all" / "lib"
+    lib.mkdir(parents=True)
+    for path in stand_ins.libraries:
+        (lib / path.name).touch()
+    code = f"""
+        import ctypes, sys
+        from pytest_gputrain.hardware.emulation.importable import make_importable
+        from pytest_gputrain.hardware.emulation.libraries import find_torch
+
+        {FOUND[found].format(site=str(tmp_path), folder=str(stand_ins.folder))}
+        make_importable(find_torch())
+        print(*(line.split("/")[-1].strip() for line in open("/proc/self/maps") if {str(stand_ins.folder)!r} in line))
+    """
+    environ = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
+    environ |= {name: os.environ[name] for name in ("XDG_CACHE_HOME",) if name in os.environ}
+    if not subprocess.run([sys.executable, "-c", "import torch"], env=environ, capture_output=True, check=False).returncode:
+        pytest.skip("NVIDIA's libraries are there")
+    environ |= {"LD_LIBRARY_PATH": str(stand_ins.folder)} if found == "the loader" else {}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=600)
+    loaded = set(done.stdout.split())
+    if found == "nothing":
+        assert loaded == {path.name for path in stand_ins.libraries} - {"libnvidia-ml.so.1"}
+    else:
+        assert loaded <= {build.CORE, "libcuda.so.1"}
+
+
 def test_what_does_not_fit_fails_with_the_allocators_sentence(run):
     done, results = run("-k", "large")
     assert done.returncode == 1
@@ -102,14 +154,20 @@ def test_what_does_not_fit_fails_with_the_allocators_sentence(run):
 
 
 def test_figures_are_kept_where_a_case_fails_afterwards(run):
-    done, results = run("-k", "failing", "--gpu-baseline-update")
+    done, results = run("-k", "leaking", "--gpu-baseline-update")
     assert done.returncode == 1
     assert "was emulated (" in done.stdout
-    assert " allocated), but failed afterwards (check): ValueError: no luck" in done.stdout
-    measured = results["test_failing"]["reply"]["measured"]
+    assert " allocated), but failed afterwards (check): leaking keeps 4.00 MiB more" in done.stdout.replace("build_", "")
+    measured = results["test_leaking"]["reply"]["measured"]
     assert measured["outcome"] == "emulated"
-    assert measured["peak_allocated_bytes"] >= 2 * 4 * 4096**2
+    assert measured["peak_allocated_bytes"] >= 10 * 4 * 1024**2
     assert "step_seconds" not in measured
+
+
+def test_of_growth_on_the_gpu_only_a_tensor_of_the_gpu_is_named(run):
+    done, _ = run("-k", "leaking")
+    named = "most of it float32 [1048576] (4.00 MiB) made by aten._to_copy in test_own.py:"
+    assert f"keeps 4.00 MiB more of tensors after every step, {named}" in done.stdout
 
 
 def test_a_run_that_measures_refuses_stand_ins(run, stand_ins):
@@ -130,6 +188,44 @@ def test_a_test_that_takes_the_stand_ins_away_gets_no_figures(run, tmp_path):
     sentence = results["test_own"]["reply"]["sentence"]
     # Without NVIDIA's packages, torch cannot even be imported.
     assert "this worker did not find the stand-ins" in sentence or "libcudnn" in sentence
+
+
+COMPILED = """
+    import importlib.util
+    import pytest
+    import torch
+
+    def build(setup):
+        model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.ReLU()).to(setup.device)
+        # Without Triton it is still the whole way of a case.
+        compiled = torch.compile(model) if importlib.util.find_spec("triton") else model
+        optimizer = torch.optim.SGD(model.parameters())
+        batch = torch.ones(64, 1024, device=setup.device)
+
+        def step():
+            loss = compiled(batch).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    def test_compiled(gputrain):
+        gputrain.check(build, precision="fp32")
+"""
+
+
+def test_a_run_below_gputrain_emulate_has_an_emulated_gpu_of_its_own(run_tests, tmp_path):
+    (tmp_path / "test_compiled.py").write_text(textwrap.dedent(COMPILED))
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
+    recorded, _ = run_tests("--gpu-baseline-update", **caches)
+    assert recorded.returncode == 0, recorded.stdout
+    outer = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", "a100", "--"]
+    judged, second = run_tests("--gpu-strict", below=outer, **caches)
+    assert judged.returncode == 0, judged.stdout
+    assert second["test_compiled"]["reply"]["device_name"] == "NVIDIA H100 80GB HBM3"
+    assert "never used the GPU" in judged.stderr
 
 
 def test_real_bindings_of_nvml_read_the_emulated_gpu(stand_ins):

@@ -5,9 +5,8 @@ import json
 import re
 import time
 
-import psutil
 import pytest
-from leftovers import Leftovers
+from leftovers import Leftovers, has_ended
 from plugin_project import failures
 
 from pytest_gputrain.utils import linux
@@ -163,8 +162,7 @@ def test_every_fault_is_told_and_none_touches_the_next(project, leftovers, monke
     for lines in SHOWN:
         result.stdout.fnmatch_lines(lines)
     assert leftovers.all() == []
-    for pid in map(int, (project.path / "started.txt").read_text().split()):
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert all(has_ended(int(pid)) for pid in (project.path / "started.txt").read_text().split())
 
     replies = {entry["case"]["model"]: entry["replies"][0] for entry in project.report()["results"]}
     outcomes = {name: reply["outcome"] for name, reply in replies.items()}

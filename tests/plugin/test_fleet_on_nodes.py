@@ -8,9 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import pytest
-from leftovers import wait_until
+from leftovers import has_ended, wait_until
 from plugin_project import BUILD
 from slurm_here import lacking, slurm_here
 
@@ -154,7 +153,7 @@ def measurement(outcome):
 
 def assert_no_worker(folder):
     """The case's own process ends."""
-    wait_until(lambda: not psutil.pid_exists(int((folder / "pid.txt").read_text())))
+    wait_until(lambda: has_ended(int((folder / "pid.txt").read_text())))
 
 
 def assert_no_job(nodes):

@@ -1,12 +1,11 @@
 """Tests what CI runs, and what is told of a part that cannot be installed, fails or takes too long."""
 
 import configparser
-import contextlib
 import tomllib
 
 import ci
-import psutil
 import pytest
+from leftovers import has_ended, wait_until
 
 RAY = ci.Part("ray", 12)
 SKIPS = "SKIPPED [2] tests/gpu/test_on_gpu.py:40: needs a GPU, found cpu\n"
@@ -82,8 +81,7 @@ def test_a_command_ends_with_its_processes_when_its_time_is_over(capfd):
     outcome = ci.run(["sh", "-c", "sleep 600 & echo $!; wait"], minutes=2 / 60)
     assert outcome.status is None
     (pid,) = (int(line) for line in outcome.lines)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(pid).wait(timeout=600)
+    wait_until(lambda: has_ended(pid))
 
 
 def test_the_last_lines_name_every_part_and_every_skip(capsys):

@@ -13,7 +13,7 @@ from pytest_gputrain.cli.main import main
 from pytest_gputrain.hardware.catalog import PLATFORMS, marker_of
 from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.elf import Elf, Import, NotElf
-from pytest_gputrain.hardware.emulation.environment import emulated_environment
+from pytest_gputrain.hardware.emulation.environment import STARTUP, TORCH, emulated_environment
 from pytest_gputrain.hardware.emulation.stubs import stubs_text
 from pytest_gputrain.utils.errors import CannotEmulate
 
@@ -322,6 +322,20 @@ def test_the_stand_ins_are_loaded_first_and_what_was_loaded_before_stays(monkeyp
         "GPUTRAIN_EMULATED_STATE": str(tmp_path),
     }
     assert emulated_environment({}, stand_ins, "")["LD_PRELOAD"] == f"{tmp_path}/built/{build.CORE}"
+
+
+@pytest.mark.parametrize(
+    "environ", [{"LD_PRELOAD": "/lib/mine.so", "PYTHONPATH": "/mine", "TORCHINDUCTOR_CACHE_DIR": "/c/emulated", "A": ""}, {}]
+)
+def test_an_emulation_within_another_finds_nothing_of_it(tmp_path, environ):
+    outer, inner = (made_up_stand_ins(tmp_path / name) for name in ("outer", "inner"))
+    path = os.pathsep.join(filter(None, [str(STARTUP), environ.get("PYTHONPATH")]))
+    emulated = emulated_environment(environ, outer, "name=H100", state=tmp_path) | {"PYTHONPATH": path, TORCH: "/torch"}
+    assert emulated_environment(emulated, inner, "name=A100") == emulated_environment(environ, inner, "name=A100")
+    assert (STARTUP / "sitecustomize.py").is_file()
+
+
+def test_builds_are_kept_where_the_user_says(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert build.cache_folder() == tmp_path / ".cache" / "pytest-gputrain-emulation"

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from leftovers import has_ended
 from test_launching import PROGRESS, TARGET, answering
 from unit_examples import CASE, crashed, measurement, prediction
 
@@ -77,9 +78,9 @@ def _fork(source, rank=0, seconds=30, task=TASK, **environment):
 
 @pytest.fixture
 def children():
-    """Those of the test: in this process tests of others may have run, whose sources live on."""
+    """Those of the test that live: sources of other tests may live on, and who is process 1 inherits orphans."""
     before = set(psutil.Process().children())
-    return lambda: [child.pid for child in psutil.Process().children() if child not in before]
+    return lambda: [child.pid for child in psutil.Process().children() if child not in before and not has_ended(child)]
 
 
 def test_a_worker_is_forked_as_wished_and_its_end_is_told_apart(wishes, source):

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import msgspec
-import psutil
 import pytest
-from leftovers import wait_until
+from leftovers import has_ended, wait_until
 from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction
 
 from pytest_gputrain.execution.launch import ranks
@@ -368,10 +367,6 @@ def _family(script, **environment):
         worker.communicate()
 
 
-def _runs(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
 @pytest.mark.parametrize(
     "script",
     [
@@ -387,8 +382,8 @@ def test_a_worker_ends_with_what_it_started(script):
         assert process.poll() is None
         process.end()
         assert process.poll() == -signal.SIGKILL
-        wait_until(lambda: not _runs(child), 10)
-        assert _runs(other)
+        wait_until(lambda: has_ended(child), 10)
+        assert not has_ended(other)
         process.end()  # of one that has ended already
 
 
@@ -399,8 +394,8 @@ def test_daemons_of_a_case_end_with_it_and_others_stay(tmp_path):
             _, daemon = stack.enter_context(_family(script, **{CASE_FOLDER: str(folder)}))
             _, other = stack.enter_context(_family(script, **{CASE_FOLDER: f"{folder}2"}))
             shutil.rmtree(folder)  # nor does it matter who was here before
-        wait_until(lambda: not _runs(daemon), 10)
-        assert _runs(other)
+        wait_until(lambda: has_ended(daemon), 10)
+        assert not has_ended(other)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from leftovers import has_ended, wait_until
 from several_processes import measured as measured_in_processes
 from zoo_examples import DEVICE, example, measured, task_of, trained
 
@@ -93,7 +94,7 @@ def test_the_batch_of_a_process_that_trains_alone_is_the_one_that_it_keeps_witho
 
 
 def loaders_of(pid):
-    return {child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE}
+    return {child for child in psutil.Process(pid).children() if not has_ended(child)}
 
 
 def test_batches_are_in_the_type_of_the_weights_and_processes_end_with_the_training():
@@ -103,8 +104,7 @@ def test_batches_are_in_the_type_of_the_weights_and_processes_end_with_the_train
     started = loaders_of(os.getpid()) - before
     assert len(started) == 2
     training.leave()
-    psutil.wait_procs(started, timeout=600)
-    assert not loaders_of(os.getpid()) & started
+    wait_until(lambda: all(map(has_ended, started)))
 
 
 def test_processes_end_with_a_worker_that_is_killed():
@@ -123,8 +123,7 @@ def test_processes_end_with_a_worker_that_is_killed():
     assert len(started) == 2
     os.kill(worker, signal.SIGKILL)
     os.waitpid(worker, 0)
-    _, alive = psutil.wait_procs(started, timeout=3)  # torch's own watchdog looks every five seconds
-    assert not alive
+    wait_until(lambda: all(map(has_ended, started)), 3)  # torch's own watchdog looks every five seconds
 
 
 def test_no_more_than_two_processes_load_beside_a_cpu():

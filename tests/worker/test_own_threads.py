@@ -201,7 +201,7 @@ def test_what_ends_after_the_count_is_no_part_of_it():
 
 
 def test_a_thread_may_compute_before_the_rounds_that_look_closer():
-    with countable_threads(), _Makers(OwnLines([])) as makers, ThreadPoolExecutor(1) as pool:
+    with countable_threads(), _Makers(OwnLines([]), "cpu") as makers, ThreadPoolExecutor(1) as pool:
         assert pool.submit(torch.ones, 4).result().numel() == 4
     assert makers.largest(16.0) == ""
 

@@ -11,7 +11,7 @@ import sys
 
 import psutil
 import pytest
-from leftovers import wait_until
+from leftovers import has_ended, wait_until
 from several_processes import CLICKS, PRELOADED
 from several_processes import run as run_zoo
 from zoo_examples import task_of
@@ -207,13 +207,13 @@ def test_a_death_is_told_and_the_next_case_runs(preloaded, dies):
     assert isinstance(reply, Crashed), reply
     assert "by SIGKILL" in reply.sentence
     assert isinstance(run(task_of(CLICKS), preloaded), Measurement)
-    assert not killed[0].is_running()
+    wait_until(lambda: has_ended(killed[0]))
 
 
 def test_a_case_ends_as_an_interpreter_does_with_all_that_it_left_running(own_task, preloaded, tmp_path):
     run(own_task("leaves"), preloaded)
     assert (tmp_path / "atexit.txt").read_text() == "called"
-    wait_until(lambda: not psutil.pid_exists(int((tmp_path / "orphan.txt").read_text())))
+    wait_until(lambda: has_ended(int((tmp_path / "orphan.txt").read_text())))
     mark = os.fsencode((tmp_path / "marked.txt").read_text())
     assert mark
     assert not any(mark in _environment_of(process) for process in psutil.process_iter())

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from pytest_gputrain.hardware.emulation.build import StandIns
+from pytest_gputrain.hardware.emulation.build import CORE, StandIns
 from pytest_gputrain.utils.errors import CannotEmulate
 
 DEVICE: Final = "GPUTRAIN_EMULATED_DEVICE"
@@ -17,15 +17,23 @@ DEVICE: Final = "GPUTRAIN_EMULATED_DEVICE"
 STATE: Final = "GPUTRAIN_EMULATED_STATE"
 """Environment variable: the folder in which each process that uses an emulated GPU leaves what it took of it."""
 
+TORCH: Final = "GPUTRAIN_EMULATED_TORCH"
+"""Environment variable: the folder of the torch whose libraries have stand-ins."""
+
+STARTUP: Final = Path(__file__).parents[2] / "worker" / "startup"
+"""The folder on a program's PYTHONPATH with a ``sitecustomize`` that has torch record its memory."""
+
 _PRELOAD: Final = "LD_PRELOAD"
+_MODULES: Final = "PYTHONPATH"
 _COMPILED: Final = "TORCHINDUCTOR_CACHE_DIR"
+_APART: Final = "emulated"
 _OF_REAL_GPUS: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 
 
 def emulated_environment(
     environ: Mapping[str, str], libraries: StandIns, description: str, *, state: Path | None = None
 ) -> dict[str, str]:
-    """Make an environment like this one, but with emulated GPUs in place of the host's.
+    """Make an environment like this one, but with emulated GPUs in place of the host's, or of those that it emulates.
 
     Args:
         description: of the GPUs, by `boards.describe`.
@@ -39,6 +47,7 @@ def emulated_environment(
             f"the loader takes no path with a space or a colon, and the stand-ins lie in {libraries.folder}; "
             "set XDG_CACHE_HOME to a folder without them"
         )
+    environ = _without_emulation(environ)
     emulated = {name: value for name, value in environ.items() if name not in _OF_REAL_GPUS}
     emulated[DEVICE] = description
     if state is not None:
@@ -48,5 +57,21 @@ def emulated_environment(
     emulated["TRITON_LIBCUDA_PATH"] = str(libraries.folder)
     # Apart: which of a kernel's configurations is fastest was not measured, and a real GPU must not find it as if it were.
     compiled = environ.get(_COMPILED) or str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}")
-    emulated[_COMPILED] = str(Path(compiled) / "emulated")
+    emulated[_COMPILED] = str(Path(compiled) / _APART)
     return emulated
+
+
+def _without_emulation(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without what `emulated_environment` and ``gputrain emulate`` have put into them."""
+    if DEVICE not in environ:
+        return dict(environ)
+    preloaded, modules = environ.get(_PRELOAD, "").split(":"), environ.get(_MODULES, "").split(os.pathsep)
+    folders = {os.path.dirname(path) for path in preloaded if os.path.basename(path) == CORE}
+    bare = {
+        **environ,
+        **dict.fromkeys((DEVICE, STATE, TORCH), ""),
+        _PRELOAD: ":".join(path for path in preloaded if os.path.dirname(path) not in folders),
+        _MODULES: os.pathsep.join(path for path in modules if path != str(STARTUP)),
+        _COMPILED: environ.get(_COMPILED, "").removesuffix(f"/{_APART}"),
+    }
+    return {name: value for name, value in bare.items() if value or environ.get(name) == ""}

@@ -151,9 +151,14 @@ def _sonames(path: Path) -> list[str]:
     """Find which of NVIDIA's libraries this one needs."""
     try:
         with Elf(path) as library:
-            return [name for name in library.needed() if _SONAME.fullmatch(name)]
+            return [name for name in library.needed() if is_nvidias(name)]
     except (NotElf, OSError):
         return []
+
+
+def is_nvidias(soname: str) -> bool:
+    """Tell whether this is a library of NVIDIA's that has a stand-in."""
+    return _SONAME.fullmatch(soname) is not None
 
 
 def needed_functions(torch: Torch, users: Iterable[Path]) -> dict[str, Functions]:
@@ -165,7 +170,7 @@ def needed_functions(torch: Torch, users: Iterable[Path]) -> dict[str, Functions
             needed.setdefault(soname, {})
         with Elf(path) as library:
             for symbol in library.imports():
-                if _SONAME.fullmatch(symbol.soname):
+                if is_nvidias(symbol.soname):
                     needed.setdefault(symbol.soname, {})[symbol.name] = symbol.version
                 elif not symbol.soname:
                     unversioned[symbol.name] = None

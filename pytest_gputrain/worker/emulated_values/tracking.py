@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import threading
+from typing import Final
+
+import torch
 
 from .operators import Observer, Operators
 
 _lock = threading.Lock()
-_operators: Operators | None = None
+
+_HELD: Final = "_gputrain_operators"
+"""The attribute of torch that holds the replaced operators for all copies of this module: a worker imports one from its
+package, and `sitecustomize` another by its path. Operators that were replaced twice would call each other for ever."""
 
 
 def enable(observer: Observer | None = None) -> None:
     """Track values from now on, in all threads of this process, which runs on an emulated GPU.
 
     Args:
-        observer: follows the operators; it is taken from the first call alone.
+        observer: follows the operators.
+
+    Raises:
+        RuntimeError: values are tracked already, so that nothing more can follow the operators.
     """
-    global _operators  # noqa: PLW0603
     with _lock:
-        if _operators is None:
-            _operators = Operators(observer)
-            _operators.replace_all()
+        if getattr(torch, _HELD, None) is None:
+            operators = Operators(observer)
+            setattr(torch, _HELD, operators)
+            operators.replace_all()
+        elif observer is not None:
+            raise RuntimeError("the operators of this process are replaced already; run this case in a process of its own")
 
 
 def report() -> dict[str, list[dict[str, str | int]]]:
     """Tell what read unknown values, and whose choices were dealt in turn, each with its line and how often."""
-    if _operators is None:
+    operators: Operators | None = getattr(torch, _HELD, None)
+    if operators is None:
         return {"unknown_reads": [], "dealt": []}
-    return {"unknown_reads": _operators.reads.rows(), "dealt": _operators.dealt.rows()}
+    return {"unknown_reads": operators.reads.rows(), "dealt": operators.dealt.rows()}
