@@ -26,6 +26,7 @@ MOST_EVENTS: Final = 1_000_000
 """Events of one step that torch keeps. An allocation and its free make three."""
 _ROWS: Final = 16
 """Rows of tensors at each peak, so that one of a tenth of the peak is always among them."""
+_FIRST_STEPS: Final = 3
 _BLOCK: Final = 512
 """Torch's allocator rounds every request up to a multiple of this many bytes."""
 _COMPILED: Final = "compiled code"
@@ -199,10 +200,14 @@ class DeviceAllocations:
             self._largest = {} if self.why_unknown else self._trace.largest_at_peaks(peaks(self._trace), _ROWS)
         return self._largest
 
-    def kept(self) -> Counter[LiveTensor]:
-        """Return what the steps before the last one have made that still lives, and how many there are of each."""
-        first, last = self._firsts[0], self._firsts[-1]
-        return Counter(self._trace.allocations[number] for number in self._live.values() if first <= number < last)
+    def kept(self) -> tuple[Counter[LiveTensor], int]:
+        """Return what lives of what the steps have made, how many there are of each, and the number of these steps.
+
+        Of the first steps an optimizer keeps its states. Of the last one much may be still in use.
+        """
+        firsts = self._firsts[_FIRST_STEPS:] or self._firsts
+        made = (number for number in self._live.values() if firsts[0] <= number < firsts[-1])
+        return Counter(self._trace.allocations[number] for number in made), len(firsts) - 1
 
     # --- torch's memory history
 

@@ -8,10 +8,10 @@ import itertools
 import math
 import os
 import weakref
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_iter
 
-from pytest_gputrain.records import Task
+from pytest_gputrain.records import LiveTensor, Task
 from pytest_gputrain.utils.units import KiB, MiB, format_bytes
 from pytest_gputrain.worker.allocations import name_of, strided_parts, wraps
 from pytest_gputrain.worker.checks import CheckFailed, local
@@ -39,6 +39,10 @@ _STEPS: Final = 10
 _SHARE: Final = 0.8
 _BLOCK: Final = 512
 """Bytes that a GPU's allocator takes at least."""
+
+
+Kept = tuple[Counter[LiveTensor], int]
+"""The tensors that live of what some steps have made, how many there are of each, and the number of these steps."""
 
 
 class Growth:
@@ -114,8 +118,13 @@ class Growth:
         if allocated is not None:
             self._ends.append(allocated - self._expected(training))
 
-    def check(self, training: Trainable, allocated: Callable[[], int | None]) -> Generator[bool, None, str]:
+    def check(
+        self, training: Trainable, allocated: Callable[[], int | None], kept: Callable[[], Kept] | None = None
+    ) -> Generator[bool, None, str]:
         """Describe what the timed steps kept, where it is remarkable.
+
+        Args:
+            kept: tells what lives of what the steps have made, where that is known.
 
         Raises:
             CheckFailed: they kept more and more.
@@ -124,7 +133,8 @@ class Growth:
             return ""
         if self._ends:
             ends = self._ends[self._steps - 1 :: self._steps]
-            yield from self._look_closer(len(ends) > _ROUNDS and self._grows(ends), training, lambda: allocated() or 0)
+            is_suspicious = len(ends) > _ROUNDS and self._grows(ends)
+            yield from self._look_closer(is_suspicious, training, lambda: allocated() or 0, kept)
         most = max(PROCESS, self._allowed)
         growing = [growth for growth in self._process if growth > most]
         mean = sum(self._process) / max(1, len(self._process))
@@ -170,7 +180,13 @@ class Growth:
         growth = [later - earlier for earlier, later in itertools.pairwise(ends)]
         return min(growth) > 0 and sum(growth) > max(TENSORS, self._allowed) * len(growth)
 
-    def _look_closer(self, suspicious: bool, training: Trainable, allocated: Callable[[], int]) -> Steps:
+    def _look_closer(
+        self,
+        suspicious: bool,
+        training: Trainable,
+        allocated: Callable[[], int],
+        kept: Callable[[], Kept] | None = None,
+    ) -> Steps:
         """Have further rounds run if any process of the case is suspicious, and find out what they keep.
 
         Raises:
@@ -180,29 +196,23 @@ class Growth:
         if not suspects:
             return
         ends = [self._collected(training, allocated)]
-        with _Makers(OwnLines(self._folders), self._device) as makers:
+        known = None if kept is None else kept()  # without a mode, which an operator may refuse
+        with _Makers(OwnLines(self._folders), self._device) if known is None else contextlib.nullcontext() as makers:
             for _ in range(_ROUNDS):
-                makers.begin_round()
+                if makers:
+                    makers.begin_round()
                 ends.append((yield from self._round(training, allocated, collect=True)))
         if not self._grows(ends):
             return
         mean = (ends[-1] - ends[0]) / _ROUNDS
+        part = makers.largest(mean) if makers else _largest(known, mean, self._steps) if known else ""
         after = "step" if self._steps == 1 else f"round of {self._steps} steps"
         raise CheckFailed(
-            f"{self._name} keeps {format_bytes(mean)} more of tensors after every {after}{makers.largest(mean)}; do not "
+            f"{self._name} keeps {format_bytes(mean)} more of tensors after every {after}{part}; do not "
             f"keep them "
             "(a loss that is kept without detach() keeps its graph), or, if a buffer is meant to fill, allow it with "
             f"{_marker(mean)}"
         )
-
-
-class _Maker(NamedTuple):
-    """The operator and the line that made a storage."""
-
-    operator: str
-    shape: tuple[int, ...]
-    dtype: str
-    line: str
 
 
 class _Makers(SharedMode):
@@ -217,7 +227,7 @@ class _Makers(SharedMode):
         self._lines = lines
         self._device = device
         # Other threads run operators before the first round begins, too.
-        self._rounds: list[dict[int, tuple[weakref.ref[torch.UntypedStorage], _Maker, int]]] = [{}]
+        self._rounds: list[dict[int, tuple[weakref.ref[torch.UntypedStorage], LiveTensor]]] = [{}]
 
     def begin_round(self) -> None:
         """Note that a round starts."""
@@ -232,9 +242,13 @@ class _Makers(SharedMode):
         for tensor, storage in _storages(result):
             if storage._cdata not in given and storage.device.type == self._device:
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                maker = _Maker(name_of(func), tuple(tensor.shape), dtype, self._lines.current())
+                line = self._lines.current()
+                made = LiveTensor(
+                    bytes=storage.nbytes(), count=1, operator=name_of(func), phase="forward", shape=tuple(tensor.shape),
+                    dtype=dtype, lines=(line,) if line else (),
+                )  # fmt: skip
                 # A storage that was made where a freed one had been takes its place.
-                self._rounds[-1][storage._cdata] = weakref.ref(storage), maker, storage.nbytes()
+                self._rounds[-1][storage._cdata] = weakref.ref(storage), made
         return result
 
     def largest(self, growth: float) -> str:
@@ -243,23 +257,27 @@ class _Makers(SharedMode):
         Args:
             growth: the bytes that are left over after each round. A part that explains less than a tenth is not described.
         """
-        kept: defaultdict[_Maker, list[int]] = defaultdict(list)
+        kept: Counter[LiveTensor] = Counter()
         for storages in self._rounds[:-1]:
-            for reference, maker, size in storages.values():
-                if reference() is not None:
-                    kept[maker].append(size)
-        if not kept:
-            return ""
-        rounds = max(1, len(self._rounds) - 2)
-        maker, sizes = max(kept.items(), key=lambda item: sum(item[1]))
-        share = sum(sizes) / rounds
-        if share < growth / 10:
-            return ""
-        part = "most of it" if share > growth / 2 else "including"
-        count = round(len(sizes) / rounds)
-        tensors = f"{count} x {maker.dtype}" if count > 1 else maker.dtype
-        where = f" in {maker.line}" if maker.line else ""
-        return f", {part} {tensors} {list(maker.shape)} ({format_bytes(share)}) made by {maker.operator}{where}"
+            kept.update(tensor for reference, tensor in storages.values() if reference() is not None)
+        return _largest((kept, max(1, len(self._rounds) - 2)), growth)
+
+
+def _largest(kept: Kept, growth: float, steps: int = 1) -> str:
+    """Describe the largest part of what rounds of so many steps leave over."""
+    tensors, of_steps = kept
+    if not tensors:
+        return ""
+    rounds = max(1.0, of_steps / steps)
+    tensor, number = max(tensors.items(), key=lambda item: item[0].bytes * item[1])
+    share = tensor.bytes * number / rounds
+    if share < growth / 10:
+        return ""
+    part = "most of it" if share > growth / 2 else "including"
+    count = round(number / rounds)
+    kind = f"{count} x {tensor.dtype}" if count > 1 else tensor.dtype
+    where = f" in {tensor.lines[0]}" if tensor.lines else ""
+    return f", {part} {kind} {list(tensor.shape)} ({format_bytes(share)}) made by {tensor.operator}{where}"
 
 
 def resident_bytes() -> int | None:

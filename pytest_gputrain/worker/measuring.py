@@ -219,7 +219,8 @@ class Measuring:
             CheckFailed: the case does not train, keeps more and more memory, or has operators that were not counted.
         """
         own = self._own
-        growth = (yield from own.growth.check(training, self._device.allocated_bytes)) if own else ""
+        kept = self._emulated.allocations.kept if self._emulated else None
+        growth = (yield from own.growth.check(training, self._device.allocated_bytes, kept)) if own else ""
         figures = msgspec.structs.replace(figures, notes=(growth,) if growth else ())
         flops = yield from self._watched(training, movement, figures, steps=steps + 1)
         checked = own.check(flops, training) if own else Checked(())
