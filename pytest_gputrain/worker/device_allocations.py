@@ -16,8 +16,8 @@ import torch
 
 from pytest_gputrain.records import LiveTensor, TrainingPhase
 from pytest_gputrain.worker.allocations import strided_parts
-from pytest_gputrain.worker.autograd_lines import AutogradLines
 from pytest_gputrain.worker.device import Accelerator
+from pytest_gputrain.worker.emulated_values.autograd_lines import AutogradLines
 from pytest_gputrain.worker.phases import Phases
 from pytest_gputrain.worker.storages import name_of_dtype
 from pytest_gputrain.worker.trace import Trace, peaks

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from pytest_gputrain.cases.libraries import packages_of
 from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.records.emulated import NOT_MADE
-from pytest_gputrain.worker.autograd_lines import AutogradLines
 from pytest_gputrain.worker.device import Accelerator, Device
 from pytest_gputrain.worker.device_allocations import DeviceAllocations
 from pytest_gputrain.worker.emulated_values import tracking
+from pytest_gputrain.worker.emulated_values.autograd_lines import AutogradLines
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.memory_recorder import unknown
 from pytest_gputrain.worker.own_lines import OwnLines
@@ -39,7 +39,7 @@ class EmulatedFigures:
     """
 
     def __init__(self, device: Accelerator, lines: OwnLines | None) -> None:
-        self._lines = AutogradLines(lines)
+        self._lines = AutogradLines(lines.of_frame if lines else None)
         self.allocations = DeviceAllocations(device, self._lines)
         self.work: WorkCount | None = None
         """The work of the step whose FLOPs are counted; None before that step is over."""

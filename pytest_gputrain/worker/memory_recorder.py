@@ -22,6 +22,9 @@ MOST_EVENTS: Final = 1_000_000
 """Events that torch keeps of each device, the last ones, of which an allocation and its free make three. They take some
 0.6 GB of the host."""
 
+_NOTED: Final = "<noted>"
+"""The file of a frame that is none, but a line of the forward pass."""
+
 _LARGEST: Final = 12
 """Groups of tensors that are told."""
 
@@ -61,7 +64,7 @@ class Recorder:
                 "take backend:... out of PYTORCH_ALLOC_CONF, or do not change the allocator"
             )
         self._torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, context="alloc", stacks="python")
-        self._values = tracked_values()
+        self._values = tracked_values(notes=True)
 
     def watch_resets(self) -> None:
         """Keep the peaks that the program resets."""
@@ -113,10 +116,13 @@ def _gpu(torch: ModuleType, device: int) -> int:
     return int(str(torch.cuda.get_device_properties(device).uuid)[-2:], 16)
 
 
-def tracked_values() -> Any:
+def tracked_values(*, notes: bool = False) -> Any:
     """Switch on the tracking of values, and return its module.
 
     It comes from the package beside this module, which the program's environment may lack.
+
+    Args:
+        notes: whether torch's memory history gets the lines of the forward pass that are behind a backward pass.
     """
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values")
     name = "_gputrain_emulated_values"
@@ -127,7 +133,8 @@ def tracked_values() -> Any:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     tracking = importlib.import_module(f"{name}.tracking")
-    tracking.enable()
+    autograd_lines = importlib.import_module(f"{name}.autograd_lines")
+    tracking.enable(autograd_lines.BackwardNotes(_program_lines.line_of) if notes else None)
     return tracking
 
 
@@ -228,9 +235,15 @@ def live_at(events: Trace, at: int, at_end: dict[int, tuple[int, list[Any]]]) ->
     for event in reversed(events[: at + 1]):
         address = event["addr"]
         if event["action"] == "alloc" and address in live and address not in found:
-            live[address] = (live[address][0], event.get("frames") or [])
+            live[address] = (live[address][0], _frames(event))
             found.add(address)
     return live
+
+
+def _frames(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the frames of an event, and below them a line of the forward pass that `BackwardNotes` has noted."""
+    note = event.get("user_metadata")
+    return [*(event.get("frames") or []), *([{"filename": _NOTED, "line": 0, "name": note}] if note else [])]
 
 
 def _moment(events: Trace, at: int, at_end: dict[int, tuple[int, list[Any]]]) -> dict[str, Any]:
@@ -299,6 +312,9 @@ def _where(frames: Iterable[dict[str, Any]]) -> str:
         file = frame["filename"]
         if file.startswith(_OWN):
             continue
+        if file == _NOTED:
+            own = f"{_program_lines.BACKWARD} of {frame['name']}"
+            break
         if not _program_lines.is_library(file):
             own = _line(frame)
             break

@@ -231,6 +231,19 @@ def test_forward_passes_in_other_threads_give_no_wrong_lines(run_tests, tmp_path
     assert {line for row in made for line in row["lines"]} == {f"test_own.py:{backward}"}
 
 
+def test_what_a_backward_pass_of_a_script_allocates_has_the_line_of_the_forward_pass(emulate):
+    done, report = emulate("""
+        import torch
+        weight = torch.ones(1024, 1024, device="cuda", requires_grad=True)
+        loss = (weight * 2).pow(3).sum()
+        loss.backward()
+    """)
+    assert done.returncode == 0, done.stderr
+    rows = {row["where"]: row["count"] for row in report["processes"][0]["devices"][0]["peak"]["tensors"]}
+    assert rows["backward pass of train.py:4 in <module>"] >= 1
+    assert "backward pass" not in rows
+
+
 @pytest.mark.parametrize(
     ("variant", "where"),
     [("-c", "line 2 of the code that python -c was given"), ("-", "line 2 of standard input")],

@@ -69,11 +69,15 @@ class CountsByLine:
 
 
 def _current_line() -> str:
-    frame: FrameType | None = sys._getframe(1)
+    return line_of(sys._getframe(1)) or BACKWARD
+
+
+def line_of(frame: FrameType | None) -> str:
+    """Describe the innermost line of the program that a frame comes from; empty where there is none."""
     own_folder = os.path.dirname(__file__)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(own_folder) and not is_library(file):
             return describe_line(file, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
-    return BACKWARD
+    return ""

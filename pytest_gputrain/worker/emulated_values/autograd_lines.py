@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 from bisect import bisect_right
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
-
-from pytest_gputrain.worker.own_lines import OwnLines
 
 
 class AutogradLines:
@@ -22,11 +21,11 @@ class AutogradLines:
     It is made in the thread that trains.
 
     Args:
-        lines: finds the lines of frames; None where no code is the user's own, so that there are none.
+        line_of: finds the own line of a frame; None where no code is the user's own, so that there are none.
     """
 
-    def __init__(self, lines: OwnLines | None) -> None:
-        self._own = lines
+    def __init__(self, line_of: Callable[[FrameType | None], str] | None) -> None:
+        self._line_of = line_of
         self._thread = threading.get_ident()
         self._starts: list[int] = []
         """The first number of each line."""
@@ -41,14 +40,14 @@ class AutogradLines:
         In a backward pass whose nodes tell no line of the forward pass it is the line of ``backward()``; empty where no line
         is known.
         """
-        if self._own is None:
+        if self._line_of is None:
             return ""
-        line = self._own.current()
+        line = self._line_of(sys._getframe(1))
         node: Any = torch._C._current_autograd_node()
         if node is None:
             self._note(line)
             return line
-        return line or self._of_node(node) or self._own.of_frame(sys._current_frames().get(self._thread))
+        return line or self._of_node(node) or self._line_of(sys._current_frames().get(self._thread))
 
     def _note(self, line: str) -> None:
         """Give this line to the nodes that this thread has made since the last call."""
@@ -78,3 +77,30 @@ def _is_recomputed() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class BackwardNotes:
+    """Notes with each allocation of a backward pass, in torch's memory history, the own line of the forward pass.
+
+    It is an observer of operators.
+
+    Args:
+        line_of: finds the own line of a frame.
+    """
+
+    def __init__(self, line_of: Callable[[FrameType | None], str]) -> None:
+        self._lines = AutogradLines(line_of)
+        # Versions of torch before 2.10 keep no notes.
+        self._note: Callable[[str], None] = getattr(torch._C, "_cuda_setMemoryMetadata", lambda text: None)
+
+    def begin(self, operator: str) -> None:
+        """Take notice that an operator begins on this thread."""
+        if torch._C._current_autograd_node() is not None:
+            self._note(self._lines.current())
+
+    def end(self, output: Any) -> None:
+        """Take notice that the operator has returned."""
+        if torch._C._current_autograd_node() is not None:
+            self._note("")
+        else:
+            self._lines.current()
