@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import threading
@@ -85,7 +86,7 @@ class FlopCount(SharedMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         formula = self.formulas.get(func.overloadpacket)
-        if formula is None and _is_composite(func, args):
+        if formula is None and _is_composite(func, _device_of(args)):
             with on_this_thread(self):
                 return func.decompose(*args, **kwargs)
         self.note_thread()
@@ -143,11 +144,12 @@ def _type_of(args: Any) -> torch.dtype | None:
     return dtype.to_real() if dtype and dtype.is_complex else dtype
 
 
-def _is_composite(func: Any, args: Any) -> bool:
+@functools.cache
+def _is_composite(func: Any, device: str) -> bool:
     """Tell if an operator is made of others: `torch.inference_mode` passes these on without what autograd does before."""
     if not func._can_decompose():
         return False
-    key = torch._C._dispatch_key_for_device(_device_of(args))
+    key = torch._C._dispatch_key_for_device(device)
     return not func.has_kernel_for_dispatch_key(getattr(torch._C.DispatchKey, key))
 
 

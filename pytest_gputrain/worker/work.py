@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from pytest_gputrain.records import WorkAtLines
 from pytest_gputrain.worker.allocations import name_of, strided_parts
@@ -79,25 +78,22 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 def _bytes_moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if not moves_memory(func):
         return 0
-    read = sum(map(_bytes_of, _tensors((*args, *kwargs.values()))))
-    written = sum(map(_bytes_of, _tensors((result,))))
+    written: Any = (result,)
     if result is None:
-        targets = (args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func))
-        written = sum(map(_bytes_of, _tensors(targets)))
-    return read + written
+        written = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
+    return _bytes_of(args) + _bytes_of(kwargs.values()) + _bytes_of(written)
 
 
-def _bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements on the GPU; of an expanded one no more than its storage."""
-    tensor = local(tensor)
-    if not tensor.is_cuda or hasattr(tensor, "__tensor_flatten__"):
-        return 0
-    return sum(min(part.numel() * part.itemsize, part.untyped_storage().nbytes()) for part in strided_parts(tensor))
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _bytes_of(values: Iterable[Any]) -> int:
+    """Return the bytes of the elements of tensors on the GPU; of an expanded one no more than its storage."""
+    total = 0
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            tensor = local(value)
+            if not tensor.is_cuda or hasattr(tensor, "__tensor_flatten__"):
+                continue
+            for part in (tensor,) if tensor.layout == torch.strided else strided_parts(tensor):
+                total += min(part.numel() * part.itemsize, part.untyped_storage().nbytes())
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            total += _bytes_of(value)
+    return total
