@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -244,9 +244,11 @@ class _Makers(SharedMode):
             growth: the bytes that are left over after each round. A part that explains less than a tenth is not described.
         """
         kept: defaultdict[_Maker, list[int]] = defaultdict(list)
+        # An LSTM on a GPU gives a tensor the storage of its weights in each round, by `set_`: no round made that storage.
+        times = Counter(key for storages in self._rounds for key, (living, *_) in storages.items() if living() is not None)
         for storages in self._rounds[:-1]:
-            for reference, maker, size in storages.values():
-                if reference() is not None:
+            for key, (reference, maker, size) in storages.items():
+                if reference() is not None and times[key] == 1:
                     kept[maker].append(size)
         if not kept:
             return ""
