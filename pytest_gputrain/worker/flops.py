@@ -225,7 +225,7 @@ def _own_formulas() -> dict[Any, Any]:
     """Return the operators that torch's own counter lacks, or cannot count in all supported versions.
 
     Those are fused attention (torch knows no CPU kernel, and before 2.12 no grouped queries), products of experts with their
-    tokens, and bitsandbytes' fused 4-bit product.
+    tokens, bitsandbytes' fused 4-bit product, and products whose result has a type of its own (``out_dtype``).
     """
     aten = torch.ops.aten
     formulas: dict[Any, Any] = {}
@@ -233,6 +233,8 @@ def _own_formulas() -> dict[Any, Any]:
         formulas[getattr(aten, f"_scaled_dot_product_{name}")] = _attention
         formulas[getattr(aten, f"_scaled_dot_product_{name}_backward")] = _attention_backward
     formulas[aten._grouped_mm] = _grouped_product
+    formulas[aten.bmm] = _products
+    formulas[aten.addmm] = formulas[aten.baddbmm] = _sum_with_products
     if "bitsandbytes" in sys.modules:
         for name in ("gemm_4bit", "gemv_4bit"):
             if hasattr(torch.ops.bitsandbytes, name):
@@ -253,6 +255,14 @@ def _attention_backward(
     """Count the scores once more, and the gradients of values, scores, queries and keys."""
     batch, heads, queries, width = query
     return int(2 * batch * heads * queries * key[2] * (3 * width + 2 * value[3]))
+
+
+def _products(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return int(2 * math.prod(left) * right[-1])
+
+
+def _sum_with_products(term: Any, left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return _products(left, right)
 
 
 def _grouped_product(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:

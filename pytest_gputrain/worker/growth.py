@@ -258,8 +258,10 @@ class _Makers(SharedMode):
             growth: the bytes that are left over after each round. A part that explains less than a tenth is not described.
         """
         kept: Counter[LiveTensor] = Counter()
+        # An LSTM on a GPU gives a tensor the storage of its weights in each round, by `set_`: no round made that storage.
+        times = Counter(key for storages in self._rounds for key, (living, _) in storages.items() if living() is not None)
         for storages in self._rounds[:-1]:
-            kept.update(tensor for reference, tensor in storages.values() if reference() is not None)
+            kept.update(made for key, (living, made) in storages.items() if living() is not None and times[key] == 1)
         return _largest((kept, max(1, len(self._rounds) - 2)), growth)
 
 

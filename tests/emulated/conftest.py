@@ -1,5 +1,6 @@
 """The stand-ins that tests of this folder run on, and programs and tests on an emulated GPU."""
 
+import functools
 import json
 import os
 import subprocess
@@ -57,20 +58,26 @@ def emulate(stand_ins, tmp_path):
     return run
 
 
-@pytest.fixture
-def run_tests(stand_ins, tmp_path):
+@pytest.fixture(scope="session")
+def run_tests_in(stand_ins):
     """Run pytest in a folder on an emulated H100: its completed process, and the results of its report by test."""
-    (tmp_path / "tox.ini").write_text("[pytest]\n")
 
-    def run(*arguments, emulated=True, below=(), **variables):
+    def run(folder, *arguments, emulated=True, below=(), **variables):
+        (folder / "tox.ini").write_text("[pytest]\n")
         options = ["-q", "-p", "no:cacheprovider", "--rootdir=.", "--gpu-json=report.json"]
         options += ["--gpu-platform=h100", "--gpu-emulate"] if emulated else []
-        done = _run(tmp_path, [*below, sys.executable, "-m", "pytest", *options, *arguments], variables)
-        report = tmp_path / "report.json"
+        done = _run(folder, [*below, sys.executable, "-m", "pytest", *options, *arguments], variables)
+        report = folder / "report.json"
         results = json.loads(report.read_bytes())["results"] if report.exists() else []
         return done, {result["nodeid"].partition("::")[2]: result for result in results}
 
     return run
+
+
+@pytest.fixture
+def run_tests(run_tests_in, tmp_path):
+    """Run pytest in the test's own folder."""
+    return functools.partial(run_tests_in, tmp_path)
 
 
 @pytest.fixture

@@ -151,6 +151,19 @@ def test_the_named_part_of_the_growth_has_the_bytes_of_all_its_tensors(others, d
     assert f"more of tensors after every step{described}" in refused(MINE, build)
 
 
+def test_a_storage_that_every_round_gives_to_another_tensor_is_no_part_of_the_growth():
+    def build(setup):
+        kept, weights = [], torch.ones(4 * LARGE)
+
+        def step():
+            torch.empty(0).set_(weights.untyped_storage(), 0, (4 * LARGE,), (1,))  # as an LSTM does on a GPU
+            kept.append(torch.zeros(LARGE))
+
+        return step
+
+    assert "most of it float32 [65536] (256 KiB) made by aten.zeros in " in refused(MINE, build)
+
+
 LEAKING = """\
 import torch
 

@@ -11,7 +11,7 @@ from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.model_config import config_of, declare
 from pytest_gputrain.records import Crashed
 from pytest_gputrain.worker import methods, zoo
-from pytest_gputrain.worker.flops import count_flops
+from pytest_gputrain.worker.flops import count_flops, formulas
 from pytest_gputrain.worker.precision import PRECISIONS
 from pytest_gputrain.worker.zoo.completed import architecture_of
 
@@ -116,6 +116,16 @@ def test_products_of_experts_count_each_token_once_however_tokens_are_shared_out
         with count_flops() as backward:
             product.backward(torch.ones_like(product))
         assert backward.total == 2 * forward.total
+
+
+@pytest.mark.parametrize("operator", ["mm", "addmm", "bmm", "baddbmm"])
+def test_products_whose_result_has_a_type_of_its_own_are_counted(operator):
+    # Only GPUs have kernels of them, so the formulas are called as the counter calls them. TRL's GRPO takes such products.
+    batch = (4,) if "bmm" in operator else ()
+    term = [torch.ones(*batch, 8, 24)] if "add" in operator else []
+    factors = torch.ones(*batch, 8, 16), torch.ones(*batch, 16, 24)
+    count = formulas()[getattr(torch.ops.aten, operator)]
+    assert count(*term, *factors, torch.float32, out_val=None) == 2 * 8 * 16 * 24 * (4 if batch else 1)
 
 
 TINY = {
