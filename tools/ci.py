@@ -62,7 +62,7 @@ PARTS: Final = (
     Part("recipes", 12),
     Part("ray", 12),
     Part("emulated", 36, {"cc": "gcc"}),
-    Part("foreign", 12, {"cc": "gcc"}),
+    Part("foreign", 14, {"cc": "gcc"}),
     Part("oldest", 24),
     # What is released tomorrow must not turn a change red today.
     Part("newest", 20, by_name=True),
