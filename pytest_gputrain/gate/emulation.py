@@ -1,7 +1,7 @@
 """Judges runs on an emulated GPU against recorded ones. Pure.
 
 Nothing here is noisy: the same code allocates, and asks the driver for, the same bytes in every process. So every growth is
-a regression, whatever the tolerances say; but for compiled cases. Time is not judged, because there is none.
+a regression, whatever the tolerances say. Time is not judged, because there is none.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.utils.units import format_bytes
 
 _JUDGED: Final[tuple[MetricName, ...]] = ("peak_allocated_bytes", "peak_reserved_bytes", "flops_per_step")
-_COMPILED_RATIO: Final = 0.001
-"""Growth that passes where torch.compile is used: a case allocates up to 64 KiB more when its code comes from the disk."""
 _RECORD: Final = "record it with --gpu-emulate --gpu-baseline-update"
 
 
@@ -39,7 +37,7 @@ def judge(case: Case, run: EmulatedRun, recorded: Recorded[EmulatedRun] | None, 
             unchanged="its memory is the same",
         ),
         does_not_fit=lambda did: _what_does_not_fit(run, title, "no longer fits" if did else "does not fit"),
-        changes=lambda nearest: _changes(list(_metrics(case, nearest, run)), ("regressed", "improved")),
+        changes=lambda nearest: _changes(list(_metrics(nearest, run)), ("regressed", "improved")),
     )
     if isinstance(before, Verdict):
         return before
@@ -48,7 +46,7 @@ def judge(case: Case, run: EmulatedRun, recorded: Recorded[EmulatedRun] | None, 
         return Verdict(status="regressed", sentence=sentence)
     if run.fits and not before.fits:
         return Verdict(status="improved", sentence=f"{case} fits {title} now; {_RECORD}")
-    metrics = tuple(_metrics(case, before, run))
+    metrics = tuple(_metrics(before, run))
     if worse := _changes(metrics, ("regressed",)):
         return Verdict(status="regressed", sentence=f"{case} {'; '.join(worse)}", metrics=metrics)
     if better := _changes(metrics, ("improved",)):
@@ -61,17 +59,15 @@ def _what_does_not_fit(run: EmulatedRun, title: str, what: str) -> str:
     return f"{what} {title} ({format_bytes(run.device_memory_bytes)}): {run.refused.rstrip('.')}"
 
 
-def _metrics(case: Case, before: EmulatedRun, now: EmulatedRun) -> Iterator[MetricVerdict]:
+def _metrics(before: EmulatedRun, now: EmulatedRun) -> Iterator[MetricVerdict]:
     if not (before.fits and now.fits):
         return
-    ratio = 0.0 if case.compile == "off" else _COMPILED_RATIO
     for name in _JUDGED:
         value, baseline = getattr(now, name), getattr(before, name)
         if value is None or baseline is None:
             continue
-        limit, least = baseline * (1 + ratio), baseline / (1 + ratio)
-        status: Status = "regressed" if value > limit else "improved" if value < least else "pass"
-        yield MetricVerdict(metric=name, status=status, value=value, baseline=baseline, limit=limit)
+        status: Status = "regressed" if value > baseline else "improved" if value < baseline else "pass"
+        yield MetricVerdict(metric=name, status=status, value=value, baseline=baseline, limit=baseline)
 
 
 def _changes(metrics: Sequence[MetricVerdict], statuses: Sequence[Status]) -> list[str]:

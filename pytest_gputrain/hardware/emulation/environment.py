@@ -19,6 +19,7 @@ STATE: Final = "GPUTRAIN_EMULATED_STATE"
 
 _PRELOAD: Final = "LD_PRELOAD"
 _COMPILED: Final = "TORCHINDUCTOR_CACHE_DIR"
+_KERNELS: Final = "TRITON_CACHE_DIR"
 _OF_REAL_GPUS: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 
 
@@ -47,6 +48,11 @@ def emulated_environment(
     emulated[_PRELOAD] = ":".join([*paths, *environ.get(_PRELOAD, "").split(":")]).rstrip(":")
     emulated["TRITON_LIBCUDA_PATH"] = str(libraries.folder)
     # Apart: which of a kernel's configurations is fastest was not measured, and a real GPU must not find it as if it were.
-    compiled = environ.get(_COMPILED) or str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}")
-    emulated[_COMPILED] = str(Path(compiled) / "emulated")
+    compiled = Path(environ.get(_COMPILED) or Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}") / "emulated"
+    # Compiling allocates on the GPU, and code from the disk does not: each run of a program finds an empty folder.
+    emulated[_COMPILED] = str(compiled if state is None else state / "compiled")
+    # Kernels are kept, because they take most of the time, and making them does not allocate.
+    emulated.setdefault(_KERNELS, str(compiled / "triton"))
+    # With it, Inductor measures fused kernels to choose among them, and times mean nothing here.
+    emulated["TORCHINDUCTOR_BENCHMARK_EPILOGUE_FUSION"] = "0"
     return emulated
