@@ -21,8 +21,6 @@ from pytest_gputrain.utils.units import format_bytes, format_percent
 _CHANGED: Final[tuple[Status, ...]] = ("regressed", "improved")
 _MOVED_RATIO: Final = 0.01
 """Growth of the bytes that operators read and write that passes, because one cheap operator more is no regression."""
-_COMPILED_RATIO: Final = 0.001
-"""Growth that passes where torch.compile is used: a case allocates up to 64 KiB more when its code comes from the disk."""
 _RECORD: Final = "record it with --gpu-emulate --gpu-baseline-update"
 
 
@@ -44,7 +42,7 @@ def judge(case: Case, run: EmulatedRun, recorded: Recorded[EmulatedRun] | None, 
             unchanged="its memory is the same",
         ),
         does_not_fit=lambda did: _what_does_not_fit(run, title, "no longer fits" if did else "does not fit"),
-        changes=lambda nearest: _changes(list(_metrics(case, nearest, run)), _CHANGED, nearest, run),
+        changes=lambda nearest: _changes(list(_metrics(nearest, run)), _CHANGED, nearest, run),
     )
     if isinstance(before, Verdict):
         return before
@@ -53,7 +51,7 @@ def judge(case: Case, run: EmulatedRun, recorded: Recorded[EmulatedRun] | None, 
         return Verdict(status="regressed", sentence=sentence)
     if run.fits and not before.fits:
         return Verdict(status="improved", sentence=f"{case} fits {title} now; {_RECORD}")
-    metrics = tuple(_metrics(case, before, run))
+    metrics = tuple(_metrics(before, run))
     worse, better = (_changes(metrics, (status,), before, run) for status in _CHANGED)
     gone = [phase for phase in before.phase_peak_bytes if run.phase_peak_bytes and phase not in run.phase_peak_bytes]
     if gone := [phase for phase in gone if phase != "between"]:
@@ -84,22 +82,21 @@ def _what_does_not_fit(run: EmulatedRun, title: str, what: str) -> str:
     return f"{what} {title} ({format_bytes(run.device_memory_bytes)}): {run.refused.rstrip('.')}"
 
 
-def _metrics(case: Case, before: EmulatedRun, now: EmulatedRun) -> Iterator[MetricVerdict]:
+def _metrics(before: EmulatedRun, now: EmulatedRun) -> Iterator[MetricVerdict]:
     if not (before.fits and now.fits):
         return
-    exact = 0.0 if case.compile == "off" else _COMPILED_RATIO
     for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
-        yield _compared(name, getattr(before, name), getattr(now, name), exact)
+        yield _compared(name, getattr(before, name), getattr(now, name))
     for name, phase in PHASES.items():
         if phase in before.phase_peak_bytes and phase in now.phase_peak_bytes:
-            yield _compared(name, before.phase_peak_bytes[phase], now.phase_peak_bytes[phase], exact)
+            yield _compared(name, before.phase_peak_bytes[phase], now.phase_peak_bytes[phase])
     for name in WORK:
         value, baseline = getattr(now, name), getattr(before, name)
         if value is not None and baseline is not None:
-            yield _compared(name, baseline, value, _MOVED_RATIO if name == "bytes_per_step" else exact)
+            yield _compared(name, baseline, value, _MOVED_RATIO if name == "bytes_per_step" else 0.0)
 
 
-def _compared(name: MetricName, baseline: int, value: int, ratio: float) -> MetricVerdict:
+def _compared(name: MetricName, baseline: int, value: int, ratio: float = 0.0) -> MetricVerdict:
     limit, least = baseline * (1 + ratio), baseline / (1 + ratio)
     status: Status = "regressed" if value > limit else "improved" if value < least else "pass"
     changed = name == "bytes_per_step" and status == "pass" and value != baseline

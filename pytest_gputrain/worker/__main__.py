@@ -44,6 +44,9 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     progress.enter("start")
     task = msgspec.json.decode((case_folder / CASE).read_bytes(), type=Task)
     sys.path += [path for path in task.import_paths if path not in sys.path]
+    if task.emulated:
+        # Compiling allocates on the GPU, and code from the disk does not: each run finds the same, an empty folder.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
     progress.enter("import")
     reply: Reply | Served | Prediction | EmulatedRun
     try:

@@ -66,6 +66,34 @@ SUITE = """
 """
 
 
+COMPILED = """
+    def build(setup):
+        import torch
+
+        # No tensor of a step is as small as those that compiling makes, so these take a segment of their own.
+        tuned = torch.nn.Sequential(torch.nn.Linear(1024, 4096, bias=False), torch.nn.GELU())
+        odd = torch.nn.Linear(4096, 4099, bias=False)  # which torch would measure with and without padding
+        model = torch.nn.Sequential(tuned, odd).to(setup.device, torch.bfloat16)
+        tuned = torch.compile(tuned, mode="max-autotune-no-cudagraphs")
+        odd = torch.compile(odd)
+        optimizer = torch.optim.SGD(model.parameters())
+        batches = [torch.randn(rows, 1024, device=setup.device, dtype=torch.bfloat16) for rows in (4096, 2048, 6144)]
+        setup.watch(model)
+        turns = iter(range(1000))
+
+        def step():
+            output = odd(tuned(batches[next(turns) % 3]))
+            output.backward(torch.empty_like(output))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def test_compiled(gputrain):
+        gputrain.check(build, precision="bf16")
+"""
+
+
 @pytest.fixture
 def run(run_tests, tmp_path):
     (tmp_path / "test_own.py").write_text(textwrap.dedent(SUITE))
@@ -144,6 +172,19 @@ def test_stand_ins_are_loaded_only_where_torch_cannot_be_imported_otherwise(torc
         assert loaded == {path.name for path in stand_ins.libraries} - {"libnvidia-ml.so.1"}
     else:
         assert loaded <= {build.CORE, "libcuda.so.1"}
+
+
+@pytest.mark.slow
+def test_a_compiled_case_takes_the_same_memory_whatever_was_compiled_before(run_tests, tmp_path):
+    (tmp_path / "test_compiled.py").write_text(textwrap.dedent(COMPILED))
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
+    first, recorded = run_tests("--gpu-baseline-update", **caches)
+    assert first.returncode == 0, first.stdout
+    assert any((tmp_path / "compiled").rglob("*.cubin"))  # which later runs find
+    for _ in range(3):
+        again, judged = run_tests("--gpu-strict", **caches)
+        assert again.returncode == 0, again.stdout
+        assert judged["test_compiled"]["reply"] == recorded["test_compiled"]["reply"]
 
 
 def test_what_does_not_fit_fails_with_the_allocators_sentence(run):

@@ -317,10 +317,13 @@ def test_the_stand_ins_are_loaded_first_and_what_was_loaded_before_stays(monkeyp
         "HOME": "/home",
         "LD_PRELOAD": f"{tmp_path}/built/{build.CORE}:/lib/mine.so",
         "TRITON_LIBCUDA_PATH": f"{tmp_path}/built",
-        "TORCHINDUCTOR_CACHE_DIR": "/c/emulated",
+        "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/compiled",
+        "TORCHINDUCTOR_BENCHMARK_EPILOGUE_FUSION": "0",
+        "TRITON_CACHE_DIR": "/c/emulated/triton",
         "GPUTRAIN_EMULATED_DEVICE": "name=H100",
         "GPUTRAIN_EMULATED_STATE": str(tmp_path),
     }
+    assert emulated_environment(environ, stand_ins, "")["TORCHINDUCTOR_CACHE_DIR"] == "/c/emulated"
     assert emulated_environment({}, stand_ins, "")["LD_PRELOAD"] == f"{tmp_path}/built/{build.CORE}"
 
 

@@ -27,6 +27,7 @@ _PRELOAD: Final = "LD_PRELOAD"
 _MODULES: Final = "PYTHONPATH"
 _COMPILED: Final = "TORCHINDUCTOR_CACHE_DIR"
 _APART: Final = "emulated"
+_KERNELS: Final = "TRITON_CACHE_DIR"
 _OF_REAL_GPUS: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 
 
@@ -56,8 +57,13 @@ def emulated_environment(
     emulated[_PRELOAD] = ":".join([*paths, *environ.get(_PRELOAD, "").split(":")]).rstrip(":")
     emulated["TRITON_LIBCUDA_PATH"] = str(libraries.folder)
     # Apart: which of a kernel's configurations is fastest was not measured, and a real GPU must not find it as if it were.
-    compiled = environ.get(_COMPILED) or str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}")
-    emulated[_COMPILED] = str(Path(compiled) / _APART)
+    compiled = Path(environ.get(_COMPILED) or Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}") / _APART
+    # Compiling allocates on the GPU, and code from the disk does not: each run of a program finds an empty folder.
+    emulated[_COMPILED] = str(compiled if state is None else state / "compiled")
+    # Kernels are kept, because they take most of the time, and making them does not allocate.
+    emulated.setdefault(_KERNELS, str(compiled / "triton"))
+    # With it, Inductor measures fused kernels to choose among them, and times mean nothing here.
+    emulated["TORCHINDUCTOR_BENCHMARK_EPILOGUE_FUSION"] = "0"
     return emulated
 
 
@@ -66,12 +72,13 @@ def _without_emulation(environ: Mapping[str, str]) -> dict[str, str]:
     if DEVICE not in environ:
         return dict(environ)
     preloaded, modules = environ.get(_PRELOAD, "").split(":"), environ.get(_MODULES, "").split(os.pathsep)
+    compiled, state = environ.get(_COMPILED, ""), environ.get(STATE)
     folders = {os.path.dirname(path) for path in preloaded if os.path.basename(path) == CORE}
     bare = {
         **environ,
         **dict.fromkeys((DEVICE, STATE, TORCH), ""),
         _PRELOAD: ":".join(path for path in preloaded if os.path.dirname(path) not in folders),
         _MODULES: os.pathsep.join(path for path in modules if path != str(STARTUP)),
-        _COMPILED: environ.get(_COMPILED, "").removesuffix(f"/{_APART}"),
+        _COMPILED: "" if state and compiled.startswith(state) else compiled.removesuffix(f"/{_APART}"),
     }
     return {name: value for name, value in bare.items() if value or environ.get(name) == ""}

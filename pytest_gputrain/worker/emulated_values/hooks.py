@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,8 @@ def follow_triton(contents: Contents) -> None:
             return result
 
         module.CachingAutotuner.run = run_and_forget
-        # Times mean nothing here. A choice by them, and the buffers that torch takes to measure them unless it finds an
-        # earlier choice on the disk, would differ between two runs of a case.
         module.CachingAutotuner.benchmark_all_configs = _take_the_first
+        module.CachingAutotuner.coordinate_descent_tuning = lambda tuner, launcher, *arguments, **keywords: launcher
 
     def follow_own(module: Any) -> None:
         run = module.JITFunction.run
@@ -47,8 +47,51 @@ def follow_triton(contents: Contents) -> None:
 
         module.JITFunction.run = run_and_forget
 
+    def follow_templates(module: Any) -> None:
+        selector = module.AlgorithmSelectorCache
+        selector.make_precompile_fn = lambda *arguments, **keywords: dict
+        selector.make_benchmark_fn = lambda *arguments, **keywords: lambda choices: dict.fromkeys(choices, 1.0)
+
+    def follow_padding(module: Any) -> None:
+        module.get_cached_should_pad = lambda key: False
+
+    # Times mean nothing here: a choice by them would differ between two runs of a case. So Inductor takes the first of its
+    # choices, and does not take the buffers that it would measure them with.
     after_import("torch._inductor.runtime.triton_heuristics", follow_compiled)
+    after_import("torch._inductor.select_algorithm", follow_templates)
+    after_import("torch._inductor.fx_passes.pad_mm", follow_padding)
     after_import("triton.runtime.jit", follow_own)
+
+
+def collect_after_compiling() -> None:
+    """Collect garbage at the end of each compilation by torch.compile, and not during it.
+
+    What compiling leaves behind refers to tensors of the step, and how much it makes until the collector runs by itself
+    depends on what is found on the disk.
+    """
+
+    def follow(module: Any) -> None:
+        handler = module.CompilationCallbackHandler
+        start, end = handler.run_start_callbacks, handler.run_end_callbacks
+        enabled = True
+
+        @functools.wraps(start)
+        def disable_and_start(self: Any, *arguments: Any) -> None:
+            nonlocal enabled
+            enabled = gc.isenabled()
+            gc.disable()
+            start(self, *arguments)
+
+        @functools.wraps(end)
+        def end_and_collect(self: Any, *arguments: Any) -> None:
+            end(self, *arguments)
+            gc.collect()
+            if enabled:
+                gc.enable()
+
+        handler.run_start_callbacks, handler.run_end_callbacks = disable_and_start, end_and_collect
+
+    after_import("torch._dynamo.callback", follow)
 
 
 def follow_libraries(replace_new: Callable[[], None], replacing: Callable[[], bool]) -> None:
