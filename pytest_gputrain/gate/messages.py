@@ -108,12 +108,12 @@ def describe_metric(metric: MetricVerdict) -> str:
         case _:
             most = metric.limit if more else None
             limit = f", limit {format_bytes(most)}" if most is not None and most > metric.baseline else ""
+            word, change = "more" if more else "less", abs(metric.value - metric.baseline)
             ends = format_bytes(metric.value), format_bytes(metric.baseline)
+            needed = f"{format_bytes(change)} ({size})"
             if ends[0] == ends[1]:  # exact counts of which a few bytes have changed
-                ends = f"{metric.value:,.0f}", f"{metric.baseline:,.0f} bytes"
-            values = f"{ends[0]} against {ends[1]} {_MEMORY[metric.metric]}"
-            bytes_, word = format_bytes(abs(metric.value - metric.baseline)), "more" if more else "less"
-            return f"needs {bytes_} ({size}) {word} memory: {values}{of}{limit}"
+                ends, needed = (f"{metric.value:,.0f}", f"{metric.baseline:,.0f} bytes"), count(round(change), "byte")
+            return f"needs {needed} {word} memory: {ends[0]} against {ends[1]} {_MEMORY[metric.metric]}{of}{limit}"
 
 
 def _limit(metric: MetricVerdict, worse: bool) -> str:

@@ -28,6 +28,7 @@ _MODULES: Final = "PYTHONPATH"
 _COMPILED: Final = "TORCHINDUCTOR_CACHE_DIR"
 _APART: Final = "emulated"
 _KERNELS: Final = "TRITON_CACHE_DIR"
+_KEPT_KERNELS: Final = f"/{_APART}/triton"
 _OF_REAL_GPUS: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 
 
@@ -61,7 +62,7 @@ def emulated_environment(
     # Compiling allocates on the GPU, and code from the disk does not: each run of a program finds an empty folder.
     emulated[_COMPILED] = str(compiled if state is None else state / "compiled")
     # Kernels are kept, because they take most of the time, and making them does not allocate.
-    emulated.setdefault(_KERNELS, str(compiled / "triton"))
+    emulated.setdefault(_KERNELS, f"{compiled.parent}{_KEPT_KERNELS}")
     # With it, Inductor measures fused kernels to choose among them, and times mean nothing here.
     emulated["TORCHINDUCTOR_BENCHMARK_EPILOGUE_FUSION"] = "0"
     return emulated
@@ -72,13 +73,15 @@ def _without_emulation(environ: Mapping[str, str]) -> dict[str, str]:
     if DEVICE not in environ:
         return dict(environ)
     preloaded, modules = environ.get(_PRELOAD, "").split(":"), environ.get(_MODULES, "").split(os.pathsep)
-    compiled, state = environ.get(_COMPILED, ""), environ.get(STATE)
+    kernels = environ.get(_KERNELS, "")
+    before = kernels.removesuffix(_KEPT_KERNELS)
     folders = {os.path.dirname(path) for path in preloaded if os.path.basename(path) == CORE}
     bare = {
         **environ,
         **dict.fromkeys((DEVICE, STATE, TORCH), ""),
         _PRELOAD: ":".join(path for path in preloaded if os.path.dirname(path) not in folders),
         _MODULES: os.pathsep.join(path for path in modules if path != str(STARTUP)),
-        _COMPILED: "" if state and compiled.startswith(state) else compiled.removesuffix(f"/{_APART}"),
+        _COMPILED: before if before != kernels else environ.get(_COMPILED, ""),
+        _KERNELS: "" if before != kernels else kernels,
     }
     return {name: value for name, value in bare.items() if value or environ.get(name) == ""}
