@@ -7,7 +7,7 @@ import itertools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 from unittest import mock
@@ -75,6 +75,8 @@ class DeviceAllocations:
         self._phase: TrainingPhase = "build"
         self._peaks: dict[TrainingPhase, int] = {}
         self._following = False
+        # Versions of torch before 2.10 keep no notes.
+        self._note: Callable[[str], None] | None = getattr(torch._C, "_cuda_setMemoryMetadata", None)
         self._numbers = itertools.count(1)
         self._thread = threading.local()
         self._calls: dict[str, _Call] = {}
@@ -90,7 +92,7 @@ class DeviceAllocations:
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
         """Provide a context from the build of a case to the end of its last timed step."""
-        if not hasattr(torch._C, "_cuda_setMemoryMetadata"):
+        if self._note is None:
             self.why_unknown = f"the allocator of torch {torch.__version__} keeps no notes with its history"
         record = torch.cuda.memory._record_memory_history
 
@@ -148,7 +150,8 @@ class DeviceAllocations:
         number = str(next(self._numbers))
         self._thread.inner = 0
         self._thread.call = self._calls[number] = _Call(operator, self._phases.current)
-        torch._C._cuda_setMemoryMetadata(number)  # of this thread
+        if self._note is not None:
+            self._note(number)  # of this thread
 
     def end(self, output: Any) -> None:
         """Take notice that the operator has returned."""
@@ -159,7 +162,8 @@ class DeviceAllocations:
             self._thread.inner -= 1
             return
         self._thread.call = None
-        torch._C._cuda_setMemoryMetadata("")
+        if self._note is not None:
+            self._note("")
         call.line = self._lines.current()
         call.outputs = list(_outputs(output))
 
@@ -262,7 +266,7 @@ def _outputs(value: Any) -> Iterator[_Output]:
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
             for part in strided_parts(value):
-                if part.layout == torch.strided:
+                if part.layout == torch.strided and not part.is_nested:
                     yield _Output(part.untyped_storage().nbytes(), tuple(part.shape), name_of_dtype(part.dtype))
     elif isinstance(value, torch.UntypedStorage):
         yield _Output(value.nbytes(), (value.nbytes(),), "bytes")
