@@ -53,8 +53,8 @@ def judge(case: Case, run: EmulatedRun, recorded: Recorded[EmulatedRun] | None, 
         return Verdict(status="improved", sentence=f"{case} fits {title} now; {_RECORD}")
     metrics = tuple(_metrics(before, run))
     worse, better = (_changes(metrics, (status,), before, run) for status in _CHANGED)
-    gone = [phase for phase in before.phase_peak_bytes if run.phase_peak_bytes and phase not in run.phase_peak_bytes]
-    if gone := [phase for phase in gone if phase != "between"]:
+    phases = before.phase_peak_bytes.keys() - run.phase_peak_bytes.keys() - {"between"}
+    if gone := sorted(phases) if run.phase_peak_bytes else []:
         worse.insert(0, f"no longer trains: it has no {' and no '.join(gone)}")
     not_compared = "".join(f"; {what}" for what in _not_compared(before, run))
     if worse:
@@ -62,6 +62,8 @@ def judge(case: Case, run: EmulatedRun, recorded: Recorded[EmulatedRun] | None, 
     if better:
         sentence = f"{case} {'; '.join(better)}{not_compared}; {_RECORD}"
         return Verdict(status="improved", sentence=sentence, metrics=metrics)
+    if before.bytes_per_step and not run.bytes_per_step:
+        return Verdict(status="not-comparable", sentence=f"{case} takes the recorded memory{not_compared}", metrics=metrics)
     notes = [f"the bytes that it moves {metric.note}" for metric in metrics if metric.note]
     sentence = f"{case} takes the recorded memory{''.join(f'; {note}' for note in notes)}{not_compared}"
     return Verdict(status="pass", sentence=sentence, metrics=metrics)

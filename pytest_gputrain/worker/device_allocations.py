@@ -18,6 +18,7 @@ from pytest_gputrain.records import LiveTensor, TrainingPhase
 from pytest_gputrain.worker.allocations import strided_parts
 from pytest_gputrain.worker.device import Accelerator
 from pytest_gputrain.worker.emulated_values.autograd_lines import AutogradLines
+from pytest_gputrain.worker.emulated_values.contents import extent
 from pytest_gputrain.worker.phases import Phases
 from pytest_gputrain.worker.storages import name_of_dtype
 from pytest_gputrain.worker.trace import Trace, peaks
@@ -239,7 +240,7 @@ class DeviceAllocations:
         at, phase = next(entered)
         current: TrainingPhase = "build"
         for event in events:
-            action, address = event["action"], event["addr"]
+            action, address = event["action"], event.get("addr", 0)  # running out of memory has no address
             if action == "alloc":
                 text = event.get("user_metadata", "")
                 call = self._calls.get(text)
@@ -264,10 +265,11 @@ class DeviceAllocations:
 
 def _outputs(value: Any) -> Iterator[_Output]:
     if isinstance(value, torch.Tensor):
-        if value.is_cuda:
+        if value.is_cuda and not value.is_nested:
             for part in strided_parts(value):
-                if part.layout == torch.strided and not part.is_nested:
-                    yield _Output(part.untyped_storage().nbytes(), tuple(part.shape), name_of_dtype(part.dtype))
+                # Not by its storage: Python's object of it would count as a user of the gradient, which autograd then would
+                # not add to in place.
+                yield _Output(extent(part), tuple(part.shape), name_of_dtype(part.dtype))
     elif isinstance(value, torch.UntypedStorage):
         yield _Output(value.nbytes(), (value.nbytes(),), "bytes")
     elif isinstance(value, (list, tuple)):

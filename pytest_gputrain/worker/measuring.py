@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pytest_gputrain.cases.architectures.facts import Architecture
 from pytest_gputrain.records import Case, EmulatedRun, Measurement, Served, Task
 from pytest_gputrain.worker.allocations import AllocationCounter
-from pytest_gputrain.worker.checks import Movement, check_losses, check_peak, finite_losses, local
+from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, check_peak, finite_losses, local
 from pytest_gputrain.worker.compiling import CompileCalls, uncompiled
 from pytest_gputrain.worker.device import Device, Peaks, peak_host_bytes
 from pytest_gputrain.worker.emulated import EmulatedFigures
@@ -80,7 +80,7 @@ class Measuring:
         self._figures: Measurement | None = None
         self._check_without_step: Callable[[str], Measurement] | None = None
         """The last check without the step that it takes, while that step runs and may fail where those before did not: it
-        may need more memory, and on an emulated GPU operators take other ways in it."""
+        may need more memory, and under its dispatch mode torch refuses some operators of a GPU."""
 
     def run(self, builder: StepBuilder | None) -> Measurement:
         """Build the case, and have its training run to its last check.
@@ -106,9 +106,9 @@ class Measuring:
                 try:
                     training.run(steps)
                 except Exception as error:
-                    if self._check_without_step is None or not (self._emulated or isinstance(error, torch.OutOfMemoryError)):
+                    why = self._why_without_step(error)
+                    if self._check_without_step is None or not why:
                         raise
-                    why = UNWATCHED if self._case.compile != "off" else f"{UNCOUNTED} ({type(error).__name__}: {error})"
                     check = functools.partial(self._check_without_step, why)
             if check is not None:
                 self._device.reset_peaks()  # only here, where the exception is gone with all that its frames held
@@ -116,6 +116,14 @@ class Measuring:
         training.leave()
         assert self._figures is not None, "a training runs until it has no more steps to run"
         return self._figures
+
+    def _why_without_step(self, error: Exception) -> str:
+        """Return the note for a counted step that ended with this error; empty where the error is no fault of counting."""
+        if isinstance(error, torch.OutOfMemoryError) and self._case.compile != "off":
+            return UNWATCHED
+        if self._emulated is None or isinstance(error, CheckFailed):
+            return ""
+        return f"{UNCOUNTED} ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
 
     def _steps(
         self,
@@ -153,6 +161,7 @@ class Measuring:
 
         def report(step: int, seconds: float) -> bool:
             if emulated:
+                training.losses.clear()  # they mean nothing, and would be memory that the program does not have
                 emulated.allocations.end_step()
             self._progress.stepped(step, seconds if device.computes else None, device.allocated_bytes())
             # What comes after a loss that is not finite is no training: the rest of a curve need not be waited for. Of
@@ -224,6 +233,8 @@ class Measuring:
         figures = msgspec.structs.replace(figures, notes=(growth,) if growth else ())
         flops = yield from self._watched(training, movement, figures, steps=steps + 1)
         checked = own.check(flops, training) if own else Checked(())
+        if self._emulated and not checked.knows_flops:
+            self._emulated.work = None
         return msgspec.structs.replace(
             figures,
             flops_per_step=(flops.total - flops.recomputed) or None if checked.knows_flops else None,

@@ -14,8 +14,8 @@ _OTHERS: Final = (*_PYTHON, *(folder.resolve() for folder in _PYTHON))
 """Folders of Python and of installed packages. A virtual environment may be below the user's folder."""
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
-_BETWEEN: Final = Path(__file__).resolve().with_name("batches_in_turn.py")
-"""The user's code calls torch's DataLoader, and that calls this file: the line further out is the user's."""
+_BETWEEN: Final = tuple(Path(__file__).resolve().with_name(name) for name in ("batches_in_turn.py", "threads.py"))
+"""Files that torch's DataLoader and operators of the user's threads call: the line further out is the user's."""
 
 _BY_US: Final = "pytest_gputrain"
 _BY_OTHERS: Final = ""
@@ -74,7 +74,7 @@ class OwnLines:
             return _BY_OTHERS
         path = Path(file).resolve()
         if path.is_relative_to(_PACKAGE):
-            return _BY_OTHERS if path == _BETWEEN else _BY_US
+            return _BY_OTHERS if path in _BETWEEN else _BY_US
         if is_installed(path):
             return _BY_OTHERS
         own = (path.relative_to(folder).as_posix() for folder in self._folders if path.is_relative_to(folder))

@@ -219,7 +219,7 @@ def test_forward_passes_in_other_threads_give_no_wrong_lines(run_tests, tmp_path
         """
         import threading
         other = torch.ones(64, 64, device=setup.device, requires_grad=True)
-        thread = threading.Thread(target=lambda: (other * 2).exp())
+        thread = threading.Thread(target=lambda: [other * 2 for _ in range(200)])
         thread.start()
         thread.join()
         """,
@@ -250,3 +250,63 @@ def test_what_a_backward_pass_of_a_script_allocates_has_the_line_of_the_forward_
 )
 def test_code_that_lies_in_no_file_is_named_as_such(emulate_text, variant, where):
     assert where in emulate_text(variant, "import torch\nx = torch.ones(1 << 20, device='cuda')\n")
+
+
+def test_programs_that_run_out_of_memory_or_use_nested_tensors_keep_their_figures(run_tests, tmp_path):
+    reply = own(
+        run_tests,
+        tmp_path,
+        """
+        try:
+            torch.empty(1 << 40, device=setup.device)
+        except torch.OutOfMemoryError:
+            pass
+        torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], device=setup.device) * 2
+        """,
+    )
+    assert reply["largest"]["backward"]
+
+
+def test_nodes_of_a_double_backward_pass_get_no_line_of_another_operator(emulate):
+    """Autograd's thread makes them, and counts them apart: their numbers are those of other nodes of the program."""
+    done, report = emulate("""
+        import torch
+        weight = torch.ones(1024, 1024, device="cuda", requires_grad=True)
+        small = torch.ones(4, device="cuda", requires_grad=True)
+        (slope,) = torch.autograd.grad((weight.exp() * 2).sum(), weight, create_graph=True)
+        penalty = slope.square().sum()
+        for _ in range(60):
+            small = small * 2
+        (penalty + small.sum()).backward()
+    """)
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in report["processes"][0]["devices"][0]["peak"]["tensors"] if row["bytes"] >= 4 << 20]
+    assert all("train.py:8" not in row["where"] for row in rows), rows
+
+
+def test_a_step_that_only_moves_bytes_is_judged_by_them(run_tests, tmp_path):
+    source = textwrap.dedent("""
+        import torch
+
+        def train(setup):
+            weight = torch.ones(1024, 1024, device=setup.device, requires_grad=True)
+            while True:
+                weight.exp().sum().backward()
+                weight.grad = None
+                yield
+
+        def test_train(gputrain):
+            gputrain.check(train, precision="fp32")
+    """)
+    (tmp_path / "test_own.py").write_text(source)
+    _, results = run_tests()
+    assert results["test_train"]["reply"]["flops_per_step"] is None
+    assert results["test_train"]["reply"]["bytes_per_step"] >= 4 * 4 * 1024**2
+
+
+def test_more_steps_take_no_more_memory(run_tests, tmp_path):
+    """The losses that a worker would keep of each step are no memory of the program."""
+    (tmp_path / "test_own.py").write_text(textwrap.dedent(PROGRAM))
+    assert run_tests("--gpu-baseline-update")[0].returncode == 0
+    done, _ = run_tests("--gpu-strict", "--gpu-steps=20")
+    assert done.returncode == 0, done.stdout

@@ -25,8 +25,8 @@ _NOT_FOUND: Final = re.compile(r"^\s*(\S+) => not found$", re.MULTILINE)
 def make_importable(torch: Torch) -> None:
     """Load stand-ins into this process if it could not import this torch otherwise, for lack of NVIDIA's libraries.
 
-    They stand in for a machine without a GPU, whatever the environment says: ``torch.cuda.is_available()`` is false. They
-    are loaded for nobody but torch, which finds them by their names. A process that has loaded the real driver is left as
+    They stand in for a machine without a GPU, whatever the environment says: ``torch.cuda.is_available()`` is false. Only
+    torch is meant to use them, and finds them by their names. A process that has loaded the real driver is left as
     it is.
 
     Raises:

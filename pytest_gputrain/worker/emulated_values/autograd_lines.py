@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -18,7 +19,8 @@ class AutogradLines:
     Autograd numbers the nodes that a thread makes. Whoever calls this for each operator lets it know which numbers a line of
     the forward pass has led to. A node that runs in the backward pass tells its number.
 
-    It is made in the thread that trains.
+    It is made in the thread that trains. No line is told for a number that a node of another thread may have, because each
+    thread counts its own nodes, and a node does not tell its thread.
 
     Args:
         line_of: finds the own line of a frame; None where no code is the user's own, so that there are none.
@@ -31,8 +33,11 @@ class AutogradLines:
         """The first number of each line."""
         self._lines: list[str] = []
         self._next = 0
-        self._is_ambiguous = False
-        """Whether another thread has made nodes: each thread counts its own, and a node does not tell its thread."""
+        self._last_line = ""
+        self._elsewhere = threading.local()
+        """The number of nodes that each other thread had made when it was looked at last."""
+        self._ambiguous = (sys.maxsize, 0)
+        """The least number of a node of another thread, and the number behind the highest."""
 
     def current(self) -> str:
         """Return the own line of the operator that has just run on this thread, as ``train.py:41``.
@@ -44,36 +49,69 @@ class AutogradLines:
             return ""
         line = self._line_of(sys._getframe(1))
         node: Any = torch._C._current_autograd_node()
-        if node is None:
+        if threading.get_ident() != self._thread:
+            self._note_elsewhere()
+        elif node is None:
             self._note(line)
-            return line
-        return line or self._of_node(node) or self._line_of(sys._current_frames().get(self._thread))
+        return line if node is None else line or self._of_node(node) or self._of_backward()
 
     def _note(self, line: str) -> None:
-        """Give this line to the nodes that this thread has made since the last call."""
+        """Give this line to the node of the operator that has just run.
+
+        Views run no operator of CUDA. Their nodes, which were made since the last call, get the line only where the operator
+        before them had it, too.
+        """
         upcoming = torch._C._autograd._get_sequence_nr()
-        if threading.get_ident() != self._thread:
-            self._is_ambiguous |= upcoming > 0
-        elif upcoming > self._next:
-            if not self._lines or self._lines[-1] != line:
-                self._starts.append(self._next)
-                self._lines.append(line)
+        if upcoming > self._next:
+            self._give(self._next, line if line == self._last_line else "")
+            self._give(upcoming - 1, line)
             self._next = upcoming
+        self._last_line = line
+
+    def _give(self, start: int, line: str) -> None:
+        if self._starts and self._starts[-1] == start:
+            self._lines[-1] = line
+        elif not self._lines or self._lines[-1] != line:
+            self._starts.append(start)
+            self._lines.append(line)
+
+    def _note_elsewhere(self) -> None:
+        """Take notice of the numbers of the nodes that this thread, which does not train, has made."""
+        before, upcoming = getattr(self._elsewhere, "next", 0), torch._C._autograd._get_sequence_nr()
+        if upcoming > before:
+            self._elsewhere.next = upcoming
+            if not _computes_activations_again():
+                low, high = self._ambiguous
+                self._ambiguous = min(low, before), max(high, upcoming)
 
     def _of_node(self, node: Any) -> str:
         number = node._sequence_nr()  # of a node that accumulates a gradient higher than any
-        if self._is_ambiguous or number >= self._next or _is_recomputed():
+        low, high = self._ambiguous
+        if number >= self._next or low <= number < high or _VIEWS.fullmatch(node.name()):
             return ""
         place = bisect_right(self._starts, number) - 1
         return self._lines[place] if place >= 0 else ""
 
+    def _of_backward(self) -> str:
+        """Return the line of ``backward()`` where the thread that trains is in it."""
+        assert self._line_of is not None
+        frame = sys._current_frames().get(self._thread)
+        waits = frame is not None and frame.f_code.co_name == "_engine_run_backward"
+        return self._line_of(frame) if waits else ""
 
-def _is_recomputed() -> bool:
-    """Tell whether this thread runs the backward pass of what reentrant checkpointing has computed again, whose nodes were
-    made, and counted, in this thread."""
+
+_VIEWS: Final = re.compile(
+    r"(Slice|Select|Expand|Split\w*|Unbind|View\w*|Transpose|T|Permute|Squeeze|Unsqueeze|AsStrided|Unfold|Diagonal|Alias|"
+    r"ReshapeAlias|UnsafeView|UnsafeSplit\w*)Backward\d*"
+)
+"""The nodes of views, which were made between two operators of CUDA, at lines that nobody has looked at."""
+
+
+def _computes_activations_again() -> bool:
+    """Tell whether this thread computes activations again for non-reentrant checkpointing, whose new nodes never run."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+        if frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
             return True
         frame = frame.f_back
     return False

@@ -121,6 +121,8 @@ def extent(tensor: Tensor) -> int:
     """Return the bytes from the first element of a tensor to behind its last one."""
     if tensor.numel() == 0:
         return 0
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.itemsize
     last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize
 

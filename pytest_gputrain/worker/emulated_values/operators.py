@@ -164,8 +164,8 @@ class Operators:
                 return run(keys, *arguments, **keywords)
             thread.inside = True
             output = None
-            observer.begin(name)
             try:
+                observer.begin(name)
                 output = run(keys, *arguments, **keywords)
             finally:
                 thread.inside = False
