@@ -21,15 +21,14 @@ from pytest_gputrain.worker.emulated_values.autograd_lines import AutogradLines
 from pytest_gputrain.worker.emulated_values.contents import extent
 from pytest_gputrain.worker.phases import Phases
 from pytest_gputrain.worker.storages import name_of_dtype
-from pytest_gputrain.worker.trace import Trace, peaks
+from pytest_gputrain.worker.trace import BLOCK, Trace, peaks
 
 MOST_EVENTS: Final = 1_000_000
 """Events of one step that torch keeps. An allocation and its free make three."""
 _ROWS: Final = 16
 """Rows of tensors at each peak, so that one of a tenth of the peak is always among them."""
 _FIRST_STEPS: Final = 3
-_BLOCK: Final = 512
-"""Torch's allocator rounds every request up to a multiple of this many bytes."""
+"""Steps in which optimizers and caches get what they keep."""
 _COMPILED: Final = "compiled code"
 
 
@@ -71,7 +70,7 @@ class DeviceAllocations:
 
     def __init__(self, device: Accelerator, lines: AutogradLines) -> None:
         self._device, self._lines = device, lines
-        self._trace = Trace(_BLOCK)
+        self._trace = Trace(BLOCK)
         self._phases = Phases(self._entered)
         self._phase: TrainingPhase = "build"
         self._peaks: dict[TrainingPhase, int] = {}

@@ -27,6 +27,7 @@ from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.loop import Steps
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.threads import SharedMode
+from pytest_gputrain.worker.trace import BLOCK
 from pytest_gputrain.worker.training import Trainable
 
 TENSORS: Final = 4 * KiB
@@ -37,8 +38,6 @@ PROCESS: Final = 4 * MiB
 _ROUNDS: Final = 3
 _STEPS: Final = 10
 _SHARE: Final = 0.8
-_BLOCK: Final = 512
-"""Bytes that a GPU's allocator takes at least."""
 
 
 Kept = tuple[Counter[LiveTensor], int]
@@ -174,7 +173,7 @@ class Growth:
         tensors = (local(value) for value in (*training.losses, *states, *gradients) if isinstance(value, Tensor))
         storages = (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
         sizes = {storage._cdata: storage.nbytes() for storage in storages if storage.device.type == self._device}
-        return sum(size if self._device == "cpu" else -(-size // _BLOCK) * _BLOCK for size in sizes.values())
+        return sum(size if self._device == "cpu" else -(-size // BLOCK) * BLOCK for size in sizes.values())
 
     def _grows(self, ends: Sequence[int]) -> bool:
         growth = [later - earlier for earlier, later in itertools.pairwise(ends)]

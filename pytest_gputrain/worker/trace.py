@@ -20,6 +20,8 @@ ENTER: Final[dict[TrainingPhase, int]] = {
 """Among the events of a trace: a phase begins."""
 ROUND: Final = EMPTY_CACHE - 1 - len(ENTER)
 """Among the events of a trace: steps begin that all later steps are like, and the second time, they end."""
+BLOCK: Final = 512
+"""The allocator of a GPU rounds every request up to a multiple of this many bytes."""
 SHOWN: Final = 8
 """Rows of the largest tensors at each peak."""
 
