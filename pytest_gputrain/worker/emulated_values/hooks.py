@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -61,37 +60,6 @@ def follow_triton(contents: Contents) -> None:
     after_import("torch._inductor.select_algorithm", follow_templates)
     after_import("torch._inductor.fx_passes.pad_mm", follow_padding)
     after_import("triton.runtime.jit", follow_own)
-
-
-def collect_after_compiling() -> None:
-    """Collect garbage at the end of each compilation by torch.compile, and not during it.
-
-    What compiling leaves behind refers to tensors of the step, and how much it makes until the collector runs by itself
-    depends on what is found on the disk.
-    """
-
-    def follow(module: Any) -> None:
-        handler = module.CompilationCallbackHandler
-        start, end = handler.run_start_callbacks, handler.run_end_callbacks
-        enabled = True
-
-        @functools.wraps(start)
-        def disable_and_start(self: Any, *arguments: Any) -> None:
-            nonlocal enabled
-            enabled = gc.isenabled()
-            gc.disable()
-            start(self, *arguments)
-
-        @functools.wraps(end)
-        def end_and_collect(self: Any, *arguments: Any) -> None:
-            end(self, *arguments)
-            gc.collect()
-            if enabled:
-                gc.enable()
-
-        handler.run_start_callbacks, handler.run_end_callbacks = disable_and_start, end_and_collect
-
-    after_import("torch._dynamo.callback", follow)
 
 
 def follow_libraries(replace_new: Callable[[], None], replacing: Callable[[], bool]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import collectives, rules
 from .contents import Contents, Known, is_small, on_host
 from .evaluation import Values, flat
-from .hooks import collect_after_compiling, follow_libraries, follow_triton
+from .hooks import follow_libraries, follow_triton
 from .program_lines import CountsByLine
 
 _Kernel = Callable[..., Any]
@@ -107,7 +107,6 @@ class Operators:
         self._replace_new()
         follow_libraries(self._replace_new, lambda: self._replacing)
         follow_triton(self.contents)
-        collect_after_compiling()
 
     def _replace_new(self) -> None:
         """Replace the operators that were not there before."""
