@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+import msgspec
+
 from pytest_gputrain.execution.executor import Watch, not_started
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.execution.launch.fork_server import ForkServer
@@ -13,6 +15,7 @@ from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.environment import emulated_environment
 from pytest_gputrain.hardware.lease import lease_emulated
 from pytest_gputrain.records import Crashed, EmulatedRun, Host, OutOfMemory, Task, TimedOut
+from pytest_gputrain.records.case import MOST_EMULATED
 from pytest_gputrain.storage.recorded import EMULATED
 from pytest_gputrain.utils.errors import BadCase, CannotEmulate
 
@@ -24,6 +27,19 @@ _OF_A_NODE: Final = 8
 
 _CHECK_BY_NVML: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Else a library that asks at its import whether there is a GPU initialises CUDA, after which a process must not fork."""
+
+
+_EQUAL: Final = "the first process stands for all, because each has the whole model and a batch of the same size"
+_PARTITIONED: Final = "the first process stands for all, because DeepSpeed pads their parts to one size"
+_STANDS_FOR_ALL: Final = {
+    "ddp": _EQUAL,
+    "fsdp": "the first process stands for all, because FSDP2 rounds its shards up, and no process has larger ones",
+    "zero0": _EQUAL,
+    "zero1": _PARTITIONED,
+    "zero2": _PARTITIONED,
+    "zero3": _PARTITIONED,
+}
+"""Why no process of an engine needs more memory than the first, which alone runs."""
 
 
 class EmulatingExecutor(UnmeasuredExecutor[EmulatedReply]):
@@ -48,14 +64,17 @@ class EmulatingExecutor(UnmeasuredExecutor[EmulatedReply]):
     def _reply(self, task: Task, watch: Watch) -> EmulatedReply:
         try:
             environ = self.environment(min(task.case.gpus, _OF_A_NODE))
-            with lease_emulated():
-                return launcher.emulate(
+            with lease_emulated(1 if task.simulated else task.processes):
+                reply = launcher.emulate(
                     task,
                     timeout_seconds=self._timeout_seconds,
                     watch=watch,
                     fork_server=self._fork_server,
                     environ=environ,
                 )
+            if not isinstance(reply, EmulatedRun) or task.processes == 1 or not task.simulated:
+                return reply
+            return msgspec.structs.replace(reply, notes=(*reply.notes, _first_for_all(task)))
         except CannotEmulate as error:
             raise BadCase(str(error)) from None
         except OSError as error:
@@ -76,3 +95,13 @@ class EmulatingExecutor(UnmeasuredExecutor[EmulatedReply]):
                 **_CHECK_BY_NVML,
             }
         return self._environments[gpus]
+
+
+def _first_for_all(task: Task) -> str:
+    """Say that the first process alone ran, and why that is enough, or that it is not."""
+    if not task.case.code:
+        return _STANDS_FOR_ALL[task.case.parallel]
+    return (
+        f"only the first of {task.processes} processes ran, because at most {MOST_EMULATED} are emulated: if another one "
+        "needs more memory, that is not seen"
+    )

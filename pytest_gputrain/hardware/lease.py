@@ -66,13 +66,14 @@ def lease_cores(count: int, folder: Path | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lease_emulated(folder: Path | None = None) -> Iterator[None]:
-    """Lease an emulated GPU; waits until one is free. There are as many as the host's cores and memory allow.
+def lease_emulated(count: int = 1, folder: Path | None = None) -> Iterator[None]:
+    """Lease ``count`` emulated GPUs, or all where there are fewer; waits until they are free.
 
-    Its locks are no real GPU's, and it takes a core, like a case on a CPU.
+    There are as many as the host's cores and memory allow. Their locks are no real GPU's, and each takes a core, like a case
+    on a CPU.
     """
     names = [f"emulated-{number}" for number in range(emulated_gpus())]
-    with lease_cores(1, folder), _lock_devices("emulated", names, 1, folder):
+    with lease_cores(count, folder), _lock_devices("emulated", names, min(count, len(names)), folder):
         yield
 
 

@@ -19,6 +19,9 @@ FORMAT: Final = 2
 Scale = Literal["full", "tiny"]
 """The size of the models: as published, or small stand-ins that a CPU can train."""
 
+MOST_EMULATED: Final = 8
+"""Processes of own code that run on emulated GPUs at most. Each takes about 1 GiB of the host."""
+
 _NOT_IDENTITY: Final = frozenset({"steps", "warmup", "platforms", "named"})
 
 
@@ -244,7 +247,7 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     target: Target | None = None
     """The device to predict for on fake tensors, instead of training."""
     emulated: str = ""
-    """Catalog marker of the GPU that is emulated, of which the first rank alone runs; empty where the devices are real."""
+    """Catalog marker of the GPU that is emulated; empty where the devices are real."""
     variables: dict[str, str | None] = {}
     """Environment variables that the test has changed since the session began, by name in order; None for a deleted one."""
 
@@ -252,6 +255,15 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def cores(self) -> int:
         """The number of CPU cores that the case would use: one for each process that trains, serves or loads."""
         return self.processes * (1 + self.case.loaders(beside_gpu=False)) + self.servers
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the first rank alone runs, in a process group without the others.
+
+        Ranks of own code may do anything, so on emulated GPUs each of them runs, up to a number that a host has memory for.
+        """
+        runs_all = self.emulated and self.case.code and self.processes <= MOST_EMULATED
+        return self.target is not None or (bool(self.emulated) and not runs_all)
 
     @property
     def variables_digest(self) -> str:

@@ -25,8 +25,8 @@ NOT_MADE: Final = (
 class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"):
     """The figures of a case on an emulated GPU. There are no times, and the losses mean nothing.
 
-    It is exact: the same in every process with the same libraries. If the case has several processes, only the first one
-    ran.
+    It is exact: the same in every run with the same libraries. If the case has several processes, all of them ran if it
+    is own code, and otherwise the first one.
     """
 
     _described = "a run on an emulated GPU"
@@ -40,7 +40,10 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
     packages: dict[str, str]
     """The version of every training library whose code the case runs."""
     processes: Whole = 1
-    """The number of processes of the case. Only the first one ran, in a process group without the others."""
+    """The number of processes of the case."""
+    allocated_by_rank: tuple[Whole, ...] = ()
+    """The peak of allocated memory of each process, if all of several ran. Then memory is that of the process that needs
+    most, and FLOPs are those of all. Empty if only the first one ran, in a process group without the others."""
     fits: bool
     """Whether the case fits."""
     refused: str = ""

@@ -66,9 +66,14 @@ def explain(results: Sequence[Result]) -> list[str]:
     for what in dict.fromkeys(what for _, run in runs for what in run.not_counted):
         cases = count(sum(what in run.not_counted for _, run in runs), "case")
         lines.append(f"{cases}: at least this memory is needed; {what} are not known, and not counted")
-    if several := sum(run.processes > 1 for _, run in runs):
+    several = [run for _, run in runs if run.processes > 1]
+    if whole := sum(bool(run.allocated_by_rank) for run in several):
         lines.append(
-            f"{count(several, 'case')} of several GPUs: the first process of each ran, beside torch's fake process group"
+            f"{count(whole, 'case')} of several GPUs: all processes ran, and memory is that of the one that needs most"
+        )
+    if first_alone := sum(run.fits and not run.allocated_by_rank for run in several):
+        lines.append(
+            f"{count(first_alone, 'case')} of several GPUs: the first process of each ran, beside torch's fake process group"
         )
     return lines
 

@@ -47,6 +47,10 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     if task.emulated:
         # Compiling allocates on the GPU, and code from the disk does not: each run finds the same, an empty folder.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
+    if task.emulated and not task.simulated:
+        os.environ["GPUTRAIN_EMULATED_STATE"] = str(case_folder)  # through which the stand-in of NCCL exchanges
+        # Otherwise a thread of torch keeps the tensors of a collective until it next looks, which differs between two runs.
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     progress.enter("import")
     reply: Reply | Served | Prediction | EmulatedRun
     try:
@@ -71,7 +75,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
         elif task.target is None:
             meeting = meeting or (case_folder / RENDEZVOUS).absolute().as_uri()
             local_rank = rank if local_rank is None else local_rank
-            group = Group(rank, task.processes, local_rank, meeting, task.servers, simulated=bool(task.emulated))
+            group = Group(rank, task.processes, local_rank, meeting, task.servers, simulated=task.simulated)
 
             def keep(figures: Measurement | Served | EmulatedRun) -> None:
                 with contextlib.suppress(OSError):  # a disk that is full for a while must not end the case

@@ -25,8 +25,8 @@ class Group:
         local_rank: number of this process among those of its node: that of its GPU.
         meeting: through which they find each other, as torch.distributed's init_method.
         servers: further processes, which serve them.
-        simulated: in a prediction, and on an emulated GPU, only this process exists: what it sends goes nowhere, and what it
-            receives was never sent.
+        simulated: only this process exists, as in a prediction: what it sends goes nowhere, and what it receives was never
+            sent.
         trainers: torch's group of those that train; None where that is everybody.
     """
 

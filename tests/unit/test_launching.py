@@ -19,12 +19,13 @@ from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_me
 from pytest_gputrain.execution.launch import ranks
 from pytest_gputrain.execution.launch.case_folder import folder_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment, refuse_recursion, worker_environment
-from pytest_gputrain.execution.launch.merge import merge
+from pytest_gputrain.execution.launch.merge import merge, merge_emulated
 from pytest_gputrain.execution.launch.processes import CASE_FOLDER, FreshProcess
 from pytest_gputrain.execution.launch.ranks import Rank, exit_text, follow, timed_out
 from pytest_gputrain.records import (
     FORMAT,
     Crashed,
+    EmulatedRun,
     Event,
     OutOfMemory,
     Served,
@@ -152,6 +153,48 @@ def test_what_no_rank_knows_is_not_known_and_what_one_knows_is():
     assert {getattr(merge([silent, silent]), name) for name in unknown} == {None}
     for replies in ([silent, heard], [heard, silent]):
         assert all(getattr(merge(replies), name) == getattr(heard, name) for name in unknown)
+
+
+def _emulated(rank, **fields):
+    many, few = (10, 1) if rank else (1, 10)
+    figures = {
+        "device_name": "NVIDIA H100",
+        "device_memory_bytes": 1000,
+        "runtime": "13.0",
+        "packages": {},
+        "processes": 2,
+        "fits": True,
+        "peak_allocated_bytes": 100 * many,
+        "peak_reserved_bytes": 200 * few,
+        "device_used_bytes": 300 * few,
+        "model_bytes": few,
+        "flops_per_step": many,
+        "notes": ("common",),
+    }
+    return EmulatedRun(**{**figures, **fields})
+
+
+def test_memory_on_emulated_gpus_is_of_the_rank_that_needs_most_which_is_named():
+    named = "rank 1 needs most memory: 900 B more allocated than rank 0, which needs least"
+    assert merge_emulated([_emulated(0), _emulated(1)]) == _emulated(
+        1,
+        allocated_by_rank=(100, 1000),
+        peak_reserved_bytes=2000,
+        device_used_bytes=3000,
+        model_bytes=10,
+        flops_per_step=11,
+        notes=("common", named),
+    )
+    assert merge_emulated([_emulated(1), _emulated(1)]).notes == ("common",)
+
+
+def test_the_rank_that_does_not_fit_its_emulated_gpu_ends_the_case_and_is_named(rank):
+    unfit = _emulated(1, fits=False, refused="CUDA out of memory")
+    failing = rank(number=1, reply_json=msgspec.json.encode(unfit))
+    assert follow([failing], 60, print) == unfit
+    named = "rank 1 does not fit, and the others were ended"
+    several = follow([rank(polls=10_000), failing], 60, print)
+    assert several == msgspec.structs.replace(unfit, notes=("common", named))
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,10 @@ def emulate(
     watch: Watch = lambda event: None,
     fork_server: ForkServer | None = None,
 ) -> EmulatedRun | OutOfMemory | Crashed | TimedOut:
-    """Run the first rank of ``task``, which names an emulated GPU, in a process of its own.
+    """Run ``task``, which names an emulated GPU, in processes of its own: one for each rank, or one for the first.
 
     Args:
-        environ: variables of the process, with those that find emulated GPUs.
+        environ: variables of the processes, with those that find emulated GPUs.
         timeout_seconds, watch, fork_server: as in `in_process`.
 
     Returns:
@@ -126,7 +126,7 @@ def _run_processes(
     with folder_of(task) as folder:
         ranks: list[Rank] = []
         try:
-            for number in range(1 if task.target or task.emulated else task.processes + task.servers):
+            for number in range(1 if task.simulated else task.processes + task.servers):
                 ranks.append(Rank(number, folder, process))  # one by one: should the next not start, this one is ended
             reply = follow(ranks, timeout_seconds, watch)
             if isinstance(reply, TimedOut) and reply.phase == "build" and task.case.method == "custom":

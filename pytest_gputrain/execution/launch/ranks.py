@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from pytest_gputrain.execution.launch.merge import merge
+from pytest_gputrain.execution.launch.merge import merge, merge_emulated
 from pytest_gputrain.execution.launch.processes import Process
 from pytest_gputrain.records import (
     FORMAT,
@@ -66,8 +66,9 @@ class Rank:
         self.process = process(folder, number)
 
     def failed(self) -> bool:
-        """Tell whether the ended process left no figures."""
-        return not isinstance(self.reply(), Measurement | Served | Prediction | EmulatedRun)
+        """Tell whether the ended process left no figures, or did not fit its emulated GPU."""
+        reply = self.reply()
+        return not (reply.fits if isinstance(reply, EmulatedRun) else isinstance(reply, Measurement | Served | Prediction))
 
     def failure_sort_key(self) -> tuple[bool, bool, int]:
         """Return the key that sorts failed ranks by how likely each is the cause of the others' failures.
@@ -77,7 +78,7 @@ class Rank:
         """
         reply = self.folder / "reply.json"
         written = reply.stat().st_mtime_ns if reply.exists() else 0
-        return bool(written), not isinstance(self.reply(), OutOfMemory), written
+        return bool(written), not isinstance(self.reply(), OutOfMemory | EmulatedRun), written
 
     def reply(self) -> Reply | Served | Prediction | EmulatedRun:
         """Read the reply that the ended process left behind, or make one from how it ended."""
@@ -154,10 +155,18 @@ def follow(
     if failed:
         first = min(failed, key=Rank.failure_sort_key)
         reply = first.reply()
-        assert not isinstance(reply, Served | Prediction | EmulatedRun)
+        assert not isinstance(reply, Served | Prediction)
+        if isinstance(reply, EmulatedRun):
+            note = f"rank {first.number} does not fit, and the others were ended"
+            return msgspec.structs.replace(reply, notes=(*reply.notes, note)) if len(ranks) > 1 else reply
         return _with_figures(reply if len(ranks) == 1 else msgspec.structs.replace(reply, rank=first.number), ranks)
     replies = [rank.reply() for rank in ranks]
-    return replies[0] if isinstance(replies[0], Prediction | EmulatedRun) else merge(replies)
+    return replies[0] if isinstance(replies[0], Prediction) else _merged(replies)
+
+
+def _merged(replies: Sequence[Reply | Served | Prediction | EmulatedRun]) -> Measurement | EmulatedRun:
+    emulated = [reply for reply in replies if isinstance(reply, EmulatedRun)]
+    return merge_emulated(emulated) if emulated else merge(replies)
 
 
 def _with_figures(reply: Reply, ranks: Sequence[Rank]) -> Reply:
@@ -166,7 +175,7 @@ def _with_figures(reply: Reply, ranks: Sequence[Rank]) -> Reply:
     measured = [rank_figures for rank_figures in figures if rank_figures is not None]
     if not measured or len(measured) < len(ranks):
         return reply
-    return msgspec.structs.replace(reply, measured=measured[0] if isinstance(measured[0], EmulatedRun) else merge(measured))
+    return msgspec.structs.replace(reply, measured=_merged(measured))
 
 
 def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
