@@ -86,7 +86,7 @@ def _phases(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> dict[str,
 
 
 def _work_of_all(replies: Sequence[EmulatedRun]) -> dict[str, WorkAtLines]:
-    """Add up the work of all ranks by operator. Lines are those of each rank, because a baseline compares them one by one."""
+    """Add up the work of all ranks by operator. The lines of each rank stay, because a baseline compares them one by one."""
     merged: dict[str, WorkAtLines] = {}
     for name in sorted({name for reply in replies for name in reply.operators}):
         works = [reply.operators[name] for reply in replies if name in reply.operators]
