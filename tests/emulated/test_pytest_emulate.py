@@ -310,10 +310,11 @@ def test_a_run_below_gputrain_emulate_has_an_emulated_gpu_of_its_own(run_tests, 
     recorded, _ = run_tests("--gpu-baseline-update", **caches)
     assert recorded.returncode == 0, recorded.stdout
     outer = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", "a100", "--"]
-    judged, second = run_tests("--gpu-strict", below=outer, **caches)
-    assert judged.returncode == 0, judged.stdout
-    assert second["test_compiled"]["reply"]["device_name"] == "NVIDIA H100 80GB HBM3"
-    assert "never used the GPU" in judged.stderr
+    for _ in range(3):
+        judged, again = run_tests("--gpu-strict", below=outer, **caches)
+        assert judged.returncode == 0, judged.stdout
+        assert again["test_compiled"]["reply"]["device_name"] == "NVIDIA H100 80GB HBM3"
+        assert "never used the GPU" in judged.stderr
 
 
 def test_real_bindings_of_nvml_read_the_emulated_gpu(stand_ins):
