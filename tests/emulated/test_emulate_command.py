@@ -114,7 +114,7 @@ def test_an_emulation_within_another_has_the_figures(emulate, tmp_path):
     (tmp_path / "inner.py").write_text(
         "import os, torch; torch.ones(1 << 20, dtype=torch.uint8, device='cuda'); "
         "print([os.environ[name].count(part) for name, part in "
-        f"(('LD_PRELOAD', {build.CORE!r}), ('PYTHONPATH', 'worker/startup'), ('TORCHINDUCTOR_CACHE_DIR', '/emulated'))])"
+        f"(('LD_PRELOAD', {build.CORE!r}), ('PYTHONPATH', 'worker/startup'), ('TRITON_CACHE_DIR', '/emulated'))])"
     )
     code = """
         import subprocess, sys
@@ -357,7 +357,7 @@ def test_compiled_code_reserves_the_same_when_its_code_comes_from_the_disk(emula
     first, second = run(), run()
     assert first["peak_allocated"] > 2 * 4 * 4096 * 4096
     assert first["peak_reserved"] == second["peak_reserved"]
-    assert [path.name for path in (tmp_path / "inductor").iterdir()] == ["emulated"]
+    assert not (tmp_path / "inductor").exists()  # a real GPU must not find what was chosen without times
 
 
 def test_ranks_have_a_gpu_each(emulate):
