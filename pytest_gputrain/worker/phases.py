@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pytest_gputrain.records import TrainingPhase
+from pytest_gputrain.worker.emulated_values.autograd_lines import is_in_backward
 
 
 class Phases:
@@ -32,6 +34,8 @@ class Phases:
         self.thread = threading.get_ident()
         self._outside: TrainingPhase = "forward"
         """The phase outside of backward passes and optimizers."""
+        self._task = (-1, False)
+        """The number of the last backward pass in a thread of autograd, and whether it is that of the thread that trains."""
         self._optimizers: list[int] = []
         """The optimizers that step now, by the backward pass that they step in."""
 
@@ -80,9 +84,15 @@ class Phases:
             self._optimizers.pop()
 
     def _is_training(self) -> bool:
-        """Tell whether this is the thread that trains, or the one in which autograd runs the backward pass of a GPU."""
-        thread = threading.get_ident()
-        return thread == self.thread or (torch._C._current_graph_task_id() != -1 and not _is_pythons(thread))
+        """Tell whether this is the thread that trains, or the one in which autograd runs its backward pass on a GPU."""
+        thread, task = threading.get_ident(), torch._C._current_graph_task_id()
+        if thread == self.thread:
+            return True
+        if task == -1 or _is_pythons(thread):
+            return False
+        if task != self._task[0]:
+            self._task = task, is_in_backward(sys._current_frames().get(self.thread))
+        return self._task[1]
 
 
 def _is_pythons(thread: int) -> bool:

@@ -310,3 +310,19 @@ def test_more_steps_take_no_more_memory(run_tests, tmp_path):
     assert run_tests("--gpu-baseline-update")[0].returncode == 0
     done, _ = run_tests("--gpu-strict", "--gpu-steps=20")
     assert done.returncode == 0, done.stdout
+
+
+def test_a_backward_pass_of_another_thread_is_no_phase_of_the_training(run_tests, tmp_path):
+    reply = own(
+        run_tests,
+        tmp_path,
+        """
+        import threading
+        side = torch.ones(4096, 4096, device=setup.device, requires_grad=True)
+        thread = threading.Thread(target=lambda: (side * 2).exp().sum().backward())
+        thread.start()
+        thread.join()
+        del side
+        """,
+    )
+    assert reply["phase_peak_bytes"]["backward"] < 3 * 4 * 4096**2 < reply["phase_peak_bytes"]["forward"]

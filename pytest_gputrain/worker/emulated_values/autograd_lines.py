@@ -96,8 +96,16 @@ class AutogradLines:
         """Return the line of ``backward()`` where the thread that trains is in it."""
         assert self._line_of is not None
         frame = sys._current_frames().get(self._thread)
-        waits = frame is not None and frame.f_code.co_name == "_engine_run_backward"
-        return self._line_of(frame) if waits else ""
+        return self._line_of(frame) if is_in_backward(frame) else ""
+
+
+def is_in_backward(frame: FrameType | None) -> bool:
+    """Tell whether the thread with this innermost frame waits for a backward pass."""
+    while frame is not None:
+        if frame.f_code.co_name == "_engine_run_backward":
+            return True
+        frame = frame.f_back
+    return False
 
 
 _VIEWS: Final = re.compile(
