@@ -136,12 +136,12 @@ def _describe_changes(
 
 
 def _describe_change(metric: MetricVerdict, before: Prediction, now: Prediction) -> str:
+    if metric.metric in WORK:
+        return describe_work(metric, before, now)
     assert metric.value is not None
     assert metric.baseline is not None
     value, baseline = int(metric.value), int(metric.baseline)
     more = "more" if value > baseline else "less"
     share = f" ({format_percent(abs(value / baseline - 1), signed=False)})" if baseline else ""
-    if metric.metric == "peak_reserved_bytes":
-        text = f"{format_bytes(value)} against {format_bytes(baseline)}"
-        return f"makes the allocator hold {format_bytes(abs(value - baseline))}{share} {more}, {text}"
-    return describe_work(metric, before, now)
+    text = f"{format_bytes(value)} against {format_bytes(baseline)}"
+    return f"makes the allocator hold {format_bytes(abs(value - baseline))}{share} {more}, {text}"

@@ -19,17 +19,17 @@ from pytest_gputrain.worker.allocations import strided_parts
 from pytest_gputrain.worker.device import Accelerator
 from pytest_gputrain.worker.emulated_values.autograd_lines import AutogradLines
 from pytest_gputrain.worker.emulated_values.contents import extent
+from pytest_gputrain.worker.memory_recorder import MOST_EVENTS
 from pytest_gputrain.worker.phases import Phases
 from pytest_gputrain.worker.storages import name_of_dtype
 from pytest_gputrain.worker.trace import BLOCK, Trace, peaks
 
-MOST_EVENTS: Final = 1_000_000
-"""Events of one step that torch keeps. An allocation and its free make three."""
 _ROWS: Final = 16
 """Rows of tensors at each peak, so that one of a tenth of the peak is always among them."""
 _FIRST_STEPS: Final = 3
 """Steps in which optimizers and caches get what they keep."""
 _COMPILED: Final = "compiled code"
+_UNKNOWN: Final = "code that calls no operator"
 
 
 class _Output(NamedTuple):
@@ -49,9 +49,6 @@ class _Call:
     phase: TrainingPhase
     line: str = ""
     outputs: Sequence[_Output] = ()
-
-
-_UNKNOWN: Final = "code that calls no operator"
 
 
 class DeviceAllocations:
