@@ -37,6 +37,9 @@ from pytest_gputrain.utils.signals import undisturbed
 _ADVICE: Final = ", and a function that trains in a loop of its own has to yield after each step"
 """The advice after a time-out of a function that does not return."""
 
+_GRACE_SECONDS: Final = 1.0
+"""A rank whose partner is killed may reply with its own exception before the kernel has ended the partner."""
+
 Watch = Callable[[Event], None]
 
 
@@ -128,7 +131,7 @@ def _run_processes(
         try:
             for number in range(1 if task.simulated else task.processes + task.servers):
                 ranks.append(Rank(number, folder, process))  # one by one: should the next not start, this one is ended
-            reply = follow(ranks, timeout_seconds, watch)
+            reply = follow(ranks, timeout_seconds, watch, grace_seconds=_GRACE_SECONDS if len(ranks) > 1 else 0.0)
             if isinstance(reply, TimedOut) and reply.phase == "build" and task.case.method == "custom":
                 return msgspec.structs.replace(reply, advice=_ADVICE)
             return reply
