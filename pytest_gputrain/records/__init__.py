@@ -7,6 +7,7 @@ field is keyword-only and carries its unit in its name, and one definition serve
 """
 
 from pytest_gputrain.records.case import FORMAT, Case, Scale, Task, knob_text
+from pytest_gputrain.records.counts import CountCause, CountName, Counts, Place, SlowClass, StepCounts
 from pytest_gputrain.records.emulated import EmulatedRun
 from pytest_gputrain.records.fleet import Conditions, Delivery, Host, Order
 from pytest_gputrain.records.history import HistoryLine
@@ -69,6 +70,9 @@ __all__ = [
     "Cause",
     "Change",
     "Conditions",
+    "CountCause",
+    "CountName",
+    "Counts",
     "Course",
     "Crashed",
     "Delivery",
@@ -93,6 +97,7 @@ __all__ = [
     "Origin",
     "OutOfMemory",
     "Phase",
+    "Place",
     "Predicted",
     "Prediction",
     "Published",
@@ -103,7 +108,9 @@ __all__ = [
     "Result",
     "Scale",
     "Served",
+    "SlowClass",
     "Status",
+    "StepCounts",
     "Study",
     "Summary",
     "Target",

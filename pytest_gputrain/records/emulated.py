@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct, field
 
+from pytest_gputrain.records.counts import Counts
 from pytest_gputrain.records.prediction import (
     FiguresWithoutTimes,
     LiveTensor,
@@ -73,6 +74,8 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
     """Bytes that the operators of one step read and write, in the step that FLOPs are counted in."""
     operators: dict[str, WorkAtLines] = field(default_factory=dict)
     """The work of each operator in that step, including recomputation."""
+    counts: Counts | None = None
+    """What each timed step asks of the GPU. None for a script, if the case does not fit, and in files older than the field."""
     not_counted: tuple[str, ...] = ()
     """Memory of libraries that is not known here, such as ``cuDNN's workspaces``."""
     notes: tuple[str, ...] = ()
@@ -100,6 +103,7 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
             self,
             largest=without_lines(self.largest),
             operators={name: work.without_lines() for name, work in self.operators.items()},
+            counts=self.counts.as_stored() if self.counts else None,
         )
 
 

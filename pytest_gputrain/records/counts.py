@@ -1,0 +1,184 @@
+"""Defines the records of what the steps of a training ask of the GPU, as whole numbers, with the lines that ask for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+from pytest_gputrain.records.whole import Whole
+
+CountName = Literal[
+    "waits",
+    "launches",
+    "library_calls",
+    "h2d_pageable",
+    "h2d_pinned",
+    "d2h_pageable",
+    "d2h_pinned",
+    "d2d",
+    "memsets",
+    "stream_waits",
+    "collectives",
+    "mallocs",
+    "frees",
+    "compilations",
+    "graph_breaks",
+]
+"""What is counted; `StepCounts` explains each."""
+
+SlowClass = Literal["fp32", "unaligned", "nchw"]
+"""A class of products and convolutions that a GPU computes slower than others of the same shape: in FP32 where TF32 would
+multiply on tensor cores; with rows that do not start at multiples of 16 bytes (8 elements of 16 bits); a convolution of
+16-bit or TF32 tensors whose channels are not the last dimension in memory."""
+
+
+class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step asks of the GPU. The training thread and autograd's threads ask."""
+
+    update: bool = True
+    """Whether the optimizer was to update at the end of the step."""
+    waits: Whole = 0
+    """Times that the host waits until the GPU is done, as in ``loss.item()``."""
+    launches: Whole = 0
+    """Kernels launched."""
+    blocks: Whole = 0
+    """Blocks of threads in the grids of these kernels."""
+    library_calls: Whole = 0
+    """Calls of cuBLAS, cuDNN and the like that compute on the GPU."""
+    h2d_pageable: Whole = 0
+    """Copies from memory of the host that is not pinned, for which the host waits."""
+    h2d_pinned: Whole = 0
+    """Copies from pinned memory."""
+    h2d_bytes: Whole = 0
+    """Bytes of all copies from the host."""
+    d2h_pageable: Whole = 0
+    """Copies to memory of the host that is not pinned."""
+    d2h_pinned: Whole = 0
+    """Copies to pinned memory."""
+    d2h_bytes: Whole = 0
+    """Bytes of all copies to the host."""
+    d2d: Whole = 0
+    """Copies on the device, without those that a kernel makes."""
+    d2d_bytes: Whole = 0
+    """Bytes of these copies."""
+    memsets: Whole = 0
+    """Blocks of memory set to a value by the driver."""
+    stream_waits: Whole = 0
+    """Times that one stream is told to wait for another."""
+    collectives: Whole = 0
+    """Exchanges with other GPUs."""
+    collective_bytes: Whole = 0
+    """Bytes of these exchanges: of each, the larger of what this GPU gives and of what it gets."""
+    mallocs: Whole = 0
+    """Requests for memory to the driver, of the device and pinned, which torch's caches did not have."""
+    frees: Whole = 0
+    """Blocks of memory given back to the driver."""
+    compilations: Whole = 0
+    """Functions that torch.compile compiles."""
+    graph_breaks: Whole = 0
+    """Places where torch.compile gives up a graph."""
+    library_flops: Whole = 0
+    """Floating-point operations of matrix products and convolutions in libraries, without those whose shape is not known."""
+    slow_flops: dict[SlowClass, Whole] = {}
+    """Those of them that are of a slower class."""
+
+    @property
+    def work(self) -> int:
+        """The number of tasks of the GPU: launches, library calls and copies on the device."""
+        return self.launches + self.library_calls + self.d2d
+
+    @property
+    def pageable(self) -> int:
+        """Copies from and to memory that is not pinned."""
+        return self.h2d_pageable + self.d2h_pageable
+
+
+class Place(Struct, frozen=True, omit_defaults=True):
+    """A line of Python."""
+
+    file: str
+    """The path, for own code from the folder of the project, for a library from ``site-packages``."""
+    function: str
+    """The qualified name of the function."""
+    text: str = ""
+    """The line itself, for own code."""
+    line: Whole = 0
+    """The number of the line. Baselines keep none, because lines move."""
+
+    @property
+    def at(self) -> str:
+        """The line in a sentence: ``train.py:42``."""
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+class CountCause(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What asks for a number of things of one kind."""
+
+    what: CountName
+    by: str = ""
+    """The kernel, or the function of CUDA or a library. Baselines keep none of kernels."""
+    own: Place | None = None
+    """The innermost line of the user's own files; in a backward pass that of the forward pass."""
+    library: Place | None = None
+    """The innermost line of Python, where it is another one."""
+    backward: bool = False
+    """Whether it is asked for in a backward pass."""
+    shape: str = ""
+    """The shape of a product or a convolution of a slower class: ``64 x 50257 x 512 bf16``."""
+    slow: SlowClass | None = None
+    """Its class."""
+    counts: tuple[Whole, ...]
+    """How many, by kind of step."""
+    bytes: tuple[Whole, ...] = ()
+    """The bytes of copies, collectives and memory, and the floating-point operations of library calls, by kind of step."""
+
+
+class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the timed steps of a case ask of the GPU. Steps that ask for the same, at the same lines, are of one kind."""
+
+    steps: tuple[Whole, ...]
+    """The kind of each timed step, by its index in ``kinds``."""
+    kinds: tuple[StepCounts, ...]
+    """What a step of each kind asks for."""
+    causes: tuple[CountCause, ...] = ()
+    """What asks for it, the most first."""
+    others: tuple[CountCause, ...] = ()
+    """What other threads than the training's ask for, which is not judged."""
+    lines_unknown: str = ""
+    """The reason why causes have no lines."""
+
+    def of_step(self, index: int) -> StepCounts:
+        """Return the figures of timed step ``index``, from 0."""
+        return self.kinds[self.steps[index]]
+
+    def as_stored(self) -> Counts:
+        """Return the counts as baselines keep them: without numbers of lines, which move, and without names of kernels."""
+        merged: defaultdict[CountCause, list[tuple[int, ...]]] = defaultdict(list)
+        for cause in self.causes:
+            key = msgspec.structs.replace(
+                cause,
+                by="" if cause.what == "launches" else cause.by,
+                own=_without_line(cause.own),
+                library=_without_line(cause.library),
+                counts=(),
+                bytes=(),
+            )
+            merged[key].append((*cause.counts, *(cause.bytes or (0,) * len(cause.counts))))
+        kinds = len(self.kinds)
+        causes = []
+        for key, rows in merged.items():
+            sums = tuple(map(sum, zip(*rows, strict=True)))
+            known = sums[kinds:] if any(sums[kinds:]) else ()
+            causes.append(msgspec.structs.replace(key, counts=sums[:kinds], bytes=known))
+        return msgspec.structs.replace(self, causes=tuple(causes), others=())
+
+
+MOST_CAUSES: Final = 200
+"""Causes that are kept; those that ask for least are summed up by what they ask for."""
+
+
+def _without_line(place: Place | None) -> Place | None:
+    return None if place is None else msgspec.structs.replace(place, line=0)
