@@ -75,7 +75,7 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
     operators: dict[str, WorkAtLines] = field(default_factory=dict)
     """The work of each operator in that step, including recomputation."""
     counts: Counts | None = None
-    """What each timed step asks of the GPU. None for a script, if the case does not fit, and in files older than the field."""
+    """What each timed step asks of the GPU. None for a script, if the case does not fit, and in older files."""
     not_counted: tuple[str, ...] = ()
     """Memory of libraries that is not known here, such as ``cuDNN's workspaces``."""
     notes: tuple[str, ...] = ()
