@@ -63,10 +63,11 @@ class DeviceAllocations:
     Args:
         device: the GPU.
         lines: finds the user's own lines.
+        note_line: called with the line of each operator of a backward pass before it runs, and with none afterwards.
     """
 
-    def __init__(self, device: Accelerator, lines: AutogradLines) -> None:
-        self._device, self._lines = device, lines
+    def __init__(self, device: Accelerator, lines: AutogradLines, note_line: Callable[[str], None]) -> None:
+        self._device, self._lines, self._note_line = device, lines, note_line
         self._trace = Trace(BLOCK)
         self._phases = Phases(self._entered)
         self._phase: TrainingPhase = "build"
@@ -149,6 +150,9 @@ class DeviceAllocations:
         self._thread.call = self._calls[number] = _Call(operator, self._phases.current)
         if self._note is not None:
             self._note(number)  # of this thread
+        if torch._C._current_autograd_node() is not None:
+            self._thread.call.line = self._lines.current()
+            self._note_line(self._thread.call.line)
 
     def end(self, output: Any) -> None:
         """Take notice that the operator has returned."""
@@ -161,7 +165,10 @@ class DeviceAllocations:
         self._thread.call = None
         if self._note is not None:
             self._note("")
-        call.line = self._lines.current()
+        if torch._C._current_autograd_node() is None:
+            call.line = self._lines.current()
+        else:
+            self._note_line("")
         call.outputs = list(_outputs(output))
 
     # --- Steps

@@ -19,10 +19,12 @@ from pytest_gputrain.worker.device import Accelerator, Device
 from pytest_gputrain.worker.device_allocations import DeviceAllocations
 from pytest_gputrain.worker.emulated_values import tracking
 from pytest_gputrain.worker.emulated_values.autograd_lines import AutogradLines
+from pytest_gputrain.worker.emulated_values.contents import count_collective
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.memory_recorder import unknown
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.prediction.zero import Kernels
+from pytest_gputrain.worker.step_counts import StepCounter
 from pytest_gputrain.worker.untouched_host import UntouchedHost
 from pytest_gputrain.worker.work import WorkCount
 
@@ -31,7 +33,8 @@ _NAMED: Final = 2
 
 
 class EmulatedFigures:
-    """The figures that only an emulated GPU gives of a case: peaks of phases, what lived there, and what operators moved.
+    """The figures that only an emulated GPU gives of a case: peaks of phases, what lived there, what operators moved, and
+    what each timed step asked of the GPU.
 
     Args:
         device: the GPU.
@@ -40,7 +43,8 @@ class EmulatedFigures:
 
     def __init__(self, device: Accelerator, lines: OwnLines | None) -> None:
         self._lines = AutogradLines(lines.of_frame if lines else None)
-        self.allocations = DeviceAllocations(device, self._lines)
+        self.counter = StepCounter(lines)
+        self.allocations = DeviceAllocations(device, self._lines, self.counter.note)
         self.work: WorkCount | None = None
         """The work of the step whose FLOPs are counted; None before that step is over."""
 
@@ -90,6 +94,7 @@ def _make_answered(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> 
 
 
 def _answer(bucket: Tensor) -> torch.futures.Future[Tensor]:
+    count_collective("allreduce_", bucket.nbytes)
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[bucket.device])
     future.set_result(bucket)
     return future
@@ -133,6 +138,7 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
         phase_peak_bytes=allocations.phase_peak_bytes,
         largest=allocations.largest(),
         bytes_per_step=work.bytes if work else None,
+        counts=figures.counter.counts(),
         operators=work.by_operator() if work else {},
         parameters=measured.parameters,
         trainable_parameters=measured.trainable_parameters,

@@ -169,24 +169,12 @@ class Measuring:
             last = training.losses[-1:]
             return task.curve and group.size == 1 and bool(last) and not math.isfinite(float(last[0]))
 
-        def begin_step() -> None:
-            begin()
-            if own:
-                own.growth.begin_step()
-            self._own_work.begin()
-
-        def end_step(step: int, seconds: float) -> bool:
-            self._own_work.note()
-            if own:
-                own.growth.end_step(training, device.allocated_bytes())
-            return report(step, seconds)
-
         self._progress.enter("warmup")
         warmup_seconds = yield from self._warm_up(training, report, begin)
         group.barrier()
         self._progress.enter("measure")
         updates = schedule(self._whole(_steps_to_time(task, training, group)), case.gradient_accumulation)
-        measured = yield from timed(updates, device, end_step, begin_step)
+        measured = yield from self._timed(training, updates, report, begin)
 
         peaks = device.peaks()
         counting.close()
@@ -292,6 +280,30 @@ class Measuring:
         training.drain()
         last = yield from timed(schedule(lead_in(case), case.gradient_accumulation), self._device, report, begin)
         return warmup.seconds + last.seconds
+
+    def _timed(
+        self, training: Trainable, updates: Sequence[bool], report: Callable[[int, float], bool], begin: Callable[[], None]
+    ) -> Generator[bool, None, Timed]:
+        """Have the timed steps run; return their seconds."""
+        own, emulated = self._own, self._emulated
+
+        def begin_step() -> None:
+            begin()
+            if own:
+                own.growth.begin_step()
+            self._own_work.begin()
+            if emulated:
+                emulated.counter.begin_step()
+
+        def end_step(step: int, seconds: float) -> bool:
+            if emulated:
+                emulated.counter.end_step(update=updates[step - 1])
+            self._own_work.note()
+            if own:
+                own.growth.end_step(training, self._device.allocated_bytes())
+            return report(step, seconds)
+
+        return (yield from timed(updates, self._device, end_step, begin_step))
 
     def _whole(self, steps: int) -> int:
         """Return the steps of whole rounds of the accumulation: own code updates when it will, and not in the last step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import sysconfig
 from collections.abc import Iterable
@@ -42,13 +43,9 @@ class OwnLines:
 
     def of_frame(self, frame: FrameType | None) -> str:
         """Return the same for another frame of Python, such as that of another thread."""
-        names = self._names
         asking = True
         while frame is not None:
-            file = frame.f_code.co_filename
-            name = names.get(file)
-            if name is None:
-                name = names[file] = self._name(file)
+            name = self.name_of(frame.f_code.co_filename)
             if name == _BY_US:
                 if not asking:
                     return ""  # this package called it: what lies further out is the test, when it runs in pytest's process
@@ -63,11 +60,18 @@ class OwnLines:
         """Return the innermost own line that an exception came through, likewise."""
         line = ""
         while traceback is not None:
-            name = self._name(traceback.tb_frame.f_code.co_filename)
+            name = self.name_of(traceback.tb_frame.f_code.co_filename)
             if name not in (_BY_US, _BY_OTHERS):
                 line = f"{name}:{traceback.tb_lineno}"
             traceback = traceback.tb_next
         return line
+
+    def name_of(self, file: str) -> str:
+        """Return the name of a file in lines, nothing for one that is not the user's, and "pytest_gputrain" for our own."""
+        name = self._names.get(file)
+        if name is None:
+            name = self._names[file] = self._name(file)
+        return name
 
     def _name(self, file: str) -> str:
         if file.startswith("<"):  # made by exec, as dataclasses do
@@ -83,4 +87,12 @@ class OwnLines:
 
 def is_installed(path: Path) -> bool:
     """Tell if a file belongs to Python itself or to an installed package."""
-    return bool(_INSTALLED.intersection(path.parts)) or any(path.is_relative_to(folder) for folder in _OTHERS)
+    if _INSTALLED.intersection(path.parts) or any(path.is_relative_to(folder) for folder in _OTHERS):
+        return True
+    return any(_holds_packages(entry) for entry in sys.path if entry and path.is_relative_to(entry))
+
+
+@functools.cache
+def _holds_packages(folder: str) -> bool:
+    """Tell if pip has installed packages into a folder, as ``pip install --target`` does."""
+    return any(Path(folder).glob("*.dist-info"))

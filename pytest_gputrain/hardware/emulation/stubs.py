@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final, NamedTuple
@@ -91,6 +92,13 @@ _SIZES: Final = ("ufferSize", "orkspaceSize", "GetWorkspace", "CompressedSize", 
 _REFUSED: Final = {"cusolver": 9, "cusparse": 10, "cusparseLt": 10, "cublas": 15, "cublasLt": 15, "cudnn": 3000}
 """The libraries' own numbers for what they do not support."""
 
+_COMPUTING: Final = frozenset({"cublas", "cublasLt", "cudnn", "cufft", "curand", "cusolver", "cusparse", "cusparseLt"})
+"""The libraries whose functions compute on a GPU, but for those whose names say that they only prepare."""
+
+_PREPARING: Final = re.compile(
+    "[Cc]reate|[Dd]estroy|Set|Get|Init|Version|Property|Logger|Query|_analysis|Finalize|AutoAllocation"
+)
+
 _NAMES: Final = {"cudnn": "cuDNN", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE"}
 
 
@@ -108,13 +116,14 @@ def _stub(stem: str, name: str) -> str:
         return f'int {name}({parameters}) {{ gputrain_unknown("{unknown}"); {answers} return 0; }}'
     if any(part in name for part in _SIZES):
         return f'int {name}(void) {{ return gputrain_missing("{name}", {_REFUSED.get(stem, 801)}); }}'
+    count = f'gputrain_count("library_calls", "{name}", 0); ' if stem in _COMPUTING and not _PREPARING.search(name) else ""
     if name in _OUTCOMES:
         at = _OUTCOMES[name]
-        return f"int {name}({_parameters(at)}) {{ *(int *)p{at} = 0; return 0; }}"
+        return f"int {name}({_parameters(at)}) {{ {count}*(int *)p{at} = 0; return 0; }}"
     parameters, body = "void", "return 0;"
     if ("Create" in name or name.endswith("createDescr")) and "Identity" not in name:
         parameters, body = "void **out", "*out = gputrain_handle(); return 0;"
-    return f'long {name}({parameters}) {{ static int seen; gputrain_trace("{name}", &seen); {body} }}'
+    return f'long {name}({parameters}) {{ static int seen; gputrain_trace("{name}", &seen); {count}{body} }}'
 
 
 def _parameters(count: int) -> str:

@@ -166,8 +166,14 @@ int cuMemGetAddressRange_v2(void **start, size_t *bytes, void *address) {
     *bytes = extent;
   return extent ? OK : INVALID_VALUE;
 }
-int cuMemAlloc_v2(void **out, size_t bytes) { return gputrain_allocate(out, bytes, DEVICE); }
-int cuMemFree_v2(void *start) { return gputrain_free(start); }
+int cuMemAlloc_v2(void **out, size_t bytes) {
+  gputrain_count("mallocs", "cuMemAlloc", bytes);
+  return gputrain_allocate(out, bytes, DEVICE);
+}
+int cuMemFree_v2(void *start) {
+  gputrain_count("frees", "cuMemFree", 0);
+  return gputrain_free(start);
+}
 int cuPointerGetAttribute(void *value, int attribute, void *address) {
   int device = 0, kind = gputrain_kind(address, &device);
   void *start = NULL;
@@ -211,6 +217,7 @@ int cuMemAddressReserve(void **start, size_t bytes, size_t alignment, void *want
 int cuMemAddressFree(void *start, size_t bytes) { return gputrain_release(start); }
 int cuMemCreate(struct physical **handle, size_t bytes, const struct physical_properties *properties, uint64_t flags) {
   int device = gputrain_physical(properties->device);
+  gputrain_count("mallocs", "cuMemCreate", bytes);
   int status = gputrain_take(device, bytes);
   if (status)
     return status;
@@ -219,6 +226,7 @@ int cuMemCreate(struct physical **handle, size_t bytes, const struct physical_pr
   return OK;
 }
 int cuMemRelease(struct physical *handle) {
+  gputrain_count("frees", "cuMemRelease", 0);
   gputrain_give(handle->device, handle->bytes);
   free(handle);
   return OK;
@@ -231,10 +239,18 @@ int cuMemUnmap(void *start, size_t bytes) { return gputrain_unmap(start, bytes);
 int cuModuleLoad(void **module) { return give(module); }
 int cuModuleLoadData(void **module) { return give(module); }
 int cuModuleLoadDataEx(void **module) { return give(module); }
-int cuModuleGetFunction(void **function) { return give(function); }
+static int give_named(void **out, const char *name) {
+  give(out);
+  gputrain_name(*out, strdup(name));
+  return OK;
+}
+int cuModuleGetFunction(void **function, void *module, const char *name) { return give_named(function, name); }
 int cuLibraryLoadData(void **library) { return give(library); }
-int cuLibraryGetKernel(void **kernel) { return give(kernel); }
-int cuKernelGetFunction(void **function) { return give(function); }
+int cuLibraryGetKernel(void **kernel, void *library, const char *name) { return give_named(kernel, name); }
+int cuKernelGetFunction(void **function, void *kernel) {
+  *function = kernel;
+  return OK;
+}
 int cuFuncGetModule(void **module, void *function) { return give(module); }
 int cuModuleGetGlobal_v2(void **start, size_t *bytes) {
   static void *block;
@@ -258,8 +274,27 @@ int cuFuncGetAttribute(int *value, int attribute, void *function) {
 int cuFuncSetAttribute(void *function, int attribute, int value) { return OK; }
 int cuFuncSetCacheConfig(void *function, int config) { return OK; }
 int cuCtxSetLimit(int limit, size_t value) { return OK; }
-int cuLaunchKernel(void) { return OK; }
-int cuLaunchKernelEx(const void *config, void *function, void **parameters, void **extra) { return OK; }
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z) {
+  gputrain_count("launches", function, (uint64_t)x * y * z);
+  return OK;
+}
+int cuLaunchCooperativeKernel(void *function, unsigned x, unsigned y, unsigned z) { return cuLaunchKernel(function, x, y, z); }
+int cuLaunchKernelEx(const unsigned *config, void *function, void **parameters, void **extra) {
+  return cuLaunchKernel(function, config[0], config[1], config[2]);
+}
+
+// --- What waits for the GPU
+
+static int wait(const char *function) {
+  gputrain_count("waits", function, 0);
+  return OK;
+}
+int cuStreamSynchronize(void *stream) { return wait("cuStreamSynchronize"); }
+int cuCtxSynchronize(void) { return wait("cuCtxSynchronize"); }
+int cuEventSynchronize(void *event) { return wait("cuEventSynchronize"); }
+
+// --- Further functions
+
 int cuTensorMapEncodeTiled(void) { return OK; }
 int cuTensorMapEncodeIm2col(void) { return OK; }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads, size_t shared) {

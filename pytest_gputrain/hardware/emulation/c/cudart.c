@@ -149,15 +149,24 @@ const char *cudaGetErrorString(int error) {
 
 // --- Memory
 
-int cudaMalloc(void **out, size_t bytes) { return check(gputrain_allocate(out, bytes, DEVICE)); }
-int cudaFree(void *start) { return check(gputrain_free(start)); }
+static int take(void **out, size_t bytes, int kind, const char *function) {
+  gputrain_count("mallocs", function, bytes);
+  return check(gputrain_allocate(out, bytes, kind));
+}
+static int give(void *start, const char *function) {
+  if (start)
+    gputrain_count("frees", function, 0);
+  return check(gputrain_free(start));
+}
+int cudaMalloc(void **out, size_t bytes) { return take(out, bytes, DEVICE, "cudaMalloc"); }
+int cudaFree(void *start) { return give(start, "cudaFree"); }
 int cudaMallocAsync(void **out, size_t bytes, void *stream) { return cudaMalloc(out, bytes); }
 int cudaMallocFromPoolAsync(void **out, size_t bytes, void *pool, void *stream) { return cudaMalloc(out, bytes); }
 int cudaFreeAsync(void *start, void *stream) { return cudaFree(start); }
-int cudaMallocManaged(void **out, size_t bytes, unsigned flags) { return check(gputrain_allocate(out, bytes, MANAGED)); }
-int cudaHostAlloc(void **out, size_t bytes, unsigned flags) { return check(gputrain_allocate(out, bytes, HOST)); }
+int cudaMallocManaged(void **out, size_t bytes, unsigned flags) { return take(out, bytes, MANAGED, "cudaMallocManaged"); }
+int cudaHostAlloc(void **out, size_t bytes, unsigned flags) { return take(out, bytes, HOST, "cudaHostAlloc"); }
 int cudaMallocHost(void **out, size_t bytes) { return cudaHostAlloc(out, bytes, 0); }
-int cudaFreeHost(void *start) { return cudaFree(start); }
+int cudaFreeHost(void *start) { return give(start, "cudaFreeHost"); }
 int cudaHostRegister(void *start, size_t bytes, unsigned flags) {
   gputrain_register(start, bytes);
   return OK;
@@ -174,23 +183,40 @@ int cudaMemGetInfo(size_t *left, size_t *total) {
   *left = gputrain_left(gputrain_physical(gputrain_current()));
   return OK;
 }
-int cudaMemcpy(void *to, const void *from, size_t bytes, int direction) {
+// Counts a copy by the kinds of memory of both sides; one from the host to the host is no work of the GPU.
+static void count_copy(const void *to, const void *from, size_t bytes, const char *function) {
+  if (!bytes || !gputrain_counting())
+    return;
+  int to_kind = gputrain_kind(to, NULL), from_kind = gputrain_kind(from, NULL);
+  int to_host = to_kind == UNKNOWN || to_kind == HOST, from_host = from_kind == UNKNOWN || from_kind == HOST;
+  if (!to_host)
+    gputrain_count(!from_host ? "d2d" : from_kind == HOST ? "h2d_pinned" : "h2d_pageable", function, bytes);
+  else if (!from_host)
+    gputrain_count(to_kind == HOST ? "d2h_pinned" : "d2h_pageable", function, bytes);
+}
+int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int direction, void *stream) {
+  count_copy(to, from, bytes, "cudaMemcpyAsync");
   gputrain_copy(to, from, bytes);
   return OK;
 }
-int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int direction, void *stream) {
-  return cudaMemcpy(to, from, bytes, direction);
+int cudaMemcpy(void *to, const void *from, size_t bytes, int direction) {
+  gputrain_count("waits", "cudaMemcpy", 0);
+  count_copy(to, from, bytes, "cudaMemcpy");
+  gputrain_copy(to, from, bytes);
+  return OK;
 }
 int cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, void *stream) {
-  return cudaMemcpy(to, from, bytes, 0);
+  return cudaMemcpyAsync(to, from, bytes, 0, stream);
 }
 int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height,
                       int direction, void *stream) {
+  count_copy(to, from, width * height, "cudaMemcpy2DAsync");
   for (size_t row = 0; row < height; row++)
     gputrain_copy(to + row * to_pitch, from + row * from_pitch, width);
   return OK;
 }
 int cudaMemset(void *start, int value, size_t bytes) {
+  gputrain_count("memsets", "cudaMemset", bytes);
   gputrain_set(start, value, bytes);
   return OK;
 }
@@ -291,7 +317,57 @@ int cudaEventElapsedTime(float *milliseconds, const struct timespec *from, const
   return OK;
 }
 
+// --- What waits for the GPU
+
+static int wait(const char *function) {
+  gputrain_count("waits", function, 0);
+  return OK;
+}
+int cudaStreamSynchronize(void *stream) { return wait("cudaStreamSynchronize"); }
+int cudaDeviceSynchronize(void) { return wait("cudaDeviceSynchronize"); }
+int cudaEventSynchronize(void *event) { return wait("cudaEventSynchronize"); }
+int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
+  gputrain_count("stream_waits", "cudaStreamWaitEvent", 0);
+  return OK;
+}
+
 // --- Kernels
+
+struct dim3 {
+  unsigned x, y, z;
+};
+void __cudaRegisterFunction(void **binary, const void *function, char *device_function, const char *name) {
+  gputrain_name(function, name);
+}
+
+// A launch that is written <<<...>>> leaves its configuration here, where the kernel's own function on the host finds it.
+static __thread struct configuration {
+  struct dim3 blocks, threads;
+  size_t shared;
+  void *stream;
+} configurations[4];
+static __thread unsigned configured;
+
+unsigned __cudaPushCallConfiguration(struct dim3 blocks, struct dim3 threads, size_t shared, void *stream) {
+  configurations[configured++ & 3] = (struct configuration){blocks, threads, shared, stream};
+  return OK;
+}
+int __cudaPopCallConfiguration(struct dim3 *blocks, struct dim3 *threads, size_t *shared, void **stream) {
+  const struct configuration *last = &configurations[--configured & 3];
+  *blocks = last->blocks;
+  *threads = last->threads;
+  *shared = last->shared;
+  *stream = last->stream;
+  return OK;
+}
+static int launch(const void *function, struct dim3 blocks) {
+  gputrain_count("launches", function, (uint64_t)blocks.x * blocks.y * blocks.z);
+  return OK;
+}
+int cudaLaunchKernel(const void *function, struct dim3 blocks, struct dim3 threads) { return launch(function, blocks); }
+int __cudaLaunchKernel(const void *function, struct dim3 blocks, struct dim3 threads) { return launch(function, blocks); }
+int cudaLaunchKernelExC(const struct dim3 *config, const void *function) { return launch(function, *config); }
+int cudaLaunchCooperativeKernel(const void *function, struct dim3 blocks) { return launch(function, blocks); }
 
 void **__cudaRegisterFatBinary(void *binary) {
   static void *handle[1];
@@ -308,6 +384,7 @@ int cudaLibraryLoadData(void **library) {
 }
 int cudaLibraryGetKernel(void **kernel, void *library, const char *name) {
   *kernel = gputrain_handle();
+  gputrain_name(*kernel, strdup(name));
   return OK;
 }
 

@@ -1,5 +1,5 @@
-// What the stand-ins of NVIDIA's libraries share: the emulated GPUs and their memory. Defined in gpus.c, memory.c
-// and values.c.
+// What the stand-ins of NVIDIA's libraries share: the emulated GPUs and their memory. Defined in counters.c,
+// gpus.c, memory.c and values.c.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -74,3 +74,13 @@ void *gputrain_handle(void);
 void gputrain_unknown(const char *what);
 int gputrain_missing(const char *function, int status);
 void gputrain_trace(const char *function, int *seen);
+
+// Counts something that is asked of the GPU: what is a constant, one of the names in records/counts.py, and function a kernel
+// or a constant name. See counters.c.
+void gputrain_count(const char *what, const void *function, uint64_t bytes);
+// Counts a call of a library that computes a product or a convolution. slow is its class if that is a slower one, else empty,
+// and shape is then its shape.
+void gputrain_count_product(const char *function, const char *slow, const char *shape, uint64_t flops);
+int gputrain_counting(void);
+// Notes the name of a kernel, which has to stay.
+void gputrain_name(const void *function, const char *name);

@@ -247,14 +247,17 @@ static int reduce(const void *own, void *to, size_t from, size_t count, size_t s
 }
 int ncclAllReduce(const void *own, void *to, size_t count, int type, int operation, struct communicator *among,
                   void *stream) {
+  gputrain_count("collectives", "ncclAllReduce", count * size_of(type));
   return reduce(own, to, 0, count, count, type, operation, 1, among);
 }
 int ncclReduce(const void *own, void *to, size_t count, int type, int operation, int root, struct communicator *among,
                void *stream) {
+  gputrain_count("collectives", "ncclReduce", count * size_of(type));
   return reduce(own, to, 0, count, count, type, operation, root == among->rank, among);
 }
 int ncclReduceScatter(const void *own, void *to, size_t count, int type, int operation, struct communicator *among,
                       void *stream) {
+  gputrain_count("collectives", "ncclReduceScatter", count * (size_t)among->ranks * size_of(type));
   size_t all = count * (size_t)among->ranks;
   return reduce(own, to, (size_t)among->rank * count, count, all, type, operation, 1, among);
 }
@@ -273,6 +276,7 @@ static int gather(const void *own, char *to, size_t bytes, size_t offset, size_t
   return status;
 }
 int ncclBroadcast(const void *own, void *to, size_t count, int type, int root, struct communicator *among, void *stream) {
+  gputrain_count("collectives", "ncclBroadcast", count * size_of(type));
   size_t bytes = count * size_of(type);
   return gather(root == among->rank ? own : to, to, bytes, 0, bytes, root, among);
 }
@@ -280,10 +284,12 @@ int ncclBcast(void *to, size_t count, int type, int root, struct communicator *a
   return ncclBroadcast(to, to, count, type, root, among, stream);
 }
 int ncclAllGather(const void *own, void *to, size_t count, int type, struct communicator *among, void *stream) {
+  gputrain_count("collectives", "ncclAllGather", count * size_of(type) * (size_t)among->ranks);
   size_t bytes = count * size_of(type);
   return gather(own, to, bytes, 0, bytes, -1, among);
 }
 int ncclAlltoAll(const void *own, void *to, size_t count, int type, struct communicator *among, void *stream) {
+  gputrain_count("collectives", "ncclAlltoAll", count * size_of(type) * (size_t)among->ranks);
   size_t bytes = count * size_of(type);
   return gather(own, to, bytes * (size_t)among->ranks, (size_t)among->rank * bytes, bytes, -1, among);
 }
@@ -308,6 +314,7 @@ static int receive(const struct awaited *message) {
   return status;
 }
 int ncclSend(const void *from, size_t count, int type, int peer, struct communicator *among, void *stream) {
+  gputrain_count("collectives", "ncclSend", count * size_of(type));
   char path[4096];
   size_t bytes = count * size_of(type);
   if (bytes > SMALL || among->of_one_process)
@@ -316,6 +323,7 @@ int ncclSend(const void *from, size_t count, int type, int peer, struct communic
   return status ? status : tell(path, from, bytes);
 }
 int ncclRecv(void *to, size_t count, int type, int peer, struct communicator *among, void *stream) {
+  gputrain_count("collectives", "ncclRecv", count * size_of(type));
   struct awaited message = {among, to, count * size_of(type), peer};
   if (message.bytes > SMALL || among->of_one_process)
     return OK;
