@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from pytest_gputrain.records import EmulatedRun, Measurement, Prediction, Rank, Reply, Served, WorkAtLines
+from pytest_gputrain.records import (
+    CountCause,
+    Counts,
+    EmulatedRun,
+    Measurement,
+    Prediction,
+    Rank,
+    Reply,
+    Served,
+    SlowClass,
+    StepCounts,
+    WorkAtLines,
+)
 from pytest_gputrain.utils.units import format_bytes
 
 
@@ -60,6 +73,7 @@ def merge_emulated(replies: Sequence[EmulatedRun]) -> EmulatedRun:
         **_phases(replies),
         bytes_per_step=_total(reply.bytes_per_step for reply in replies),
         operators=_work_of_all(replies),
+        counts=_counts_of_all([reply.counts for reply in replies if reply.counts]),
         allocated_by_rank=tuple(peaks),
         peak_reserved_bytes=max(reply.peak_reserved_bytes for reply in replies),
         device_used_bytes=max(reply.device_used_bytes for reply in replies),
@@ -97,6 +111,46 @@ def _work_of_all(replies: Sequence[EmulatedRun]) -> dict[str, WorkAtLines]:
             lines=tuple(line for work in works for line in work.lines),
         )
     return merged
+
+
+def _counts_of_all(counts: Sequence[Counts]) -> Counts | None:
+    """Add up, step by step, what all ranks ask for."""
+    if not counts:
+        return None
+    # A kind of step of the case is what the ranks' steps are of at one time.
+    together = list(zip(*(of_rank.steps for of_rank in counts), strict=False))
+    kinds = list(dict.fromkeys(together))
+    return Counts(
+        steps=tuple(kinds.index(kind) for kind in together),
+        kinds=tuple(_sum_of_steps([of.kinds[at] for of, at in zip(counts, kind, strict=True)]) for kind in kinds),
+        causes=_causes_of_all([of_rank.causes for of_rank in counts], kinds),
+        others=_causes_of_all([of_rank.others for of_rank in counts], kinds),
+        lines_unknown=next((of_rank.lines_unknown for of_rank in counts if of_rank.lines_unknown), ""),
+    )
+
+
+def _sum_of_steps(steps: Sequence[StepCounts]) -> StepCounts:
+    numbers = [name for name in StepCounts.__struct_fields__ if name not in ("update", "slow_flops")]
+    slow: Counter[SlowClass] = Counter()
+    for step in steps:
+        slow.update(step.slow_flops)
+    sums = {name: sum(getattr(step, name) for step in steps) for name in numbers}
+    return StepCounts(update=steps[0].update, slow_flops=dict(sorted(slow.items())), **sums)
+
+
+def _causes_of_all(by_rank: Sequence[Sequence[CountCause]], kinds: Sequence[tuple[int, ...]]) -> tuple[CountCause, ...]:
+    found: dict[CountCause, tuple[list[int], list[int]]] = {}
+    for rank, causes in enumerate(by_rank):
+        for cause in causes:
+            key = msgspec.structs.replace(cause, counts=(), bytes=())
+            counts, sizes = found.setdefault(key, ([0] * len(kinds), [0] * len(kinds)))
+            for place, kind in enumerate(kinds):
+                counts[place] += cause.counts[kind[rank]]
+                sizes[place] += cause.bytes[kind[rank]] if cause.bytes else 0
+    return tuple(
+        msgspec.structs.replace(key, counts=tuple(counts), bytes=tuple(sizes) if any(sizes) else ())
+        for key, (counts, sizes) in found.items()
+    )
 
 
 def _rank(reply: Measurement | Served) -> Rank:
