@@ -29,6 +29,12 @@ class Single(Engine):
         self._scaler = self.scaler(options)
         self._rate = scheduler(options.case, self._optimizer) if is_scheduled(options.case) else None
         self._most_norm = options.case.max_grad_norm
+        # The scaler does not call the optimizer where it drops an update. To compare its scale before and after would let the
+        # host wait for the GPU, which is no part of the training. A fused optimizer drops the update itself.
+        self._optimizer.register_step_post_hook(self._count_update)
+
+    def _count_update(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        self.updates += 1
 
     def spread(self, model: nn.Module, options: EngineOptions) -> nn.Module:
         """Return the model as this engine runs it."""
@@ -52,17 +58,14 @@ class Single(Engine):
                 value = loss()
             self._scaler.scale(value / self._accumulation).backward()
         if update:
-            scale = self._scaler.get_scale()
+            before = self.updates
             if self._most_norm:
                 self._clip()
             self._scaler.step(self._optimizer)
             self._scaler.update()
-            # The scaler shrinks its scale when it had to drop an update.
-            acted = self._scaler.get_scale() >= scale
-            self.updates += acted
             if self._masters:
                 self._masters.round()
-            if acted and self._rate is not None:
+            if self.updates > before and self._rate is not None:
                 self._rate.step()
             self._optimizer.zero_grad(set_to_none=True)
         return value.detach()
