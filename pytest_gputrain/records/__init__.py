@@ -7,7 +7,7 @@ field is keyword-only and carries its unit in its name, and one definition serve
 """
 
 from pytest_gputrain.records.case import FORMAT, Case, Scale, Task, knob_text
-from pytest_gputrain.records.counts import CountCause, CountName, Counts, Place, SlowClass, StepCounts
+from pytest_gputrain.records.counts import CountCause, CountFigure, CountName, Counts, Place, SlowClass, StepCounts
 from pytest_gputrain.records.emulated import EmulatedRun
 from pytest_gputrain.records.fleet import Conditions, Delivery, Host, Order
 from pytest_gputrain.records.history import HistoryLine
@@ -71,6 +71,7 @@ __all__ = [
     "Change",
     "Conditions",
     "CountCause",
+    "CountFigure",
     "CountName",
     "Counts",
     "Course",

@@ -29,6 +29,31 @@ CountName = Literal[
 ]
 """What is counted; `StepCounts` explains each."""
 
+CountFigure = Literal[
+    "waits",
+    "pageable",
+    "collectives",
+    "compilations",
+    "graph_breaks",
+    "mallocs",
+    "frees",
+    "work",
+    "launches",
+    "library_calls",
+    "d2d",
+    "h2d_bytes",
+    "d2h_bytes",
+    "collective_bytes",
+    "fp32_flops",
+    "unaligned_flops",
+    "nchw_flops",
+    "stream_waits",
+    "memsets",
+    "blocks",
+]
+"""A figure of a step that is judged, told, limited or tolerated. Three are the FLOPs of a `SlowClass`; `StepCounts` explains
+the others."""
+
 SlowClass = Literal["fp32", "unaligned", "nchw"]
 """A class of products and convolutions that a GPU computes slower than others of the same shape: in FP32 where TF32 would
 multiply on tensor cores; with rows that do not start at multiples of 16 bytes (8 elements of 16 bits); a convolution of
@@ -94,6 +119,26 @@ class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def pageable(self) -> int:
         """Copies from and to memory that is not pinned."""
         return self.h2d_pageable + self.d2h_pageable
+
+    @property
+    def fp32_flops(self) -> int:
+        """Floating-point operations of the class ``fp32``."""
+        return self.slow_flops.get("fp32", 0)
+
+    @property
+    def unaligned_flops(self) -> int:
+        """Floating-point operations of the class ``unaligned``."""
+        return self.slow_flops.get("unaligned", 0)
+
+    @property
+    def nchw_flops(self) -> int:
+        """Floating-point operations of the class ``nchw``."""
+        return self.slow_flops.get("nchw", 0)
+
+    def figure(self, name: CountFigure) -> int:
+        """Return one figure."""
+        value: int = getattr(self, name)
+        return value
 
 
 class Place(Struct, frozen=True, omit_defaults=True):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
-from pytest_gputrain.records import MetricName
+from pytest_gputrain.records import CountFigure, MetricName
 from pytest_gputrain.utils.units import format_bytes, format_percent, parse_bytes, parse_ratio, read_bytes, read_ratio
 
 
@@ -54,6 +55,27 @@ def read_memory_tolerance(value: object) -> MemoryTolerance:
         f"{value!r} is not a tolerance; write it as 0.03 (a float is a ratio below 1), 512 * MiB (an int is bytes) or "
         "'3 % + 512 MiB'"
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountTolerance:
+    """The growth of a count that passes: a share of the baseline, a number, or a share and a number on top."""
+
+    ratio: float = 0.0
+    more: int = 0
+    """In the unit of the figure: times, bytes or FLOPs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountTerms:
+    """How counts are judged."""
+
+    mode: Literal["judge", "tell", "off"] = "judge"
+    """Whether growth fails, is told only, or is not looked at."""
+    tolerances: Mapping[CountFigure, CountTolerance] = field(default_factory=dict)
+    """Figures that are judged by these instead of by their own rules. A part of the work (``launches``, ``library_calls``,
+    ``d2d``) that has one is judged alone, and the work without it. The share of the FLOPs of a slower class is one of the
+    FLOPs of all library calls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

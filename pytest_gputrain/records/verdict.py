@@ -7,6 +7,7 @@ from typing import Final, Literal
 from msgspec import Struct
 
 from pytest_gputrain.records.case import Case, Scale
+from pytest_gputrain.records.counts import CountFigure
 from pytest_gputrain.records.prediction import LiveTensor, TrainingPhase
 from pytest_gputrain.records.published import Figures
 from pytest_gputrain.records.reply import Environment
@@ -36,8 +37,10 @@ MetricName = Literal[
     "flops_per_step",
     "recomputed_flops_per_step",
     "bytes_per_step",
+    CountFigure,
 ]
-"""A real GPU gives no peak of a phase. Recomputed FLOPs and bytes are of predictions and emulated runs."""
+"""A real GPU gives no peak of a phase. Recomputed FLOPs and bytes are of predictions and emulated runs; counts of
+emulated runs."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
