@@ -2,20 +2,25 @@
 
 Nothing here is noisy: the same code allocates, and asks the driver for, the same bytes in every process. So every growth is
 a regression, whatever the tolerances say: of the peak, of the peak of each phase, of reserved memory, and of FLOPs. Bytes
-moved may grow a little. Time is not judged, because there is none.
+moved may grow a little. Time is not judged, because there is none; what steps ask of the GPU is, by the rules of
+`pytest_gputrain.gate.counts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
+import msgspec
+
+from pytest_gputrain.gate.counts import BY_THE_RULES, judge_counts
 from pytest_gputrain.gate.memory import PHASES, describe_memory, is_memory_metric
 from pytest_gputrain.gate.messages import describe_metric
 from pytest_gputrain.gate.unmeasured import Sentences, comparable
 from pytest_gputrain.gate.work import WORK, describe_work
 from pytest_gputrain.records import Case, EmulatedRun, MetricName, MetricVerdict, Status, Verdict
 from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.records.tolerance import CountTerms
 from pytest_gputrain.utils.units import format_bytes, format_percent
 
 _CHANGED: Final[tuple[Status, ...]] = ("regressed", "improved")
@@ -24,11 +29,31 @@ _MOVED_RATIO: Final = 0.01
 _RECORD: Final = "record it with --gpu-emulate --gpu-baseline-update"
 
 
-def judge(case: Case, run: EmulatedRun, recorded: Recorded[EmulatedRun] | None, title: str) -> Verdict:
+class _Compared(NamedTuple):
+    """How a run differs from a recorded one. Each text follows the case in a sentence."""
+
+    metrics: tuple[MetricVerdict, ...]
+    changed: tuple[str, ...]
+    """What is worse or better in memory and operators."""
+    worse: tuple[str, ...]
+    better: tuple[str, ...]
+    told: tuple[str, ...]
+    is_trade: bool
+    """Whether what steps ask of the GPU is worse where something else is better, or the other way round."""
+
+
+def judge(
+    case: Case,
+    run: EmulatedRun,
+    recorded: Recorded[EmulatedRun] | None,
+    title: str,
+    terms: CountTerms = BY_THE_RULES,
+) -> Verdict:
     """Judge ``run`` against what is recorded of its case.
 
     Args:
         title: of the platform, as sentences name it.
+        terms: of what steps ask of the GPU.
     """
     before = comparable(
         case,
@@ -42,7 +67,7 @@ def judge(case: Case, run: EmulatedRun, recorded: Recorded[EmulatedRun] | None, 
             unchanged="its memory is the same",
         ),
         does_not_fit=lambda did: _what_does_not_fit(run, title, "no longer fits" if did else "does not fit"),
-        changes=lambda nearest: _changes(list(_metrics(nearest, run)), _CHANGED, nearest, run),
+        changes=lambda nearest: _compare(nearest, run, terms).changed,
     )
     if isinstance(before, Verdict):
         return before
@@ -51,25 +76,67 @@ def judge(case: Case, run: EmulatedRun, recorded: Recorded[EmulatedRun] | None, 
         return Verdict(status="regressed", sentence=sentence)
     if run.fits and not before.fits:
         return Verdict(status="improved", sentence=f"{case} fits {title} now; {_RECORD}")
-    metrics = tuple(_metrics(before, run))
-    worse, better = (_changes(metrics, (status,), before, run) for status in _CHANGED)
-    phases = before.phase_peak_bytes.keys() - run.phase_peak_bytes.keys() - {"between"}
-    if gone := sorted(phases) if run.phase_peak_bytes else []:
-        worse.insert(0, f"no longer trains: it has no {' and no '.join(gone)}")
-    not_compared = "".join(f"; {what}" for what in _not_compared(before, run))
-    if worse:
-        return Verdict(status="regressed", sentence=f"{case} {'; '.join(worse)}{not_compared}", metrics=metrics)
-    if better:
-        sentence = f"{case} {'; '.join(better)}{not_compared}; {_RECORD}"
+    compared = _compare(before, run, terms)
+    metrics = compared.metrics
+    not_compared = "".join(f"; {what}" for what in _not_compared(before, run, terms))
+    told = "".join(f"; {what}" for what in compared.told)
+    if compared.worse:
+        sentence = f"{case} {'; '.join(compared.worse)}"
+        if compared.is_trade:
+            reason = _checkpointing(before, run)
+            sentence += f"; but it {'; '.join(compared.better)}{reason}; if that is expected, {_RECORD}"
+        return Verdict(status="regressed", sentence=f"{sentence}{not_compared}", metrics=metrics)
+    if compared.better:
+        sentence = f"{case} {'; '.join(compared.better)}{told}{not_compared}; {_RECORD}"
         return Verdict(status="improved", sentence=sentence, metrics=metrics)
-    if before.bytes_per_step and not run.bytes_per_step:
-        return Verdict(status="not-comparable", sentence=f"{case} takes the recorded memory{not_compared}", metrics=metrics)
-    notes = [f"the bytes that it moves {metric.note}" for metric in metrics if metric.note]
-    sentence = f"{case} takes the recorded memory{''.join(f'; {note}' for note in notes)}{not_compared}"
-    return Verdict(status="pass", sentence=sentence, metrics=metrics)
+    lost = (before.bytes_per_step and not run.bytes_per_step) or (terms.mode == "judge" and _lost_counts(before, run))
+    sentence = f"{case} takes the recorded memory{told}{not_compared}"
+    return Verdict(status="not-comparable" if lost else "pass", sentence=sentence, metrics=metrics)
 
 
-def _not_compared(before: EmulatedRun, now: EmulatedRun) -> Iterator[str]:
+def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms) -> _Compared:
+    counts = None
+    if before.counts and now.counts and before.fits and now.fits and terms.mode != "off":
+        counts = judge_counts(before.counts, now.counts, terms)
+    metrics = tuple(_metrics(before, now, work_rose=counts is not None and counts.work_rose))
+    worse, better = (_changes(metrics, (status,), before, now) for status in _CHANGED)
+    phases = before.phase_peak_bytes.keys() - now.phase_peak_bytes.keys() - {"between"}
+    if gone := sorted(phases) if now.phase_peak_bytes else []:
+        worse.insert(0, f"no longer trains: it has no {' and no '.join(gone)}")
+    told = tuple(f"the bytes that it moves {metric.note}" for metric in metrics if metric.note)
+    changed = tuple(_changes(metrics, _CHANGED, before, now))
+    if counts is None:
+        return _Compared(metrics, changed, tuple(worse), tuple(better), told, is_trade=False)
+    return _Compared(
+        metrics=(*metrics, *counts.metrics),
+        changed=(*changed, *counts.worse, *counts.better),
+        worse=(*worse, *counts.worse),
+        better=(*better, *counts.better),
+        told=(*told, *counts.told),
+        is_trade=bool((counts.worse and better) or (counts.better and worse) or (counts.worse and counts.better)),
+    )
+
+
+def _checkpointing(before: EmulatedRun, now: EmulatedRun) -> str:
+    """Say that activation checkpointing is what trades memory for work, where it was switched."""
+    if before.flops_per_step is None or now.flops_per_step is None:
+        return ""
+    was_on, is_on = bool(before.recomputed_flops_per_step), bool(now.recomputed_flops_per_step)
+    return f"; activation checkpointing is {'on' if is_on else 'off'} now" if was_on != is_on else ""
+
+
+def _lost_counts(before: EmulatedRun, now: EmulatedRun) -> str:
+    """Say why what steps ask of the GPU is not compared although it was recorded; empty where it is."""
+    if before.counts is None:
+        return ""
+    if now.counts is None:
+        return "because it was not counted"
+    return (
+        "" if judge_counts(before.counts, now.counts) else "because no step updates as the recorded step of its number does"
+    )
+
+
+def _not_compared(before: EmulatedRun, now: EmulatedRun, terms: CountTerms) -> Iterator[str]:
     """Name the figures that one side lacks."""
     if now.phase_peak_bytes and not before.phase_peak_bytes:
         yield f"its peaks of phases were not recorded, so they are not compared; {_RECORD}"
@@ -77,6 +144,10 @@ def _not_compared(before: EmulatedRun, now: EmulatedRun) -> Iterator[str]:
         yield "its FLOPs and the bytes that it moves are not compared, because they were not counted"
     elif now.bytes_per_step and not before.bytes_per_step and before.phase_peak_bytes:
         yield f"the bytes that it moves were not recorded, so they are not compared; {_RECORD}"
+    if terms.mode != "off" and (reason := _lost_counts(before, now)):
+        yield f"what its steps ask of the GPU is not compared, {reason}"
+    elif terms.mode != "off" and now.counts and not before.counts and before.phase_peak_bytes:
+        yield f"what its steps ask of the GPU was not recorded, so it is not compared; {_RECORD}"
 
 
 def _what_does_not_fit(run: EmulatedRun, title: str, what: str) -> str:
@@ -84,7 +155,12 @@ def _what_does_not_fit(run: EmulatedRun, title: str, what: str) -> str:
     return f"{what} {title} ({format_bytes(run.device_memory_bytes)}): {run.refused.rstrip('.')}"
 
 
-def _metrics(before: EmulatedRun, now: EmulatedRun) -> Iterator[MetricVerdict]:
+def _metrics(before: EmulatedRun, now: EmulatedRun, *, work_rose: bool) -> Iterator[MetricVerdict]:
+    """Compare memory and operators.
+
+    Args:
+        work_rose: whether steps have more kernels, library calls or copies than before.
+    """
     if not (before.fits and now.fits):
         return
     for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
@@ -95,7 +171,12 @@ def _metrics(before: EmulatedRun, now: EmulatedRun) -> Iterator[MetricVerdict]:
     for name in WORK:
         value, baseline = getattr(now, name), getattr(before, name)
         if value is not None and baseline is not None:
-            yield _compared(name, baseline, value, _MOVED_RATIO if name == "bytes_per_step" else 0.0)
+            metric = _compared(name, baseline, value, _MOVED_RATIO if name == "bytes_per_step" else 0.0)
+            if work_rose and name == "bytes_per_step" and metric.status == "improved":
+                # More and smaller kernels that move fewer bytes are no improvement by that alone.
+                note = f"fell by {format_percent(1 - value / baseline, signed=False)} while the number of its kernels rose"
+                metric = msgspec.structs.replace(metric, status="pass", note=note)
+            yield metric
 
 
 def _compared(name: MetricName, baseline: int, value: int, ratio: float = 0.0) -> MetricVerdict:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.gate.contention import describe_throttling
+from pytest_gputrain.gate.counts import COUNT_FIGURES
 from pytest_gputrain.gate.memory import PHASES, is_memory_metric
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU, title_of
@@ -19,6 +20,7 @@ from pytest_gputrain.records import (
     Measured,
     Measurement,
     MetricName,
+    MetricVerdict,
     OutOfMemory,
     Predicted,
     Result,
@@ -119,7 +121,7 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
                 reasons[f"the limit of {METRIC_NAMES[limit.metric]} not judged: {limit.note}"] += 1
         if result.verdict and result.verdict.status == "pass":
             notes = (metric for metric in result.verdict.metrics if metric.status == "pass" and metric.note)
-            changed += [f"{result.case}: {METRIC_NAMES[metric.metric]} {metric.note}" for metric in notes]
+            changed += [f"{result.case}: {_note(metric)}" for metric in notes]
         spreads += [f"{result.case}: {how}" for how in _rank_spread(result)]
         slowed += [f"{result.case}: {why}"] if (why := _slowed_down(result)) else []
         for note in next((reply.notes for reply in result.replies if isinstance(reply, Measurement)), ()):
@@ -222,7 +224,32 @@ METRIC_NAMES: Final[dict[MetricName, str]] = {
     "flops_per_step": "FLOPs",
     "recomputed_flops_per_step": "recomputed FLOPs",
     "bytes_per_step": "bytes moved",
+    "waits": "waits for the GPU",
+    "pageable": "copies of memory that is not pinned",
+    "collectives": "collectives",
+    "compilations": "compilations",
+    "graph_breaks": "graph breaks",
+    "mallocs": "requests for memory to the driver",
+    "frees": "memory given back to the driver",
+    "work": "kernels, library calls and copies",
+    "launches": "kernels",
+    "library_calls": "library calls",
+    "d2d": "copies within the GPU's memory",
+    "h2d_bytes": "bytes copied to the GPU",
+    "d2h_bytes": "bytes copied from the GPU",
+    "collective_bytes": "bytes of collectives",
+    "fp32_flops": "FLOPs in FP32 instead of TF32",
+    "unaligned_flops": "FLOPs on unaligned rows",
+    "nchw_flops": "FLOPs of convolutions with channels not last",
+    "stream_waits": "waits of streams",
+    "memsets": "blocks of memory set",
+    "blocks": "blocks of threads",
 }
+
+
+def _note(metric: MetricVerdict) -> str:
+    """Return what is to be told of a metric that passes. The notes of counts name the metric themselves."""
+    return metric.note if metric.metric in COUNT_FIGURES else f"{METRIC_NAMES[metric.metric]} {metric.note}"
 
 
 def _table(results: Sequence[Measured], width: int) -> Table:

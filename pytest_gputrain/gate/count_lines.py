@@ -1,0 +1,250 @@
+"""Describes how the counts of a step differ from those before, with the lines of the program behind it. Pure.
+
+A baseline keeps no numbers of lines, because lines move. So lines are matched by file, function and text. What a line asks
+for less often is set off against what the same text elsewhere asks for more often, and then against other lines of the same
+function: such lines have moved, or were edited. Only the rest is named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from pytest_gputrain.gate.messages import listed
+from pytest_gputrain.records import CountCause, CountFigure, CountName, Counts, StepCounts
+from pytest_gputrain.utils.units import format_bytes, format_flops
+
+PARTS_OF_WORK: Final[tuple[CountFigure, ...]] = ("launches", "library_calls", "d2d")
+
+_SAID: Final[dict[CountFigure, str]] = {
+    "waits": "waits for the GPU {now} {when} ({before} before)",
+    "pageable": "copies from or to memory that is not pinned {now} {when} ({before} before)",
+    "collectives": "communicates with other GPUs {now} {when} ({before} before)",
+    "compilations": "compiles {now} {when} ({before} before)",
+    "graph_breaks": "breaks the graph of torch.compile {now} {when} ({before} before)",
+    "mallocs": "asks the driver for memory {now} {when} ({before} before)",
+    "frees": "gives memory back to the driver {now} {when} ({before} before)",
+    "launches": "launches {now} {when} ({before} before)",
+    "library_calls": "calls libraries such as cuBLAS and cuDNN {now} {when} ({before} before)",
+    "d2d": "copies within the GPU's memory {now} {when} ({before} before)",
+    "h2d_bytes": "copies {now} to the GPU {when} ({before} before)",
+    "d2h_bytes": "copies {now} from the GPU {when} ({before} before)",
+    "collective_bytes": "exchanges {now} with other GPUs {when} ({before} before)",
+    "fp32_flops": "computes {now} in FP32 instead of TF32 {when} ({before} before)",
+    "unaligned_flops": "computes {now} on rows that do not start at multiples of 16 bytes {when} ({before} before)",
+    "nchw_flops": "computes {now} in convolutions whose channels are not last in memory {when} ({before} before)",
+    "stream_waits": "makes one stream wait for another {now} {when} ({before} before)",
+    "memsets": "sets blocks of memory {now} {when} ({before} before)",
+    "blocks": "runs {now} of threads {when} ({before} before)",
+}
+_NOUNS: Final[dict[CountFigure, str]] = {"launches": "kernel", "blocks": "block", "compilations": "function"}
+"""What is counted, where it is not times."""
+_ASKS: Final[dict[CountFigure, tuple[CountName, ...]]] = {
+    "pageable": ("h2d_pageable", "d2h_pageable"),
+    "h2d_bytes": ("h2d_pageable", "h2d_pinned"),
+    "d2h_bytes": ("d2h_pageable", "d2h_pinned"),
+    "collective_bytes": ("collectives",),
+    "fp32_flops": ("library_calls",),
+    "unaligned_flops": ("library_calls",),
+    "nchw_flops": ("library_calls",),
+}
+"""The causes of the figures that have not their names. Blocks have none."""
+_IMPLIED: Final[dict[CountFigure, tuple[CountFigure, ...]]] = {
+    "h2d_bytes": ("waits", "pageable"),
+    "d2h_bytes": ("waits", "pageable"),
+    "collective_bytes": ("collectives",),
+}
+"""Figures of which nothing is said where one of these changes at the same line: who reads a scalar copies its bytes."""
+_LEAST_SHARE_OF_WORK: Final = 0.2
+"""A part of the work is described if this share of the change, or the most of it, is its."""
+_MOST_PLACES: Final = 2
+_UNITS: Final = ("_bytes", "_flops")
+"""The ends of the names of figures that are no numbers of times."""
+
+
+class Difference(NamedTuple):
+    """How the figure of a step differs from that of the step of its index before."""
+
+    metric: CountFigure
+    figures: tuple[CountFigure, ...]
+    """The figure itself; of the work, its parts."""
+    step: int
+    """The index of the step that differs most."""
+    before: StepCounts
+    now: StepCounts
+    when: str
+    """The steps that differ: ``a step``, ``in step 3`` or ``in 5 of its 10 steps``."""
+
+    def changed(self, sign: int) -> Iterator[CountFigure]:
+        """Yield the figures that have much to do with growth, or with a fall where ``sign`` is -1."""
+        changes = {name: sign * (self.now.figure(name) - self.before.figure(name)) for name in self.figures}
+        least = min(max(changes.values()), _LEAST_SHARE_OF_WORK * sum(changes.values()))
+        yield from (name for name, change in changes.items() if change > 0 and change >= least)
+
+
+class _Spot(NamedTuple):
+    """Where something is asked for, without what changes when lines move."""
+
+    own: tuple[str, str, str] | None
+    library: tuple[str, str] | None
+    backward: bool
+    by: str = ""
+    """The function that is called, where no line is known."""
+
+
+class _Clause(NamedTuple):
+    """A figure that has grown."""
+
+    metric: CountFigure
+    figure: CountFigure
+    said: str
+    places: tuple[tuple[CountCause, int], ...]
+    """Where most of the growth is, and how much."""
+
+    @property
+    def line(self) -> _Spot | None:
+        """The line with the largest growth."""
+        return _spot(self.places[0][0]) if self.places else None
+
+
+def describe_growth(differences: Iterable[Difference], before: Counts, now: Counts) -> dict[CountFigure, str]:
+    """Describe figures that have grown, in one clause for all that grow at the same line.
+
+    Returns:
+        The text by the first metric that it is about: ``waits for the GPU 2 times a step (1 before): 1 more at train.py:42
+        in train, loss.item()``.
+    """
+    by_line: defaultdict[_Spot | None, list[_Clause]] = defaultdict(list)
+    for difference in differences:
+        for figure in difference.changed(1):
+            places = tuple(_places(figure, difference.step, before, now))[:_MOST_PLACES]
+            clause = _Clause(difference.metric, figure, _said(figure, difference), places)
+            by_line[clause.line].append(clause)
+    texts: defaultdict[CountFigure, list[str]] = defaultdict(list)
+    for clauses in by_line.values():
+        names = [clause.figure for clause in clauses]
+        told = [clause for clause in clauses if not set(_IMPLIED.get(clause.figure, ())) & set(names)]
+        texts[clauses[0].metric].append(_described(told))
+    return {metric: "; ".join(parts) for metric, parts in texts.items()}
+
+
+def describe_falls(differences: Iterable[Difference]) -> Iterator[str]:
+    """Describe figures that have fallen: ``waits for the GPU 1 time a step (2 before)``."""
+    figures = [(figure, difference) for difference in differences for figure in difference.changed(-1)]
+    names = {figure for figure, _ in figures}
+    for figure, difference in figures:
+        if not names & set(_IMPLIED.get(figure, ())):
+            yield _said(figure, difference)
+
+
+def _described(clauses: Sequence[_Clause]) -> str:
+    """Describe clauses of one line, with the places behind the first of them."""
+    heads = listed(clause.said for clause in clauses)
+    first = clauses[0]
+    if not first.places:
+        return heads
+    if len(clauses) > 1:
+        return f"{heads}: more of each {_place(first.figure, first.places[0][0])}"
+    places = (f"{_amount(first.figure, more)} more {_place(first.figure, cause)}" for cause, more in first.places)
+    return f"{heads}: {', and '.join(places)}"
+
+
+def _said(figure: CountFigure, difference: Difference) -> str:
+    now, before = difference.now.figure(figure), difference.before.figure(figure)
+    shown = [_amount(figure, value) for value in (now, before)]
+    if figure.endswith(_UNITS):
+        if shown[0] == shown[1]:
+            shown = [f"{value:,} {'FLOP' if figure.endswith('_flops') else 'B'}" for value in (now, before)]
+    else:
+        shown[0] += f" {_NOUNS.get(figure, 'time')}{'' if now == 1 else 's'}"
+    return _SAID[figure].format(now=shown[0], before=shown[1], when=difference.when)
+
+
+def _amount(figure: CountFigure, number: int) -> str:
+    return (
+        format_bytes(number)
+        if figure.endswith("_bytes")
+        else format_flops(number)
+        if figure.endswith("_flops")
+        else f"{number:,}"
+    )
+
+
+def _place(figure: CountFigure, cause: CountCause) -> str:
+    """Name a place: ``at train.py:42 in train, loss.item()``, or ``in torch/optim/adam.py _single_tensor_adam``."""
+    own, library = cause.own, cause.library
+    backward = "in the backward pass of" if own else "in a backward pass"
+    words = [backward] if cause.backward else ["at"] if own else []
+    if own:
+        words.append(f"{own.at} in {own.function}")
+    text = " ".join(words)
+    if library:
+        text += f"{', ' if text else ''}in {library.file} {library.function}"
+    elif own and own.text:
+        text += f", {own.text}"
+    elif not text and cause.by:
+        text = f"by {cause.by}"
+    return f"{text} ({cause.shape})" if cause.shape and figure.endswith("_flops") else text
+
+
+def _places(figure: CountFigure, step: int, before: Counts, now: Counts) -> Iterator[tuple[CountCause, int]]:
+    """Yield the causes of a figure's growth in one step, each with how much more it asks for, the most first."""
+    if before.lines_unknown or now.lines_unknown:
+        return
+    more: Counter[_Spot] = Counter()
+    causes: dict[_Spot, CountCause] = {}
+    most: Counter[_Spot] = Counter()
+    for cause, number in _asked(figure, now, now.steps[step]):
+        spot = _spot(cause)
+        more[spot] += number
+        if number > most[spot]:
+            causes[spot], most[spot] = cause, number
+    for cause, number in _asked(figure, before, before.steps[step]):
+        more[_spot(cause)] -= number
+    for alike in (_text_of, _function_of):
+        for exactly in (True, False):
+            _set_off(more, alike, exactly=exactly)
+    for spot, number in more.most_common():
+        if number > 0:
+            yield causes[spot], number
+
+
+def _asked(figure: CountFigure, counts: Counts, kind: int) -> Iterator[tuple[CountCause, int]]:
+    """Yield how much of a figure each cause asks for in steps of one kind."""
+    what = _ASKS.get(figure, (figure,))
+    slow = figure.removesuffix("_flops") if figure.endswith("_flops") else None
+    for cause in counts.causes:
+        numbers = cause.bytes if figure.endswith(_UNITS) else cause.counts
+        if cause.what in what and numbers and numbers[kind] and slow in (None, cause.slow):
+            yield cause, numbers[kind]
+
+
+def _spot(cause: CountCause) -> _Spot:
+    own = (cause.own.file, cause.own.function, cause.own.text) if cause.own else None
+    library = (cause.library.file, cause.library.function) if cause.library else None
+    # Baselines keep no names of kernels.
+    by = "" if own or library or cause.what == "launches" else cause.by
+    return _Spot(own, library, cause.backward, by)
+
+
+def _text_of(spot: _Spot) -> Hashable:
+    return (spot.own[2], spot.library, spot.backward) if spot.own and spot.own[2] else None
+
+
+def _function_of(spot: _Spot) -> Hashable:
+    return (spot.own[:2], spot.library, spot.backward) if spot.own else None
+
+
+def _set_off(more: Counter[_Spot], alike: Callable[[_Spot], Hashable], *, exactly: bool) -> None:
+    """Set off what spots ask for less against what spots that are alike ask for more.
+
+    Args:
+        exactly: whether to do so only where both changed by the same number.
+    """
+    for gaining, gain in more.most_common():
+        for losing, loss in list(more.items()):
+            if alike(gaining) is not None and alike(gaining) == alike(losing) and (gain == -loss or not exactly):
+                moved = max(min(more[gaining], -loss), 0)
+                more[gaining] -= moved
+                more[losing] += moved

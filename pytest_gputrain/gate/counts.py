@@ -1,0 +1,200 @@
+"""Judges what the steps of a case ask of the GPU against what they asked for before. Pure.
+
+Each step is compared with the step of the same index, if both update or both do not; where the numbers of steps differ, the
+common ones are. The first steps are compared so, too, since what a step allocates or sets up late is the same in each run.
+Only the steps in which the baseline itself compiles, up to the first that does not, are not judged: they are not steady.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple, get_args
+
+import msgspec
+
+from pytest_gputrain.gate.count_lines import PARTS_OF_WORK, Difference, describe_falls, describe_growth
+from pytest_gputrain.records import CountFigure, Counts, MetricVerdict, Status, StepCounts
+from pytest_gputrain.records.tolerance import CountTerms
+
+COUNT_FIGURES: Final[tuple[CountFigure, ...]] = get_args(CountFigure)
+BY_THE_RULES: Final = CountTerms()
+
+_WORK_RATIO: Final = 0.01
+_LEAST_WORK: Final = 5
+"""More work than this fails if it is more than the ratio, too. On 294 commits of public libraries both together failed for
+twelve, of which five had slowed down unintended, and seven were meant to do more."""
+_MOST_WORK: Final = 60
+"""More work than this fails in steps of any size: one copy in each of 32 blocks, forwards and backwards, is 64."""
+_EXCUSED_WORK_RATIO: Final = 0.05
+"""More work than this fails even in a step that waits less."""
+_BYTES_RATIO: Final = 0.01
+_FLOPS_RATIO: Final = 0.01
+"""The share of a step's FLOPs in libraries that may move to a slower class."""
+_STREAM_WAITS_RATIO: Final = 0.5
+_LEAST_STREAM_WAITS: Final = 8
+"""More waits of streams than this fail if they are more than the ratio, too. A stream that copies ahead of time adds one to
+none and saves time."""
+_STEADY_STEPS: Final = 5
+"""The last steps, in which a baseline asks the driver for no memory if the cache of its allocator has stopped to grow."""
+
+
+class JudgedCounts(NamedTuple):
+    """What counts say of a case. Each text follows the case: ``waits for the GPU 2 times a step (1 before): ...``."""
+
+    metrics: tuple[MetricVerdict, ...]
+    """Of each figure, with the values of the step that changed most as its status says; of the last step if none did."""
+    worse: tuple[str, ...]
+    better: tuple[str, ...]
+    told: tuple[str, ...]
+    """Growth that passes, with the reason. The notes of the metrics are the same."""
+    work_rose: bool
+    """Whether any step has more work than before, within the limit or not."""
+
+
+class _Pair(NamedTuple):
+    """The figures of one step, before and now."""
+
+    step: int
+    before: StepCounts
+    now: StepCounts
+
+
+class _Finding(NamedTuple):
+    """What is to be said of a figure."""
+
+    metric: MetricVerdict
+    difference: Difference | None
+    """How steps differ. None if they do not, or fall by less than what counts as an improvement."""
+    passes: str = ""
+    """Why growth passes, to follow its sentence."""
+
+
+def judge_counts(before: Counts, now: Counts, terms: CountTerms = BY_THE_RULES) -> JudgedCounts | None:
+    """Judge the counts of a case.
+
+    Returns:
+        What they say; None if no step can be compared, because none updates where the step of its index did.
+    """
+    steps = zip(before.steps, now.steps, strict=False)
+    pairs = [_Pair(step, before.kinds[old], now.kinds[new]) for step, (old, new) in enumerate(steps)]
+    pairs = [pair for pair in pairs if pair.before.update == pair.now.update]
+    if not pairs:
+        return None
+    findings = [_Rule(figure, terms).judge(pairs) for figure in _judged_figures(terms)]
+
+    def of_status(status: Status, passes: str = "") -> list[Difference]:
+        found = (f for f in findings if f.metric.status == status and f.passes == passes)
+        return [finding.difference for finding in found if finding.difference]
+
+    notes: dict[str, str] = {}
+    for reason in dict.fromkeys(finding.passes for finding in findings if finding.passes):
+        clauses = describe_growth(of_status("pass", reason), before, now)
+        notes |= {figure: f"{clause}, {reason}" for figure, clause in clauses.items()}
+    return JudgedCounts(
+        metrics=tuple(msgspec.structs.replace(f.metric, note=notes.get(f.metric.metric, "")) for f in findings),
+        worse=tuple(describe_growth(of_status("regressed"), before, now).values()),
+        better=tuple(describe_falls(of_status("improved"))),
+        told=tuple(notes.values()),
+        work_rose=any(pair.now.work > pair.before.work for pair in pairs),
+    )
+
+
+def _judged_figures(terms: CountTerms) -> Iterator[CountFigure]:
+    """Yield the figures that are judged: the parts of the work together, and alone those with a tolerance of their own."""
+    yield from (name for name in COUNT_FIGURES if name not in PARTS_OF_WORK or name in terms.tolerances)
+
+
+class _Rule:
+    """How one figure is judged."""
+
+    def __init__(self, figure: CountFigure, terms: CountTerms) -> None:
+        self._figure = figure
+        self._tolerance = terms.tolerances.get(figure)
+        self._parts: tuple[CountFigure, ...] = (figure,)
+        if figure == "work":
+            self._parts = tuple(part for part in PARTS_OF_WORK if part not in terms.tolerances)
+        self._only_told = terms.mode == "tell" or (figure in ("memsets", "blocks") and not self._tolerance)
+
+    def judge(self, pairs: Sequence[_Pair]) -> _Finding:
+        """Judge the figure in all steps that are compared."""
+        more = [self._value(pair.now) - self._value(pair.before) for pair in pairs]
+        steady = self._steady(pairs)
+        above = [at for at, pair in enumerate(pairs) if self._value(pair.now) > self._limit(pair.before, pair.now)]
+        tail = steady or range(max(len(pairs) - _STEADY_STEPS, 0), len(pairs))
+        below = [at for at in tail if self._value(pairs[at].before) > self._limit(pairs[at].now, pairs[at].before)]
+        grown = [at for at, change in enumerate(more) if change > 0]
+        excused = [at for at in above if self._is_excused(pairs[at])]
+        failing = [at for at in above if at in steady and at not in excused]
+        status: Status = "pass"
+        passes = ""
+        if failing and not self._only_told:
+            status, chosen, shown = "regressed", above, max(failing, key=more.__getitem__)
+        elif grown:
+            chosen, shown = grown, max(grown, key=more.__getitem__)
+            passes = (
+                "which is not judged"
+                if self._only_told
+                else "which passes because the step waits less for the GPU"
+                if shown in excused
+                else "which passes outside of steady steps"
+                if shown in above
+                else "within the limit"
+            )
+        elif below and not self._only_told:
+            status, chosen, shown = "improved", below, min(below, key=more.__getitem__)
+        else:
+            chosen, shown = [], len(pairs) - 1
+        pair = pairs[shown]
+        metric = MetricVerdict(
+            metric=self._figure,
+            status=status,
+            value=self._value(pair.now),
+            baseline=self._value(pair.before),
+            limit=None if self._only_told else self._limit(pair.before, pair.now),
+        )
+        if not chosen:
+            return _Finding(metric, None)
+        when = "a step"
+        if len(chosen) < len(pairs):
+            when = f"in step {pair.step + 1}" if len(chosen) == 1 else f"in {len(chosen)} of its {len(pairs)} steps"
+        return _Finding(metric, Difference(self._figure, self._parts, pair.step, pair.before, pair.now, when), passes)
+
+    def _value(self, step: StepCounts) -> int:
+        return sum(step.figure(part) for part in self._parts)
+
+    def _limit(self, base: StepCounts, other: StepCounts) -> float:
+        """Return the highest value beside that of ``base`` which is no growth, for a step that is ``other``."""
+        value = self._value(base)
+        whole = other.library_flops if self._figure.endswith("_flops") else value
+        if self._tolerance:
+            return value + self._tolerance.ratio * whole + self._tolerance.more
+        match self._figure:
+            case "work":
+                return value + max(_LEAST_WORK, min(_WORK_RATIO * value, _MOST_WORK))
+            case "h2d_bytes" | "d2h_bytes" | "collective_bytes":
+                return value + _BYTES_RATIO * value
+            case "fp32_flops" | "unaligned_flops" | "nchw_flops":
+                return value + _FLOPS_RATIO * whole
+            case "stream_waits":
+                return value + max(_STREAM_WAITS_RATIO * value, _LEAST_STREAM_WAITS)
+            case _:
+                return value
+
+    def _steady(self, pairs: Sequence[_Pair]) -> range:
+        """Return the places of the pairs whose growth fails."""
+        if self._figure in ("mallocs", "frees") and not self._tolerance:
+            asked = [at for at, pair in enumerate(pairs) if self._value(pair.before)]
+            steady = range(asked[-1] + 1 if asked else 0, len(pairs))
+            return steady if len(steady) >= min(_STEADY_STEPS, len(pairs)) else range(0)
+        compiling = (pair.before.compilations or pair.before.graph_breaks for pair in pairs)
+        first = sum(1 for _ in itertools.takewhile(bool, compiling))
+        return range(min(first, len(pairs) // 2), len(pairs))
+
+    def _is_excused(self, pair: _Pair) -> bool:
+        """Tell whether a step's work grows a little, while the host waits less often and never more."""
+        if self._figure != "work" or self._tolerance:
+            return False
+        waits, copies = pair.now.waits - pair.before.waits, pair.now.pageable - pair.before.pageable
+        little = self._value(pair.now) <= self._value(pair.before) * (1 + _EXCUSED_WORK_RATIO)
+        return little and waits <= 0 and copies <= 0 and waits + copies < 0
