@@ -69,6 +69,12 @@ class _Finding(NamedTuple):
     passes: str = ""
     """Why growth passes, to follow its sentence."""
 
+    def without_fewer_bytes(self) -> _Finding:
+        """Return the finding, which is no improvement by bytes alone."""
+        if self.metric.status != "improved" or not self.metric.metric.endswith("_bytes"):
+            return self
+        return _Finding(msgspec.structs.replace(self.metric, status="pass"), None)
+
 
 def judge_counts(before: Counts, now: Counts, terms: CountTerms = BY_THE_RULES) -> JudgedCounts | None:
     """Judge the counts of a case.
@@ -82,6 +88,9 @@ def judge_counts(before: Counts, now: Counts, terms: CountTerms = BY_THE_RULES) 
     if not pairs:
         return None
     findings = [_Rule(figure, terms).judge(pairs) for figure in _judged_figures(terms)]
+    work_rose = any(pair.now.work > pair.before.work for pair in pairs)
+    if work_rose:
+        findings = [finding.without_fewer_bytes() for finding in findings]
 
     def of_status(status: Status, passes: str = "") -> list[Difference]:
         found = (f for f in findings if f.metric.status == status and f.passes == passes)
@@ -96,7 +105,7 @@ def judge_counts(before: Counts, now: Counts, terms: CountTerms = BY_THE_RULES) 
         worse=tuple(describe_growth(of_status("regressed"), before, now).values()),
         better=tuple(describe_falls(of_status("improved"))),
         told=tuple(notes.values()),
-        work_rose=any(pair.now.work > pair.before.work for pair in pairs),
+        work_rose=work_rose,
     )
 
 

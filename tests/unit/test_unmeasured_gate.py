@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from pytest_gputrain.gate.emulation import judge
-from pytest_gputrain.records import Case, EmulatedRun, LiveTensor, WorkAtLines
+from pytest_gputrain.records import Case, CountCause, Counts, EmulatedRun, LiveTensor, Place, StepCounts, WorkAtLines
 from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.records.tolerance import CountTerms
 from pytest_gputrain.utils.units import GiB, MiB
 
 CASE = Case(model="gemma-3-1b", method="lora", precision="bf16")
@@ -121,3 +122,73 @@ def test_any_growth_of_recomputed_flops_fails():
     verdict = _judged(recomputed_flops_per_step=101, operators=RUN.operators | {"aten.mm": _work(at7=(1101, 900 * MiB))})
     assert verdict.status == "regressed"
     assert "recomputes 1 FLOP (1.0 %) more a step, most of it mm (+1 FLOP) at train.py:7" in verdict.sentence
+
+
+def _counts(waits=1, launches=1000, update=True):
+    kind = StepCounts(waits=waits, launches=launches, update=update)
+    line = Place(file="train.py", function="train", text="loss.item()", line=42)
+    return Counts(steps=(0, 0), kinds=(kind,), causes=(CountCause(what="waits", counts=(waits,), own=line),))
+
+
+COUNTED = msgspec.structs.replace(STORED, counts=_counts().as_stored())
+
+
+def test_what_a_step_asks_for_is_judged_beside_its_memory():
+    verdict = _judged(before=COUNTED, counts=_counts(waits=2))
+    assert verdict.status == "regressed"
+    assert verdict.sentence == (
+        f"{CASE} waits for the GPU 2 times a step (1 before): 1 more at train.py:42 in train, loss.item()"
+    )
+    assert verdict.metric("waits").status == "regressed"
+    assert verdict.metric("peak_allocated_bytes").status == "pass"
+
+
+def test_a_step_that_asks_for_less_is_better():
+    verdict = _judged(before=COUNTED, counts=_counts(waits=0, launches=1003))
+    assert verdict.status == "improved"
+    assert verdict.sentence == (
+        f"{CASE} waits for the GPU 0 times a step (1 before); launches 1,003 kernels a step (1,000 before), within the "
+        "limit; record it with --gpu-emulate --gpu-baseline-update"
+    )
+
+
+def test_less_memory_for_more_kernels_fails_with_both_and_the_reason():
+    before = msgspec.structs.replace(COUNTED, recomputed_flops_per_step=None)
+    verdict = _judged(before=before, peak_allocated_bytes=24 * MiB, counts=_counts(launches=1330))
+    assert verdict.status == "regressed"
+    assert verdict.sentence == (
+        f"{CASE} launches 1,330 kernels a step (1,000 before); but it needs 16.0 MiB (40.0 %) less memory: 24.0 MiB "
+        "against 40.0 MiB peak allocated; activation checkpointing is on now; if that is expected, record it with "
+        "--gpu-emulate --gpu-baseline-update"
+    )
+
+
+def test_fewer_bytes_moved_are_no_improvement_where_work_rose():
+    assert _judged(before=COUNTED, bytes_per_step=900 * MiB, counts=_counts()).status == "improved"
+    verdict = _judged(before=COUNTED, bytes_per_step=900 * MiB, counts=_counts(launches=1003))
+    assert verdict.status == "pass"
+    assert "the bytes that it moves fell by 10.0 % while the number of its kernels rose" in verdict.sentence
+
+
+def test_counts_that_were_not_recorded_are_told_and_do_not_fail():
+    verdict = _judged(counts=_counts(waits=9))
+    assert verdict.status == "pass"
+    assert verdict.sentence == (
+        f"{CASE} takes the recorded memory; what its steps ask of the GPU was not recorded, so it is not compared; record "
+        "it with --gpu-emulate --gpu-baseline-update"
+    )
+
+
+@pytest.mark.parametrize("now", [None, _counts(update=False)])
+def test_counts_that_were_recorded_and_cannot_be_compared_do_not_pass(now):
+    verdict = _judged(before=COUNTED, counts=now)
+    assert verdict.status == "not-comparable"
+    assert "what its steps ask of the GPU is not compared, because" in verdict.sentence
+
+
+@pytest.mark.parametrize(("mode", "told"), [("tell", True), ("off", False)])
+def test_counts_may_be_told_only_or_left_out(mode, told):
+    now = msgspec.structs.replace(RUN, counts=_counts(waits=2))
+    verdict = judge(CASE, now, Recorded(case=CASE, scale="full", figures=(COUNTED,)), "H100", CountTerms(mode=mode))
+    assert verdict.status == "pass"
+    assert ("waits for the GPU 2 times" in verdict.sentence) is told
