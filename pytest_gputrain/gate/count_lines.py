@@ -90,7 +90,7 @@ class _Spot(NamedTuple):
     library: tuple[str, str] | None
     backward: bool
     by: str = ""
-    """The function that is called, where no line is known."""
+    """The function that is called, where no line is known. Kernels are not named: baselines keep no names of theirs."""
 
 
 class _Clause(NamedTuple):
@@ -183,7 +183,7 @@ def _place(figure: CountFigure, cause: CountCause) -> str:
         text += f"{', ' if text else ''}in {library.file} {library.function}"
     elif own and own.text:
         text += f", {own.text}"
-    elif not text and cause.by:
+    elif not text:
         text = f"by {cause.by}"
     return f"{text} ({cause.shape})" if cause.shape and figure.endswith("_flops") else text
 
@@ -206,7 +206,7 @@ def _places(figure: CountFigure, step: int, before: Counts, now: Counts) -> Iter
         for exactly in (True, False):
             _set_off(more, alike, exactly=exactly)
     for spot, number in more.most_common():
-        if number > 0:
+        if number > 0 and any(spot):
             yield causes[spot], number
 
 
@@ -223,7 +223,6 @@ def _asked(figure: CountFigure, counts: Counts, kind: int) -> Iterator[tuple[Cou
 def _spot(cause: CountCause) -> _Spot:
     own = (cause.own.file, cause.own.function, cause.own.text) if cause.own else None
     library = (cause.library.file, cause.library.function) if cause.library else None
-    # Baselines keep no names of kernels.
     by = "" if own or library or cause.what == "launches" else cause.by
     return _Spot(own, library, cause.backward, by)
 

@@ -186,6 +186,16 @@ def test_counts_that_were_recorded_and_cannot_be_compared_do_not_pass(now):
     assert "what its steps ask of the GPU is not compared, because" in verdict.sentence
 
 
+def test_counts_that_are_missing_do_not_fail_where_they_are_only_told():
+    recorded = Recorded(case=CASE, scale="full", figures=(COUNTED,))
+    assert judge(CASE, RUN, recorded, "H100", CountTerms(mode="tell")).status == "pass"
+
+
+def test_memory_that_is_better_in_a_phase_is_not_told_beside_a_higher_peak():
+    verdict = _judged(peak_allocated_bytes=41 * MiB, phase_peak_bytes=RUN.phase_peak_bytes | {"forward": 29 * MiB})
+    assert verdict.sentence == f"{CASE} needs 1.00 MiB (2.5 %) more memory: 41.0 MiB against 40.0 MiB peak allocated"
+
+
 @pytest.mark.parametrize(("mode", "told"), [("tell", True), ("off", False)])
 def test_counts_may_be_told_only_or_left_out(mode, told):
     now = msgspec.structs.replace(RUN, counts=_counts(waits=2))
