@@ -163,6 +163,7 @@ class CountCause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What asks for a number of things of one kind."""
 
     what: CountName
+    """What is counted."""
     by: str = ""
     """The kernel, or the function of CUDA or a library. Baselines keep none of kernels."""
     own: Place | None = None
