@@ -1,5 +1,6 @@
 // Stands in for cuBLASLt: one algorithm without a workspace serves every product.
 #include "emulated.h"
+#include <stdlib.h>
 #include <string.h>
 
 struct heuristic {
@@ -16,5 +17,97 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *operation, void *a, void 
   memset(results, 0, sizeof *results);
   results->waves = 1;
   *found = 1;
+  return OK;
+}
+
+// --- Descriptors of products and of their matrices keep what tells the shape
+
+struct operation {
+  int compute, transpose_a;
+};
+struct layout {
+  int type, order, batch;
+  uint64_t rows, columns;
+  int64_t apart, batch_apart; // numbers from a column to the next, or from a row to the next where these are together
+};
+
+int cublasLtMatmulDescInit_internal(struct operation *to, size_t bytes, int compute, int scale) {
+  memset(to, 0, bytes);
+  to->compute = compute;
+  return OK;
+}
+int cublasLtMatrixLayoutInit_internal(struct layout *to, size_t bytes, int type, uint64_t rows, uint64_t columns,
+                                      int64_t apart) {
+  memset(to, 0, bytes);
+  *to = (struct layout){.type = type, .batch = 1, .rows = rows, .columns = columns, .apart = apart};
+  return OK;
+}
+int cublasLtMatmulDescCreate(struct operation **out, int compute, int scale) {
+  *out = gputrain_handle();
+  (*out)->compute = compute;
+  return OK;
+}
+int cublasLtMatrixLayoutCreate(struct layout **out, int type, uint64_t rows, uint64_t columns, int64_t apart) {
+  *out = gputrain_handle();
+  return cublasLtMatrixLayoutInit_internal(*out, sizeof **out, type, rows, columns, apart);
+}
+int cublasLtMatmulDescDestroy(struct operation *operation) {
+  free(operation);
+  return OK;
+}
+int cublasLtMatrixLayoutDestroy(struct layout *layout) {
+  free(layout);
+  return OK;
+}
+
+static int set(void *to, size_t room, const void *value, size_t bytes) {
+  memcpy(to, value, bytes < room ? bytes : room);
+  return OK;
+}
+int cublasLtMatmulDescSetAttribute(struct operation *to, int name, const void *value, size_t bytes) {
+  switch (name) {
+  case 0:
+    return set(&to->compute, sizeof to->compute, value, bytes);
+  case 3:
+    return set(&to->transpose_a, sizeof to->transpose_a, value, bytes);
+  }
+  return OK;
+}
+int cublasLtMatrixLayoutSetAttribute(struct layout *to, int name, const void *value, size_t bytes) {
+  switch (name) {
+  case 0:
+    return set(&to->type, sizeof to->type, value, bytes);
+  case 1:
+    return set(&to->order, sizeof to->order, value, bytes);
+  case 2:
+    return set(&to->rows, sizeof to->rows, value, bytes);
+  case 3:
+    return set(&to->columns, sizeof to->columns, value, bytes);
+  case 4:
+    return set(&to->apart, sizeof to->apart, value, bytes);
+  case 5:
+    return set(&to->batch, sizeof to->batch, value, bytes);
+  case 6:
+    return set(&to->batch_apart, sizeof to->batch_apart, value, bytes);
+  }
+  return OK;
+}
+
+enum { BY_ROWS = 1 };
+
+static struct matrix matrix(const void *start, const struct layout *of) {
+  return (struct matrix){start, of->type, of->apart, of->batch_apart};
+}
+int cublasLtMatmul(void *handle, const struct operation *operation, const void *alpha, const void *a,
+                   const struct layout *of_a, const void *b, const struct layout *of_b, const void *beta, const void *c,
+                   const struct layout *of_c, void *d, const struct layout *of_d, const void *algorithm, void *workspace,
+                   size_t bytes, void *stream) {
+  int64_t m = (int64_t)of_d->rows, n = (int64_t)of_d->columns;
+  int64_t k = (int64_t)(operation->transpose_a ? of_a->rows : of_a->columns);
+  int rounds = gputrain_may_round(operation->compute, 0);
+  if (of_d->order == BY_ROWS)
+    gputrain_product("cublasLtMatmul", of_d->batch, n, m, k, matrix(b, of_b), matrix(a, of_a), matrix(d, of_d), rounds);
+  else
+    gputrain_product("cublasLtMatmul", of_d->batch, m, n, k, matrix(a, of_a), matrix(b, of_b), matrix(d, of_d), rounds);
   return OK;
 }

@@ -1,5 +1,5 @@
 // What the stand-ins of NVIDIA's libraries share: the emulated GPUs and their memory. Defined in counters.c,
-// gpus.c, memory.c and values.c.
+// gpus.c, memory.c, products.c and values.c.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -75,12 +75,32 @@ void gputrain_unknown(const char *what);
 int gputrain_missing(const char *function, int status);
 void gputrain_trace(const char *function, int *seen);
 
-// Counts something that is asked of the GPU: what is a constant, one of the names in records/counts.py, and function a kernel
-// or a constant name. See counters.c.
+// Counts something that is asked of the GPU: what is a constant, one of the names in records/counts.py, and function a
+// kernel or a constant name. See counters.c.
 void gputrain_count(const char *what, const void *function, uint64_t bytes);
-// Counts a call of a library that computes a product or a convolution. slow is its class if that is a slower one, else empty,
-// and shape is then its shape.
+// Counts a call of a library that computes a product or a convolution. slow is its class if that is a slower one, else
+// empty, and shape is then its shape.
 void gputrain_count_product(const char *function, const char *slow, const char *shape, uint64_t flops);
 int gputrain_counting(void);
 // Notes the name of a kernel, which has to stay.
 void gputrain_name(const void *function, const char *name);
+
+// Types of numbers, as cudaDataType numbers them.
+enum { REAL_32 = 0, REAL_64 = 1, REAL_16 = 2, COMPLEX_32 = 4, COMPLEX_64 = 5, BFLOAT_16 = 14 };
+
+struct matrix {
+  const void *start; // NULL where it is not known
+  int type;
+  int64_t apart, batch_apart; // numbers from a column to the next, and from a matrix of a batch to the next
+};
+
+const char *gputrain_type(int type, int rounds); // its name, "tf32" of FP32 that may be rounded
+int gputrain_is_single(int type);
+int gputrain_tensor_cores(int type); // whether this GPU has tensor cores for this type, or for its rounding to TF32
+int gputrain_is_aligned(uint64_t bytes);
+
+int gputrain_may_round(int compute, int mode); // whether cuBLAS may round FP32 to what tensor cores multiply
+
+// Counts `batch` products of m x k and k x n, whose matrices lie column by column.
+void gputrain_product(const char *function, int64_t batch, int64_t m, int64_t n, int64_t k, struct matrix a, struct matrix b,
+                      struct matrix c, int rounds);
