@@ -1,6 +1,7 @@
 // Stands in for cuDNN: one engine serves every graph. What the engines of cuDNN 9.19 take for convolutions and attention was
 // measured on an H200; other workspaces, and those of other compute capabilities, are not known.
 #include "emulated.h"
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -159,6 +160,8 @@ enum {
 // Attributes, and types of data.
 enum {
   CONVOLUTION_STRIDES = 103,
+  ENGINEHEUR_MODE = 200,
+  FALLBACK = 2, // a mode
   ENGINEHEUR_OPERATION_GRAPH = 201,
   ENGINEHEUR_RESULTS = 202,
   ENGINECFG_ENGINE = 300,
@@ -175,12 +178,19 @@ enum {
   TENSOR_SIZES = 902,
   TENSOR_STRIDES = 903,
   TENSOR_IS_VIRTUAL = 907,
+  MATMUL_FACTOR = 1520,
   MATMUL_RESULT = 1522,
+  ATTENTION_QUERY = 2800,
+  ATTENTION_KEY = 2801,
+  ATTENTION_RESULT = 2803,
   FLOAT = 0,
+  DOUBLE = 1,
   HALF = 2,
   BFLOAT16 = 9,
   OPERATIONGRAPH_ENGINE_GLOBAL_COUNT = 802,
   ENGINE_GLOBAL_INDEX = 1301,
+  ENGINE_NUMERICAL_NOTE = 1303,
+  TENSOR_CORE = 0, // a note
   ATTRIBUTES = 48, // of one descriptor, at most
 };
 
@@ -189,12 +199,21 @@ struct attribute {
   int64_t count;
   void *values;
 };
+// What an operation computes, and what refers to it.
+struct product {
+  uint64_t flops, graph;    // graph: a number of the graph of operations
+  int type;                 // cudaDataType of a convolution for which this GPU has tensor cores
+  int without_tensor_cores; // whether an engine was chosen that does not use them
+  const char *slow;         // the class of a convolution on tensor cores
+  char shape[104];
+};
 struct descriptor {
   int kind, used;
   int64_t workspace; // bytes, or NOT_KNOWN; of a matrix product, its part of that of attention
+  struct product product;
   struct attribute attributes[ATTRIBUTES];
 };
-enum { NOT_KNOWN = -1 };
+enum { NOT_KNOWN = -1, NO_CLASSES = -1, NOT_SUPPORTED_BY_CUDNN = 3000 };
 
 // Bytes of a value of a cudnnBackendAttributeType_t.
 static size_t size_of(int type) {
@@ -221,6 +240,7 @@ int cudnnBackendCreateDescriptor(int kind, struct descriptor **out) {
     return 1; // CUDNN_STATUS_NOT_INITIALIZED
   (*out)->kind = kind;
   (*out)->workspace = NOT_KNOWN;
+  (*out)->product = (struct product){.type = NO_CLASSES, .slow = ""};
   return OK;
 }
 int cudnnBackendDestroyDescriptor(struct descriptor *descriptor) {
@@ -229,13 +249,20 @@ int cudnnBackendDestroyDescriptor(struct descriptor *descriptor) {
   free(descriptor);
   return OK;
 }
-int cudnnBackendExecute(void *handle, void *plan, void *pack) {
-  gputrain_count("library_calls", "cudnnBackendExecute", 0);
+int cudnnBackendExecute(void *handle, const struct descriptor *plan, void *pack) {
+  if (!gputrain_counting())
+    return OK;
+  const struct product *of = &plan->product;
+  const char *slow = of->without_tensor_cores ? "fp32" : of->slow;
+  char text[sizeof of->shape + 16] = "";
+  if (*slow)
+    snprintf(text, sizeof text, "%s %s", of->shape, gputrain_type(of->type, !of->without_tensor_cores));
+  gputrain_count_product("cudnnBackendExecute", slow, text, of->flops);
   return OK;
 }
 
 static struct attribute *find(struct descriptor *descriptor, int name) {
-  for (int i = 0; i < descriptor->used; i++)
+  for (int i = 0; descriptor && i < descriptor->used; i++)
     if (descriptor->attributes[i].name == name)
       return descriptor->attributes + i;
   return NULL;
@@ -243,7 +270,7 @@ static struct attribute *find(struct descriptor *descriptor, int name) {
 int cudnnBackendSetAttribute(struct descriptor *descriptor, int name, int type, int64_t count, const void *values) {
   struct attribute *attribute = find(descriptor, name);
   if (!attribute && descriptor->used == ATTRIBUTES)
-    return gputrain_missing("cudnnBackendSetAttribute with so many attributes", 3000); // CUDNN_STATUS_NOT_SUPPORTED
+    return gputrain_missing("cudnnBackendSetAttribute with so many attributes", NOT_SUPPORTED_BY_CUDNN);
   if (!attribute)
     attribute = descriptor->attributes + descriptor->used++;
   size_t bytes = count > 0 ? size_of(type) * (size_t)count : 0;
@@ -339,7 +366,136 @@ static int64_t of_graph(struct descriptor *graph) {
   }
   return matmuls > 1 ? SEMAPHORE + bytes : NOT_KNOWN;
 }
+
+// --- What convolutions and products compute, and how
+
+static int type_of(struct descriptor *tensor) {
+  struct attribute *attribute = find(tensor, TENSOR_TYPE);
+  switch (attribute && attribute->values ? *(int *)attribute->values : -1) {
+  case FLOAT:
+    return REAL_32;
+  case DOUBLE:
+    return REAL_64;
+  case HALF:
+    return REAL_16;
+  case BFLOAT16:
+    return BFLOAT_16;
+  }
+  return NO_CLASSES;
+}
+static int has_channels_last(struct descriptor *tensor) {
+  return number(tensor, TENSOR_STRIDES, 1) == 1 || number(tensor, TENSOR_SIZES, 1) == 1 || product(tensor, 2) == 1;
+}
+// Whether the channels of a pixel take a multiple of 16 bytes. Those of images and latents are few, and are given.
+static int has_aligned_channels(struct descriptor *tensor) {
+  enum { FEW_CHANNELS = 4 };
+  int64_t channels = number(tensor, TENSOR_SIZES, 1);
+  return channels <= FEW_CHANNELS || gputrain_is_aligned((uint64_t)(channels * element_of(tensor)));
+}
+
+static int write_sizes(char *to, size_t room, struct descriptor *tensor) {
+  struct attribute *sizes = find(tensor, TENSOR_SIZES);
+  int used = 0;
+  for (int64_t i = 0; sizes && i < sizes->count && (size_t)used < room; i++)
+    used += snprintf(to + used, room - (size_t)used, i ? " x %lld" : "%lld", (long long)number(tensor, TENSOR_SIZES, i));
+  return (size_t)used < room ? used : (int)room - 1;
+}
+// A convolution of NCHW is of this class even if its channels are not aligned, because they are padded while they are
+// transposed. Convolutions of each channel apart do not run on tensor cores.
+static struct product convolves(struct descriptor *operation, int first) {
+  struct descriptor *weight = referred(operation, first + 1, 0), *source = referred(operation, first + 2, 0);
+  struct descriptor *result = referred(operation, first + 3, 0);
+  struct product of = {.type = NO_CLASSES, .slow = ""};
+  int64_t made = number(weight, TENSOR_SIZES, 0), each = number(weight, TENSOR_SIZES, 1);
+  of.flops = made ? (uint64_t)(2 * product(result, 0) * (product(weight, 0) / made)) : 0;
+  if ((each == 1 && number(source, TENSOR_SIZES, 1) > 1) || !gputrain_tensor_cores(type_of(source)))
+    return of;
+  of.type = type_of(source);
+  if (!has_channels_last(source) || !has_channels_last(weight) || !has_channels_last(result))
+    of.slow = "nchw";
+  else if (!has_aligned_channels(source) || !has_aligned_channels(result))
+    of.slow = "unaligned";
+  int used = write_sizes(of.shape, sizeof of.shape, source);
+  used += snprintf(of.shape + used, sizeof of.shape - (size_t)used, " with ");
+  if ((size_t)used < sizeof of.shape)
+    write_sizes(of.shape + used, sizeof of.shape - (size_t)used, weight);
+  return of;
+}
+static struct product multiplies(struct descriptor *operation) {
+  struct descriptor *factor = referred(operation, MATMUL_FACTOR, 0), *result = referred(operation, MATMUL_RESULT, 0);
+  struct attribute *sizes = find(factor, TENSOR_SIZES);
+  int64_t inner = sizes ? number(factor, TENSOR_SIZES, sizes->count - 1) : 0;
+  return (struct product){.flops = (uint64_t)(2 * product(result, 0) * inner), .type = NO_CLASSES, .slow = ""};
+}
+static struct product computes(struct descriptor *graph) {
+  struct attribute *operations = find(graph, OPERATIONGRAPH_OPERATIONS);
+  struct product all = {.type = NO_CLASSES, .slow = ""};
+  uint64_t flops = 0;
+  for (int64_t i = 0; operations && i < operations->count; i++) {
+    const struct product *one = &referred(graph, OPERATIONGRAPH_OPERATIONS, i)->product;
+    flops += one->flops;
+    if (one->type != NO_CLASSES) // of several, the last tells the class
+      all = *one;
+  }
+  all.flops = flops;
+  return all;
+}
+static struct product attends(struct descriptor *operation) {
+  struct descriptor *query = referred(operation, ATTENTION_QUERY, 0), *key = referred(operation, ATTENTION_KEY, 0);
+  int64_t numbers = product(query, 0) + product(referred(operation, ATTENTION_RESULT, 0), 0);
+  return (struct product){.flops = (uint64_t)(2 * numbers * number(key, TENSOR_SIZES, 2)), .type = NO_CLASSES, .slow = ""};
+}
+
+static void note_product(struct descriptor *to) {
+  static uint64_t graphs;
+  struct attribute *mode = find(to, ENGINEHEUR_MODE);
+  switch (to->kind) {
+  case CONVOLUTION_FORWARD:
+    to->product = convolves(to, CONVOLUTION_OF_FORWARD);
+    break;
+  case CONVOLUTION_BACKWARD_DATA:
+    to->product = convolves(to, CONVOLUTION_OF_BACKWARD_DATA);
+    break;
+  case CONVOLUTION_BACKWARD_FILTER:
+    to->product = convolves(to, CONVOLUTION_OF_BACKWARD_FILTER);
+    break;
+  case MATMUL:
+    to->product = multiplies(to);
+    break;
+  case ATTENTION_FORWARD:
+    to->product = attends(to);
+    break;
+  case OPERATION_GRAPH:
+    to->product = computes(to);
+    to->product.graph = __atomic_add_fetch(&graphs, 1, __ATOMIC_RELAXED);
+    break;
+  case ENGINEHEUR:
+    // torch asks for the engines of last resort, too, and takes them where it may not use TF32. These have no tensor cores.
+    to->product = referred(to, ENGINEHEUR_OPERATION_GRAPH, 0)->product;
+    if (to->product.type != NO_CLASSES && mode && mode->values && *(int *)mode->values == FALLBACK)
+      to->product.without_tensor_cores = 1;
+    break;
+  case EXECUTION_PLAN:
+    to->product = referred(to, EXECUTION_PLAN_ENGINE_CONFIG, 0)->product;
+    break;
+  }
+}
+
+// To find the fastest engine, torch makes plans with all engines that it may use, and measures them. Times mean nothing
+// here, so an engine without tensor cores refuses a plan where one with them has made one.
+static int refuses(const struct descriptor *plan) {
+  static __thread uint64_t planned; // the last graph of this thread with a plan on tensor cores
+  if (plan->kind != EXECUTION_PLAN || plan->product.type == NO_CLASSES)
+    return 0;
+  if (!plan->product.without_tensor_cores)
+    planned = plan->product.graph;
+  return plan->product.without_tensor_cores && plan->product.graph == planned;
+}
+
 int cudnnBackendFinalize(struct descriptor *to) {
+  note_product(to);
+  if (refuses(to))
+    return NOT_SUPPORTED_BY_CUDNN;
   const struct gpu *gpu = gputrain_gpu();
   if (gpu->major != 9 || gpu->minor != 0)
     return OK;
@@ -379,10 +535,20 @@ int cudnnBackendGetAttribute(struct descriptor *descriptor, int name, int type, 
   *found = 1;
   switch (name) {
   case ENGINEHEUR_RESULTS: // the caller made these descriptors
-    if (values && wanted > 0)
-      (*(struct descriptor **)values)->workspace = descriptor->workspace;
+    if (values && wanted > 0) {
+      struct descriptor *result = *(struct descriptor **)values;
+      result->workspace = descriptor->workspace;
+      result->product = descriptor->product;
+    }
     return OK;
   case ENGINECFG_ENGINE:
+    if (values && wanted > 0)
+      (*(struct descriptor **)values)->product = descriptor->product;
+    return OK;
+  case ENGINE_NUMERICAL_NOTE:
+    *found = descriptor->product.type != NO_CLASSES && !descriptor->product.without_tensor_cores;
+    if (values && *found && wanted > 0)
+      *(int *)values = TENSOR_CORE;
     return OK;
   case ENGINECFG_SHARED_MEMORY_USED:
     if (values)
