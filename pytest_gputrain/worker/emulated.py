@@ -20,6 +20,7 @@ from pytest_gputrain.worker.device_allocations import DeviceAllocations
 from pytest_gputrain.worker.emulated_values import tracking
 from pytest_gputrain.worker.emulated_values.autograd_lines import AutogradLines
 from pytest_gputrain.worker.emulated_values.contents import count_collective
+from pytest_gputrain.worker.emulated_values.operators import A_SIZE, A_TRUTH_VALUE
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.memory_recorder import unknown
 from pytest_gputrain.worker.own_lines import OwnLines
@@ -129,6 +130,10 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
     """Return what of a measurement is true of an emulated GPU."""
     allocations, work = figures.allocations, figures.work
     unnamed = f"the tensors at the peaks are not named: {allocations.why_unknown}" if allocations.why_unknown else ""
+    counts, reads = figures.counter.counts(), tracking.report()
+    without_lines = (
+        f"what the steps ask of the GPU has no lines: {counts.lines_unknown}" if counts and counts.lines_unknown else ""
+    )
     return EmulatedRun(
         **conditions(task, device),
         fits=True,
@@ -138,7 +143,7 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
         phase_peak_bytes=allocations.phase_peak_bytes,
         largest=allocations.largest(),
         bytes_per_step=work.bytes if work else None,
-        counts=figures.counter.counts(),
+        counts=counts,
         operators=work.by_operator() if work else {},
         parameters=measured.parameters,
         trainable_parameters=measured.trainable_parameters,
@@ -146,7 +151,13 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
         flops_per_step=measured.flops_per_step,
         recomputed_flops_per_step=measured.recomputed_flops_per_step,
         not_counted=tuple(unknown()),
-        notes=(*measured.notes, *filter(None, [unnamed]), NOT_MADE, *assumed(tracking.report()["dealt"])),
+        notes=(
+            *measured.notes,
+            *filter(None, [unnamed, without_lines]),
+            NOT_MADE,
+            *assumed(reads["dealt"]),
+            *gone_by(reads["unknown_reads"]),
+        ),
     )
 
 
@@ -172,6 +183,12 @@ def read_as_zeros(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
     """Yield what a script has read, and may have gone by, though nothing computed it."""
     if reads:
         yield f"zeros were read where a GPU would have computed a value, by {_places(reads)}"
+
+
+def gone_by(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
+    """Yield what the program went by although nothing computed it: it may have gone another way than on a GPU."""
+    if chosen := [one for one in reads if str(one["what"]).startswith((A_TRUTH_VALUE, A_SIZE))]:
+        yield f"what the steps ask of the GPU rests on values that nobody computed, read as zeros: {_places(chosen)}"
 
 
 def _places(happened: Sequence[Mapping[str, str | int]]) -> str:

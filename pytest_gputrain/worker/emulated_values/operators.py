@@ -60,6 +60,10 @@ _SAME_FOR_ALL: Final = frozenset((
 """Reductions of equal elements to an element that equals them."""
 
 
+A_TRUTH_VALUE: Final = "a truth value for the host"
+A_SIZE: Final = "the size"
+"""What a program reads to go by it: what it does then depends on values that nobody has computed."""
+
 _FOR_ALL_DEVICES: Final = frozenset({"aten::copy_", "aten::_is_all_true"})
 """Replaced, and have no kernel of CUDA's own."""
 
@@ -273,7 +277,7 @@ class Operators:
             known = contents.find(tensor)
             if known is None:
                 if not getattr(self._answering, "now", False):
-                    self.reads.note("a number for the host")
+                    self.reads.note(A_TRUTH_VALUE if tensor.dtype == torch.bool else "a number for the host")
                 return number
             return on_host(tensor).item() if known.value is None else known.value.item()
 
@@ -333,7 +337,7 @@ class Operators:
         source, result = arguments[0], None
         if known is None:
             if source.numel():
-                self.reads.note(f"the size of what {operator._schema.name.partition('::')[2]} finds")
+                self.reads.note(f"{A_SIZE} of what {operator._schema.name.partition('::')[2]} finds")
             output = original(keys, *arguments, **keywords)
             for tensor in flat([output]):
                 self.contents.forget(tensor)

@@ -15,6 +15,8 @@ _LIBRARIES: Final = tuple(
     os.path.join(path, "") for name in ("purelib", "platlib", "stdlib", "platstdlib") if (path := sysconfig.get_path(name))
 )
 
+_PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+
 BACKWARD: Final = "backward pass"
 """The text in place of a line: autograd's threads run without the program's frames."""
 
@@ -74,10 +76,9 @@ def _current_line() -> str:
 
 def line_of(frame: FrameType | None) -> str:
     """Describe the innermost line of the program that a frame comes from; empty where there is none."""
-    own_folder = os.path.dirname(__file__)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(own_folder) and not is_library(file):
+        if not file.startswith(_PACKAGE) and not is_library(file):
             return describe_line(file, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return ""
