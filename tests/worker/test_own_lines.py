@@ -50,7 +50,17 @@ def test_a_path_begins_at_the_first_folder_that_has_the_file_and_other_files_are
     assert OwnLines([tmp_path]).current() == ""
     # As where Python is installed below a home folder, which is the root.
     of_python = (torch.__file__, sys.modules["threading"].__file__, "<string>")
-    assert list(map(OwnLines([Path("/")])._name, of_python)) == ["", "", ""]
+    assert list(map(OwnLines([Path("/")]).name_of, of_python)) == ["", "", ""]
+
+
+def test_a_folder_that_pip_installed_into_is_not_the_user_s_wherever_it_lies(tmp_path, monkeypatch):
+    packages = tmp_path / "vendored"
+    (packages / "their-1.0.dist-info").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(packages))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    lines = OwnLines([tmp_path])
+    assert lines.name_of(str(packages / "their.py")) == ""
+    assert lines.name_of(str(tmp_path / "own.py")) == "own.py"
 
 
 @pytest.mark.parametrize("place", ["lib/python3.11/site-packages/their.py", "dist-packages/their.py"])

@@ -1,0 +1,181 @@
+"""What is counted of each timed step of an emulated run, and the lines that it is told of."""
+
+import textwrap
+
+import pytest
+
+PREAMBLE = """
+    import threading
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    def training(setup, forward=None, width=256):
+        net = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)]).to(setup.device)
+        setup.watch(net)
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        batch = torch.randn(32, width, device=setup.device)
+        while True:
+            loss = (forward(net, batch) if forward else net(batch)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss
+"""
+
+
+@pytest.fixture
+def counted(run_tests, tmp_path):
+    """Run a training: the counts of its run, and the report's result."""
+
+    def run(code, *arguments, file="test_own.py", case="", **variables):
+        check = f"gputrain.check(train, precision='fp32', batch_size=32{case})"
+        test = f"def test_train(gputrain):\n    {check}\n"
+        (tmp_path / file).write_text(textwrap.dedent(PREAMBLE) + "\n" + textwrap.dedent(code) + "\n" + test)
+        done, results = run_tests(*arguments, **variables)
+        assert done.returncode == 0, done.stdout
+        return results["test_train"]["reply"]
+
+    return run
+
+
+def of_last_step(reply):
+    counts = reply["counts"]
+    return counts["kinds"][counts["steps"][-1]]
+
+
+def causes(reply, what, kind="causes"):
+    """Own functions and texts of what asks for this, and how often in the last step."""
+    counts = reply["counts"]
+    at = counts["steps"][-1]
+    rows = [row for row in counts.get(kind, []) if row["what"] == what and row["counts"][at]]
+    return {(row["own"]["function"], row["own"]["text"]): row["counts"][at] for row in rows if "own" in row}
+
+
+def test_a_training_that_waits_for_nothing_has_no_waits_though_its_steps_are_measured(counted):
+    reply = counted("def train(setup):\n    return training(setup)")
+    step = of_last_step(reply)
+    assert {"waits", "mallocs", "frees", "h2d_pageable", "d2h_pinned"}.isdisjoint(step)
+    assert step["library_calls"] == 4 + 7, "of four layers the first needs no gradient of its input"
+    assert len(reply["counts"]["steps"]) == 10
+    assert "others" not in reply["counts"]
+
+
+def test_what_the_backward_pass_asks_for_has_the_line_of_the_forward_pass(counted):
+    reply = counted("""
+        def train(setup):
+            def forward(net, batch):
+                return (net(batch) * 2).sin()
+            return training(setup, forward)
+    """)
+    rows = [row for row in reply["counts"]["causes"] if row["what"] == "library_calls" and row.get("backward")]
+    assert {row["own"]["text"] for row in rows} == {"return (net(batch) * 2).sin()"}
+    assert sum(row["counts"][0] for row in rows) == 7
+
+
+def test_what_checkpointing_computes_again_is_of_the_backward_pass_and_has_the_line_that_computes(counted):
+    reply = counted("""
+        def block(net, batch):
+            return net(batch)  # again
+
+        def train(setup):
+            return training(setup, lambda net, batch: checkpoint(block, net, batch, use_reentrant=False))
+    """)
+    again = [row for row in reply["counts"]["causes"] if row.get("own", {}).get("text") == "return net(batch)  # again"]
+    calls = {bool(row.get("backward")): 0 for row in again if row["what"] == "library_calls"}
+    for row in again:
+        if row["what"] == "library_calls":
+            calls[bool(row.get("backward"))] += row["counts"][0]
+    assert calls == {False: 4, True: 3 + 7}, "nothing in the backward pass needs what the last layer returned"
+
+
+def test_what_another_thread_asks_for_is_told_apart_and_not_judged(counted):
+    reply = counted("""
+        def other():
+            for _ in range(3):
+                torch.cuda.synchronize()
+
+        def train(setup):
+            def forward(net, batch):
+                thread = threading.Thread(target=other)
+                thread.start()
+                thread.join()
+                return net(batch)
+            return training(setup, forward)
+    """)
+    assert "waits" not in of_last_step(reply)
+    assert causes(reply, "waits", "others") == {("other", "torch.cuda.synchronize()"): 3}
+
+
+@pytest.mark.parametrize("file", ["test_größe.py", "test_训练.py", "test_🚀.py"])
+def test_a_file_whose_name_is_not_ascii_is_named(counted, file):
+    reply = counted(
+        "def train(setup):\n    return training(setup, lambda net, batch: net(batch) * batch.sum().item())", file=file
+    )
+    (row,) = (row for row in reply["counts"]["causes"] if row["what"] == "waits")
+    assert row["own"]["file"] == file
+
+
+def test_micro_batches_and_updates_are_steps_of_different_kinds(counted):
+    reply = counted(
+        """
+        def train(setup):
+            net = nn.Linear(256, 256).to(setup.device)
+            setup.watch(net)
+            optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+            batch, step = torch.randn(32, 256, device=setup.device), 0
+            while True:
+                loss = net(batch).square().mean()
+                loss.backward()
+                step += 1
+                if step % 4 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                yield loss
+        """,
+        "--gpu-steps=8",
+        case=", gradient_accumulation=4",
+    )
+    counts = reply["counts"]
+    assert [counts["kinds"][kind].get("update", True) for kind in counts["steps"]] == [False] * 3 + [True] + [False] * 3 + [
+        True
+    ]
+    launches = [counts["kinds"][kind]["launches"] for kind in counts["steps"]]
+    assert launches[:4] == launches[4:]
+    assert len(set(launches)) == 3, "with an update, after one, where no gradient is added to another, and between"
+
+
+def test_a_copy_is_counted_by_its_direction_and_by_whether_memory_is_pinned(counted):
+    reply = counted("""
+        def train(setup):
+            pageable, pinned = torch.ones(1000), torch.ones(2000).pin_memory()
+            back, device = torch.empty(3000).pin_memory(), torch.ones(3000, device=setup.device)
+            def forward(net, batch):
+                pageable.to(setup.device, non_blocking=True)
+                pinned.to(setup.device, non_blocking=True)
+                back.copy_(device, non_blocking=True)
+                device.cpu()
+                device.clone()
+                return net(batch)
+            return training(setup, forward)
+    """)
+    step = of_last_step(reply)
+    expected = {"h2d_pageable": 1, "h2d_pinned": 1, "h2d_bytes": 12_000, "d2h_pinned": 1, "d2h_pageable": 1, "waits": 1}
+    assert {name: step.get(name) for name in expected} == expected
+    assert step["d2h_bytes"] == 24_000
+    assert causes(reply, "d2d")["train.<locals>.forward", "device.clone()"] == 1
+
+
+def test_kernels_of_compiled_code_and_its_graph_breaks_are_counted(counted):
+    reply = counted("""
+        def train(setup):
+            @torch.compile
+            def compiled(x):
+                y = x.sin() * 2
+                print("", end="")
+                return y.cos() + 1
+            return training(setup, lambda net, batch: compiled(net(batch)))
+    """)
+    names = {row["by"] for row in reply["counts"]["causes"] if row["what"] == "launches"}
+    assert any(name.startswith("triton_") for name in names)
+    assert "compilations" not in of_last_step(reply)
