@@ -20,7 +20,7 @@ from pytest_gputrain.gate.memory import (
     main_phase,
     tensor,
 )
-from pytest_gputrain.gate.unmeasured import Sentences, comparable
+from pytest_gputrain.gate.unmeasured import Sentences, nearest
 from pytest_gputrain.gate.work import WORK, describe_work
 from pytest_gputrain.records import Case, MetricName, MetricVerdict, Prediction, Status, Verdict
 from pytest_gputrain.records.recorded import Recorded
@@ -40,24 +40,22 @@ def judge(
         tolerance: of what the allocator holds.
         title: of the platform, as sentences name it.
     """
-    before = comparable(
+    found = nearest(
         case,
         prediction,
         recorded,
-        title,
         Sentences(
             record=_RECORD,
             never_recorded=f"has no recorded prediction for {title}",
             other_case="is not what its recorded prediction was made for",
-            unchanged="it predicts the same",
         ),
-        does_not_fit=lambda did: _what_does_not_fit(prediction, title, "does not fit"),
-        changes=lambda nearest: _describe_changes(
-            list(_metrics(nearest, prediction, tolerance)), _CHANGED, nearest, prediction
-        ),
+        does_not_fit=lambda: _what_does_not_fit(prediction, title, "does not fit"),
     )
-    if isinstance(before, Verdict):
-        return before
+    if isinstance(found, Verdict):
+        return found
+    before, changed = found
+    if changed:
+        return _under_other_conditions(case, prediction, before, changed, tolerance, title)
     metrics = tuple(_metrics(before, prediction, tolerance))
     worse, better = (_describe_changes(metrics, (status,), before, prediction) for status in _CHANGED)
     if before.fits and prediction.fits is False:
@@ -76,6 +74,19 @@ def judge(
         return Verdict(status=status, sentence=f"{case} is predicted as recorded", metrics=metrics)
     remedy = f"; {_RECORD}" if status == "improved" else ""
     return Verdict(status=status, sentence=f"{case} {'; '.join(sentences)}{remedy}", metrics=metrics)
+
+
+def _under_other_conditions(
+    case: Case, now: Prediction, before: Prediction, changed: str, tolerance: MemoryTolerance, title: str
+) -> Verdict:
+    if now.fits is False and before.fits is not False:
+        sentence = f"{case} {_what_does_not_fit(now, title, 'does not fit')}; if that is expected, {_RECORD}"
+        return Verdict(status="failed", sentence=sentence)
+    fits = [f"it fits {title} now"] if now.fits and before.fits is False else []
+    changes = _describe_changes(list(_metrics(before, now, tolerance)), _CHANGED, before, now)
+    moved = "; ".join([*fits, *changes]) or "it predicts the same"
+    sentence = f"{case} was recorded under other conditions ({changed}); {moved}; {_RECORD}"
+    return Verdict(status="not-comparable", sentence=sentence)
 
 
 def _what_does_not_fit(prediction: Prediction, title: str, what: str) -> str:

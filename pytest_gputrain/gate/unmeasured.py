@@ -3,7 +3,7 @@ emulated GPUs. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -20,46 +20,34 @@ class Sentences(NamedTuple):
     """The command that records figures: ``record it with --gpu-predict --gpu-baseline-update``."""
     never_recorded: str
     other_case: str
-    unchanged: str
-    """The sentence for figures that equal those under other conditions."""
 
 
-def comparable(
+def nearest(
     case: Case,
     figures: FiguresT,
     recorded: Recorded[FiguresT] | None,
-    title: str,
     sentences: Sentences,
     *,
-    does_not_fit: Callable[[bool], str],
-    changes: Callable[[FiguresT], Sequence[str]],
-) -> FiguresT | Verdict:
-    """Return what is recorded under the same conditions, or the verdict where there is nothing.
+    does_not_fit: Callable[[], str],
+) -> tuple[FiguresT, str] | Verdict:
+    """Return what is recorded under the most similar conditions, or the verdict where nothing is recorded of the case.
 
     Args:
-        title: of the platform, as sentences name it.
-        does_not_fit: says what does not fit, given whether the case did under other conditions.
-        changes: describes how the figures differ from those of other conditions.
+        does_not_fit: says what does not fit.
+
+    Returns:
+        The recorded figures, and how their conditions differ: ``torch 2.12.0 -> 2.13.0``, empty for the same.
     """
-    nearest = None
     if recorded is not None and recorded.case.identity() == case.identity():
-        if (before := recorded.like(figures)) is not None:
-            return before
-        nearest = recorded.nearest(figures)
-    record = sentences.record
-    if figures.fits is False and (nearest is None or nearest.fits is not False):
-        sentence = f"{case} {does_not_fit(nearest is not None)}; if that is expected, {record}"
+        before = recorded.like(figures) or recorded.nearest(figures)
+        return before, ", ".join(_changed_conditions(before, figures))
+    if figures.fits is False:
+        sentence = f"{case} {does_not_fit()}; if that is expected, {sentences.record}"
         return Verdict(status="failed", sentence=sentence)
     if recorded is None:
-        return Verdict(status="new", sentence=f"{case} {sentences.never_recorded}; {record}-new-only")
-    if nearest is None:
-        change = differences(recorded.case, case)
-        return Verdict(status="not-comparable", sentence=f"{case} {sentences.other_case} ({change}); {record}")
-    changed = ", ".join(_changed_conditions(nearest, figures))
-    fits = [f"it fits {title} now"] if figures.fits and nearest.fits is False else []
-    moved = "; ".join([*fits, *changes(nearest)]) or sentences.unchanged
-    sentence = f"{case} was recorded under other conditions ({changed}); {moved}; {record}"
-    return Verdict(status="not-comparable", sentence=sentence)
+        return Verdict(status="new", sentence=f"{case} {sentences.never_recorded}; {sentences.record}-new-only")
+    change = differences(recorded.case, case)
+    return Verdict(status="not-comparable", sentence=f"{case} {sentences.other_case} ({change}); {sentences.record}")
 
 
 def _changed_conditions(before: Prediction | EmulatedRun, now: Prediction | EmulatedRun) -> Iterator[str]:

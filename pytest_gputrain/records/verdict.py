@@ -178,6 +178,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     """The verdict of each limit that ``gpu_limit`` sets."""
     before: Status | None = None
     """For a ``recorded`` case, the verdict that its figures had before they were recorded."""
+    other_conditions: str = ""
+    """How the conditions of an emulated run differ from those of its baseline, as ``torch 2.12.0 -> 2.13.0``."""
     held_to: HeldTo | None = None
     """The figures that a measured case without a baseline was compared with instead."""
 

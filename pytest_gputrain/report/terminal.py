@@ -112,7 +112,8 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
         if result.verdict:
             held_to = result.verdict.held_to if result.verdict.status == "new" else None
             accepted = result.verdict.before == "regressed"  # what fails without a baseline is worse than none
-            doubts["accepted" if accepted else held_to or result.verdict.status].append(result.verdict.sentence)
+            other = "other-conditions" if result.verdict.status == "pass" and result.verdict.other_conditions else ""
+            doubts["accepted" if accepted else held_to or other or result.verdict.status].append(result.verdict.sentence)
         for metric in result.verdict.metrics if result.verdict else ():
             if metric.status == "not-comparable" and result.verdict and result.verdict.status != "not-comparable":
                 reasons[f"{METRIC_NAMES[metric.metric]} not compared: {metric.note}"] += 1
@@ -185,6 +186,7 @@ _DOUBTS: Final = {
     "published": "without a baseline or prediction, compared with its published memory",
     "new": "without a baseline",
     "not-comparable": "not comparable with the baseline",
+    "other-conditions": "compared with a baseline of other versions",
     "improved": "better than the baseline",
 }
 _DOUBTS_OF_BASE: Final = {

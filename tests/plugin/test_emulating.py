@@ -124,11 +124,19 @@ def test_a_case_that_does_not_fit_fails_until_that_is_recorded(emulating):
     assert "no longer fits" in only_sentence(emulating.run(*EMULATE), f"test_tuning[{LLAMA}]")
 
 
-def test_other_libraries_are_not_compared_and_what_no_test_asks_for_is_pruned(gated):
-    gated.answer({**RUN, "packages": {"torch": "2.14.0"}, "peak_allocated_bytes": 1})
-    result = gated.run(*EMULATE)
+def test_a_strict_run_with_other_libraries_passes_equal_figures_and_says_to_record_them(gated):
+    other = {**RUN, "packages": {"torch": "2.14.0"}}
+    gated.answer(other)
+    result = gated.run(*EMULATE, "--gpu-strict")
     result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines(["*was recorded under other conditions (torch 2.13.0 -> 2.14.0)*"])
+    told = "*3 cases compared with a baseline of other versions: *(torch 2.13.0 -> 2.14.0); record it with --gpu-emulate *"
+    result.stdout.fnmatch_lines([told])
+    result.stdout.no_fnmatch_line("not compared: *")
+    gated.answer({**other, "peak_reserved_bytes": RUN["peak_reserved_bytes"] + 1}, to=GEMMA)
+    assert "(torch 2.13.0 -> 2.14.0); if that is expected, record" in only_sentence(gated.run(*EMULATE), TEST)
+
+
+def test_what_no_test_asks_for_is_pruned(gated):
     gated.write(test_tuning=SUITE.replace('"gemma-7b", ', ""))
     result = gated.run(*EMULATE)
     result.stdout.fnmatch_lines([f"no test asks any more for 1 baseline: tuning {GEMMA} on h100; *"])

@@ -1,5 +1,7 @@
 """Verdicts on runs on an emulated GPU."""
 
+import fnmatch
+
 import msgspec
 import pytest
 
@@ -14,14 +16,6 @@ UNFIT = EmulatedRun(
     device_name="NVIDIA H100", device_memory_bytes=79 * GiB, runtime="13.0", packages={"torch": "2.12.0"}, fits=False,
     refused="CUDA out of memory.", peak_allocated_bytes=78 * GiB, peak_reserved_bytes=79 * GiB, device_used_bytes=79 * GiB,
 )  # fmt: skip
-
-
-def test_a_case_that_fits_only_with_other_libraries_is_said_to_fit_now():
-    """It would else be said to take the same memory, because figures up to a refusal are not compared."""
-    now = msgspec.structs.replace(UNFIT, fits=True, refused="", packages={"torch": "2.13.0"})
-    verdict = judge(CASE, now, Recorded(case=CASE, scale="full", figures=(UNFIT,)), "H100")
-    assert verdict.status == "not-comparable"
-    assert "(torch 2.12.0 -> 2.13.0); it fits H100 now; record it" in verdict.sentence
 
 
 def _tensor(operator, size, phase="forward", line=""):
@@ -61,6 +55,38 @@ def _judged(before=STORED, **changes):
 def test_the_recorded_figures_pass():
     verdict = _judged()
     assert (verdict.status, verdict.sentence) == ("pass", f"{CASE} takes the recorded memory")
+
+
+PEFT = {"torch": "2.13.0", "peft": "0.18.0"}
+RECORD = "record it with --gpu-emulate --gpu-baseline-update"
+OTHERS = f"it was recorded under other conditions (peft absent -> 0.18.0); {RECORD}"
+
+
+@pytest.mark.parametrize(
+    ("byte", "status", "sentence"),
+    [
+        (0, "pass", f"{CASE} takes the recorded memory; {OTHERS}"),
+        (-1, "improved", f"*1 byte less memory*; {OTHERS}"),
+        (1, "regressed", f"*1 byte more memory*; {OTHERS.replace('; ', '; if that is expected, ')}"),
+    ],
+)
+def test_other_versions_forgive_no_growth_and_figures_that_are_no_higher_pass(byte, status, sentence):
+    verdict = _judged(packages=PEFT, peak_reserved_bytes=RUN.peak_reserved_bytes + byte)
+    assert (verdict.status, verdict.other_conditions) == (status, "peft absent -> 0.18.0")
+    assert fnmatch.fnmatchcase(verdict.sentence, sentence)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "status", "sentence"),
+    [
+        (UNFIT, RUN, "improved", "fits H100 now; it was recorded under other conditions (torch 2.12.0 -> 2.13.0); record"),
+        (STORED, UNFIT, "regressed", "no longer fits H100 (79.0 GiB): CUDA out of memory; it was recorded under other *"),
+    ],
+)
+def test_what_fits_with_other_versions_is_told(before, now, status, sentence):
+    verdict = judge(CASE, now, Recorded(case=CASE, scale="full", figures=(before,)), "H100")
+    assert verdict.status == status
+    assert fnmatch.fnmatchcase(verdict.sentence, f"{CASE} {sentence}*")
 
 
 def test_a_phase_that_grows_below_the_whole_peak_fails_with_the_tensor_and_its_line():
