@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 import msgspec
 
 from pytest_gputrain.gate.count_lines import PARTS_OF_WORK, Difference, describe_falls, describe_growth
 from pytest_gputrain.records import CountFigure, Counts, MetricVerdict, Status, StepCounts
+from pytest_gputrain.records.counts import COUNT_FIGURES
 from pytest_gputrain.records.tolerance import CountTerms
 
-COUNT_FIGURES: Final[tuple[CountFigure, ...]] = get_args(CountFigure)
 BY_THE_RULES: Final = CountTerms()
 
 _WORK_RATIO: Final = 0.01

@@ -17,10 +17,11 @@ def lines() -> Iterator[str]:
         device_title = "a CPU" if marker == CPU else PLATFORMS[marker].title
         yield f"{marker}: gputrain: declared for {device_title}"
     yield (
-        f'{LIMIT}(memory="24 GiB", time="0.5 s"): gputrain: fails the test if its case allocates more or takes longer a step'
+        f'{LIMIT}(memory="24 GiB", time="0.5 s", waits=0, launches=2000): gputrain: fails the test if its case allocates '
+        "more, or if a step takes longer or asks the GPU for more"
     )
     yield (
-        f'{TOLERANCE}(time="5 %", memory="3 % + 1 GiB", growth="1 MiB"): gputrain: the tolerances of this test, instead of '
-        "gpu_time_tolerance and gpu_memory_tolerance of the ini file; growth is the memory that own code may keep after "
-        "every step"
+        f'{TOLERANCE}(time="5 %", memory="3 % + 1 GiB", growth="1 MiB", launches="5 %", waits=2): gputrain: the tolerances '
+        "of this test, instead of gpu_time_tolerance, gpu_memory_tolerance and gpu_count_tolerance of the ini file; growth "
+        "is the memory that own code may keep after every step"
     )

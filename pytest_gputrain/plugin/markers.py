@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import pytest
 
 from pytest_gputrain.gate.messages import listed
 from pytest_gputrain.plugin.marker_help import LIMIT, TOLERANCE
-from pytest_gputrain.records import MetricName
-from pytest_gputrain.records.tolerance import Cap, Terms, read_memory_tolerance
+from pytest_gputrain.records import CountFigure, MetricName
+from pytest_gputrain.records.counts import COUNT_FIGURES
+from pytest_gputrain.records.tolerance import Cap, Terms, read_count, read_count_tolerance, read_memory_tolerance
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.suggest import did_you_mean
 from pytest_gputrain.utils.units import read_bytes, read_ratio, read_seconds
 
+
+def _of_each_count(read: Callable[[CountFigure, object], Any]) -> dict[str, Callable[[object], Any]]:
+    return {figure: functools.partial(read, figure) for figure in COUNT_FIGURES}
+
+
 _KEYWORDS: Final[dict[str, dict[str, Callable[[object], Any]]]] = {
-    LIMIT: {"memory": read_bytes, "time": read_seconds},
-    TOLERANCE: {"time": read_ratio, "memory": read_memory_tolerance, "growth": read_bytes},
+    LIMIT: {"memory": read_bytes, "time": read_seconds, **_of_each_count(read_count)},
+    TOLERANCE: {
+        "time": read_ratio,
+        "memory": read_memory_tolerance,
+        "growth": read_bytes,
+        **_of_each_count(read_count_tolerance),
+    },
 }
-_METRICS: Final[dict[str, MetricName]] = {"memory": "peak_allocated_bytes", "time": "step_seconds"}
+_METRICS: Final[dict[str, MetricName]] = {
+    "memory": "peak_allocated_bytes",
+    "time": "step_seconds",
+    **{figure: figure for figure in COUNT_FIGURES},
+}
 _EXAMPLES: Final = {
-    LIMIT: '@pytest.mark.gpu_limit(memory="24 GiB", time="0.5 s")',
-    TOLERANCE: '@pytest.mark.gpu_tolerance(time="5 %", memory="3 % + 1 GiB")',
+    LIMIT: '@pytest.mark.gpu_limit(memory="24 GiB", time="0.5 s", waits=0)',
+    TOLERANCE: '@pytest.mark.gpu_tolerance(time="5 %", memory="3 % + 1 GiB", launches="5 %")',
 }
 
 
@@ -41,6 +57,7 @@ def terms_of(item: pytest.Item) -> Terms:
         caps=tuple(caps),
         time_tolerance=tolerance.get("time", (None,))[0],
         memory_tolerance=tolerance.get("memory", (None,))[0],
+        count_tolerances={figure: tolerance[figure][0] for figure in COUNT_FIGURES if figure in tolerance},
         growth_bytes=tolerance.get("growth", (0,))[0],
     )
 
@@ -82,19 +99,25 @@ def _levels(item: pytest.Item) -> Iterator[tuple[str, list[pytest.Mark]]]:
 def _read(mark: pytest.Mark, stated: str) -> dict[str, Any]:
     keywords, example = _KEYWORDS[mark.name], _EXAMPLES[mark.name]
     if mark.args or not mark.kwargs:
-        raise BadCase(f"{stated} takes {listed(f'{keyword}=' for keyword in keywords)}, as {example}")
+        raise BadCase(f"{stated} takes {_listed(keywords, '=')}, as {example}")
     values = {}
     for keyword, value in mark.kwargs.items():
         if keyword not in keywords:
             hint = did_you_mean(keyword, keywords)
-            raise BadCase(f"{stated} knows no {keyword!r}{hint}; it takes {listed(keywords)}, as {example}")
+            raise BadCase(f"{stated} knows no {keyword!r}{hint}; it takes {_listed(keywords)}, as {example}")
         try:
             values[keyword] = keywords[keyword](value)
         except ValueError as error:
             raise BadCase(f"{stated}: {keyword}: {error}") from None
-        if mark.name == LIMIT and not values[keyword]:
+        if mark.name == LIMIT and keyword not in COUNT_FIGURES and not values[keyword]:
             raise BadCase(f"{stated}: {keyword}={value!r} lets nothing pass; state more than zero, as {example}")
     return values
+
+
+def _listed(keywords: Iterable[str], end: str = "") -> str:
+    """List keywords; of the counts, two."""
+    named = [f"{keyword}{end}" for keyword in keywords if keyword not in COUNT_FIGURES]
+    return listed([*named, f"counts such as waits{end} or launches{end}"])
 
 
 def _refuse_misspelt(item: pytest.Item) -> None:

@@ -103,6 +103,12 @@ def _memory_tolerance(text: str) -> object:
     return parse_memory_tolerance(text)
 
 
+def _count_tolerances(text: str) -> object:
+    from pytest_gputrain.records.tolerance import parse_count_tolerances  # as above
+
+    return parse_count_tolerances(text)
+
+
 def _axes(text: str) -> object:
     from pytest_gputrain.cases.sweep import parse_axes  # as above
     from pytest_gputrain.hardware.catalog import MARKERS
@@ -194,6 +200,27 @@ OPTIONS: Final = (
         help=(
             "by how much peak allocated memory may grow, as 2%, 512MiB or 2%+512MiB; on a GPU, 64 MiB are added "
             "(default: 2%)"
+        ),
+    ),
+    Option(
+        name="counts",
+        ini_only=True,
+        parse=_one_of("judge", "tell", "off"),
+        default="judge",
+        metavar="judge|tell|off",
+        help=(
+            "what to do about what each step asks of an emulated GPU, such as launches and waits: fail the case where "
+            "it asks for more than recorded (judge), only tell of it (tell), or count nothing (off) (default: judge)"
+        ),
+    ),
+    Option(
+        name="count-tolerance",
+        ini_only=True,
+        parse=_count_tolerances,
+        metavar="COUNT=RATIO|NUMBER|RATIO+NUMBER, ...",
+        help=(
+            "how much more of a count passes than the rules allow, as launches=5 %, waits=1; each count that is named is "
+            "judged by this alone"
         ),
     ),
     Option(

@@ -248,6 +248,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The device to predict for on fake tensors, instead of training."""
     emulated: str = ""
     """Catalog marker of the GPU that is emulated; empty where the devices are real."""
+    counts: bool = True
+    """Whether it is counted what each step asks of an emulated GPU."""
     variables: dict[str, str | None] = {}
     """Environment variables that the test has changed since the session began, by name in order; None for a deleted one."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import msgspec
 from msgspec import Struct
@@ -53,6 +53,8 @@ CountFigure = Literal[
 ]
 """A figure of a step that is judged, told, limited or tolerated. Three are the FLOPs of a `SlowClass`; `StepCounts` explains
 the others."""
+
+COUNT_FIGURES: Final[tuple[CountFigure, ...]] = get_args(CountFigure)
 
 SlowClass = Literal["fp32", "unaligned", "nchw"]
 """A class of products and convolutions that a GPU computes slower than others of the same shape: in FP32 where TF32 would

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pytest_gputrain.records.tolerance import MemoryTolerance
+from pytest_gputrain.records.counts import CountFigure
+from pytest_gputrain.records.tolerance import CountTolerance, MemoryTolerance
 
 Axes = tuple[tuple[str, tuple[Any, ...]], ...]
 """Every knob with its values, in the order given."""
@@ -29,6 +31,9 @@ class Settings:
     """``measured``, ``published``, or the path of a report to compare with."""
     time_tolerance: float
     memory_tolerance: MemoryTolerance
+    counts: Literal["judge", "tell", "off"]
+    """What to do about what steps ask of an emulated GPU."""
+    count_tolerances: Mapping[CountFigure, CountTolerance]
     judge_cpu_time: bool
     runs: int | None
     """Fresh processes per case; None for one, or five where a baseline of a GPU is recorded."""

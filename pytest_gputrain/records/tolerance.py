@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from pytest_gputrain.records import CountFigure, MetricName
-from pytest_gputrain.utils.units import format_bytes, format_percent, parse_bytes, parse_ratio, read_bytes, read_ratio
+from pytest_gputrain.records.counts import COUNT_FIGURES
+from pytest_gputrain.utils.suggest import did_you_mean
+from pytest_gputrain.utils.units import (
+    format_bytes,
+    format_percent,
+    parse_bytes,
+    parse_ratio,
+    read_bytes,
+    read_number,
+    read_ratio,
+)
+
+_LONGEST_COUNT: Final = 19
+"""Digits of a count at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +80,83 @@ class CountTolerance:
     """In the unit of the figure: times, bytes or FLOPs."""
 
 
+def read_count(figure: CountFigure, value: object) -> int:
+    """Read the highest value of a figure in what a marker has: a whole number, or a text where the figure is of bytes.
+
+    Raises:
+        ValueError: neither.
+    """
+    if figure.endswith("_bytes"):
+        return read_bytes(value)
+    number = read_number(value)
+    if number is None or number % 1:
+        raise ValueError(f"{value!r} is not a count; write it as 0 or 2000")
+    return int(number)
+
+
+def read_count_tolerance(figure: CountFigure, value: object) -> CountTolerance:
+    """Read the tolerance of a figure in what a marker has: a number as an int, a ratio as a float, or a text for
+    `parse_count_tolerance`.
+
+    Raises:
+        ValueError: none of these.
+    """
+    if isinstance(value, str):
+        return parse_count_tolerance(figure, value)
+    with contextlib.suppress(ValueError):
+        return (
+            CountTolerance(ratio=read_ratio(value))
+            if isinstance(value, float)
+            else CountTolerance(more=read_count(figure, value))
+        )
+    raise ValueError(f"{value!r} is not a tolerance; write it as 2 (an int is a number), '5 %' or '5 % + 2'")
+
+
+def parse_count_tolerance(figure: CountFigure, text: str) -> CountTolerance:
+    """Parse the tolerance in ``"5 %"``, ``"2"`` or ``"5 % + 2"``; of bytes the number may have a unit.
+
+    Raises:
+        ValueError: none of these.
+    """
+    share, plus, more = text.partition("+")
+    with contextlib.suppress(ValueError):
+        return CountTolerance(ratio=parse_ratio(share), more=_parse_count(figure, more) if plus else 0)
+    with contextlib.suppress(ValueError):
+        return CountTolerance(more=_parse_count(figure, text))
+    raise ValueError(f"{text!r} is not a tolerance; write it as 5 %, 2 or 5 % + 2")
+
+
+def parse_count_tolerances(text: str) -> dict[CountFigure, CountTolerance]:
+    """Parse the tolerances in ``"launches=5 %, waits=1"``.
+
+    Raises:
+        ValueError: one is not of a figure, or is none, or two are of the same figure.
+    """
+    tolerances: dict[CountFigure, CountTolerance] = {}
+    for part in filter(None, map(str.strip, re.split("[,\n]", text))):
+        name, equals, value = part.partition("=")
+        figure = next((figure for figure in COUNT_FIGURES if figure == name.strip()), None)
+        if not equals or figure is None:
+            hint = did_you_mean(name.strip(), COUNT_FIGURES) if figure is None else ""
+            raise ValueError(f"{part!r} is not a count with its tolerance{hint}; write it as launches=5 %, waits=1")
+        if figure in tolerances:
+            raise ValueError(f"{figure} has two tolerances; give one")
+        try:
+            tolerances[figure] = parse_count_tolerance(figure, value.strip())
+        except ValueError as error:
+            raise ValueError(f"{figure}: {error}") from None
+    return tolerances
+
+
+def _parse_count(figure: CountFigure, text: str) -> int:
+    digits = text.strip()
+    if digits.isascii() and digits.isdigit() and len(digits) < _LONGEST_COUNT:
+        return int(digits)
+    if figure.endswith("_bytes"):
+        return parse_bytes(text)
+    raise ValueError(f"{text!r} is not a count; write it as 0 or 2000")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountTerms:
     """How counts are judged."""
@@ -93,7 +184,7 @@ class Cap:
     """The highest value that one figure of a case may have."""
 
     metric: MetricName
-    """``peak_allocated_bytes`` or ``step_seconds``."""
+    """``peak_allocated_bytes``, ``step_seconds``, or a figure of what a step asks of the GPU."""
     most: float
     stated: str
     """The place of the limit: ``gpu_limit on test_tuning``."""
@@ -107,6 +198,8 @@ class Terms:
     time_tolerance: float | None = None
     """Instead of the run's; None for that."""
     memory_tolerance: MemoryTolerance | None = None
+    count_tolerances: Mapping[CountFigure, CountTolerance] = field(default_factory=dict)
+    """Before those of the run."""
     growth_bytes: int = 0
     """The memory that own code may keep after every round of its accumulation."""
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.gate.contention import describe_throttling
-from pytest_gputrain.gate.counts import COUNT_FIGURES
 from pytest_gputrain.gate.memory import PHASES, is_memory_metric
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU, title_of
@@ -25,6 +24,7 @@ from pytest_gputrain.records import (
     Predicted,
     Result,
 )
+from pytest_gputrain.records.counts import COUNT_FIGURES
 from pytest_gputrain.report import emulations, predictions, published, rich_text, studies
 from pytest_gputrain.report.results import BY_ATTENTION, of_kind, verdict_of
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds, format_topology

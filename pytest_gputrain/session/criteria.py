@@ -13,7 +13,7 @@ from pytest_gputrain.gate.step_times import PRIOR_SD
 from pytest_gputrain.gate.suite_noise import prior_of
 from pytest_gputrain.records import Baseline, Case, Host, Published, Task
 from pytest_gputrain.records.settings import Settings
-from pytest_gputrain.records.tolerance import NO_TERMS, Terms, Tolerance
+from pytest_gputrain.records.tolerance import NO_TERMS, CountTerms, Terms, Tolerance
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.forecast import Forecast
 from pytest_gputrain.storage.published import PublishedStore
@@ -60,6 +60,11 @@ def tolerance_of(settings: Settings, terms: Terms) -> Tolerance:
     if terms.memory_tolerance is not None and "memory-tolerance" not in settings.typed:
         memory = terms.memory_tolerance
     return Tolerance(time=time, memory=memory, cpu_time=settings.judge_cpu_time)
+
+
+def count_terms_of(settings: Settings, terms: Terms) -> CountTerms:
+    """Return how counts are judged: the tolerances of a test's markers count before those of the ini file."""
+    return CountTerms(mode=settings.counts, tolerances={**settings.count_tolerances, **terms.count_tolerances})
 
 
 class CriteriaLookup:

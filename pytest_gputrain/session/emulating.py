@@ -12,6 +12,7 @@ from pytest_gputrain.gate.emulation import judge
 from pytest_gputrain.records import Case, Emulated, EmulatedRun, Task, Verdict
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
+from pytest_gputrain.session.criteria import count_terms_of
 from pytest_gputrain.session.replies import Watch
 from pytest_gputrain.session.request import Request
 from pytest_gputrain.session.unmeasured import UnmeasuredRunner
@@ -44,7 +45,7 @@ class EmulatingRunner(UnmeasuredRunner[EmulatedRun]):
     def _verdict(
         self, request: Request, case: Case, figures: EmulatedRun, recorded: Recorded[EmulatedRun] | None, title: str
     ) -> Verdict:
-        verdict = judge(case, figures, recorded, title)
+        verdict = judge(case, figures, recorded, title, count_terms_of(self.settings, request.terms))
         if case.method != "script" or verdict.status != "regressed":
             return verdict
         # A worker that runs a script sees the allocator's peaks alone, not what holds them.

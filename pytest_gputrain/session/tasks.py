@@ -116,6 +116,7 @@ class TaskMaker:
             growth_bytes=growth_bytes,
             target=with_tf32(self._target, case.tf32) if self._target else None,
             emulated=self._emulated,
+            counts=self._settings.counts != "off",
         )
         variables = self._environment.changes(task, inline=inline, prefetched=prefetched)
         for name, value in variables.items():

@@ -137,7 +137,7 @@ def read_bytes(value: object) -> int:
     Raises:
         ValueError: neither; also a part of a byte, which was surely meant for a ratio.
     """
-    amount = parse_bytes(value) if isinstance(value, str) else _number(value)
+    amount = parse_bytes(value) if isinstance(value, str) else read_number(value)
     if amount is None or 0 < amount < 1 or amount > _MOST:
         raise ValueError(
             f"{value!r} is not an amount of memory; write it as 24 * GiB, which is a number of bytes, or '24 GiB'"
@@ -153,7 +153,7 @@ def read_ratio(value: object) -> float:
     """
     if isinstance(value, str):
         return parse_ratio(value)
-    ratio = _number(value)
+    ratio = read_number(value)
     if ratio is None or ratio >= 1:
         raise ValueError(f"{value!r} is not a tolerance; write it as 0.05, which is a ratio below 1, or '5 %'")
     return float(ratio)
@@ -167,13 +167,13 @@ def read_seconds(value: object) -> float:
     """
     if isinstance(value, str):
         return parse_seconds(value)
-    seconds = _number(value)
+    seconds = read_number(value)
     if not seconds:
         raise ValueError(f"{value!r} is not a time; write it as 0.5, which is a number of seconds, or '500 ms'")
     return float(seconds)
 
 
-def _number(value: object) -> int | float | None:
+def read_number(value: object) -> int | float | None:
     """Return ``value`` if it is a number that something can have: finite and not negative. A switch is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
