@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from pytest_gputrain.cases.identity import differences
+from pytest_gputrain.gate.count_lines import count_changes
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, EmulatedRun, Prediction
@@ -57,6 +58,13 @@ def loosened(before: _Record, after: _Record | None) -> Loosened:
                 lost[f"without {name}, which was {show(value)}"] = None
             elif value and value_now and value_now > value:
                 raised[f"{name} {show(value)} -> {show(value_now)} ({format_percent(value_now / value - 1)})"] = None
+        if isinstance(old, EmulatedRun) and isinstance(new, EmulatedRun) and old.counts:
+            if new.counts is None:
+                lost["without what its steps ask of the GPU"] = None
+            else:
+                steps, steps_before = len(new.counts.steps), len(old.counts.steps)
+                lost.update({f"counts of {steps_before} steps -> {steps}": None} if steps < steps_before else {})
+                raised.update(dict.fromkeys(count_changes(old.counts, new.counts, only_more=True)))
     runs, runs_before = _runs(after), _runs(before)
     if runs < runs_before:
         lost[f"{count(runs_before, 'run')} -> {runs}"] = None

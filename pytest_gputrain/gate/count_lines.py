@@ -7,12 +7,14 @@ function: such lines have moved, or were edited. Only the rest is named.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from pytest_gputrain.gate.messages import listed
+from pytest_gputrain.gate.messages import count, listed
 from pytest_gputrain.records import CountCause, CountFigure, CountName, Counts, StepCounts
+from pytest_gputrain.records.counts import COUNT_FIGURES
 from pytest_gputrain.utils.units import format_bytes, format_flops
 
 PARTS_OF_WORK: Final[tuple[CountFigure, ...]] = ("launches", "library_calls", "d2d")
@@ -34,13 +36,15 @@ _SAID: Final[dict[CountFigure, str]] = {
     "fp32_flops": "computes {now} in FP32 instead of TF32 {when} ({before} before)",
     "unaligned_flops": "computes {now} on rows that do not start at multiples of 16 bytes {when} ({before} before)",
     "nchw_flops": "computes {now} in convolutions whose channels are not last in memory {when} ({before} before)",
+    "work": "asks the GPU for {now} {when} ({before} before)",
     "stream_waits": "makes one stream wait for another {now} {when} ({before} before)",
     "memsets": "sets blocks of memory {now} {when} ({before} before)",
     "blocks": "runs {now} of threads {when} ({before} before)",
 }
-_NOUNS: Final[dict[CountFigure, str]] = {"launches": "kernel", "blocks": "block", "compilations": "function"}
+_NOUNS: Final[dict[CountFigure, str]] = {"work": "task", "launches": "kernel", "blocks": "block", "compilations": "function"}
 """What is counted, where it is not times."""
 _ASKS: Final[dict[CountFigure, tuple[CountName, ...]]] = {
+    "work": ("launches", "library_calls", "d2d"),
     "pageable": ("h2d_pageable", "d2h_pageable"),
     "h2d_bytes": ("h2d_pageable", "h2d_pinned"),
     "d2h_bytes": ("d2h_pageable", "d2h_pinned"),
@@ -138,6 +142,54 @@ def describe_falls(differences: Iterable[Difference]) -> Iterator[str]:
             yield _said(figure, difference)
 
 
+def most_of_a_step(figure: CountFigure, counts: Counts) -> int:
+    """Return the value of a figure in the step that has the highest."""
+    return max(kind.figure(figure) for kind in counts.kinds)
+
+
+def describe_most(figure: CountFigure, counts: Counts) -> tuple[str, str]:
+    """Describe the step that has most of a figure: ``waits for the GPU 3 times in step 2``, and the line that asks for most
+    of it, ``2 at train.py:42 in train, loss.item()``, empty if that is not known."""
+    values = [counts.of_step(step).figure(figure) for step in range(len(counts.steps))]
+    most = max(values)
+    step = values.index(most)
+    when = "a step" if min(values) == most else f"in step {step + 1}"
+    said = f"{_number_of(figure, most)} {when}".join(_SAID[figure].split("{now} {when} ({before} before)"))
+    asked: Counter[_Spot] = Counter()
+    causes: dict[_Spot, CountCause] = {}
+    for cause, number in _asked(figure, counts, counts.steps[step]):
+        asked[_spot(cause)] += number
+        causes.setdefault(_spot(cause), cause)
+    if counts.lines_unknown or not asked:
+        return said, ""
+    [(spot, number)] = asked.most_common(1)
+    return said, f"{format_count(figure, number)} {_place(figure, causes[spot])}"
+
+
+def count_changes(before: Counts, now: Counts, *, only_more: bool = False) -> Iterator[str]:
+    """Name each figure that differs in steps that both have: ``waits 0 -> 1 a step``, or where steps differ in it the sum,
+    ``waits 2 -> 3 in 4 steps``.
+
+    Args:
+        only_more: whether only those are named that are higher in a step.
+    """
+    steps = range(min(len(before.steps), len(now.steps)))
+    for figure in COUNT_FIGURES:
+        if figure == "work":  # whose parts are named
+            continue
+        old, new = ([counts.of_step(step).figure(figure) for step in steps] for counts in (before, now))
+        if old == new or (only_more and not any(map(operator.gt, new, old))):
+            continue
+        alike = len(set(old)) == len(set(new)) == 1
+        ends = (old[0], new[0]) if alike else (sum(old), sum(new))
+        shown = [format_count(figure, number) for number in ends]
+        if shown[0] == shown[1]:
+            shown = [f"{number:,}" for number in ends]
+        moved = " at other steps" if ends[0] == ends[1] else ""
+        when = "a step" if alike else f"in {count(len(steps), 'step')}"
+        yield f"{figure} {shown[0]} -> {shown[1]} {when}{moved}"
+
+
 def _described(clauses: Sequence[_Clause]) -> str:
     """Describe clauses of one line, with the places behind the first of them."""
     heads = listed(clause.said for clause in clauses)
@@ -146,22 +198,26 @@ def _described(clauses: Sequence[_Clause]) -> str:
         return heads
     if len(clauses) > 1:
         return f"{heads}: more of each {_place(first.figure, first.places[0][0])}"
-    places = (f"{_amount(first.figure, more)} more {_place(first.figure, cause)}" for cause, more in first.places)
+    places = (f"{format_count(first.figure, more)} more {_place(first.figure, cause)}" for cause, more in first.places)
     return f"{heads}: {', and '.join(places)}"
 
 
 def _said(figure: CountFigure, difference: Difference) -> str:
     now, before = difference.now.figure(figure), difference.before.figure(figure)
-    shown = [_amount(figure, value) for value in (now, before)]
-    if figure.endswith(_UNITS):
-        if shown[0] == shown[1]:
-            shown = [f"{value:,} {'FLOP' if figure.endswith('_flops') else 'B'}" for value in (now, before)]
-    else:
-        shown[0] += f" {_NOUNS.get(figure, 'time')}{'' if now == 1 else 's'}"
+    shown = [_number_of(figure, now), format_count(figure, before)]
+    if figure.endswith(_UNITS) and shown[0] == shown[1]:
+        shown = [f"{value:,} {'FLOP' if figure.endswith('_flops') else 'B'}" for value in (now, before)]
     return _SAID[figure].format(now=shown[0], before=shown[1], when=difference.when)
 
 
-def _amount(figure: CountFigure, number: int) -> str:
+def _number_of(figure: CountFigure, number: int) -> str:
+    """Return a number with what is counted: ``3 times``, ``1 kernel``, ``4.00 MiB``."""
+    amount = format_count(figure, number)
+    return amount if figure.endswith(_UNITS) else f"{amount} {_NOUNS.get(figure, 'time')}{'' if number == 1 else 's'}"
+
+
+def format_count(figure: CountFigure, number: int) -> str:
+    """Return a number of times, or bytes or FLOPs with their unit."""
     return (
         format_bytes(number)
         if figure.endswith("_bytes")

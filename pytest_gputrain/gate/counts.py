@@ -45,6 +45,8 @@ class JudgedCounts(NamedTuple):
     metrics: tuple[MetricVerdict, ...]
     """Of each figure, with the values of the step that changed most as its status says; of the last step if none did."""
     worse: tuple[str, ...]
+    doubtful: tuple[str, ...]
+    """Growth that a second run does not confirm."""
     better: tuple[str, ...]
     told: tuple[str, ...]
     """Growth that passes, with the reason. The notes of the metrics are the same."""
@@ -76,8 +78,13 @@ class _Finding(NamedTuple):
         return _Finding(msgspec.structs.replace(self.metric, status="pass"), None)
 
 
-def judge_counts(before: Counts, now: Counts, terms: CountTerms = BY_THE_RULES) -> JudgedCounts | None:
+def judge_counts(
+    before: Counts, now: Counts, terms: CountTerms = BY_THE_RULES, again: Counts | None = None
+) -> JudgedCounts | None:
     """Judge the counts of a case.
+
+    Args:
+        again: those of a second run. A figure that would fail is in doubt where any step of it has another value.
 
     Returns:
         What they say; None if no step can be compared, because none updates where the step of its index did.
@@ -87,7 +94,7 @@ def judge_counts(before: Counts, now: Counts, terms: CountTerms = BY_THE_RULES) 
     pairs = [pair for pair in pairs if pair.before.update == pair.now.update]
     if not pairs:
         return None
-    findings = [_Rule(figure, terms).judge(pairs) for figure in _judged_figures(terms)]
+    findings = [_Rule(figure, terms).judge(pairs, now, again) for figure in _judged_figures(terms)]
     work_rose = any(pair.now.work > pair.before.work for pair in pairs)
     if work_rose:
         findings = [finding.without_fewer_bytes() for finding in findings]
@@ -103,6 +110,7 @@ def judge_counts(before: Counts, now: Counts, terms: CountTerms = BY_THE_RULES) 
     return JudgedCounts(
         metrics=tuple(msgspec.structs.replace(f.metric, note=notes.get(f.metric.metric, "")) for f in findings),
         worse=tuple(describe_growth(of_status("regressed"), before, now).values()),
+        doubtful=tuple(describe_growth(of_status("inconclusive"), before, now).values()),
         better=tuple(describe_falls(of_status("improved"))),
         told=tuple(notes.values()),
         work_rose=work_rose,
@@ -125,7 +133,7 @@ class _Rule:
             self._parts = tuple(part for part in PARTS_OF_WORK if part not in terms.tolerances)
         self._only_told = terms.mode == "tell" or (figure in ("memsets", "blocks") and not self._tolerance)
 
-    def judge(self, pairs: Sequence[_Pair]) -> _Finding:
+    def judge(self, pairs: Sequence[_Pair], now: Counts, again: Counts | None) -> _Finding:
         """Judge the figure in all steps that are compared."""
         more = [self._value(pair.now) - self._value(pair.before) for pair in pairs]
         steady = self._steady(pairs)
@@ -138,7 +146,9 @@ class _Rule:
         status: Status = "pass"
         passes = ""
         if failing and not self._only_told:
-            status, chosen, shown = "regressed", above, max(failing, key=more.__getitem__)
+            confirmed = again is None or self._values(now) == self._values(again)
+            status = "regressed" if confirmed else "inconclusive"
+            chosen, shown = above, max(failing, key=more.__getitem__)
         elif grown:
             chosen, shown = grown, max(grown, key=more.__getitem__)
             passes = (
@@ -168,6 +178,9 @@ class _Rule:
         if len(chosen) < len(pairs):
             when = f"in step {pair.step + 1}" if len(chosen) == 1 else f"in {len(chosen)} of its {len(pairs)} steps"
         return _Finding(metric, Difference(self._figure, self._parts, pair.step, pair.before, pair.now, when), passes)
+
+    def _values(self, counts: Counts) -> list[int]:
+        return [self._value(counts.kinds[kind]) for kind in counts.steps]
 
     def _value(self, step: StepCounts) -> int:
         return sum(step.figure(part) for part in self._parts)

@@ -18,7 +18,7 @@ from pytest_gputrain.gate.memory import PHASES, describe_memory, is_memory_metri
 from pytest_gputrain.gate.messages import describe_metric
 from pytest_gputrain.gate.unmeasured import Sentences, nearest
 from pytest_gputrain.gate.work import WORK, describe_work
-from pytest_gputrain.records import FAILING, Case, EmulatedRun, MetricName, MetricVerdict, Status, Verdict
+from pytest_gputrain.records import FAILING, Case, Counts, EmulatedRun, MetricName, MetricVerdict, Status, Verdict
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.tolerance import CountTerms
 from pytest_gputrain.utils.units import format_bytes, format_percent
@@ -36,7 +36,9 @@ class _Compared(NamedTuple):
     worse: tuple[str, ...]
     better: tuple[str, ...]
     told: tuple[str, ...]
-    is_trade: bool
+    doubtful: tuple[str, ...] = ()
+    """Growth that a second run does not confirm."""
+    is_trade: bool = False
     """Whether what steps ask of the GPU is worse where something else is better, or the other way round."""
 
 
@@ -46,12 +48,14 @@ def judge(
     recorded: Recorded[EmulatedRun] | None,
     title: str,
     terms: CountTerms = BY_THE_RULES,
+    again: Counts | None = None,
 ) -> Verdict:
     """Judge ``run`` against what is recorded of its case.
 
     Args:
         title: of the platform, as sentences name it.
         terms: of what steps ask of the GPU.
+        again: what they asked of it in a second run, which confirms the first.
     """
     found = nearest(
         case,
@@ -67,7 +71,7 @@ def judge(
     if isinstance(found, Verdict):
         return found
     before, changed = found
-    verdict = _verdict(case, run, before, title, terms)
+    verdict = _verdict(case, run, before, title, terms, again)
     return _under_other_conditions(verdict, changed) if changed else verdict
 
 
@@ -81,22 +85,27 @@ def _under_other_conditions(verdict: Verdict, changed: str) -> Verdict:
     return msgspec.structs.replace(verdict, sentence=sentence, other_conditions=changed)
 
 
-def _verdict(case: Case, run: EmulatedRun, before: EmulatedRun, title: str, terms: CountTerms) -> Verdict:
+def _verdict(
+    case: Case, run: EmulatedRun, before: EmulatedRun, title: str, terms: CountTerms, again: Counts | None
+) -> Verdict:
     if before.fits and not run.fits:
         sentence = f"{case} {_what_does_not_fit(run, title, 'no longer fits')}; if that is expected, {_RECORD}"
         return Verdict(status="regressed", sentence=sentence)
     if run.fits and not before.fits:
         return Verdict(status="improved", sentence=f"{case} fits {title} now; {_RECORD}")
-    compared = _compare(before, run, terms)
+    compared = _compare(before, run, terms, again)
     metrics = compared.metrics
     not_compared = "".join(f"; {what}" for what in _not_compared(before, run, terms))
     told = "".join(f"; {what}" for what in compared.told)
     if compared.worse:
-        sentence = f"{case} {'; '.join(compared.worse)}"
+        sentence = f"{case} {'; '.join((*compared.worse, *compared.doubtful))}"
         if compared.is_trade:
             reason = _checkpointing(before, run)
             sentence += f"; but it {'; '.join(compared.better)}{reason}; if that is expected, {_RECORD}"
         return Verdict(status="regressed", sentence=f"{sentence}{not_compared}", metrics=metrics)
+    if compared.doubtful:
+        sentence = f"{case} {'; '.join(compared.doubtful)}{told}{not_compared}"
+        return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
     if compared.better:
         sentence = f"{case} {'; '.join(compared.better)}{told}{not_compared}; {_RECORD}"
         return Verdict(status="improved", sentence=sentence, metrics=metrics)
@@ -105,10 +114,10 @@ def _verdict(case: Case, run: EmulatedRun, before: EmulatedRun, title: str, term
     return Verdict(status="not-comparable" if lost else "pass", sentence=sentence, metrics=metrics)
 
 
-def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms) -> _Compared:
+def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Counts | None) -> _Compared:
     counts = None
     if before.counts and now.counts and before.fits and now.fits and terms.mode != "off":
-        counts = judge_counts(before.counts, now.counts, terms)
+        counts = judge_counts(before.counts, now.counts, terms, again)
     metrics = tuple(_metrics(before, now, work_rose=counts is not None and counts.work_rose))
     worse, better = (_changes(metrics, (status,), before, now) for status in _CHANGED)
     phases = before.phase_peak_bytes.keys() - now.phase_peak_bytes.keys() - {"between"}
@@ -116,12 +125,13 @@ def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms) -> _Compa
         worse.insert(0, f"no longer trains: it has no {' and no '.join(gone)}")
     told = tuple(f"the bytes that it moves {metric.note}" for metric in metrics if metric.note)
     if counts is None:
-        return _Compared(metrics, tuple(worse), tuple(better), told, is_trade=False)
+        return _Compared(metrics, tuple(worse), tuple(better), told)
     return _Compared(
         metrics=(*metrics, *counts.metrics),
         worse=(*worse, *counts.worse),
         better=(*better, *counts.better),
         told=(*told, *counts.told),
+        doubtful=tuple(f"{what}, which a second run in a fresh process does not confirm" for what in counts.doubtful),
         is_trade=bool((counts.worse and better) or (counts.better and worse) or (counts.worse and counts.better)),
     )
 

@@ -9,10 +9,13 @@ from typing import NamedTuple
 import msgspec
 
 from pytest_gputrain.gate.contention import describe_others
+from pytest_gputrain.gate.count_lines import describe_most, format_count, most_of_a_step
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.step_times import exceeds
 from pytest_gputrain.records import (
+    FAILING,
     Case,
+    Counts,
     Crashed,
     LimitVerdict,
     Lost,
@@ -22,6 +25,7 @@ from pytest_gputrain.records import (
     TimedOut,
     Verdict,
 )
+from pytest_gputrain.records.counts import COUNT_FIGURES
 from pytest_gputrain.records.tolerance import Cap
 from pytest_gputrain.utils.units import format_bytes, format_seconds
 
@@ -48,6 +52,9 @@ def judge_limits(
     lost = len(replies) - len(measured)
     limits, settled = [], True
     for cap in caps:
+        if cap.metric in COUNT_FIGURES:
+            limits.append(_of_count(cap, None, None))
+            continue
         values = [_value(cap, reply) for reply in measured]
         reason = "there are no figures" if not values else _why_not_judged(cap, case, measured[0], scale, cpu_time)
         over: bool | None = False
@@ -73,17 +80,30 @@ def judge_limits(
 
 
 def judge_exact(
-    caps: Sequence[Cap], case: Case, peak: int, *, scale: Scale, what: str, runs: int = 0
+    caps: Sequence[Cap],
+    case: Case,
+    peak: int,
+    *,
+    scale: Scale,
+    what: str,
+    runs: int = 0,
+    counts: Counts | None = None,
+    again: Counts | None = None,
 ) -> tuple[LimitVerdict, ...]:
-    """Judge a peak of memory that is the same in every process, and comes without a time, against each of ``caps``.
+    """Judge figures that are the same in every process, and come without a time, against each of ``caps``.
 
     Args:
         peak: allocated bytes.
         what: it is of, as ``a prediction``.
         runs: fresh processes that trained for it.
+        counts: what each step asks of the GPU, of which every step is judged.
+        again: the same in a second run. A count that is over its limit in one of both is in doubt.
     """
     limits = []
     for cap in caps:
+        if cap.metric in COUNT_FIGURES:
+            limits.append(_of_count(cap, counts, again, _why_not_of_this_scale(case, scale)))
+            continue
         timed = cap.metric == "step_seconds"
         reason = f"{what} has no time" if timed else _why_not_of_this_scale(case, scale)
         over = not reason and peak > cap.most
@@ -99,6 +119,25 @@ def judge_exact(
             )
         )
     return tuple(limits)
+
+
+def _of_count(cap: Cap, counts: Counts | None, again: Counts | None, reason: str = "") -> LimitVerdict:
+    """Judge the step that has most of a count."""
+    figure = next(figure for figure in COUNT_FIGURES if figure == cap.metric)
+    limit = LimitVerdict(metric=figure, status="pass", value=None, limit=cap.most, stated=cap.stated)
+    if reason or counts is None or not counts.steps:
+        note = reason or "what its steps ask of the GPU was not counted"
+        return msgspec.structs.replace(limit, status="not-judged", note=note)
+    most = most_of_a_step(figure, counts)
+    limit = msgspec.structs.replace(limit, value=most)
+    if most <= cap.most:
+        return limit
+    said, cause = describe_most(figure, counts)
+    note = f"{said}, over its limit of {format_count(figure, round(cap.most))}{f': {cause}' if cause else ''}"
+    if again is None or (again.steps and most_of_a_step(figure, again) > cap.most):
+        return msgspec.structs.replace(limit, status="over-limit", note=note)
+    note += ", which a second run in a fresh process does not confirm"
+    return msgspec.structs.replace(limit, status="inconclusive", note=note)
 
 
 def _value(cap: Cap, reply: Measurement) -> float:
@@ -122,11 +161,17 @@ def with_limits(case: Case, verdict: Verdict | None, limits: tuple[LimitVerdict,
     """Return ``verdict`` with what the limits add to it; None for a case without either."""
     if not limits:
         return verdict
-    over = " and ".join(_describe(limit) for limit in limits if limit.status == "over-limit")
+    over, doubtful = (
+        " and ".join(_describe(limit) for limit in limits if limit.status == status)
+        for status in ("over-limit", "inconclusive")
+    )
     if verdict is None:
         judged = any(limit.status != "not-judged" for limit in limits)
         sentence = f"{case} is within its limits" if judged else f"{case} has no limit that was judged: {limits[0].note}"
         verdict = Verdict(status="pass", sentence=sentence)
+    if not over and doubtful and verdict.status not in FAILING:
+        begin = f"{verdict.sentence}; it also" if verdict.status == "inconclusive" else f"{case}"
+        return msgspec.structs.replace(verdict, status="inconclusive", sentence=f"{begin} {doubtful}", limits=limits)
     if not over:
         return msgspec.structs.replace(verdict, limits=limits)
     if verdict.status in ("failed", "regressed"):
@@ -136,6 +181,8 @@ def with_limits(case: Case, verdict: Verdict | None, limits: tuple[LimitVerdict,
 
 def _describe(limit: LimitVerdict) -> str:
     assert limit.value is not None
+    if limit.metric in COUNT_FIGURES:
+        return f"{limit.note} ({limit.stated})"
     if limit.metric == "step_seconds":
         what = f"takes {format_seconds(limit.value)} a step, over its limit of {format_seconds(limit.limit)}"
     else:

@@ -150,16 +150,17 @@ class LimitVerdict(Struct, frozen=True, kw_only=True):
 
     metric: MetricName
     """The metric."""
-    status: Literal["pass", "over-limit", "not-judged"]
-    """Whether it is within the limit."""
+    status: Literal["pass", "over-limit", "inconclusive", "not-judged"]
+    """Whether it is within the limit. ``inconclusive`` is a count that exceeds it in one of two runs."""
     value: float | None
-    """The median of the runs. Of an even number of runs, the higher of the middle two. None if there are no figures."""
+    """The median of the runs. Of an even number of runs, the higher of the middle two. Of a count, that of the step that has
+    most. None if there are no figures."""
     limit: float
     """The highest allowed value."""
     stated: str
     """The place of the limit, as ``gpu_limit on test_tuning``."""
     note: str = ""
-    """Why it was not judged."""
+    """Why it was not judged, or for a count which step exceeds the limit, and at which line."""
     runs: Whole = 0
     """Fresh processes that gave a figure."""
 
@@ -178,6 +179,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     """The verdict of each limit that ``gpu_limit`` sets."""
     before: Status | None = None
     """For a ``recorded`` case, the verdict that its figures had before they were recorded."""
+    accepted: tuple[str, ...] = ()
+    """For a ``recorded`` case, each figure of what its steps ask of the GPU that has changed: ``waits 0 -> 1 a step``."""
     other_conditions: str = ""
     """How the conditions of an emulated run differ from those of its baseline, as ``torch 2.12.0 -> 2.13.0``."""
     held_to: HeldTo | None = None

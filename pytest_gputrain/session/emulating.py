@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 
 import msgspec
 
 from pytest_gputrain.execution.emulated import EmulatingExecutor
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
+from pytest_gputrain.gate.count_lines import count_changes
 from pytest_gputrain.gate.emulation import judge
-from pytest_gputrain.records import Case, Emulated, EmulatedRun, Task, Verdict
+from pytest_gputrain.gate.limits import judge_exact
+from pytest_gputrain.records import Case, Counts, Emulated, EmulatedRun, LimitVerdict, Task, Verdict
+from pytest_gputrain.records.counts import COUNT_FIGURES
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
-from pytest_gputrain.session.criteria import count_terms_of
+from pytest_gputrain.session.criteria import count_terms_of, records
 from pytest_gputrain.session.replies import Watch
 from pytest_gputrain.session.request import Request
 from pytest_gputrain.session.unmeasured import UnmeasuredRunner
@@ -21,7 +25,10 @@ from pytest_gputrain.utils.errors import CannotRun
 
 
 class EmulatingRunner(UnmeasuredRunner[EmulatedRun]):
-    """Answers requests by running cases on emulated GPUs of one platform, each once: nothing there is noisy."""
+    """Answers requests by running cases on emulated GPUs of one platform, each once: nothing there is noisy.
+
+    Growth of what steps ask of the GPU fails a case if a second process confirms it.
+    """
 
     source = "an emulated GPU"
     failing = "figures"
@@ -43,9 +50,14 @@ class EmulatingRunner(UnmeasuredRunner[EmulatedRun]):
         return self._tasks.make(case, request.module, growth_bytes=request.terms.growth_bytes)
 
     def _verdict(
-        self, request: Request, case: Case, figures: EmulatedRun, recorded: Recorded[EmulatedRun] | None, title: str
+        self, request: Request, task: Task, figures: EmulatedRun, recorded: Recorded[EmulatedRun] | None, title: str
     ) -> Verdict:
-        verdict = judge(case, figures, recorded, title, count_terms_of(self.settings, request.terms))
+        case = task.case
+        judge_with = functools.partial(judge, case, figures, recorded, title, count_terms_of(self.settings, request.terms))
+        verdict = judge_with()
+        fails = any(metric.status == "regressed" and metric.metric in COUNT_FIGURES for metric in verdict.metrics)
+        if fails and not records(self.settings, recorded=recorded is not None):
+            verdict = judge_with(again=self._counts_again(task))
         if case.method != "script" or verdict.status != "regressed":
             return verdict
         # A worker that runs a script sees the allocator's peaks alone, not what holds them.
@@ -53,6 +65,34 @@ class EmulatingRunner(UnmeasuredRunner[EmulatedRun]):
         emulate = f"gputrain emulate --gpu {self.executor.host.platform} -- {command}"
         sentence = f"{verdict.sentence}; {emulate} shows what is allocated at the peak, and where"
         return msgspec.structs.replace(verdict, sentence=sentence)
+
+    def _limits(self, request: Request, task: Task, figures: EmulatedRun) -> tuple[LimitVerdict, ...]:
+        judge_with = functools.partial(
+            judge_exact,
+            request.terms.caps,
+            task.case,
+            figures.peak_allocated_bytes,
+            scale=task.scale,
+            what=self.source,
+            runs=self.processes_trained,
+            counts=figures.counts,
+        )
+        limits = judge_with()
+        if any(limit.status == "over-limit" and limit.metric in COUNT_FIGURES for limit in limits):
+            limits = judge_with(again=self._counts_again(task))
+        return limits
+
+    def _counts_again(self, task: Task) -> Counts:
+        """Count in a second process; without steps if that gives no counts."""
+        reply = self._executor.run_again(task, watch=lambda event: self._watch(task.case, event, 2))
+        counts = reply.counts if isinstance(reply, EmulatedRun) else None
+        return counts or Counts(steps=(), kinds=())
+
+    def _accepted(self, case: Case, figures: EmulatedRun, recorded: Recorded[EmulatedRun]) -> tuple[str, ...]:
+        before = recorded.like(figures) or recorded.nearest(figures)
+        if before.counts is None or figures.counts is None or recorded.case.identity() != case.identity():
+            return ()
+        return tuple(count_changes(before.counts, figures.counts))
 
     def _described(self, figures: EmulatedRun, title: str) -> str:
         return f"these figures of an emulated {title}{'' if figures.fits else f', not fitting {title},'}"

@@ -44,9 +44,9 @@ class PredictingRunner(UnmeasuredRunner[Prediction]):
         return self._tasks.make(request.case, request.module)
 
     def _verdict(
-        self, request: Request, case: Case, figures: Prediction, recorded: Recorded[Prediction] | None, title: str
+        self, request: Request, task: Task, figures: Prediction, recorded: Recorded[Prediction] | None, title: str
     ) -> Verdict:
-        return judge(case, figures, recorded, tolerance_of(self.settings, request.terms).memory, title)
+        return judge(task.case, figures, recorded, tolerance_of(self.settings, request.terms).memory, title)
 
     def _described(self, figures: Prediction, title: str) -> str:
         return "this prediction" if figures.fits is not False else f"this prediction, which does not fit {title},"

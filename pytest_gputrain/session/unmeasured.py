@@ -13,7 +13,18 @@ from pytest_gputrain.execution.unmeasured import UnmeasuredExecutor
 from pytest_gputrain.gate.limits import judge_exact, with_limits
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.hardware import catalog
-from pytest_gputrain.records import Case, Emulated, EmulatedRun, Predicted, Prediction, Result, Target, Task, Verdict
+from pytest_gputrain.records import (
+    Case,
+    Emulated,
+    EmulatedRun,
+    LimitVerdict,
+    Predicted,
+    Prediction,
+    Result,
+    Target,
+    Task,
+    Verdict,
+)
 from pytest_gputrain.records.recorded import FiguresT, Recorded
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.session.criteria import records, refuse_missing_folder
@@ -56,6 +67,7 @@ class UnmeasuredRunner(CaseRunner, abc.ABC, Generic[FiguresT]):
         emulated: str = "",
     ) -> None:
         super().__init__(settings, executor, TaskMaker(settings, lambda: executor.host, environment, target, emulated))
+        self._executor = executor
         self._watch = watch
         self._store = self.store_type(settings.baseline_dir)
 
@@ -77,9 +89,7 @@ class UnmeasuredRunner(CaseRunner, abc.ABC, Generic[FiguresT]):
             figures = cast("FiguresT", reply)
             if request.judged:
                 verdict, further = self._judged(request, task, figures, recorded)
-            caps, peak, runs = request.terms.caps, figures.peak_allocated_bytes, self.processes_trained
-            limits = judge_exact(caps, case, peak, scale=task.scale, what=self.source, runs=runs)
-            verdict = with_limits(case, verdict, limits)
+            verdict = with_limits(case, verdict, self._limits(request, task, figures))
         elif request.judged:
             verdict = Verdict(status="failed", sentence=f"{case} {describe_failure(reply, self.failing)}")
         return self.result_type(**result_fields(request, task, host, verdict), reply=reply, **further)
@@ -104,12 +114,25 @@ class UnmeasuredRunner(CaseRunner, abc.ABC, Generic[FiguresT]):
     ) -> tuple[Verdict, dict[str, Any]]:
         """Judge the figures; return fields of the result beside the verdict, too."""
         title = catalog.title_of(self.executor.host.platform)
-        verdict = self._verdict(request, task.case, figures, recorded, title)
+        verdict = self._verdict(request, task, figures, recorded, title)
         if not records(self.settings, recorded=recorded is not None):
             return self._advised(task, figures, verdict)
         instead = f"; before, {verdict.sentence}" if recorded is not None and verdict.status != "pass" else ""
+        accepted = self._accepted(task.case, figures, recorded) if recorded is not None else ()
         sentence = f"{task.case} has {self._described(figures, title)} as its baseline now{instead}"
-        return msgspec.structs.replace(verdict, status="recorded", sentence=sentence, before=verdict.status), {}
+        verdict = msgspec.structs.replace(
+            verdict, status="recorded", sentence=sentence, before=verdict.status, accepted=accepted
+        )
+        return verdict, {}
+
+    def _accepted(self, case: Case, figures: FiguresT, recorded: Recorded[FiguresT]) -> tuple[str, ...]:
+        """Name each count that an update changes, before and after."""
+        return ()
+
+    def _limits(self, request: Request, task: Task, figures: FiguresT) -> tuple[LimitVerdict, ...]:
+        """Judge the figures against the limits of the test."""
+        caps, peak, runs = request.terms.caps, figures.peak_allocated_bytes, self.processes_trained
+        return judge_exact(caps, task.case, peak, scale=task.scale, what=self.source, runs=runs)
 
     def _advised(self, task: Task, figures: FiguresT, verdict: Verdict) -> tuple[Verdict, dict[str, Any]]:
         """Add what helps where the case does not fit."""
@@ -129,7 +152,7 @@ class UnmeasuredRunner(CaseRunner, abc.ABC, Generic[FiguresT]):
 
     @abc.abstractmethod
     def _verdict(
-        self, request: Request, case: Case, figures: FiguresT, recorded: Recorded[FiguresT] | None, title: str
+        self, request: Request, task: Task, figures: FiguresT, recorded: Recorded[FiguresT] | None, title: str
     ) -> Verdict:
         """Judge the figures against what is recorded."""
 

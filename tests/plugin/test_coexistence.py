@@ -45,7 +45,7 @@ def test_several_runs_ask_for_several_processes_and_for_more_where_they_disagree
 
 
 def test_markers_are_listed_with_their_help(project):
-    markers = ["h100: gputrain: declared for H100", "gpu_limit(memory=*, time=*", "gpu_tolerance(time=*, memory=*"]
+    markers = ["h100: gputrain: declared for H100", "gpu_limit(memory=*, waits=*", "gpu_tolerance(time=*, launches=*"]
     project.run("--markers").stdout.fnmatch_lines_random([f"@pytest.mark.{marker}" for marker in markers])
 
 

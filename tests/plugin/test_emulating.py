@@ -19,11 +19,26 @@ RUN = {
     "device_used_bytes": 38_600_000_000,
     "flops_per_step": 740_000_000,
 }
+LOSS = {"file": "train.py", "function": "train", "text": "loss.item()", "line": 42}
+
+
+def counted(waits=0, launches=1000):
+    """A run of two timed steps, the second of which waits so often."""
+    counts = {
+        "steps": [0, 1],
+        "kinds": [{"launches": launches}, {"launches": launches, "waits": waits}],
+        "causes": [{"what": "waits", "own": LOSS, "counts": [0, waits]}],
+    }
+    return {**RUN, "counts": counts}
+
+
+WAITS = "waits for the GPU 1 time in step 2 (0 before): 1 more at train.py:42 in train, loss.item()"
 EMULATE = ("-m", "h100", "--gpu-emulate")
 UPDATE = "--gpu-baseline-update"
 TEST = f"test_tuning[{GEMMA}]"
 
 CONFTEST = """
+import collections
 import contextlib
 import json
 from pathlib import Path
@@ -38,11 +53,16 @@ HERE = Path(__file__).parent
 
 
 def pytest_configure(config):
+    launches = collections.Counter()
+
     def emulate(task, *, timeout_seconds, environ, watch=None, fork_server=None):
         with open(HERE / "launches.jsonl", "a") as log:
-            log.write(json.dumps({"id": str(task.case), "emulated": task.emulated, "processes": task.processes}) + "\\n")
+            launch = {"emulated": task.emulated, "processes": task.processes, "counts": task.counts}
+            log.write(json.dumps({"id": str(task.case), **launch}) + "\\n")
         replies = json.loads((HERE / "replies.json").read_text())
-        (reply, *_) = replies.get(str(task.case), replies["*"])
+        answers, before = replies.get(str(task.case), replies["*"]), launches[str(task.case)]
+        launches[str(task.case)] += 1
+        reply = answers[min(before, len(answers) - 1)]
         return msgspec.convert(reply, EmulatedRun | OutOfMemory | Crashed)
 
     patch = pytest.MonkeyPatch()
@@ -212,3 +232,92 @@ def test_a_case_of_several_gpus_is_one_launch_of_all_its_processes_and_one_that_
     result = emulating.run(*EMULATE, UPDATE)
     assert only_sentence(result, TEST) == f"{GEMMA} gave no figures (import): no stand-ins"
     assert GEMMA not in emulated_baselines(emulating)
+
+
+def launched(project, case):
+    return [launch["id"] for launch in project.launches].count(case)
+
+
+@pytest.fixture
+def counting(emulating):
+    """The cases with recorded counts, in which no step waits."""
+    emulating.answer(counted())
+    emulating.run(*EMULATE, UPDATE).assert_outcomes(passed=3)
+    return emulating
+
+
+def test_growth_of_a_count_fails_only_if_a_second_process_confirms_it(counting):
+    began = launched(counting, GEMMA)
+    counting.run(*EMULATE).assert_outcomes(passed=3)
+    assert launched(counting, GEMMA) == began + 1, "a run that passes is never run twice"
+    counting.answer(counted(waits=1), to=GEMMA)
+    assert only_sentence(counting.run(*EMULATE), TEST) == f"{GEMMA} {WAITS}"
+    assert launched(counting, GEMMA) == began + 3
+    counting.answer(counted(waits=1), counted(), to=GEMMA)
+    result = counting.run(*EMULATE)
+    result.assert_outcomes(passed=3)
+    doubt = f"1 case in doubt: {GEMMA} {WAITS}, which a second run in a fresh process does not confirm"
+    result.stdout.fnmatch_lines([doubt])
+    counting.answer(counted(waits=1), {"outcome": "crashed", "sentence": "no", "phase": "import"}, to=GEMMA)
+    assert WAITS in only_sentence(counting.run(*EMULATE, "--gpu-strict"), TEST)
+
+
+def test_growth_of_memory_needs_no_second_process(counting):
+    began = launched(counting, GEMMA)
+    counting.answer({**counted(), "peak_reserved_bytes": RUN["peak_reserved_bytes"] + 1}, to=GEMMA)
+    counting.run(*EMULATE).assert_outcomes(passed=2, failed=1)
+    assert launched(counting, GEMMA) == began + 1
+
+
+def test_two_tests_of_a_case_share_the_run_that_confirms_its_limit(counting):
+    limited = SUITE.replace("@pytest.mark.p", "@pytest.mark.gpu_limit(waits=0)\n@pytest.mark.p")
+    counting.write(test_tuning=limited, test_too=limited.replace("gputrain.check", "gputrain.measure"))
+    counting.answer(counted(waits=1), to=GEMMA)
+    began = launched(counting, GEMMA)
+    result = counting.run(*EMULATE)
+    result.assert_outcomes(passed=4, failed=2)
+    assert launched(counting, GEMMA) == began + 2
+    over = "waits for the GPU 1 time in step 2, over its limit of 0: 1 at train.py:42 in train, loss.item()"
+    sentences = [f"{GEMMA} {WAITS}; it also {over}", f"{GEMMA} {over}"]
+    result.stdout.fnmatch_lines_random([f"{sentence} (gpu_limit on test_tuning)" for sentence in sentences])
+
+
+@pytest.mark.parametrize(
+    ("setting", "outcome", "counts"),
+    [
+        ("gpu_counts = judge", "failed", True),
+        ("gpu_counts = tell", "passed", True),
+        ("gpu_counts = off", "passed", False),
+        ("gpu_count_tolerance = waits=1", "passed", True),
+        ("gpu_count_tolerance = waits=100 %", "failed", True),
+    ],
+)
+def test_the_ini_file_says_how_counts_are_judged(counting, setting, outcome, counts):
+    counting.answer(counted(waits=1))
+    counting.ini(setting)
+    counting.run(*EMULATE, "-k", "gemma").assert_outcomes(**{outcome: 1}, deselected=2)
+    assert counting.launches[-1]["counts"] == counts
+
+
+def test_a_tolerance_of_a_test_counts_before_that_of_the_ini_file(counting):
+    counting.answer(counted(waits=2), to=GEMMA)
+    counting.ini("gpu_count_tolerance = waits=1, launches=5 %")
+    for tolerance, failed in (("waits=2", 0), ("launches='5 %'", 1)):
+        marked = f"@pytest.mark.gpu_tolerance({tolerance})\n@pytest.mark.p"
+        counting.write(test_tuning=SUITE.replace("@pytest.mark.p", marked))
+        counting.run(*EMULATE).assert_outcomes(passed=3 - failed, failed=failed)
+
+
+def test_an_update_prints_every_count_that_it_changes_and_confirms_none(counting):
+    began = launched(counting, GEMMA)
+    counting.answer(counted(waits=1, launches=1001), to=GEMMA)
+    counting.answer(counted(launches=1001), to=LLAMA)
+    result = counting.run(*EMULATE, UPDATE)
+    result.assert_outcomes(passed=3)
+    assert launched(counting, GEMMA) == began + 1
+    lines = [
+        f"1 case recorded with launches 1,000 -> 1,001 a step: {LLAMA}",
+        f"1 case recorded with waits 0 -> 1 in 2 steps, launches 1,000 -> 1,001 a step: {GEMMA}",
+    ]
+    result.stdout.fnmatch_lines_random(lines)
+    result.stdout.no_fnmatch_line("*1,000 -> 1,000*")

@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,11 +15,15 @@ from unit_examples import CASE, baseline, baseline_run, cpu_environment, predict
 from pytest_gputrain.cli.check_baselines import check
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.gate.baseline_changes import loosened
-from pytest_gputrain.records import FORMAT, Case
+from pytest_gputrain.records import FORMAT, Case, Counts, EmulatedRun, StepCounts
 from pytest_gputrain.storage.baselines import BaselineStore
 from pytest_gputrain.storage.recorded import PredictionStore
 
 COMMITTED = Path(__file__).parents[2] / "baselines"
+EMULATED = EmulatedRun(
+    device_name="NVIDIA H100", device_memory_bytes=79 * 2**30, runtime="13.0", packages={"torch": "2.13.0"}, fits=True,
+    peak_allocated_bytes=2**20, peak_reserved_bytes=2**21, device_used_bytes=2**30,
+)  # fmt: skip
 OTHER = CASE.replace(model="gemma-7b")
 
 
@@ -299,3 +304,15 @@ def test_every_prediction_is_compared_under_its_own_conditions():
     assert what.raised[0].endswith("(+100.0 %)")
     assert loosened(before, recorded(prediction(fits=False), later)).lost == ("predicted to fit -> predicted not to fit",)
     assert loosened(before, before) == ((), ())
+
+
+def test_a_baseline_that_lets_a_step_ask_the_gpu_for_more_is_told():
+    def emulated(*kinds):
+        counts = Counts(steps=tuple(range(len(kinds))), kinds=tuple(StepCounts(**kind) for kind in kinds))
+        return recorded(msgspec.structs.replace(EMULATED, counts=counts if kinds else None))
+
+    before = emulated({"launches": 9, "d2d": 2}, {"launches": 9, "d2d": 2})
+    assert loosened(before, emulated({"launches": 9, "waits": 1}, {"launches": 9})).raised == ("waits 0 -> 1 in 2 steps",)
+    assert loosened(before, emulated({"launches": 9, "d2d": 2})).lost == ("counts of 2 steps -> 1",)
+    assert loosened(before, emulated()).lost == ("without what its steps ask of the GPU",)
+    assert loosened(emulated(), before) == ((), ())

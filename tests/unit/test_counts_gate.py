@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_gputrain.gate.count_lines import count_changes
 from pytest_gputrain.gate.counts import judge_counts
 from pytest_gputrain.records import CountCause, Counts, Place, StepCounts
 from pytest_gputrain.records.tolerance import CountTerms, CountTolerance
@@ -59,7 +60,7 @@ def any_counts(draw):
 def test_equal_counts_pass_in_silence(same):
     verdict = judge_counts(same, same)
     assert {metric.status for metric in verdict.metrics} == {"pass"}
-    assert verdict[1:] == ((), (), (), False)
+    assert verdict[1:] == ((), (), (), (), False)
 
 
 @given(step_counts, step_counts)
@@ -378,3 +379,34 @@ def test_lines_that_only_moved_or_were_edited_are_never_named(lines, more):
     total = sum(waits for (_, _, waits), _ in lines)
     (sentence,) = _sentences({"waits": total}, {"waits": total + more}, before, now)
     assert sentence.endswith(f" a step ({total} before): {more} more at new.py:1 in new, loss.item()")
+
+
+@pytest.mark.parametrize(
+    ("second", "status"),
+    [
+        ({"waits": 2, "launches": 990}, "regressed"),
+        ({"waits": 1, "launches": 1000}, "inconclusive"),
+        ({"waits": 3, "launches": 1000}, "inconclusive"),
+        (None, "inconclusive"),
+    ],
+)
+def test_growth_fails_if_the_same_figure_of_a_second_run_has_the_same_values(second, status):
+    before, now = (counts({"waits": waits}, {"waits": 1}, causes=[cause("waits", waits, 1, own=LOSS)]) for waits in (1, 2))
+    again = counts() if second is None else counts(second, {"waits": 1})
+    verdict = judge_counts(before, now, again=again)
+    assert statuses(verdict)["waits"] == status
+    said = "waits for the GPU 2 times in step 1 (1 before): 1 more at train.py:42 in train, loss.item()"
+    assert (verdict.worse, verdict.doubtful) == (((said,), ()) if status == "regressed" else ((), (said,)))
+
+
+def test_every_figure_that_changes_is_named_with_both_values():
+    before = counts({"launches": 1000, "d2h_bytes": 4}, {"launches": 1000, "waits": 1, "d2h_bytes": 4}, steps=[0, 1] * 3)
+    now = counts({"launches": 1002, "waits": 1}, {"launches": 1002}, steps=[0, 1, 0, 0])
+    assert [*count_changes(before, now)] == [
+        "waits 2 -> 3 in 4 steps",
+        "launches 1,000 -> 1,002 a step",
+        "d2h_bytes 4 B -> 0 B a step",
+    ]
+    assert [*count_changes(before, now, only_more=True)] == ["waits 2 -> 3 in 4 steps", "launches 1,000 -> 1,002 a step"]
+    moved = counts({"waits": 1}, {}, steps=[0, 1])
+    assert [*count_changes(moved, counts({}, {"waits": 1}))] == ["waits 1 -> 1 in 2 steps at other steps"]

@@ -5,7 +5,7 @@ import pytest
 from unit_examples import CASE, cpu_environment, crashed, measurement, out_of_memory
 
 from pytest_gputrain.gate.limits import judge_exact, judge_limits, with_limits
-from pytest_gputrain.records import Holder, LimitVerdict, Verdict
+from pytest_gputrain.records import CountCause, Counts, Holder, LimitVerdict, Place, StepCounts, Verdict
 from pytest_gputrain.records.tolerance import Cap
 from pytest_gputrain.utils.units import GiB
 
@@ -77,6 +77,58 @@ def test_a_prediction_is_held_against_limits_of_memory_at_full_scale(gib, status
     )
     (tiny,) = judge_exact([MEMORY], CASE, round(gib * GiB), scale="tiny", what="a prediction")
     assert (tiny.status, tiny.note) == ("not-judged", TINY)
+
+
+WAITS = Cap(metric="waits", most=0, stated=STATED)
+LOSS = Place(file="train.py", function="train", text="loss.item()", line=42)
+NORM = Place(file="train.py", function="train", text="norm.item()", line=45)
+COUNTS = Counts(
+    steps=(0, 1, 0),
+    kinds=(StepCounts(waits=1), StepCounts(waits=3)),
+    causes=(CountCause(what="waits", own=LOSS, counts=(1, 1)), CountCause(what="waits", own=NORM, counts=(0, 2))),
+)
+OVER_IN_STEP = "waits for the GPU 3 times in step 2, over its limit of {}: 2 at train.py:45 in train, norm.item()"
+
+
+def _counted(most, counts=COUNTS, again=None, scale="full", case=CASE):
+    cap = Cap(metric="waits", most=most, stated=STATED)
+    return judge_exact([cap], case, GiB, scale=scale, what="an emulated GPU", counts=counts, again=again)
+
+
+@pytest.mark.parametrize(("most", "status"), [(2, "over-limit"), (3, "pass")])
+def test_every_step_is_held_against_the_limit_of_a_count_and_the_line_that_asks_for_most_is_named(most, status):
+    limits = _counted(most)
+    assert (limits[0].status, limits[0].value, limits[0].limit) == (status, 3, most)
+    within = f"{CASE} is within its limits"
+    over = f"{CASE} {OVER_IN_STEP.format(most)} ({STATED})"
+    assert with_limits(CASE, None, limits).sentence == (within if status == "pass" else over)
+
+
+def test_steps_that_are_alike_are_not_numbered():
+    same = msgspec.structs.replace(COUNTS, steps=(0, 0), kinds=COUNTS.kinds[:1])
+    note = "waits for the GPU 1 time a step, over its limit of 0: 1 at train.py:42 in train, loss.item()"
+    assert _counted(0, same)[0].note == note
+
+
+@pytest.mark.parametrize(
+    ("again", "status"),
+    [(COUNTS, "over-limit"), (msgspec.structs.replace(COUNTS, steps=(0, 0, 0), kinds=(StepCounts(),)), "inconclusive")],
+)
+def test_a_limit_that_one_of_two_runs_exceeds_is_in_doubt(again, status):
+    limits = _counted(2, again=again)
+    assert limits[0].status == status
+    verdict = with_limits(CASE, Verdict(status="improved", sentence="it is better"), limits)
+    assert verdict.status == status
+    confirmed = "" if status == "over-limit" else ", which a second run in a fresh process does not confirm"
+    assert verdict.sentence == f"{CASE} {OVER_IN_STEP.format(2)}{confirmed} ({STATED})"
+
+
+def test_a_limit_of_a_count_is_not_judged_where_nothing_was_counted_or_the_model_is_another():
+    uncounted = "what its steps ask of the GPU was not counted"
+    assert [(limit.status, limit.note) for limit in _counted(0, None)] == [("not-judged", uncounted)]
+    assert [(limit.status, limit.note) for limit in _against(WAITS, OVER).limits] == [("not-judged", uncounted)]
+    assert _counted(0, scale="tiny")[0].note == TINY
+    assert _counted(0, scale="tiny", case=OWN)[0].status == "over-limit"
 
 
 @pytest.mark.parametrize(

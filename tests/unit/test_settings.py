@@ -9,7 +9,7 @@ import pytest
 
 from pytest_gputrain.plugin.options import OPTIONS, ini_only_sentence
 from pytest_gputrain.plugin.settings import read
-from pytest_gputrain.records.tolerance import MemoryTolerance
+from pytest_gputrain.records.tolerance import CountTolerance, MemoryTolerance
 from pytest_gputrain.utils.units import MiB
 
 ROOT = Path("/project")
@@ -41,6 +41,11 @@ class Layers(NamedTuple):
     default: Any
 
 
+TOLERANCES = {
+    "launches": CountTolerance(ratio=0.05),
+    "waits": CountTolerance(more=1),
+    "h2d_bytes": CountTolerance(ratio=0.02, more=MiB),
+}
 LAYERS = [
     Layers("baseline-update", "baseline_update", (True, "all"), ("true", "all"), "no"),
     Layers("baseline-update-new-only", "baseline_update", (True, "new-only"), ("yes", "new-only"), "no"),
@@ -53,6 +58,14 @@ LAYERS = [
         ("512MiB", MemoryTolerance(bytes=512 * MiB)),
         ("5 % + 1GiB", MemoryTolerance(ratio=0.05, bytes=1024 * MiB)),
         MemoryTolerance(ratio=0.02),
+    ),
+    Layers("counts", "counts", None, ("tell", "tell"), "judge"),
+    Layers(
+        "count-tolerance",
+        "count_tolerances",
+        None,
+        ("\nlaunches=5 %,waits = 1\nh2d_bytes=2% + 1MiB", TOLERANCES),
+        {},
     ),
     Layers("judge-cpu-time", "judge_cpu_time", None, ("true", True), False),
     Layers("runs", "runs", ("5", 5), ("3", 3), None),
@@ -235,6 +248,8 @@ REFUSED = {
     "baseline": ["/no/such/report.json"],
     "time-tolerance": ["3", "-3%"],
     "memory-tolerance": ["5", "5 lumps"],
+    "counts": ["count"],
+    "count-tolerance": ["launches", "launchs=5%", "=1", "waits=1 MiB", "waits=-1", "waits=1.5", "waits=1,waits=2"],
     "runs": ["0", "2.5", "²"],
     "strict": ["maybe"],
     "steps": ["0", "ten"],

@@ -2,12 +2,19 @@
 
 import math
 import re
+from functools import partial
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pytest_gputrain.records.tolerance import MemoryTolerance, read_memory_tolerance
+from pytest_gputrain.records.tolerance import (
+    CountTolerance,
+    MemoryTolerance,
+    read_count,
+    read_count_tolerance,
+    read_memory_tolerance,
+)
 from pytest_gputrain.utils.units import (
     GiB,
     KiB,
@@ -144,6 +151,14 @@ NO_NUMBERS = [True, False, None, [1], b"1 GiB", -1, -0.5, math.nan, math.inf, -m
         (read_memory_tolerance, 1, MemoryTolerance(bytes=1)),
         (read_memory_tolerance, 512 * MiB, MemoryTolerance(bytes=512 * MiB)),
         (read_memory_tolerance, "3 % + 1 GiB", MemoryTolerance(ratio=0.03, bytes=GiB)),
+        (partial(read_count_tolerance, "waits"), 2, CountTolerance(more=2)),
+        (partial(read_count_tolerance, "waits"), "2", CountTolerance(more=2)),
+        (partial(read_count_tolerance, "waits"), 0.05, CountTolerance(ratio=0.05)),
+        (partial(read_count_tolerance, "launches"), "5 % + 2", CountTolerance(ratio=0.05, more=2)),
+        (partial(read_count_tolerance, "h2d_bytes"), "5 % + 1 MiB", CountTolerance(ratio=0.05, more=MiB)),
+        (partial(read_count, "launches"), 2000, 2000),
+        (partial(read_count, "fp32_flops"), 1e12, 10**12),
+        (partial(read_count, "d2h_bytes"), "1 MiB", MiB),
     ],
 )
 def test_a_marker_has_numbers_or_text(read, value, meant):
@@ -156,6 +171,12 @@ def test_a_marker_has_numbers_or_text(read, value, meant):
         (read_bytes, [*NO_NUMBERS, 0.5, "1e30 B"], "is not an amount of memory; write it as 24 * GiB, which is a number"),
         (read_ratio, [*NO_NUMBERS, 1, 1.5, 3], "is not a tolerance; write it as 0.05, which is a ratio below 1, or '5 %'"),
         (read_seconds, [*NO_NUMBERS, 0, 0.0], "is not a time; write it as 0.5, which is a number of seconds, or '500 ms'"),
+        (partial(read_count, "waits"), [*NO_NUMBERS, 1.5, "2000"], "is not a count; write it as 0 or 2000"),
+        (
+            partial(read_count_tolerance, "waits"),
+            [*NO_NUMBERS, 1.5, "1 MiB", "-1", "5 % + 5 %"],
+            "is not a tolerance; write it as ",
+        ),
         (read_memory_tolerance, [*NO_NUMBERS, 1.5, 1.5 * GiB], "is not a tolerance; write it as 0.03 (a float is a ratio"),
     ],
 )
