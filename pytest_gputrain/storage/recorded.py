@@ -70,7 +70,13 @@ class RecordedStore(SuiteStore[Recorded[FiguresT], FiguresT]):
         every = ((reference, msgspec.to_builtins(entry)) for reference, entry in entries)
         shared = self.shared_type.__struct_fields__
         return {
-            reference: {name: value for name, value in fields.items() if name not in shared} for reference, fields in every
+            reference: {
+                name: value
+                for name, value in fields.items()
+                # Files that are older than the counts have none, and are as an update writes them.
+                if name not in shared and (name, value) != ("counts", None)
+            }
+            for reference, fields in every
         }
 
     def _fields(self, stored: dict[str, dict[str, Any]], find: Callable[[Any], dict[str, Any]]) -> Iterator[dict[str, Any]]:
