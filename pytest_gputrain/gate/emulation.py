@@ -124,6 +124,9 @@ def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Co
     if gone := sorted(phases) if now.phase_peak_bytes else []:
         worse.insert(0, f"no longer trains: it has no {' and no '.join(gone)}")
     told = tuple(f"the bytes that it moves {metric.note}" for metric in metrics if metric.note)
+    if now.counts and not before.counts and now.fits and before.fits and terms.mode != "off":
+        note = f"what its steps ask of the GPU was not recorded; {_RECORD}"
+        metrics = (*metrics, MetricVerdict(metric="work", status="not-comparable", note=note))
     if counts is None:
         return _Compared(metrics, tuple(worse), tuple(better), told)
     return _Compared(

@@ -321,3 +321,16 @@ def test_an_update_prints_every_count_that_it_changes_and_confirms_none(counting
     ]
     result.stdout.fnmatch_lines_random(lines)
     result.stdout.no_fnmatch_line("*1,000 -> 1,000*")
+
+
+def test_counts_that_a_baseline_lacks_are_told_once_and_an_update_adds_them(gated):
+    before = emulated_baselines(gated)[GEMMA]
+    gated.answer(counted(waits=1))
+    result = gated.run(*EMULATE, "--gpu-strict")
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(["3 cases with *: what its steps ask of the GPU was not recorded; record it with *"])
+    gated.run(*EMULATE, UPDATE).assert_outcomes(passed=3)
+    (run,) = emulated_baselines(gated)[GEMMA]["runs"].values()
+    assert run.pop("counts")["steps"] == [0, 1]
+    assert [run] == [*before["runs"].values()]
+    gated.run(*EMULATE, "--gpu-strict").stdout.no_fnmatch_line("*was not recorded*")
