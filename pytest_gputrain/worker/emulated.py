@@ -40,12 +40,13 @@ class EmulatedFigures:
     Args:
         device: the GPU.
         lines: finds the user's own lines; None for a case without own code.
+        counts: whether to count what each timed step asks of the GPU.
     """
 
-    def __init__(self, device: Accelerator, lines: OwnLines | None) -> None:
+    def __init__(self, device: Accelerator, lines: OwnLines | None, *, counts: bool) -> None:
         self._lines = AutogradLines(lines.of_frame if lines else None)
-        self.counter = StepCounter(lines)
-        self.allocations = DeviceAllocations(device, self._lines, self.counter.note)
+        self.counter = StepCounter(lines) if counts else None
+        self.allocations = DeviceAllocations(device, self._lines, self.counter.note if self.counter else lambda line: None)
         self.work: WorkCount | None = None
         """The work of the step whose FLOPs are counted; None before that step is over."""
 
@@ -130,7 +131,7 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
     """Return what of a measurement is true of an emulated GPU."""
     allocations, work = figures.allocations, figures.work
     unnamed = f"the tensors at the peaks are not named: {allocations.why_unknown}" if allocations.why_unknown else ""
-    counts, reads = figures.counter.counts(), tracking.report()
+    counts, reads = figures.counter.counts() if figures.counter else None, tracking.report()
     without_lines = (
         f"what the steps ask of the GPU has no lines: {counts.lines_unknown}" if counts and counts.lines_unknown else ""
     )
@@ -156,7 +157,7 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
             *filter(None, [unnamed, without_lines]),
             NOT_MADE,
             *assumed(reads["dealt"]),
-            *gone_by(reads["unknown_reads"]),
+            *(gone_by(reads["unknown_reads"]) if counts else ()),
         ),
     )
 

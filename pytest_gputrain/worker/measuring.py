@@ -285,19 +285,19 @@ class Measuring:
         self, training: Trainable, updates: Sequence[bool], report: Callable[[int, float], bool], begin: Callable[[], None]
     ) -> Generator[bool, None, Timed]:
         """Have the timed steps run; return their seconds."""
-        own, emulated = self._own, self._emulated
+        own, counter = self._own, self._emulated.counter if self._emulated else None
 
         def begin_step() -> None:
             begin()
             if own:
                 own.growth.begin_step()
             self._own_work.begin()
-            if emulated:
-                emulated.counter.begin_step()
+            if counter:
+                counter.begin_step()
 
         def end_step(step: int, seconds: float) -> bool:
-            if emulated:
-                emulated.counter.end_step(update=updates[step - 1])
+            if counter:
+                counter.end_step(update=updates[step - 1])
             self._own_work.note()
             if own:
                 own.growth.end_step(training, self._device.allocated_bytes())
