@@ -251,3 +251,38 @@ def test_a_gpu_without_tensor_cores_for_a_type_has_no_classes_of_it(products):
         "product torch.float16",
         "convolution torch.float16",
     }
+
+
+CASE = """
+    def train(setup):
+        import torch
+        from torch import nn
+
+        body, head = nn.Linear(512, 512), nn.Linear(512, 1001)
+        model = nn.Sequential(body, head).to(setup.device, torch.bfloat16)
+        setup.watch(model)
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            hidden = body(torch.randn(64, 512, device=setup.device, dtype=torch.bfloat16))
+            loss = head(hidden).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss
+
+    def test_train(gputrain):
+        gputrain.check(train, precision="bf16", batch_size=64)
+"""
+
+
+def test_a_case_has_the_operations_of_each_class_and_their_line(run_tests, tmp_path):
+    (tmp_path / "test_own.py").write_text(textwrap.dedent(CASE))
+    _, results = run_tests()
+    counts = results["test_train"]["reply"]["counts"]
+    last = counts["kinds"][counts["steps"][-1]]
+    slow = 3 * 2 * 64 * 512 * 1001
+    assert last["slow_flops"] == {"unaligned": slow}
+    assert last["library_flops"] == slow + 2 * 2 * 64 * 512 * 512
+    causes = [cause for cause in counts["causes"] if cause.get("slow")]
+    assert {cause["own"]["text"] for cause in causes} == {"loss = head(hidden).float().square().mean()"}
+    assert {cause["shape"] for cause in causes if not cause.get("backward")} == {"64 x 1001 x 512 bf16"}
