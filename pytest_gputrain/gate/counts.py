@@ -29,6 +29,7 @@ _MOST_WORK: Final = 60
 _EXCUSED_WORK_RATIO: Final = 0.05
 """More work than this fails even in a step that waits less."""
 _BYTES_RATIO: Final = 0.01
+_SLOW_CLASSES: Final[tuple[CountFigure, ...]] = ("fp32_flops", "unaligned_flops", "nchw_flops")
 _FLOPS_RATIO: Final = 0.01
 """The share of a step's FLOPs in libraries that may move to a slower class."""
 _STREAM_WAITS_RATIO: Final = 0.5
@@ -197,7 +198,12 @@ class _Rule:
             case "h2d_bytes" | "d2h_bytes" | "collective_bytes":
                 return value + _BYTES_RATIO * value
             case "fp32_flops" | "unaligned_flops" | "nchw_flops":
-                return value + _FLOPS_RATIO * whole
+                # A step that computes more of everything moves nothing to a slower class, and what moves between two slower
+                # classes was slow before.
+                others = set(_SLOW_CLASSES) - {self._figure}
+                left = sum(max(0, base.figure(other_class) - other.figure(other_class)) for other_class in others)
+                growth = whole / base.library_flops if base.library_flops else 1.0
+                return value * max(1.0, growth) + left + _FLOPS_RATIO * whole
             case "stream_waits":
                 return value + max(_STREAM_WAITS_RATIO * value, _LEAST_STREAM_WAITS)
             case _:

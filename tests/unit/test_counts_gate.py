@@ -125,6 +125,14 @@ def test_a_share_of_the_flops_may_move_to_a_slower_class(flops, expected):
     assert statuses(verdict)["unaligned_flops"] == expected
 
 
+def test_more_of_all_products_and_a_move_between_slower_classes_are_no_move_to_a_slower_class():
+    before = {"library_flops": 1000, "slow_flops": {"fp32": 400}}
+    verdict = judged(before, {"library_flops": 2000, "slow_flops": {"fp32": 800}})
+    assert statuses(verdict)["fp32_flops"] == "pass"
+    verdict = judged(before, {"library_flops": 1000, "slow_flops": {"unaligned": 400}})
+    assert statuses(verdict)["unaligned_flops"] == "pass"
+
+
 @pytest.mark.parametrize(
     ("before", "now", "expected"),
     [
