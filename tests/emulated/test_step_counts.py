@@ -179,3 +179,27 @@ def test_kernels_of_compiled_code_and_its_graph_breaks_are_counted(counted):
     names = {row["by"] for row in reply["counts"]["causes"] if row["what"] == "launches"}
     assert any(name.startswith("triton_") for name in names)
     assert "compilations" not in of_last_step(reply)
+
+
+def test_of_the_waits_of_a_case_in_fp16_none_is_the_worker_s_own(run_tests, tmp_path):
+    """The gradient scaler of torch reads whether a gradient has overflowed, and nothing else waits."""
+    (tmp_path / "test_zoo.py").write_text(
+        textwrap.dedent("""
+            from pytest_gputrain import Case
+
+            CASE = Case(
+                model="resnet-50", method="full", precision="fp16-amp", batch_size=2, resolution="64x64", max_grad_norm=1.0
+            )
+
+            def test_fp16(gputrain):
+                gputrain.check(CASE)
+        """)
+    )
+    done, results = run_tests()
+    assert done.returncode == 0, done.stdout
+    counts = results["test_fp16"]["reply"]["counts"]
+    ((function, number),) = [
+        (row["library"]["function"], row["counts"]) for row in counts["causes"] if row["what"] == "waits"
+    ]
+    assert function.startswith("GradScaler._maybe_opt_step")
+    assert number == [1]
