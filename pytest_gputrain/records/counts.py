@@ -214,13 +214,14 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
                 counts=(),
                 bytes=(),
             )
-            merged[key].append((*cause.counts, *(cause.bytes or (0,) * len(cause.counts))))
+            known = cause.bytes if cause.what != "launches" else ()  # nothing is said of the lines of blocks
+            merged[key].append((*cause.counts, *(known or (0,) * len(cause.counts))))
         kinds = len(self.kinds)
         causes = []
         for key, rows in merged.items():
             sums = tuple(map(sum, zip(*rows, strict=True)))
-            known = sums[kinds:] if any(sums[kinds:]) else ()
-            causes.append(msgspec.structs.replace(key, counts=sums[:kinds], bytes=known))
+            sizes = sums[kinds:] if any(sums[kinds:]) else ()
+            causes.append(msgspec.structs.replace(key, counts=sums[:kinds], bytes=sizes))
         return msgspec.structs.replace(self, causes=tuple(causes), others=())
 
 

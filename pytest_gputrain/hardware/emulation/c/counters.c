@@ -44,6 +44,13 @@ static pthread_t trainer;
 static __thread int thread_kind;
 static __thread uint32_t noted_line;
 
+// A process that is forked has none of the other threads, of which one may have held the lock, and no step.
+static void after_fork(void) {
+  lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+  on = 0;
+}
+__attribute__((constructor)) static void prepare(void) { pthread_atfork(NULL, NULL, after_fork); }
+
 // A table whose slots are found by a hash: room is a power of two, and at least half of the slots are free.
 struct table {
   uint32_t *slots; // numbers of entries, from 1
