@@ -42,8 +42,8 @@ _SHORT_TYPES: Final = {"Whole": "int", "StepSeconds": "tuple[float, ...]", " | U
 MORE: Final = {
     "baseline-update": "gate.md",
     "baseline": "reproducing.md",
-    "count-tolerance": "gate.md",
-    "counts": "gate.md",
+    "count-tolerance": "counts.md",
+    "counts": "counts.md",
     "executor": "fleet.md",
     "find-batch": "sweeps.md",
     "foreign": "gpus.md",

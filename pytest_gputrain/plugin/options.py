@@ -445,8 +445,8 @@ OPTIONS: Final = (
         switch=True,
         parse=_switch,
         help=(
-            "run every case at full size on an emulated GPU of the platform that -m or --gpu-platform names, and "
-            "compare its memory with recorded emulated runs"
+            "run every case at full size on an emulated GPU of the platform that -m or --gpu-platform names, and compare "
+            "its memory, and what its steps ask of the GPU, with recorded emulated runs"
         ),
     ),
     Option(
