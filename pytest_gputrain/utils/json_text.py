@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+
+_PARTS = rb'"(?:[^"\\]|\\.)*"|[^{}"]'
+_ROW: Final = re.compile(rb'\{\n\s+("(?:bytes|what)": (?:' + _PARTS + rb"|\{(?:" + _PARTS + rb")*\})+?)\n\s*\}")
+"""A record on several lines, which holds records that hold no others."""
 
 
 def document(frame: msgspec.Struct, items: Iterable[bytes]) -> Iterator[bytes]:
@@ -43,5 +47,10 @@ def short_lists(text: bytes) -> bytes:
 
 
 def short_rows(text: bytes) -> bytes:
-    """Return JSON with each record that begins with its bytes, such as `LiveTensor`, on one line."""
-    return re.sub(rb"\{\n\s+(\"bytes\": [^{}]+?)\n\s*\}", lambda m: b"{" + re.sub(rb"\n\s+", b" ", m[1]) + b"}", text)
+    """Return JSON with each record on one line that begins with its bytes, such as `LiveTensor`, or with what it counts."""
+
+    def on_one_line(row: re.Match[bytes]) -> bytes:
+        inner = re.sub(rb"(?<=\{)\n\s+|\n\s+(?=\})", b"", row[1])
+        return b"{" + re.sub(rb"\n\s+", b" ", inner) + b"}"
+
+    return _ROW.sub(on_one_line, text)
