@@ -20,7 +20,8 @@ from pytest_gputrain.records.counts import MOST_CAUSES
 from pytest_gputrain.worker.own_lines import OwnLines, is_installed
 from pytest_gputrain.worker.python_frames import LayoutUnknown, read_frames, stack, text
 
-_PACKAGE: Final = Path(__file__).resolve().parents[1]
+_PACKAGE: Final = Path(__file__).parents[1]
+"""The folder as frames name it, which may be below a symbolic link."""
 _HIDDEN: Final = tuple(
     str(_PACKAGE / "worker" / name)
     for name in ("emulated_values", "device_allocations.py", "work.py", "step_counts.py", "python_frames.py")
@@ -73,7 +74,7 @@ class StepCounter:
         self._places: dict[int, tuple[Place | None, Place | None, bool]] = {}
         """The own line and the library's of each stack, and whether this package's measuring asks."""
         self._functions: dict[str, Place] = {}
-        """Own places by ``train.py:41``."""
+        """Own places by ``train.py:41``, of several functions in one line the first that asked for something."""
         self._counting = False
         self._compiled: tuple[int, dict[str, int]] = (0, {})
         self._steps: list[int] = []
@@ -165,20 +166,26 @@ class StepCounter:
     def _compiled_since(self, before: tuple[int, dict[str, int]]) -> Iterator[CountCause]:
         """Yield a cause for each function that torch.compile has compiled since, and for each graph break."""
         frames, breaks = _compiled()
-        if added := frames - before[0]:
+        if (added := frames - before[0]) > 0:  # a program may clear torch's counters
             utils: Any = sys.modules["torch._dynamo.utils"]
-            metrics = [*getattr(utils, "get_compilation_metrics", list)()][-added:]
-            for one in [*metrics, *[None] * (added - len(metrics))]:
-                file, function = (getattr(one, name, None) or "" for name in ("co_filename", "co_name"))
-                name = self._lines.name_of(file) if self._lines and file else ""
-                line = getattr(one, "co_firstlineno", None) or 0
-                own = Place(name, function, linecache.getline(file, line).strip()[:_MOST_TEXT], line) if name else None
-                by = f"torch.compile of {function}" if function else "torch.compile"
-                yield CountCause(what="compilations", by=by, own=own, counts=())
+            # Backward graphs are compiled, too, but have no function of their own.
+            named = [one for one in getattr(utils, "get_compilation_metrics", list)() if getattr(one, "co_name", None)]
+            for one in [*named[-added:], *[None] * (added - len(named))]:
+                yield CountCause(what="compilations", counts=(), **self._compiled_function(one))
         for reason, number in breaks.items():
             first = next(iter(reason.splitlines()), "")[:_MOST_TEXT]
             for _ in range(number - before[1].get(reason, 0)):
                 yield CountCause(what="graph_breaks", by=first, counts=())
+
+    def _compiled_function(self, metrics: Any) -> dict[str, Any]:
+        """Return what asks for a compilation, and the place of the function that is compiled."""
+        file, function = (getattr(metrics, name, None) or "" for name in ("co_filename", "co_name"))
+        by = f"torch.compile of {function}" if function else "torch.compile"
+        line = getattr(metrics, "co_firstlineno", None) or 0
+        if file and self._lines and (name := self._lines.name_of(file)):
+            return {"by": by, "own": Place(name, function, linecache.getline(file, line).strip()[:_MOST_TEXT], line)}
+        short = _name_in_library(file) if file else ""
+        return {"by": by, "library": Place(short, function, "", line) if short else None}
 
     # --- Lines
 
@@ -192,13 +199,13 @@ class StepCounter:
         for line, file, function in stack(self._library, number):
             if file.startswith(_HIDDEN):
                 continue
-            if file.startswith(str(_PACKAGE)):
+            if file.startswith(f"{_PACKAGE}{os.sep}"):
                 # What the worker itself calls is no part of the user's own code.
                 return None, library, file.startswith(_MEASURING) or (self._lines is not None and library is None)
             name = self._lines.name_of(file) if self._lines else ""
             if name:
                 place = Place(name, function, linecache.getline(file, line).strip()[:_MOST_TEXT], line)
-                self._functions[f"{name}:{line}"] = place
+                self._functions.setdefault(f"{name}:{line}", place)
                 return place, library, False
             if library is None and (short := _name_in_library(file)):
                 library = Place(short, function, "", line)

@@ -1,8 +1,13 @@
 """What is counted of each timed step of an emulated run, and the lines that it is told of."""
 
 import textwrap
+from pathlib import Path
 
 import pytest
+
+import pytest_gputrain
+
+ROOT = Path(pytest_gputrain.__file__).parents[1]
 
 PREAMBLE = """
     import threading
@@ -114,6 +119,67 @@ def test_a_file_whose_name_is_not_ascii_is_named(counted, file):
     )
     (row,) = (row for row in reply["counts"]["causes"] if row["what"] == "waits")
     assert row["own"]["file"] == file
+
+
+def test_of_two_functions_in_one_line_each_step_names_the_same(counted):
+    reply = counted("""
+        def train(setup):
+            net, batch = nn.Linear(256, 256).to(setup.device), torch.randn(32, 256, device=setup.device)
+            setup.watch(net)
+            optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+            forward, after = (lambda: net(batch).square().mean()), (lambda: (lambda: net.weight.grad.mul_(2))())
+            while True:
+                loss = forward()
+                loss.backward()
+                after()
+                optimizer.step()
+                optimizer.zero_grad()
+                yield loss
+    """)
+    assert set(reply["counts"]["steps"]) == {0}
+
+
+def test_this_package_below_a_symbolic_link_is_no_own_code(counted, tmp_path_factory):
+    link = tmp_path_factory.mktemp("linked") / "link"
+    link.symlink_to(ROOT)
+    reply = counted(
+        """
+        def train(setup):
+            def forward(net, batch):
+                return net(batch) * batch.sum().item()
+            return training(setup, forward)
+        """,
+        PYTHONPATH=str(link),
+    )
+    assert of_last_step(reply)["waits"] == 1
+    assert causes(reply, "waits") == {("train.<locals>.forward", "return net(batch) * batch.sum().item()"): 1}
+
+
+def test_a_function_whose_gradient_is_compiled_too_has_its_line(counted):
+    reply = counted("""
+        def train(setup):
+            torch._dynamo.config.recompile_limit = 64
+            scaled, steps = torch.compile(lambda x, by: x * by, dynamic=False), iter(range(100))
+            return training(setup, lambda net, batch: scaled(net(batch), next(steps) / 100))
+    """)
+    line = "scaled, steps = torch.compile(lambda x, by: x * by, dynamic=False), iter(range(100))"
+    assert causes(reply, "compilations") == {("<lambda>", line): 1}
+
+
+def test_where_a_program_clears_the_counters_of_torch_compile_nothing_is_compiled(counted):
+    reply = counted("""
+        def train(setup):
+            compiled, steps = torch.compile(lambda x, by: x * by, dynamic=False), iter(range(100))
+            def forward(net, batch):
+                step = next(steps)
+                if step in (5, 8):
+                    torch._dynamo.utils.counters.clear()
+                return compiled(net(batch), min(step, 6))
+            return training(setup, forward)
+    """)
+    counts = reply["counts"]
+    compilations = [counts["kinds"][kind].get("compilations", 0) for kind in counts["steps"]]
+    assert max(compilations) == 1, compilations
 
 
 def test_micro_batches_and_updates_are_steps_of_different_kinds(counted):

@@ -83,6 +83,17 @@ def item_in_each_layer(setup):
     return training(setup, extra)
 
 
+def small_operators(setup):
+    """Each layer handles its rows in a loop."""
+
+    def extra(x):
+        if BAD:
+            return torch.stack([row * 2 for row in x])  # cause
+        return x * 2
+
+    return training(setup, extra)
+
+
 def mask_on_host(setup):
     """huggingface/transformers#22378: each layer makes its mask on the CPU."""
 
@@ -120,6 +131,20 @@ def clip_single(setup):
 def not_fused(setup):
     """pytorch/torchtitan#355: AdamW is not fused."""
     return training(setup, optimizer=lambda p: torch.optim.AdamW(p, fused=not BAD, foreach=BAD))
+
+
+def tensor_by_tensor(setup):
+    """AdamW updates tensor by tensor."""
+    net = Net().to(setup.device)
+    setup.watch(net)
+    update = torch.optim.AdamW(net.parameters(), foreach=not BAD)
+    x = torch.randn(ROWS, WIDTH, device=setup.device)
+    while True:
+        loss = net(x)
+        loss.backward()
+        update.step()  # cause
+        update.zero_grad()
+        yield loss
 
 
 def blocking_batches(setup):
@@ -307,9 +332,9 @@ def process_each_step(setup):
 
 
 IN_FP32 = [
-    item_each_step, item_each_second_step, item_in_each_layer, mask_on_host, empty_cache, clip_single, not_fused,
-    blocking_batches, timesteps_by_nonzero, experts_loop, recompiled, not_compiled, logits_copied, tf32_off,
-    slower_host, fused_is_slower, overflow_on_cpu, process_each_step,
+    item_each_step, item_each_second_step, item_in_each_layer, small_operators, mask_on_host, empty_cache, clip_single,
+    not_fused, tensor_by_tensor, blocking_batches, timesteps_by_nonzero, experts_loop, recompiled, not_compiled,
+    logits_copied, tf32_off, slower_host, fused_is_slower, overflow_on_cpu, process_each_step,
 ]  # fmt: skip
 
 
