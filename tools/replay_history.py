@@ -13,6 +13,7 @@ for each commit beside it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -58,9 +59,9 @@ def run(scratch: Path, source: Path, arguments: list[str]) -> list[dict[str, Any
     path = os.pathsep.join([str(source), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environ = {name: value for name, value in os.environ.items() if name not in ("CI", "PYTHONDONTWRITEBYTECODE")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", f"--gpu-json={report}"]
-    options = ["--gpu-emulate", "--gpu-platform=h100", "--gpu-baseline-update", "--gpu-steps=3", "--gpu-warmup=1"]
+    options = ["--gpu-emulate", "--gpu-platform=h100", "--gpu-baseline-update"]
     log = scratch / "log.txt"
-    with log.open("w") as output:
+    with log.open("w") as output, contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(
             [*command, *options, *arguments],
             cwd=scratch,
@@ -87,14 +88,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repository", type=Path, help="a clone of the library")
     parser.add_argument("--program", type=Path, required=True, help="file of tests that train with the library")
-    parser.add_argument("--folder", required=True, help="folder of the library's code in the repository")
+    parser.add_argument("--folder", required=True, help="the library's package in the repository, or a folder of packages")
     parser.add_argument("--head", default="HEAD", help="the last commit")
     parser.add_argument("--commits", type=int, default=50, help="number of commits that are judged")
     parser.add_argument("--output", type=Path, help="file of the table (default: <program>.md here)")
+    parser.add_argument("--reports", type=Path, help="folder for the whole report of each commit (default: none is kept)")
     arguments, others = parser.parse_known_args()
     output = arguments.output or Path(f"{arguments.program.stem}.md")
     history = commits(arguments.repository, arguments.head, arguments.folder, arguments.commits + 1)
-    parent = Path(arguments.folder).parent
     with tempfile.TemporaryDirectory(prefix="replay-") as made, output.with_suffix(".jsonl").open("w") as lines:
         scratch = Path(made)
         (scratch / "pytest.ini").write_text("[pytest]\n")
@@ -102,8 +103,12 @@ def main() -> None:
         table = ["| commit | date | subject | verdict |", "| --- | --- | --- | --- |"]
         for place, (commit, date, subject) in enumerate(history):
             export(arguments.repository, commit, arguments.folder, scratch / "source")
-            results = run(scratch, scratch / "source" / parent, others)
+            code = scratch / "source" / arguments.folder
+            results = run(scratch, code.parent if (code / "__init__.py").exists() else code, others)
             found = list(changes(results)) if results else [("", "not run", (scratch / "log.txt").read_text()[-300:])]
+            if results and arguments.reports:
+                arguments.reports.mkdir(parents=True, exist_ok=True)
+                shutil.copy(scratch / "report.json", arguments.reports / f"{commit}.json")
             lines.write(json.dumps({"commit": commit, "date": date, "subject": subject, "changes": found}) + "\n")
             lines.flush()
             if place:  # nothing is known of what came before the first one
