@@ -1,8 +1,8 @@
 """Judges what the steps of a case ask of the GPU against what they asked for before. Pure.
 
-Each step is compared with the step of the same index, if both update or both do not; where the numbers of steps differ, the
-common ones are. The first steps are compared so, too, since what a step allocates or sets up late is the same in each run.
-Only the steps in which the baseline itself compiles, up to the first that does not, are not judged: they are not steady.
+Each step is compared with the step of the same number, steps of the warm-up included, if both update or both do not. The
+first steps are compared so, too, since what a step allocates or sets up late is the same in each run. Only steps in which
+the baseline itself compiles, up to the first that does not, are not judged: they are not steady.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ def judge_counts(
         again: those of a second run. A figure that would fail is in doubt where any step of it has another value.
 
     Returns:
-        What they say; None if no step can be compared, because none updates where the step of its index did.
+        What they say; None if no step can be compared, because none updates where the step of its number did.
     """
+    before, now, again = _aligned(before, now, again)
     steps = zip(before.steps, now.steps, strict=False)
     pairs = [_Pair(step, before.kinds[old], now.kinds[new]) for step, (old, new) in enumerate(steps)]
     pairs = [pair for pair in pairs if pair.before.update == pair.now.update]
@@ -116,6 +117,16 @@ def judge_counts(
         told=tuple(notes.values()),
         work_rose=work_rose,
     )
+
+
+def _aligned(before: Counts, now: Counts, again: Counts | None) -> tuple[Counts, Counts, Counts | None]:
+    """Return the counts without the first timed steps that another number of warm-up steps has put before the others'."""
+
+    def without(steps: int, counts: Counts) -> Counts:
+        return msgspec.structs.replace(counts, steps=counts.steps[max(0, steps) :])
+
+    later = now.first - before.first
+    return without(later, before), without(-later, now), None if again is None else without(-later, again)
 
 
 def _judged_figures(terms: CountTerms) -> Iterator[CountFigure]:

@@ -153,9 +153,7 @@ def _lost_counts(before: EmulatedRun, now: EmulatedRun) -> str:
         return ""
     if now.counts is None:
         return "because it was not counted"
-    return (
-        "" if judge_counts(before.counts, now.counts) else "because no step updates as the recorded step of its number does"
-    )
+    return "" if judge_counts(before.counts, now.counts) else "because no timed step of the same number was recorded"
 
 
 def _not_compared(before: EmulatedRun, now: EmulatedRun, terms: CountTerms) -> Iterator[str]:

@@ -193,6 +193,8 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a step of each kind asks for."""
     causes: tuple[CountCause, ...] = ()
     """What asks for it, the most first."""
+    first: Whole = 0
+    """The number of steps before the first timed one, of the warm-up."""
     others: tuple[CountCause, ...] = ()
     """What other threads than the training's ask for, which is not judged."""
     lines_unknown: str = ""

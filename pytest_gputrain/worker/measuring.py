@@ -171,6 +171,8 @@ class Measuring:
 
         self._progress.enter("warmup")
         warmup_seconds = yield from self._warm_up(training, report, begin)
+        if emulated and emulated.counter:
+            emulated.counter.first = len(warmup_seconds)
         group.barrier()
         self._progress.enter("measure")
         updates = schedule(self._whole(_steps_to_time(task, training, group)), case.gradient_accumulation)

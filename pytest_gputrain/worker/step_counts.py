@@ -75,6 +75,8 @@ class StepCounter:
         """The own line and the library's of each stack, and whether this package's measuring asks."""
         self._functions: dict[str, Place] = {}
         """Own places by ``train.py:41``, of several functions in one line the first that asked for something."""
+        self.first = 0
+        """The number of steps before the first one that is counted."""
         self._counting = False
         self._compiled: tuple[int, dict[str, int]] = (0, {})
         self._steps: list[int] = []
@@ -125,6 +127,7 @@ class StepCounter:
             kinds=tuple(self._figures),
             causes=tuple(_largest(self._by_kind(self._causes))),
             others=tuple(_largest(self._by_kind(self._others))),
+            first=self.first,
             lines_unknown=self._lines_unknown,
         )
 

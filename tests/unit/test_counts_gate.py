@@ -41,6 +41,20 @@ def statuses(verdict):
     return {metric.metric: metric.status for metric in verdict.metrics}
 
 
+@pytest.mark.parametrize(("warmup", "status"), [(3, "regressed"), (1, "pass"), (0, "pass")])
+def test_steps_are_compared_by_their_number_with_those_of_the_warm_up(warmup, status):
+    """The recorded run had one step of warm-up, and the cache of the allocator has grown in the next two."""
+    recorded = counts({"mallocs": 1}, {}, steps=[0, 0, *[1] * 8])
+    grown = counts({"mallocs": 1}, {}, steps=[*[0] * (3 - warmup), *[1] * 7] if warmup < 3 else [0, *[1] * 6])
+    before, now = (msgspec.structs.replace(one, first=first) for one, first in ((recorded, 1), (grown, warmup)))
+    assert statuses(judge_counts(before, now, again=now))["mallocs"] == status
+
+
+def test_runs_without_a_step_of_the_same_number_are_not_compared():
+    before, now = counts({}, steps=[0] * 3), msgspec.structs.replace(counts({}, steps=[0] * 3), first=3)
+    assert judge_counts(before, now) is None
+
+
 ANY = ("waits", "collectives", "compilations", "graph_breaks", "mallocs", "frees")
 FIELDS = [
     name for name in StepCounts.__struct_fields__ if name not in ("update", "slow_flops", "library_flops", "d2d_bytes")

@@ -125,6 +125,7 @@ def _counts_of_all(counts: Sequence[Counts]) -> Counts | None:
         kinds=tuple(_sum_of_steps([of.kinds[at] for of, at in zip(counts, kind, strict=True)]) for kind in kinds),
         causes=_causes_of_all([of_rank.causes for of_rank in counts], kinds),
         others=_causes_of_all([of_rank.others for of_rank in counts], kinds),
+        first=counts[0].first,
         lines_unknown=next((of_rank.lines_unknown for of_rank in counts if of_rank.lines_unknown), ""),
     )
 
