@@ -229,7 +229,7 @@ def reduced_each_micro_batch(setup):
         for last in (False, False, False, True):
             net.set_requires_gradient_sync(last or BAD)
             loss = net(x)
-            loss.backward()  # cause
+            loss.backward()
         update.step()
         update.zero_grad()
         yield loss
@@ -241,8 +241,8 @@ def recompiled(setup):
     weights = [torch.randn(WIDTH, WIDTH, device=setup.device) for _ in range(4)]
     rate, steps = torch.tensor(0.1, device=setup.device), iter(range(8, 1000))
 
-    @torch.compile(dynamic=False)
-    def update(values, rate):  # cause
+    @torch.compile(dynamic=False)  # cause
+    def update(values, rate):
         for value in values:
             value.mul_(1 - rate)
 
