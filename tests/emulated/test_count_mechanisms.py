@@ -1,8 +1,11 @@
 """Mechanisms of public performance regressions: which of them the counts of an emulated run find, and where."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 PROGRAMS = (Path(__file__).with_name("mechanisms") / "mechanisms.py").read_text()
 
@@ -41,15 +44,23 @@ def causes_of(name):
     return [number + 1 for number in range(start, end) if lines[number].endswith("# cause")]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def results(run_tests_in, tmp_path_factory):
-    """The results of all mechanisms by name, without the cause and with it."""
-    folder = tmp_path_factory.mktemp("mechanisms")
-    (folder / "test_mechanisms.py").write_text(PROGRAMS)
-    done, _ = run_tests_in(folder, "--gpu-baseline-update", "-n2")
-    assert done.returncode == 0, done.stdout
-    runs = [run_tests_in(folder, "--gpu-strict", "-n2", **cause)[1] for cause in ({}, {"WITH_CAUSE": "1"})]
-    return [{name.partition("[")[2][:-1]: result for name, result in run.items()} for run in runs]
+    """The results of all mechanisms by name, without the cause and with it; of several workers of xdist one makes them."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "mechanisms"
+    kept = folder / "results.json"
+    with FileLock(f"{folder}.lock"):
+        if not kept.exists():
+            folder.mkdir()
+            (folder / "test_mechanisms.py").write_text(PROGRAMS)
+            done, _ = run_tests_in(folder, "--gpu-baseline-update", "-n2")
+            assert done.returncode == 0, done.stdout
+            runs = [run_tests_in(folder, "--gpu-strict", "-n2", **cause)[1] for cause in ({}, {"WITH_CAUSE": "1"})]
+            kept.write_text(
+                json.dumps([{name.partition("[")[2][:-1]: result for name, result in run.items()} for run in runs])
+            )
+        return json.loads(kept.read_text())
 
 
 def failing(result):
