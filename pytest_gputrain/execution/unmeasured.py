@@ -31,25 +31,24 @@ class UnmeasuredExecutor(Executor[ReplyT]):
         self._timeout_seconds = timeout_seconds
         self._environ = environ
         self._fork_server = fork_server
-        self._replies: dict[bytes, ReplyT] = {}
-        self._second_replies: dict[bytes, ReplyT] = {}
+        self._replies: dict[tuple[bytes, int], ReplyT] = {}
 
     @property
     def host(self) -> Host:
         return self._host
 
     def run(self, task: Task, *, watch: Watch, inline: bool = False, builder: Any = None) -> ReplyT:
-        identity = self._identity(task)
-        if identity not in self._replies:
-            self._replies[identity] = self._reply(task, watch)
-        return self._replies[identity]
+        return self._once(task, 1, watch)
 
     def run_again(self, task: Task, *, watch: Watch) -> ReplyT:
         """Answer a task from a second process, which is fresh, too; likewise once."""
-        identity = self._identity(task)
-        if identity not in self._second_replies:
-            self._second_replies[identity] = self._reply(task, watch)
-        return self._second_replies[identity]
+        return self._once(task, 2, watch)
+
+    def _once(self, task: Task, process: int, watch: Watch) -> ReplyT:
+        key = self._identity(task), process
+        if key not in self._replies:
+            self._replies[key] = self._reply(task, watch)
+        return self._replies[key]
 
     def close(self) -> None:
         if self._fork_server is not None:

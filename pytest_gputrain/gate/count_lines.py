@@ -88,7 +88,7 @@ class Difference(NamedTuple):
 
 
 class _Spot(NamedTuple):
-    """Where something is asked for, without what changes when lines move."""
+    """A place that asks for something, without what changes when lines move."""
 
     own: tuple[str, str, str] | None
     library: tuple[str, str] | None

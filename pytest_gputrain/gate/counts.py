@@ -91,9 +91,7 @@ def judge_counts(
         What they say; None if no step can be compared, because none updates where the step of its number did.
     """
     before, now, again = _aligned(before, now, again)
-    steps = zip(before.steps, now.steps, strict=False)
-    pairs = [_Pair(step, before.kinds[old], now.kinds[new]) for step, (old, new) in enumerate(steps)]
-    pairs = [pair for pair in pairs if pair.before.update == pair.now.update]
+    pairs = _pairs(before, now)
     if not pairs:
         return None
     findings = [_Rule(figure, terms).judge(pairs, now, again) for figure in _judged_figures(terms)]
@@ -117,6 +115,19 @@ def judge_counts(
         told=tuple(notes.values()),
         work_rose=work_rose,
     )
+
+
+def have_steps_in_common(before: Counts, now: Counts) -> bool:
+    """Tell whether any step can be compared."""
+    aligned_before, aligned_now, _ = _aligned(before, now, None)
+    return bool(_pairs(aligned_before, aligned_now))
+
+
+def _pairs(before: Counts, now: Counts) -> list[_Pair]:
+    """Return the steps that are compared, of counts that are aligned."""
+    steps = zip(before.steps, now.steps, strict=False)
+    pairs = (_Pair(step, before.kinds[old], now.kinds[new]) for step, (old, new) in enumerate(steps))
+    return [pair for pair in pairs if pair.before.update == pair.now.update]
 
 
 def _aligned(before: Counts, now: Counts, again: Counts | None) -> tuple[Counts, Counts, Counts | None]:

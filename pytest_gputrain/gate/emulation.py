@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from pytest_gputrain.gate.counts import BY_THE_RULES, judge_counts
+from pytest_gputrain.gate.counts import BY_THE_RULES, have_steps_in_common, judge_counts
 from pytest_gputrain.gate.memory import PHASES, describe_memory, is_memory_metric
 from pytest_gputrain.gate.messages import describe_metric
 from pytest_gputrain.gate.unmeasured import Sentences, nearest
@@ -153,7 +153,7 @@ def _lost_counts(before: EmulatedRun, now: EmulatedRun) -> str:
         return ""
     if now.counts is None:
         return "because it was not counted"
-    return "" if judge_counts(before.counts, now.counts) else "because no timed step of the same number was recorded"
+    return "" if have_steps_in_common(before.counts, now.counts) else "because no timed step of the same number was recorded"
 
 
 def _not_compared(before: EmulatedRun, now: EmulatedRun, terms: CountTerms) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Final, Literal, get_args
 
 import msgspec
@@ -206,29 +207,34 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def as_stored(self) -> Counts:
         """Return the counts as baselines keep them: without numbers of lines, which move, and without names of kernels."""
-        merged: defaultdict[CountCause, list[tuple[int, ...]]] = defaultdict(list)
-        for cause in self.causes:
-            key = msgspec.structs.replace(
+        stored = (
+            msgspec.structs.replace(
                 cause,
                 by="" if cause.what == "launches" else cause.by,
                 own=_without_line(cause.own),
                 library=_without_line(cause.library),
-                counts=(),
-                bytes=(),
+                bytes=cause.bytes if cause.what != "launches" else (),  # nothing is said of the lines of blocks
             )
-            known = cause.bytes if cause.what != "launches" else ()  # nothing is said of the lines of blocks
-            merged[key].append((*cause.counts, *(known or (0,) * len(cause.counts))))
-        kinds = len(self.kinds)
-        causes = []
-        for key, rows in merged.items():
-            sums = tuple(map(sum, zip(*rows, strict=True)))
-            sizes = sums[kinds:] if any(sums[kinds:]) else ()
-            causes.append(msgspec.structs.replace(key, counts=sums[:kinds], bytes=sizes))
-        return msgspec.structs.replace(self, causes=tuple(causes), others=())
+            for cause in self.causes
+        )
+        return msgspec.structs.replace(self, causes=added_up(stored), others=())
 
 
 MOST_CAUSES: Final = 200
 """Causes that are kept; those that ask for least are summed up by what they ask for."""
+
+
+def added_up(causes: Iterable[CountCause]) -> tuple[CountCause, ...]:
+    """Return one cause for those that differ only in their numbers, which are of the same kinds of steps."""
+    alike: defaultdict[CountCause, list[CountCause]] = defaultdict(list)
+    for cause in causes:
+        alike[msgspec.structs.replace(cause, counts=(), bytes=())].append(cause)
+    sums = []
+    for key, rows in alike.items():
+        counts = tuple(map(sum, zip(*(row.counts for row in rows), strict=True)))
+        sizes = tuple(map(sum, zip(*(row.bytes or (0,) * len(counts) for row in rows), strict=True)))
+        sums.append(msgspec.structs.replace(key, counts=counts, bytes=sizes if any(sizes) else ()))
+    return tuple(sums)
 
 
 def _without_line(place: Place | None) -> Place | None:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 from pytest_gputrain.records import CountCause, CountName, Counts, Place, SlowClass, StepCounts
-from pytest_gputrain.records.counts import MOST_CAUSES
+from pytest_gputrain.records.counts import MOST_CAUSES, added_up
 from pytest_gputrain.worker.own_lines import OwnLines, is_installed
 from pytest_gputrain.worker.python_frames import LayoutUnknown, read_frames, stack, text
 
@@ -34,7 +34,6 @@ _MOST_NAME: Final = 60
 _BYTES: Final = {"h2d": "h2d_bytes", "d2h": "d2h_bytes", "d2d": "d2d_bytes", "collectives": "collective_bytes"}
 """The figure that adds up the bytes of what is counted, by the beginning of its name."""
 
-_TRAINS: Final = 3
 _OTHER_THREAD: Final = 1
 
 
@@ -186,7 +185,7 @@ class StepCounter:
         by = f"torch.compile of {function}" if function else "torch.compile"
         line = getattr(metrics, "co_firstlineno", None) or 0
         if file and self._lines and (name := self._lines.name_of(file)):
-            return {"by": by, "own": Place(name, function, linecache.getline(file, line).strip()[:_MOST_TEXT], line)}
+            return {"by": by, "own": _own_place(name, file, function, line)}
         short = _name_in_library(file) if file else ""
         return {"by": by, "library": Place(short, function, "", line) if short else None}
 
@@ -207,7 +206,7 @@ class StepCounter:
                 return None, library, file.startswith(_MEASURING) or (self._lines is not None and library is None)
             name = self._lines.name_of(file) if self._lines else ""
             if name:
-                place = Place(name, function, linecache.getline(file, line).strip()[:_MOST_TEXT], line)
+                place = _own_place(name, file, function, line)
                 self._functions.setdefault(f"{name}:{line}", place)
                 return place, library, False
             if library is None and (short := _name_in_library(file)):
@@ -221,6 +220,11 @@ class StepCounter:
             file, _, number = line.rpartition(":")
             found = Place(file, "", "", int(number))
         return found
+
+
+def _own_place(name: str, file: str, function: str, line: int) -> Place:
+    """Return the place of a line of the user's own file, which goes by this name."""
+    return Place(name, function, linecache.getline(file, line).strip()[:_MOST_TEXT], line)
 
 
 def _figures(causes: dict[CountCause, tuple[int, int]], update: bool) -> StepCounts:
@@ -244,16 +248,9 @@ def _largest(causes: Iterable[CountCause]) -> Iterator[CountCause]:
     """Yield the causes, those of launches and library calls behind the others, and the most first; the rest in one row."""
     ordered = sorted(causes, key=lambda cause: (cause.what in ("launches", "library_calls", "d2d"), -max(cause.counts)))
     yield from ordered[:MOST_CAUSES]
-    rest: defaultdict[CountName, list[CountCause]] = defaultdict(list)
-    for cause in ordered[MOST_CAUSES:]:
-        rest[cause.what].append(cause)
-    for what, small in rest.items():
-        sizes = (cause.bytes or (0,) * len(cause.counts) for cause in small)
-        yield CountCause(
-            what=what,
-            counts=tuple(map(sum, zip(*(cause.counts for cause in small), strict=True))),
-            bytes=tuple(map(sum, zip(*sizes, strict=True))),
-        )
+    yield from added_up(
+        CountCause(what=cause.what, counts=cause.counts, bytes=cause.bytes) for cause in ordered[MOST_CAUSES:]
+    )
 
 
 def _name_in_library(file: str) -> str:

@@ -21,6 +21,7 @@ from pytest_gputrain.records import (
     StepCounts,
     WorkAtLines,
 )
+from pytest_gputrain.records.counts import added_up
 from pytest_gputrain.utils.units import format_bytes
 
 
@@ -140,17 +141,14 @@ def _sum_of_steps(steps: Sequence[StepCounts]) -> StepCounts:
 
 
 def _causes_of_all(by_rank: Sequence[Sequence[CountCause]], kinds: Sequence[tuple[int, ...]]) -> tuple[CountCause, ...]:
-    found: dict[CountCause, tuple[list[int], list[int]]] = {}
-    for rank, causes in enumerate(by_rank):
-        for cause in causes:
-            key = msgspec.structs.replace(cause, counts=(), bytes=())
-            counts, sizes = found.setdefault(key, ([0] * len(kinds), [0] * len(kinds)))
-            for place, kind in enumerate(kinds):
-                counts[place] += cause.counts[kind[rank]]
-                sizes[place] += cause.bytes[kind[rank]] if cause.bytes else 0
-    return tuple(
-        msgspec.structs.replace(key, counts=tuple(counts), bytes=tuple(sizes) if any(sizes) else ())
-        for key, (counts, sizes) in found.items()
+    return added_up(
+        msgspec.structs.replace(
+            cause,
+            counts=tuple(cause.counts[kind[rank]] for kind in kinds),
+            bytes=tuple(cause.bytes[kind[rank]] for kind in kinds) if cause.bytes else (),
+        )
+        for rank, causes in enumerate(by_rank)
+        for cause in causes
     )
 
 
