@@ -240,7 +240,7 @@ def _place(figure: CountFigure, cause: CountCause) -> str:
     elif own and own.text:
         text += f", {own.text}"
     elif not text:
-        text = f"by {cause.by}"
+        text = f'for torch.compile\'s reason "{cause.by}"' if figure == "graph_breaks" else f"by {cause.by}"
     return f"{text} ({cause.shape})" if cause.shape and figure.endswith("_flops") else text
 
 

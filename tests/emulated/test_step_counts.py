@@ -78,6 +78,16 @@ def test_what_the_backward_pass_asks_for_has_the_line_of_the_forward_pass(counte
     assert sum(row["counts"][0] for row in rows) == 7
 
 
+def test_the_line_that_calls_an_operator_of_torch_ops_is_told_and_not_torch_s_own_line(counted):
+    reply = counted("""
+        def train(setup):
+            return training(setup, lambda net, batch: torch.ops.aten.clone(net(batch)))
+    """)
+    (copies,) = [row for row in reply["counts"]["causes"] if row["what"] == "d2d" and not row.get("backward")]
+    assert "torch.ops.aten.clone" in copies["own"]["text"]
+    assert "library" not in copies
+
+
 def test_what_checkpointing_computes_again_is_of_the_backward_pass_and_has_the_line_that_computes(counted):
     reply = counted("""
         def block(net, batch):

@@ -311,7 +311,14 @@ def test_of_equal_lines_that_with_most_is_named():
     assert sentence.endswith("5 more at train.py:99 in train, loss.item()")
 
 
-@pytest.mark.parametrize(("figure", "named"), [("waits", ": 1 more by cudaMemcpy"), ("launches", "")])
+@pytest.mark.parametrize(
+    ("figure", "named"),
+    [
+        ("waits", ": 1 more by cudaMemcpy"),
+        ("graph_breaks", ': 1 more for torch.compile\'s reason "cudaMemcpy"'),
+        ("launches", ""),
+    ],
+)
 def test_growth_without_a_line_is_told_with_the_function_that_is_called_but_no_kernel(figure, named):
     """Baselines keep no names of kernels, so nobody knows which of them are new."""
     before = [cause(figure, 900, by="cudaFree"), cause(figure, 10, by="cudaMemcpy")]
