@@ -24,13 +24,24 @@ _PACKAGE: Final = Path(__file__).parents[1]
 """The folder as frames name it, which may be below a symbolic link."""
 _HIDDEN: Final = tuple(
     str(_PACKAGE / "worker" / name)
-    for name in ("emulated_values", "device_allocations.py", "work.py", "step_counts.py", "python_frames.py")
+    for name in (
+        "emulated_values",
+        "device_allocations.py",
+        "untouched_host.py",
+        "threads.py",
+        "work.py",
+        "step_counts.py",
+        "python_frames.py",
+    )
 )
 """Code that stands between an operator and the stand-ins."""
 _MEASURING: Final = tuple(str(_PACKAGE / "worker" / name) for name in ("device.py", "loop.py", "straggler_clock.py"))
 """Code that measures: what it asks for is no part of the training."""
-_CALLING_OPERATORS: Final = f"{os.sep}torch{os.sep}_ops.py"
-"""The end of the name of torch's file that calls any operator: the line outside of it tells more."""
+_BETWEEN: Final = tuple(
+    os.path.join(os.sep, "torch", *name.split("/"))
+    for name in ("_ops.py", "_compile.py", "_dynamo/eval_frame.py", "utils/_python_dispatch.py")
+)
+"""The ends of the names of torch's files that call any operator or any mode: the line outside of them tells more."""
 _MOST_TEXT: Final = 120
 _MOST_NAME: Final = 60
 _BYTES: Final = {"h2d": "h2d_bytes", "d2h": "d2h_bytes", "d2d": "d2d_bytes", "collectives": "collective_bytes"}
@@ -201,7 +212,7 @@ class StepCounter:
     def _find_places(self, number: int) -> tuple[Place | None, Place | None, bool]:
         library: Place | None = None
         for line, file, function in stack(self._library, number):
-            if file.startswith(_HIDDEN) or file.endswith(_CALLING_OPERATORS):
+            if file.startswith(_HIDDEN) or file.endswith(_BETWEEN):
                 continue
             if file.startswith(f"{_PACKAGE}{os.sep}"):
                 # What the worker itself calls is no part of the user's own code.
