@@ -220,7 +220,7 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(self, causes=added_up(stored), others=())
 
 
-MOST_CAUSES: Final = 200
+MOST_CAUSES: Final = 500
 """Causes that are kept; those that ask for least are summed up by what they ask for."""
 
 
