@@ -20,7 +20,15 @@ import msgspec
 from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.environment import STARTUP, TORCH, emulated_environment
 from pytest_gputrain.hardware.targets import CONTEXT_BYTES
-from pytest_gputrain.records.emulation import AtLine, DeviceUse, EmulatedDevice, EmulatedProcess, Emulation, Tensors
+from pytest_gputrain.records.emulation import (
+    AtLine,
+    DeviceUse,
+    EmulatedDevice,
+    EmulatedProcess,
+    Emulation,
+    Tensors,
+    not_exchanged_sentence,
+)
 from pytest_gputrain.report.html import page
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import CannotEmulate
@@ -221,6 +229,8 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
         yield from _lines_of_peak(device)
         if process.dealt:
             yield f"  balanced routing is assumed: unknown scores were distributed evenly, by {_lines(process.dealt)}"
+        if process.not_exchanged:
+            yield f"  {not_exchanged_sentence(process.not_exchanged)}"
         if process.unknown_reads:
             yield f"  zeros were read where a GPU would have computed a value, by {_lines(process.unknown_reads)}"
 

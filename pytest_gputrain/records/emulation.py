@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+
+from pytest_gputrain.utils.units import format_bytes
 
 
 class Tensors(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +75,21 @@ class AtLine(msgspec.Struct, frozen=True, kw_only=True):
     count: int
 
 
+class NotExchanged(msgspec.Struct, frozen=True, kw_only=True):
+    """The calls of a function of NCCL that exchanged and computed nothing, since their data is too large."""
+
+    function: str
+    calls: int
+    bytes: int
+    """The most bytes that one GPU has in a call."""
+
+
+def not_exchanged_sentence(calls: Sequence[NotExchanged]) -> str:
+    """Say which results of NCCL are not known."""
+    named = ", ".join(f"{one.function} ({one.calls:,} times, up to {format_bytes(one.bytes)})" for one in calls)
+    return f"NCCL did not exchange or compute data of more than 1 MiB for all GPUs together, by {named}"
+
+
 class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one process of the program on the emulated GPUs."""
 
@@ -83,6 +102,8 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of libraries that is not known and not counted."""
     unknown_reads: tuple[AtLine, ...] = ()
     """The lines that read values that no kernel computed, and got zeros. Most first."""
+    not_exchanged: tuple[NotExchanged, ...] = ()
+    """What NCCL did not exchange."""
     dealt: tuple[AtLine, ...] = ()
     """Choices among unknown scores that were dealt in turn, such as those of experts by a router."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pytest_gputrain.cases.libraries import packages_of
 from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.records.emulated import NOT_MADE
+from pytest_gputrain.records.emulation import NotExchanged, not_exchanged_sentence
 from pytest_gputrain.worker.device import Accelerator, Device
 from pytest_gputrain.worker.device_allocations import DeviceAllocations
 from pytest_gputrain.worker.emulated_values import tracking
@@ -22,7 +24,7 @@ from pytest_gputrain.worker.emulated_values.autograd_lines import AutogradLines
 from pytest_gputrain.worker.emulated_values.contents import count_collective
 from pytest_gputrain.worker.emulated_values.operators import A_SIZE, A_TRUTH_VALUE
 from pytest_gputrain.worker.flops import count_flops
-from pytest_gputrain.worker.memory_recorder import unknown
+from pytest_gputrain.worker.memory_recorder import not_exchanged, unknown
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.prediction.zero import Kernels
 from pytest_gputrain.worker.step_counts import StepCounter
@@ -157,6 +159,7 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
             *filter(None, [unnamed, without_lines]),
             NOT_MADE,
             *assumed(reads["dealt"]),
+            *not_computed(msgspec.convert(list(not_exchanged()), list[NotExchanged])),
             *(gone_by(reads["unknown_reads"]) if counts else ()),
         ),
     )
@@ -178,6 +181,12 @@ def assumed(dealt: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
     """Yield what the figures rest on where choices among scores that nothing computed were dealt in turn."""
     if dealt:
         yield f"balanced routing is assumed: unknown scores were distributed evenly, by {_places(dealt)}"
+
+
+def not_computed(calls: Sequence[NotExchanged]) -> Iterator[str]:
+    """Yield what NCCL did not exchange."""
+    if calls:
+        yield not_exchanged_sentence(calls)
 
 
 def read_as_zeros(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:

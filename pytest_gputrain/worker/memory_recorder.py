@@ -103,6 +103,7 @@ class Recorder:
             "rank": os.environ.get("RANK"),
             "devices": [device for device in devices if device["peak_allocated"] or device["refused"]],
             "unknown": list(unknown()),
+            "not_exchanged": list(not_exchanged()),
             **self._values.report(),
         }
         path = Path(folder, f"{os.getpid()}.json")
@@ -150,6 +151,21 @@ def unknown() -> Iterator[str]:
         if text is None:
             return
         yield text.decode()
+
+
+def not_exchanged() -> Iterator[dict[str, Any]]:
+    """Return what NCCL did not exchange: functions, with their calls and the most bytes of one."""
+    try:
+        at = ctypes.CDLL(None).gputrain_not_exchanged_at
+    except AttributeError:
+        return
+    at.restype = ctypes.c_char_p
+    calls, most = ctypes.c_uint64(), ctypes.c_uint64()
+    for number in range(1000):
+        function = at(number, ctypes.byref(calls), ctypes.byref(most))
+        if function is None:
+            return
+        yield {"function": function.decode(), "calls": calls.value, "bytes": most.value}
 
 
 def _device(index: int, peaks: Counter[str], snapshot: dict[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,11 @@ import msgspec
 from msgspec import Struct
 
 from pytest_gputrain.records import Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Task
+from pytest_gputrain.records.emulation import NotExchanged
 from pytest_gputrain.utils.linux import end_with_parent
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import Accelerator
-from pytest_gputrain.worker.emulated import assumed, conditions, read_as_zeros
+from pytest_gputrain.worker.emulated import assumed, conditions, not_computed, read_as_zeros
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.group import ALONE
 from pytest_gputrain.worker.progress import Progress
@@ -50,6 +51,7 @@ class _Recorded(Struct):
     """Seconds at the ends of steps, for each training; with a framework's trainer at the begin of the first one, too."""
     out_of_memory: str | None
     unknown: list[str]
+    not_exchanged: list[NotExchanged] = []
     dealt: list[dict[str, str | int]] = []
     unknown_reads: list[dict[str, str | int]] = []
     """The reads of unknown values, because an emulated GPU computes none."""
@@ -112,7 +114,8 @@ def _reply(task: Task, status: int, recorded: list[_Recorded], stderr: Path) -> 
         fits = {"fits": False, "refused": full} if full is not None else {"fits": True}
         if full is None:
             _check_steps(name, process, _LEAST_STEPS)
-        notes = (_NOT_LOOKED_AT, *assumed(process.dealt), *read_as_zeros(process.unknown_reads))
+        left = not_computed(process.not_exchanged)
+        notes = (_NOT_LOOKED_AT, *assumed(process.dealt), *left, *read_as_zeros(process.unknown_reads))
         unknown = tuple(process.unknown)
         return EmulatedRun(**conditions(task, device), **fits, **peaks, not_counted=unknown, notes=notes)
     environment = environment_of(device, ALONE)

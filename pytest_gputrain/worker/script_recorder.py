@@ -67,6 +67,7 @@ class _Recorder:
             "stamps": self._of_framework if self._framework else [max(self._of_optimizers, key=len, default=[])],
             "out_of_memory": str(error) if isinstance(error, torch.OutOfMemoryError) else None,
             "unknown": list(self._memory_recorder.unknown()),
+            "not_exchanged": list(self._memory_recorder.not_exchanged()),
             **(self._values.report() if self._values else {}),
         }
         path = Path(folder, f"{os.getpid()}.json")

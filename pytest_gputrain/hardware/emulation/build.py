@@ -251,7 +251,7 @@ def _compile_one(
         script = Path(scratch) / "versions.map"
         script.write_text(version_script(functions))
         versioned = [f"-Wl,--version-script={script}"] if script.stat().st_size else []
-        linked = [*versioned, f"-Wl,-soname,{soname}", "-Wl,-rpath,$ORIGIN", *map(str, others), "-ldl"]
+        linked = [*versioned, f"-Wl,-soname,{soname}", "-Wl,-rpath,$ORIGIN", *map(str, others), "-ldl", "-lm"]
         _run([*compiler, *options, "-o", str(folder / soname), str(stubs), *parts, *linked])
 
 

@@ -1,13 +1,16 @@
-"""Keeps the values that processes exchange by NCCL, whose stand-in really exchanges small data."""
+"""Keeps the values that GPUs exchange by NCCL, whose stand-in really exchanges small data, and tells which are known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from .contents import Contents, count_collective, is_small, on_host
+from .contents import Contents, count_collective, on_host
 from .evaluation import flat
 
 _EXCHANGED_BYTES: Final = 1 << 20
@@ -16,39 +19,104 @@ _EXCHANGED_BYTES: Final = 1 << 20
 _FROM_ANOTHER: Final = ("broadcast_", "recv_", "recv_any_source_", "scatter_")
 """Whether what they tell is known, another rank knows."""
 
+_UNKNOWN, _KNOWN, _STILL_WAITS = 0, 1, 2
+"""What was heard, if anything was, as in values.c."""
 
-def followed(contents: Contents, operator: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the operator of a collective, after which it is known what this process heard."""
-    name = operator._schema.name.partition("::")[2]
-    names = [argument.name for argument in operator._schema.arguments]
-    own = [place for place, name in enumerate(names) if name.startswith(("input", "tensor"))]
-    others = [place for place, name in enumerate(names) if name.startswith("output")]
-    if name in _FROM_ANOTHER and not others:
-        others = own
+_OF_ONE_PROCESS: Final = (
+    "_nccl_all_gather",
+    "_nccl_all_reduce",
+    "_nccl_broadcast",
+    "_nccl_reduce",
+    "_nccl_reduce_scatter",
+    "_broadcast",
+    "_broadcast_coalesced",
+    "_broadcast_out",
+)
+"""The functions of torch for several GPUs of one process, which are no operators."""
 
-    def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
-        if not dist.is_initialized() or dist.get_backend() == "fake":
-            # NCCL, which is not called, would have got the larger of what is sent and of what is heard.
-            sides = [sum(one.nbytes for one in flat([arguments[place] for place in places])) for places in (own, others)]
-            count_collective(name, max(sides))
-            return original(keys, *arguments, **keywords)
-        sent, heard = (list(flat([arguments[place] for place in places])) for places in (own, others))
+
+class Exchanges:
+    """The calls of NCCL that this process's operators make."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._stand_ins: Any = ctypes.CDLL(None)
+
+    def operator(self, operator: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the operator of a collective, after which it is known what this process heard."""
+        name = operator._schema.name.partition("::")[2]
+        names = [argument.name for argument in operator._schema.arguments]
+        own = [place for place, name in enumerate(names) if name.startswith(("input", "tensor"))]
+        others = [place for place, name in enumerate(names) if name.startswith("output")]
+
+        def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not dist.is_initialized() or dist.get_backend() == "fake":
+                # NCCL, which is not called, would have got the larger of what is sent and of what is heard.
+                sides = [sum(one.nbytes for one in flat([arguments[place] for place in places])) for places in (own, others)]
+                count_collective(name, max(sides))
+                return original(keys, *arguments, **keywords)
+            sent, heard = (list(flat([arguments[place] for place in places])) for places in (own, others or own))
+            from_another = name in _FROM_ANOTHER
+            return self._run(original, (keys, *arguments), keywords, sent, lambda _: heard, from_another=from_another)
+
+        return run
+
+    def replace_functions(self) -> None:
+        """Replace torch's functions for several GPUs of one process."""
+        for name in _OF_ONE_PROCESS:
+            if (original := getattr(torch._C, name, None)) is not None:
+                setattr(torch._C, name, self._function(name, original))
+
+    def _function(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        of_nccl = name.startswith("_nccl")
+
+        def run(first: Any, second: Any, *others: Any, **keywords: Any) -> Any:
+            # torch sends from the first, whatever root it is told.
+            sent = [first[0]] if name == "_nccl_broadcast" else list(flat([first]))
+            addresses = {tensor.data_ptr() for tensor in sent}
+
+            def heard(output: Any) -> list[Tensor]:
+                if of_nccl:
+                    return list(flat([second])) or list(flat([first]))
+                return [tensor for tensor in flat([second, output]) if tensor.data_ptr() not in addresses]
+
+            return self._run(original, (first, second, *others), keywords, sent, heard)
+
+        return run
+
+    def _run(
+        self,
+        original: Callable[..., Any],
+        arguments: Sequence[Any],
+        keywords: dict[str, Any],
+        sent: Sequence[Tensor],
+        heard: Callable[[Any], Sequence[Tensor]],
+        *,
+        from_another: bool = False,
+    ) -> Any:
         known = True
         for tensor in sent:
-            if contents.find(tensor) is None:
-                known = False
-                if is_small(tensor):
-                    on_host(tensor).zero_()  # as the host reads it, and not what the memory held before
-        exchanged_bytes = sum(tensor.numel() * tensor.itemsize for tensor in sent or heard)
-        output = original(keys, *arguments, **keywords)
-        for tensor in heard:
-            exchanged = is_small(tensor) and exchanged_bytes * dist.get_world_size() <= _EXCHANGED_BYTES
-            if name in _FROM_ANOTHER:
-                known = not tensor.dtype.is_floating_point  # sizes, flags and pickled objects
-            if exchanged and known:
-                contents.written(tensor)
-            elif not exchanged or name not in _FROM_ANOTHER:
-                contents.forget(tensor)
+            found = self._contents.find(tensor)
+            known = known and found is not None
+            if tensor.nbytes > _EXCHANGED_BYTES:
+                continue
+            if found is None:
+                on_host(tensor).zero_()  # as the host reads it, and not what the memory held before
+            elif found.value is not None:
+                on_host(tensor).fill_(found.value)
+        self._stand_ins.gputrain_begin_exchange(known)
+        try:
+            output = original(*arguments, **keywords)
+        finally:
+            what = self._stand_ins.gputrain_end_exchange()
+        tensors = heard(output)
+        if what == _STILL_WAITS:
+            # Of a group that ends later. Sizes, flags and pickled objects are known to whoever sends them.
+            numbers = any(tensor.dtype.is_floating_point for tensor in tensors)
+            what = _KNOWN if (not numbers if from_another else known) else _UNKNOWN
+        for tensor in tensors:
+            if what == _KNOWN:
+                self._contents.written(tensor)
+            elif what == _UNKNOWN:
+                self._contents.forget(tensor)
         return output
-
-    return run

@@ -16,7 +16,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from . import collectives, rules
+from . import rules
+from .collectives import Exchanges
 from .contents import Contents, Known, is_small, on_host
 from .evaluation import Values, flat
 from .hooks import follow_libraries, follow_triton
@@ -101,6 +102,7 @@ class Operators:
         self._stand_ins: Any = ctypes.CDLL(None)
         self._stand_ins.gputrain_answer.argtypes = [ctypes.c_int64]
         self.values = Values(self.contents)
+        self._exchanges = Exchanges(self.contents)
         self._answering = threading.local()
         self._libraries: dict[str, Any] = {}
         self._seen: set[str] = set()
@@ -111,6 +113,7 @@ class Operators:
         self._replace_new()
         follow_libraries(self._replace_new, lambda: self._replacing)
         follow_triton(self.contents)
+        self._exchanges.replace_functions()
 
     def _replace_new(self) -> None:
         """Replace the operators that were not there before."""
@@ -139,7 +142,7 @@ class Operators:
 
     def _replacement(self, operator: Any, qualified: str, base: str, name: str, written: list[int]) -> _Kernel | None:
         if qualified.startswith("c10d::"):
-            return collectives.followed(self.contents, operator, _original(qualified))
+            return self._exchanges.operator(operator, _original(qualified))
         if not qualified.startswith("aten::"):
             return self._custom(operator, _original(qualified), written) if written else None
         if qualified in _WITHOUT_PYTHON:

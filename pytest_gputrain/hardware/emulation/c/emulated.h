@@ -67,11 +67,18 @@ void gputrain_copy(void *to, const void *from, size_t bytes);
 void gputrain_set(void *to, int value, size_t bytes);
 int gputrain_read_value(void *to, size_t bytes);
 
+// What NCCL exchanges: whether this thread sends known values, whether it heard only such, and how many calls still wait.
+int gputrain_sends_known(void);
+void gputrain_hears(int known);
+void gputrain_awaits(int change);
+
 // A block of zeros for what the caller only passes back.
 void *gputrain_handle(void);
 
 // Notes that a figure does not hold all memory, since a library's own share is unknown.
 void gputrain_unknown(const char *what);
+// Notes that a collective of NCCL did nothing, since each rank has so many bytes. The function is a constant.
+void gputrain_not_exchanged(const char *function, size_t bytes);
 int gputrain_missing(const char *function, int status);
 void gputrain_trace(const char *function, int *seen);
 

@@ -130,6 +130,30 @@ void gputrain_unknown(const char *what) {
 
 const char *gputrain_unknown_at(int index) { return index >= 0 && index < UNKNOWNS ? unknowns[index] : NULL; }
 
+// What NCCL did not exchange, by function.
+static struct not_exchanged {
+  const char *function;
+  uint64_t calls, bytes; // the most of a call
+} not_exchanged[UNKNOWNS];
+
+void gputrain_not_exchanged(const char *function, size_t bytes) {
+  pthread_mutex_lock(&lock);
+  struct not_exchanged *at = not_exchanged;
+  while (at < not_exchanged + UNKNOWNS - 1 && at->function && strcmp(at->function, function))
+    at++;
+  at->function = function;
+  at->calls++;
+  at->bytes = at->bytes < bytes ? bytes : at->bytes;
+  pthread_mutex_unlock(&lock);
+}
+const char *gputrain_not_exchanged_at(int index, uint64_t *calls, uint64_t *bytes) {
+  if (index < 0 || index >= UNKNOWNS)
+    return NULL;
+  *calls = not_exchanged[index].calls;
+  *bytes = not_exchanged[index].bytes;
+  return not_exchanged[index].function;
+}
+
 static int traces(void) {
   static int on = -1;
   if (on < 0)

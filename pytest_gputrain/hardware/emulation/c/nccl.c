@@ -1,28 +1,38 @@
-// Stands in for NCCL between processes of one machine. Small data is really exchanged, by files, since it decides what a
-// program does: sizes, flags, pickled objects. Large data, such as gradients, is left alone.
+// Stands in for NCCL between the GPUs of one machine, of one process or of several. Data of up to 1 MiB for all ranks
+// together is really exchanged, by files, and combined as NCCL does it. Larger data is not sent, and the run says so.
 #include "emulated.h"
 #include <errno.h>
 #include <fcntl.h>
+#include <math.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, NO_COLOR = -1 };
-enum { SUM = 0, PRODUCT = 1, MAXIMUM = 2, MINIMUM = 3, AVERAGE = 4 };
+enum { SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, NO_COLOR = -1 };
+enum { SUM = 0, PRODUCT = 1, MAXIMUM = 2, MINIMUM = 3, AVERAGE = 4, OPERATIONS = 5 };
+enum { INT8 = 0, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, TYPES };
 enum { SMALL = 1 << 20, WAIT_SECONDS = 1800, WAIT_NANOSECONDS = 200000 };
 
 struct id {
   char bytes[128];
 };
+struct factor { // of an operation that multiplies before it adds
+  int type;     // TYPES where it was destroyed
+  const void *on_device;
+  uint64_t on_host;
+};
 struct communicator {
   struct id id;
   int rank, ranks, splits;
-  int exchanges;       // so far
-  int *sent, *fetched; // messages to and from each rank
-  int of_one_process;  // all ranks are devices of this process, and none can wait for another
+  int exchanges, ended, kept; // begun, ended, and the first whose file is still there
+  int *sent, *fetched;        // messages to and from each rank
+  struct factor *factors;
+  int factor_count;
 };
 
 int ncclGetVersion(int *version) {
@@ -34,24 +44,32 @@ const char *ncclGetLastError(void *communicator) { return ""; }
 
 // --- Files between ranks
 
+struct header {
+  uint64_t bytes;
+  int ended; // exchanges that the sender has ended, and so will not read again
+  int known; // whether the values are those of a GPU
+};
+
 static int name(char path[4096], const struct communicator *among, const char *what, int number, int from, int to) {
   const char *folder = getenv("GPUTRAIN_EMULATED_STATE");
   if (!folder)
-    return gputrain_missing("NCCL between processes, for want of a folder in GPUTRAIN_EMULATED_STATE", SYSTEM_ERROR);
+    return gputrain_missing("NCCL between GPUs, for want of a folder in GPUTRAIN_EMULATED_STATE", SYSTEM_ERROR);
   int length = snprintf(path, 4096, "%s/nccl-%s-%s-%d-%d-%d", folder, among->id.bytes, what, number, from, to);
   return length < 0 || length >= 4096 ? SYSTEM_ERROR : OK;
 }
 
 // A file that has its name is whole.
-static int tell(const char *path, const void *data, size_t bytes) {
+static int tell(const char *path, const void *data, size_t bytes, int ended) {
   char part[4096 + 8];
+  struct header header = {bytes, ended, gputrain_sends_known()};
+  struct iovec parts[] = {{&header, sizeof header}, {(void *)data, bytes}};
   snprintf(part, sizeof part, "%s.part", path);
   int file = open(part, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (file < 0)
     return SYSTEM_ERROR;
-  ssize_t written = write(file, data, bytes);
+  ssize_t written = writev(file, parts, 2);
   close(file);
-  return written == (ssize_t)bytes && !rename(part, path) ? OK : SYSTEM_ERROR;
+  return written == (ssize_t)(sizeof header + bytes) && !rename(part, path) ? OK : SYSTEM_ERROR;
 }
 
 static time_t seconds(void) {
@@ -60,37 +78,51 @@ static time_t seconds(void) {
   return now.tv_sec;
 }
 
-static int hear(const char *path, void *data, size_t bytes) {
+static int hear(const char *path, void *data, size_t bytes, struct header *header) {
   time_t end = seconds() + WAIT_SECONDS;
+  struct iovec parts[] = {{header, sizeof *header}, {data, bytes}};
   int file;
   while ((file = open(path, O_RDONLY | O_CLOEXEC)) < 0) {
     if (errno != ENOENT || seconds() > end)
       return gputrain_missing("a collective of NCCL, since another rank does not take part", SYSTEM_ERROR);
     nanosleep(&(struct timespec){0, WAIT_NANOSECONDS}, NULL);
   }
-  ssize_t got = read(file, data, bytes);
+  ssize_t got = readv(file, parts, 2);
   close(file);
-  return got == (ssize_t)bytes ? OK : gputrain_missing("a collective of NCCL whose ranks differ in size", INVALID_ARGUMENT);
+  return got == (ssize_t)(sizeof *header + bytes) && header->bytes == bytes
+             ? OK
+             : gputrain_missing("a collective of NCCL whose ranks differ in size", INVALID_ARGUMENT);
 }
 
-// Tells the other ranks what this one has, and learns what each has. When this ends, all have told, and so have heard what
-// was told the time before.
-static int exchange(struct communicator *among, const void *own, size_t bytes, char *all) {
+// Tells the other ranks what this one has. Returns the number of the exchange in *number.
+static int begin_exchange(struct communicator *among, const void *own, size_t bytes, int *number) {
   char path[4096];
-  int status = OK, number = among->exchanges++;
-  if (among->ranks == 1 || among->of_one_process) {
-    for (int rank = 0; rank < among->ranks; rank++)
-      memcpy(all + (size_t)rank * bytes, own, bytes);
-    return OK;
+  *number = among->exchanges++;
+  int status = name(path, among, "all", *number, among->rank, 0);
+  return status ? status : tell(path, own, bytes, among->ended);
+}
+
+// Learns what each rank has, or only one, into `all` one after the other, and whether all of that is known. What every rank
+// has read is removed.
+static int end_exchange(struct communicator *among, int number, size_t bytes, char *all, int only, int *known) {
+  char path[4096];
+  int status = OK, ended = number;
+  *known = 1;
+  for (int rank = 0; rank < among->ranks && !status; rank++) {
+    struct header header = {0};
+    if ((status = name(path, among, "all", number, rank, 0)) ||
+        (status = hear(path, all + (size_t)rank * bytes, bytes, &header)))
+      break;
+    ended = header.ended < ended ? header.ended : ended;
+    *known &= header.known || (only >= 0 && only != rank);
   }
-  if ((status = name(path, among, "all", number, among->rank, 0)) || (status = tell(path, own, bytes)))
+  if (status)
     return status;
-  for (int rank = 0; rank < among->ranks && !status; rank++)
-    if (!(status = name(path, among, "all", number, rank, 0)))
-      status = hear(path, all + (size_t)rank * bytes, bytes);
-  if (number && !name(path, among, "all", number - 1, among->rank, 0))
-    unlink(path);
-  return status;
+  among->ended = number + 1;
+  for (; among->kept < ended; among->kept++)
+    if (!name(path, among, "all", among->kept, among->rank, 0))
+      unlink(path);
+  return OK;
 }
 
 // --- Communicators
@@ -106,6 +138,9 @@ int ncclGetUniqueId(struct id *id) {
 
 static int make(struct communicator **out, const struct id *id, int rank, int ranks) {
   gputrain_unknown("NCCL's buffers");
+  *out = NULL;
+  if (ranks < 1 || rank < 0 || rank >= ranks)
+    return INVALID_ARGUMENT;
   struct communicator *made = calloc(1, sizeof *made);
   if (made)
     *made = (struct communicator){.id = *id, .rank = rank, .ranks = ranks};
@@ -125,34 +160,17 @@ int ncclCommInitAll(struct communicator **out, int ranks, const int *devices) {
   struct id id;
   int status = ncclGetUniqueId(&id);
   for (int rank = 0; rank < ranks && !status; rank++)
-    if (!(status = make(out + rank, &id, rank, ranks)))
-      out[rank]->of_one_process = 1;
+    status = make(out + rank, &id, rank, ranks);
   return status;
 }
-int ncclCommSplit(struct communicator *parent, int color, int key, struct communicator **out, void *config) {
-  int own[2] = {color, key}, split = parent->splits++, ranks = 0, before = 0;
-  int (*all)[2] = calloc((size_t)parent->ranks, sizeof own);
-  int status = all ? exchange(parent, own, sizeof own, (char *)all) : SYSTEM_ERROR;
-  for (int other = 0; other < parent->ranks && !status; other++) {
-    if (all[other][0] != color)
-      continue;
-    ranks++;
-    before += all[other][1] < key || (all[other][1] == key && other < parent->rank);
-  }
-  free(all);
-  *out = NULL;
-  if (status || color == NO_COLOR)
-    return status;
-  struct id id;
-  int length = snprintf(id.bytes, sizeof id.bytes, "%s.%d.%d", parent->id.bytes, split, color);
-  if (length >= (int)sizeof id.bytes)
-    return gputrain_missing("ncclCommSplit of splits of splits", INVALID_ARGUMENT);
-  return make(out, &id, before, ranks);
-}
-int ncclCommShrink(void) { return gputrain_missing("ncclCommShrink", INVALID_ARGUMENT); }
+int ncclCommShrink(void) { return gputrain_missing("ncclCommShrink", INVALID_USAGE); }
+int ncclCommFinalize(struct communicator *communicator) { return OK; } // no call is still under way
 int ncclCommDestroy(struct communicator *communicator) {
+  if (!communicator)
+    return OK;
   free(communicator->sent);
   free(communicator->fetched);
+  free(communicator->factors);
   free(communicator);
   return OK;
 }
@@ -172,170 +190,293 @@ int ncclCommUserRank(const struct communicator *communicator, int *rank) {
 int ncclMemAlloc(void **out, size_t bytes) { return gputrain_allocate(out, bytes, DEVICE) ? SYSTEM_ERROR : OK; }
 int ncclMemFree(void *start) { return gputrain_free(start) ? INVALID_ARGUMENT : OK; }
 
-// --- Collectives
+// --- Numbers: floating point types are computed as doubles, which hold the sum and the product of two of them exactly or
+// with so many more bits that rounding twice gives the same.
 
+struct format {
+  int exponent_bits, fraction_bits;
+  unsigned most, infinity; // the largest number without its sign; the type has no infinity where both are the same
+};
+static const struct format HALF = {5, 10, 0x7BFF, 0x7C00}, BRAIN = {8, 7, 0x7F7F, 0x7F80};
+// NVIDIA's conversions to 8 bits give the largest number in place of a larger one.
+static const struct format E4M3 = {4, 3, 0x7E, 0x7E}, E5M2 = {5, 2, 0x7B, 0x7B};
+
+static double decoded(const struct format *as, unsigned bits) {
+  unsigned sign = 1u << (as->exponent_bits + as->fraction_bits), magnitude = bits & (sign - 1);
+  int bias = (1 << (as->exponent_bits - 1)) - 1, exponent = (int)(magnitude >> as->fraction_bits);
+  double fraction = magnitude & ((1u << as->fraction_bits) - 1), value;
+  if (magnitude > as->most)
+    value = as != &E4M3 && fraction == 0 ? INFINITY : NAN;
+  else if (exponent)
+    value = ldexp(fraction + (double)(1u << as->fraction_bits), exponent - bias - as->fraction_bits);
+  else
+    value = ldexp(fraction, 1 - bias - as->fraction_bits);
+  return bits & sign ? -value : value;
+}
+
+static unsigned encoded(const struct format *as, double value) {
+  unsigned sign = 1u << (as->exponent_bits + as->fraction_bits);
+  int bias = (1 << (as->exponent_bits - 1)) - 1, least = 1 - bias;
+  if (isnan(value))
+    return sign - 1;
+  unsigned magnitude = as->infinity;
+  if (!isinf(value)) {
+    int exponent = value != 0 && ilogb(value) > least ? ilogb(value) : least;
+    // A number that is rounded up to the next power of two carries into the exponent.
+    double steps = nearbyint(ldexp(fabs(value), as->fraction_bits - exponent));
+    double bits = (double)(exponent - least) * (1u << as->fraction_bits) + steps;
+    magnitude = bits > as->most ? as->infinity : (unsigned)bits;
+  }
+  return magnitude | (signbit(value) ? sign : 0);
+}
+
+static int is_integer(int type) { return type <= UINT64; }
 static size_t size_of(int type) {
-  static const unsigned char sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-  return type >= 0 && type < (int)sizeof sizes ? sizes[type] : 0;
+  static const unsigned char sizes[TYPES] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+  return type >= 0 && type < TYPES ? sizes[type] : 0;
 }
 
-// What each rank has, in a block that the caller frees; NULL with status OK where it is large.
-static int hear_all(char **all, const void *own, size_t bytes, struct communicator *among) {
-  *all = NULL;
-  if (bytes * (size_t)among->ranks > SMALL || !bytes)
-    return OK;
-  *all = malloc(bytes * (size_t)among->ranks);
-  return *all ? exchange(among, own, bytes, *all) : SYSTEM_ERROR;
+static double get(int type, const void *from, size_t i) {
+  switch (type) {
+  case FLOAT16:
+    return decoded(&HALF, ((const uint16_t *)from)[i]);
+  case BFLOAT16:
+    return decoded(&BRAIN, ((const uint16_t *)from)[i]);
+  case FLOAT8_E4M3:
+    return decoded(&E4M3, ((const uint8_t *)from)[i]);
+  case FLOAT8_E5M2:
+    return decoded(&E5M2, ((const uint8_t *)from)[i]);
+  case FLOAT32:
+    return ((const float *)from)[i];
+  default:
+    return ((const double *)from)[i];
+  }
+}
+static void put(int type, void *to, size_t i, double value) {
+  switch (type) {
+  case FLOAT16:
+    ((uint16_t *)to)[i] = (uint16_t)encoded(&HALF, value);
+    break;
+  case BFLOAT16:
+    ((uint16_t *)to)[i] = (uint16_t)encoded(&BRAIN, value);
+    break;
+  case FLOAT8_E4M3:
+    ((uint8_t *)to)[i] = (uint8_t)encoded(&E4M3, value);
+    break;
+  case FLOAT8_E5M2:
+    ((uint8_t *)to)[i] = (uint8_t)encoded(&E5M2, value);
+    break;
+  case FLOAT32:
+    ((float *)to)[i] = (float)value;
+    break;
+  default:
+    ((double *)to)[i] = value;
+  }
+}
+// As NCCL's kernels compute: types of 8 bits as halves, and all others in their own precision.
+static double rounded(int type, double value) {
+  uint64_t bits;
+  if (type == FLOAT8_E4M3 || type == FLOAT8_E5M2)
+    value = rounded(FLOAT16, value);
+  put(type, &bits, 0, value);
+  return get(type, &bits, 0);
 }
 
+// --- Operations, as NCCL's reduce_kernel.h has them
+
+// Of two numbers one that is no number loses, and zero is more than its negative.
+static double least(double one, double other) {
+  if (isnan(one) || isnan(other))
+    return isnan(one) ? other : one;
+  return one < other || (one == other && signbit(one)) ? one : other;
+}
 static double combined(double one, double other, int operation) {
   switch (operation) {
   case PRODUCT:
     return one * other;
   case MAXIMUM:
-    return one > other ? one : other;
+    return -least(-one, -other);
   case MINIMUM:
-    return one < other ? one : other;
-  default: // a sum, also of what was to be multiplied before
+    return least(one, other);
+  default:
     return one + other;
   }
 }
 
-// Numbers are combined as doubles: what counts and flags need.
 #define COMBINE(type)                                                                                                       \
   for (size_t i = 0; i < count; i++) {                                                                                      \
-    double value = (double)((const type *)all)[i];                                                                          \
-    for (int rank = 1; rank < ranks; rank++)                                                                                \
-      value = combined(value, (double)((const type *)all)[(size_t)rank * stride + i], operation);                           \
-    ((type *)to)[i] = (type)(operation == AVERAGE ? value / ranks : value);                                                 \
+    type value = ((const type *)all)[i];                                                                                    \
+    for (int rank = 1; rank < ranks; rank++) {                                                                              \
+      type other = ((const type *)all)[(size_t)rank * stride + i];                                                          \
+      if (operation == PRODUCT)                                                                                             \
+        value = (type)((uint64_t)value * (uint64_t)other);                                                                  \
+      else if (operation == MAXIMUM || operation == MINIMUM)                                                                \
+        value = (operation == MAXIMUM) == (value > other) ? value : other;                                                  \
+      else                                                                                                                  \
+        value = (type)((uint64_t)value + (uint64_t)other);                                                                  \
+    }                                                                                                                       \
+    ((type *)to)[i] = operation == AVERAGE ? (type)(value / (type)ranks) : value;                                           \
   }                                                                                                                         \
   break
 
+// The order is that of the ranks. It matters to sums of floating point numbers of three ranks or more, of which each order
+// gives another last bit; NCCL's depends on its algorithm.
 static void combine(void *to, const char *all, size_t count, size_t stride, int type, int operation, int ranks) {
   switch (type) {
-  case 0:
+  case INT8:
     COMBINE(int8_t);
-  case 1:
+  case UINT8:
     COMBINE(uint8_t);
-  case 2:
+  case INT32:
     COMBINE(int32_t);
-  case 3:
+  case UINT32:
     COMBINE(uint32_t);
-  case 4:
+  case INT64:
     COMBINE(int64_t);
-  case 5:
+  case UINT64:
     COMBINE(uint64_t);
-  case 7:
-    COMBINE(float);
-  case 8:
-    COMBINE(double);
-  default: // half types hold weights and gradients, whose values nobody knows
-    memcpy(to, all, count * size_of(type));
+  default:
+    for (size_t i = 0; i < count; i++) {
+      double value = get(type, all, i);
+      for (int rank = 1; rank < ranks; rank++)
+        value = rounded(type, combined(value, get(type, all, (size_t)rank * stride + i), operation));
+      put(type, to, i, value);
+    }
   }
 }
 
-// Each rank has `stride` elements, of which this one is to have `count` combined ones from the index on.
-static int reduce(const void *own, void *to, size_t from, size_t count, size_t stride, int type, int operation, int wanted,
-                  struct communicator *among) {
-  char *all;
-  size_t bytes = stride * size_of(type);
-  int status = hear_all(&all, own, bytes, among);
-  if (all && !status && wanted)
-    combine(to, all + from * size_of(type), count, stride, type, operation, among->ranks);
-  free(all);
-  return status;
-}
-int ncclAllReduce(const void *own, void *to, size_t count, int type, int operation, struct communicator *among,
-                  void *stream) {
-  gputrain_count("collectives", "ncclAllReduce", count * size_of(type));
-  return reduce(own, to, 0, count, count, type, operation, 1, among);
-}
-int ncclReduce(const void *own, void *to, size_t count, int type, int operation, int root, struct communicator *among,
-               void *stream) {
-  gputrain_count("collectives", "ncclReduce", count * size_of(type));
-  return reduce(own, to, 0, count, count, type, operation, root == among->rank, among);
-}
-int ncclReduceScatter(const void *own, void *to, size_t count, int type, int operation, struct communicator *among,
-                      void *stream) {
-  gputrain_count("collectives", "ncclReduceScatter", count * (size_t)among->ranks * size_of(type));
-  size_t all = count * (size_t)among->ranks;
-  return reduce(own, to, (size_t)among->rank * count, count, all, type, operation, 1, among);
+// Multiplies what a rank has, before it is added to that of others.
+static void multiply(void *own, size_t count, int type, const void *factor) {
+  uint64_t integer = 0;
+  memcpy(&integer, factor, size_of(type));
+  double number = is_integer(type) ? 0 : get(type, factor, 0);
+  for (size_t i = 0; i < count; i++)
+    if (!is_integer(type))
+      put(type, own, i, rounded(type, get(type, own, i) * number));
+    else if (size_of(type) == 1)
+      ((uint8_t *)own)[i] = (uint8_t)(((uint8_t *)own)[i] * integer);
+    else if (size_of(type) == 4)
+      ((uint32_t *)own)[i] = (uint32_t)(((uint32_t *)own)[i] * integer);
+    else
+      ((uint64_t *)own)[i] *= integer;
 }
 
-// Copies of each rank's block the part from the offset on, to `to` one after the other, or of one rank only.
-static int gather(const void *own, char *to, size_t bytes, size_t offset, size_t part, int only,
-                  struct communicator *among) {
-  char *all;
-  int status = hear_all(&all, own, bytes, among);
-  for (int rank = 0; rank < among->ranks && all && !status; rank++)
-    if (only < 0)
-      memcpy(to + (size_t)rank * part, all + (size_t)rank * bytes + offset, part);
-    else if (only == rank)
-      memcpy(to, all + (size_t)rank * bytes + offset, part);
-  free(all);
-  return status;
+enum { ON_DEVICE = 0 };
+
+int ncclRedOpCreatePreMulSum(int *operation, const void *factor, int type, int residence, struct communicator *among) {
+  int at = 0;
+  if (!size_of(type) || !factor)
+    return INVALID_ARGUMENT;
+  while (at < among->factor_count && among->factors[at].type != TYPES)
+    at++;
+  if (at == among->factor_count) {
+    struct factor *all = realloc(among->factors, (size_t)(at + 1) * sizeof *all);
+    if (!all)
+      return SYSTEM_ERROR;
+    among->factors = all;
+    among->factor_count++;
+  }
+  struct factor made = {type, residence == ON_DEVICE ? factor : NULL, 0};
+  if (!made.on_device)
+    memcpy(&made.on_host, factor, size_of(type));
+  among->factors[at] = made;
+  *operation = OPERATIONS + at;
+  return OK;
 }
-int ncclBroadcast(const void *own, void *to, size_t count, int type, int root, struct communicator *among, void *stream) {
-  gputrain_count("collectives", "ncclBroadcast", count * size_of(type));
-  size_t bytes = count * size_of(type);
-  return gather(root == among->rank ? own : to, to, bytes, 0, bytes, root, among);
-}
-int ncclBcast(void *to, size_t count, int type, int root, struct communicator *among, void *stream) {
-  return ncclBroadcast(to, to, count, type, root, among, stream);
-}
-int ncclAllGather(const void *own, void *to, size_t count, int type, struct communicator *among, void *stream) {
-  gputrain_count("collectives", "ncclAllGather", count * size_of(type) * (size_t)among->ranks);
-  size_t bytes = count * size_of(type);
-  return gather(own, to, bytes, 0, bytes, -1, among);
-}
-int ncclAlltoAll(const void *own, void *to, size_t count, int type, struct communicator *among, void *stream) {
-  gputrain_count("collectives", "ncclAlltoAll", count * size_of(type) * (size_t)among->ranks);
-  size_t bytes = count * size_of(type);
-  return gather(own, to, bytes * (size_t)among->ranks, (size_t)among->rank * bytes, bytes, -1, among);
+int ncclRedOpDestroy(int operation, struct communicator *among) {
+  int at = operation - OPERATIONS;
+  if (at < 0 || at >= among->factor_count || among->factors[at].type == TYPES)
+    return INVALID_ARGUMENT;
+  among->factors[at].type = TYPES;
+  return OK;
 }
 
-// --- Messages: a group receives when it ends, after all of it was sent
+// --- Calls: each is begun when it is made, and ended there, or with its group. So one thread may call for several ranks.
 
-struct awaited {
+enum kind { REDUCES, GATHERS, RECEIVES, SPLITS };
+struct call {
+  enum kind kind;
   struct communicator *among;
+  size_t bytes; // of each rank
+  int number;   // of the exchange or of the message
   void *to;
-  size_t bytes;
-  int peer;
+  size_t from, part; // of what each rank has, the bytes from the offset on; of a reduction those that are combined
+  int type, operation;
+  int only; // the only rank whose data is wanted, or -1
 };
-static __thread struct awaited *awaited;
-static __thread int awaited_count, awaited_room, groups;
+static __thread struct call *calls;
+static __thread int call_count, call_room, groups;
 
-static int receive(const struct awaited *message) {
+static int split(const struct call *call, const int (*all)[2]) {
+  const struct communicator *parent = call->among;
+  int color = all[parent->rank][0], key = all[parent->rank][1], ranks = 0, before = 0;
+  for (int other = 0; other < parent->ranks; other++) {
+    if (all[other][0] != color)
+      continue;
+    ranks++;
+    before += all[other][1] < key || (all[other][1] == key && other < parent->rank);
+  }
+  if (color == NO_COLOR)
+    return OK;
+  struct id id;
+  int length = snprintf(id.bytes, sizeof id.bytes, "%s.%d.%d", parent->id.bytes, call->operation, color);
+  if (length >= (int)sizeof id.bytes)
+    return gputrain_missing("ncclCommSplit of splits of splits", INVALID_USAGE);
+  return make(call->to, &id, before, ranks);
+}
+
+static int receive(const struct call *call, int *known) {
   char path[4096];
-  struct communicator *among = message->among;
-  int status = name(path, among, "one", among->fetched[message->peer]++, message->peer, among->rank);
-  if (!status && !(status = hear(path, message->to, message->bytes)))
+  struct header header;
+  int status = name(path, call->among, "one", call->number, call->only, call->among->rank);
+  if (!status && !(status = hear(path, call->to, call->bytes, &header))) {
     unlink(path);
+    *known = header.known;
+  }
   return status;
 }
-int ncclSend(const void *from, size_t count, int type, int peer, struct communicator *among, void *stream) {
-  gputrain_count("collectives", "ncclSend", count * size_of(type));
-  char path[4096];
-  size_t bytes = count * size_of(type);
-  if (bytes > SMALL || among->of_one_process)
-    return OK;
-  int status = name(path, among, "one", among->sent[peer]++, among->rank, peer);
-  return status ? status : tell(path, from, bytes);
+
+// own: what the only rank has; NULL where there are others to hear from.
+static int end(const struct call *call, const void *own) {
+  struct communicator *among = call->among;
+  const char *all = own;
+  char *heard = NULL;
+  int status = OK, known = gputrain_sends_known();
+  if (call->kind == RECEIVES)
+    status = receive(call, &known);
+  else if (!own && !(all = heard = malloc(call->bytes * (size_t)among->ranks)))
+    status = SYSTEM_ERROR;
+  else if (!own)
+    status = end_exchange(among, call->number, call->bytes, heard, call->only, &known);
+  if (!status && call->kind == REDUCES && call->to)
+    combine(call->to, all + call->from, call->part / size_of(call->type), call->bytes / size_of(call->type), call->type,
+            call->operation, among->ranks);
+  for (int rank = 0, at = 0; rank < among->ranks && call->kind == GATHERS && !status; rank++)
+    if (call->only < 0 || call->only == rank)
+      memmove((char *)call->to + (size_t)at++ * call->part, all + (size_t)rank * call->bytes + call->from, call->part);
+  if (!status && call->kind == SPLITS)
+    status = split(call, (const int (*)[2])all);
+  if (call->to && call->kind != SPLITS)
+    gputrain_hears(known && !status);
+  free(heard);
+  return status;
 }
-int ncclRecv(void *to, size_t count, int type, int peer, struct communicator *among, void *stream) {
-  gputrain_count("collectives", "ncclRecv", count * size_of(type));
-  struct awaited message = {among, to, count * size_of(type), peer};
-  if (message.bytes > SMALL || among->of_one_process)
-    return OK;
-  if (!groups)
-    return receive(&message);
-  if (awaited_count == awaited_room) {
-    awaited_room = awaited_room ? 2 * awaited_room : 16;
-    awaited = realloc(awaited, (size_t)awaited_room * sizeof *awaited);
-    if (!awaited)
+
+// Tells what this rank has at once, since another may wait for it.
+static int begin(struct call call, const void *own) {
+  if (call.among->ranks == 1 && own)
+    return end(&call, own);
+  int status = own ? begin_exchange(call.among, own, call.bytes, &call.number) : OK;
+  if (status || !groups)
+    return status ? status : end(&call, NULL);
+  if (call_count == call_room) {
+    call_room = call_room ? 2 * call_room : 16;
+    calls = realloc(calls, (size_t)call_room * sizeof *calls);
+    if (!calls)
       abort();
   }
-  awaited[awaited_count++] = message;
+  calls[call_count++] = call;
+  gputrain_awaits(1);
   return OK;
 }
 int ncclGroupStart(void) {
@@ -344,10 +485,134 @@ int ncclGroupStart(void) {
 }
 int ncclGroupEnd(void) {
   int status = OK;
+  if (groups <= 0)
+    return INVALID_USAGE;
   if (--groups)
     return OK;
-  for (int i = 0; i < awaited_count && !status; i++)
-    status = receive(awaited + i);
-  awaited_count = 0;
+  for (int i = 0; i < call_count; i++) {
+    gputrain_awaits(-1);
+    if (!status)
+      status = end(calls + i, NULL);
+  }
+  call_count = 0;
   return status;
+}
+
+int ncclCommSplit(struct communicator *parent, int color, int key, struct communicator **out, void *config) {
+  int own[2] = {color, key};
+  *out = NULL;
+  struct call call = {SPLITS, parent, .bytes = sizeof own, .to = out, .operation = parent->splits++, .only = -1};
+  return begin(call, own);
+}
+
+// --- Collectives
+
+// Whether so much data of each rank is exchanged. If not, the run says so; a rank alone exchanges nothing.
+static int is_exchanged(const char *function, const void *own, void *to, size_t bytes, const struct communicator *among) {
+  if (bytes <= SMALL / (size_t)among->ranks)
+    return bytes > 0;
+  gputrain_hears(0);
+  if (among->ranks > 1)
+    gputrain_not_exchanged(function, bytes);
+  else if (to != own)
+    gputrain_copy(to, own, bytes);
+  return 0;
+}
+
+// Each rank has `bytes` bytes, of which this one is to have `part` combined ones from the offset on at `to`, if anywhere.
+static int reduce(const char *function, const void *own, void *to, size_t from, size_t part, size_t bytes, int type,
+                  int operation, struct communicator *among) {
+  const struct factor *factor = operation >= OPERATIONS ? among->factors + operation - OPERATIONS : NULL;
+  if (!size_of(type) || operation < 0 || operation >= OPERATIONS + among->factor_count || (factor && factor->type != type))
+    return INVALID_ARGUMENT;
+  if (type >= FLOAT8_E4M3 && gputrain_gpu()->major < 9) {
+    fprintf(stderr, "gputrain: NCCL reduces numbers of 8 bits on GPUs of compute capability 9.0 and newer only\n");
+    return INVALID_ARGUMENT;
+  }
+  if (!is_exchanged(function, own, to, bytes, among))
+    return OK;
+  char *prepared = malloc(bytes);
+  if (!prepared)
+    return SYSTEM_ERROR;
+  memcpy(prepared, own, bytes);
+  uint64_t share;
+  if (factor)
+    multiply(prepared, bytes / size_of(type), type, factor->on_device ? factor->on_device : &factor->on_host);
+  else if (operation == AVERAGE && !is_integer(type)) {
+    put(type, &share, 0, type == FLOAT64 ? 1.0 / among->ranks : (float)(1.0 / among->ranks));
+    multiply(prepared, bytes / size_of(type), type, &share);
+  }
+  struct call call = {REDUCES, among, .bytes = bytes, .to = to, .from = from, .part = part,
+                      .type = type, .operation = operation, .only = -1};
+  int status = begin(call, prepared);
+  free(prepared);
+  return status;
+}
+int ncclAllReduce(const void *own, void *to, size_t count, int type, int operation, struct communicator *among,
+                  void *stream) {
+  size_t bytes = count * size_of(type);
+  gputrain_count("collectives", "ncclAllReduce", bytes);
+  return reduce("ncclAllReduce", own, to, 0, bytes, bytes, type, operation, among);
+}
+int ncclReduce(const void *own, void *to, size_t count, int type, int operation, int root, struct communicator *among,
+               void *stream) {
+  size_t bytes = count * size_of(type);
+  gputrain_count("collectives", "ncclReduce", bytes);
+  return reduce("ncclReduce", own, root == among->rank ? to : NULL, 0, bytes, bytes, type, operation, among);
+}
+int ncclReduceScatter(const void *own, void *to, size_t count, int type, int operation, struct communicator *among,
+                      void *stream) {
+  size_t part = count * size_of(type), bytes = part * (size_t)among->ranks;
+  gputrain_count("collectives", "ncclReduceScatter", bytes);
+  return reduce("ncclReduceScatter", own, to, (size_t)among->rank * part, part, bytes, type, operation, among);
+}
+
+// Copies of what each rank has, or only one, the part from the offset on, to `to` one after the other.
+static int gather(const char *function, const void *own, void *to, size_t bytes, size_t from, size_t part, int only,
+                  struct communicator *among) {
+  if (!is_exchanged(function, own, to, bytes, among))
+    return OK;
+  return begin((struct call){GATHERS, among, .bytes = bytes, .to = to, .from = from, .part = part, .only = only}, own);
+}
+int ncclBroadcast(const void *own, void *to, size_t count, int type, int root, struct communicator *among, void *stream) {
+  size_t bytes = count * size_of(type);
+  gputrain_count("collectives", "ncclBroadcast", bytes);
+  return gather("ncclBroadcast", root == among->rank ? own : to, to, bytes, 0, bytes, root, among);
+}
+int ncclBcast(void *to, size_t count, int type, int root, struct communicator *among, void *stream) {
+  return ncclBroadcast(to, to, count, type, root, among, stream);
+}
+int ncclAllGather(const void *own, void *to, size_t count, int type, struct communicator *among, void *stream) {
+  size_t bytes = count * size_of(type);
+  gputrain_count("collectives", "ncclAllGather", bytes * (size_t)among->ranks);
+  return gather("ncclAllGather", own, to, bytes, 0, bytes, -1, among);
+}
+int ncclAlltoAll(const void *own, void *to, size_t count, int type, struct communicator *among, void *stream) {
+  size_t part = count * size_of(type), bytes = part * (size_t)among->ranks;
+  gputrain_count("collectives", "ncclAlltoAll", bytes);
+  return gather("ncclAlltoAll", own, to, bytes, (size_t)among->rank * part, part, -1, among);
+}
+
+// --- Messages
+
+int ncclSend(const void *from, size_t count, int type, int peer, struct communicator *among, void *stream) {
+  char path[4096];
+  size_t bytes = count * size_of(type);
+  gputrain_count("collectives", "ncclSend", bytes);
+  if (bytes > SMALL || !bytes)
+    return OK;
+  int status = name(path, among, "one", among->sent[peer]++, among->rank, peer);
+  return status ? status : tell(path, from, bytes, 0);
+}
+int ncclRecv(void *to, size_t count, int type, int peer, struct communicator *among, void *stream) {
+  size_t bytes = count * size_of(type);
+  gputrain_count("collectives", "ncclRecv", bytes);
+  if (bytes > SMALL) {
+    gputrain_hears(0);
+    gputrain_not_exchanged("ncclRecv", bytes);
+  }
+  if (bytes > SMALL || !bytes)
+    return OK;
+  struct call call = {RECEIVES, among, .bytes = bytes, .number = among->fetched[peer]++, .to = to, .only = peer};
+  return begin(call, NULL);
 }

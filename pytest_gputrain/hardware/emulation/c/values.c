@@ -32,6 +32,23 @@ int gputrain_read_value(void *to, size_t bytes) {
   return 1;
 }
 
+// --- What NCCL exchanges: other ranks are told whether what this one sends is known
+
+enum { HEARD_UNKNOWN = 0, HEARD_KNOWN = 1, STILL_WAITS = 2, HEARD_NOTHING = 3 };
+static __thread int sends_known, heard = HEARD_NOTHING, awaited;
+
+void gputrain_begin_exchange(int known) {
+  sends_known = known;
+  heard = HEARD_NOTHING;
+}
+int gputrain_end_exchange(void) {
+  sends_known = 0;
+  return awaited && heard != HEARD_UNKNOWN ? STILL_WAITS : heard;
+}
+int gputrain_sends_known(void) { return sends_known; }
+void gputrain_hears(int known) { heard = known && heard != HEARD_UNKNOWN ? HEARD_KNOWN : HEARD_UNKNOWN; }
+void gputrain_awaits(int change) { awaited += change; }
+
 // --- Blocks of torch's allocator: each that is watched has a number, until torch frees it
 
 struct block {
