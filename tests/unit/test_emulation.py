@@ -264,6 +264,11 @@ def test_stubs_succeed_make_handles_or_refuse_to_make_up_a_size():
     assert """gputrain_unknown("cuSPARSE's workspaces"); if (p10) *(size_t *)p10 = 0; return 0; }""" in text
 
 
+def test_what_no_rule_knows_fails_with_its_name_in_libraries_that_compute_nothing():
+    assert 'gputrain_missing("cudaOfTomorrow", 801)' in stubs_text("cudart", ["cudaOfTomorrow"])
+    assert 'gputrain_missing("ncclCreateTomorrow", 5)' in stubs_text("nccl", ["ncclCreateTomorrow"])
+
+
 def test_every_nvidia_gpu_of_the_catalog_can_be_emulated_and_is_known_by_its_name():
     markers = boards.emulated_markers()
     assert {marker for marker in PLATFORMS if not marker.startswith("mi")} == set(markers)

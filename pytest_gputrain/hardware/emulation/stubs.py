@@ -1,4 +1,4 @@
-"""Writes the C text of the functions that are not written by hand: they do nothing and succeed, or say what is not known."""
+"""Writes the C text of the functions that are not written by hand: each gives what its caller reads, or fails by name."""
 
 from __future__ import annotations
 
@@ -62,35 +62,82 @@ _WORKSPACES: Final = {
 }
 """These answer that they need none, and the figures of the program are then those of at least so much."""
 
+
+class _Outcome(NamedTuple):
+    """The parameter that says whether a function succeeded: a number of C's type, or one for each matrix of a batch."""
+
+    at: int
+    batch_at: int = 0
+    """The parameter that says how many there are; 0 for one."""
+    type: str = "int"
+    value: int = 0
+
+
 _OUTCOMES: Final = {
     **{
-        f"cusolverDn{number}{name}": at
-        for at, names in {
-            6: ["potrfBatched"],
-            8: ["potrf", "getrf"],
-            9: ["geqrf", "potrs"],
-            10: ["getrs", "orgqr", "ungqr", "syevd", "heevd", "syevj", "heevj"],
-            14: ["ormqr", "unmqr"],
-            15: ["gesvdj"],
-            16: ["gesvd"],
+        f"cusolverDn{number}{name}": _Outcome(at, batch_at)
+        for (at, batch_at), names in {
+            (6, 7): ["potrfBatched"],
+            (8, 0): ["potrf", "getrf"],
+            (9, 0): ["geqrf", "potrs", "sytrf", "potrsBatched"],
+            (10, 0): ["getrs", "orgqr", "ungqr", "syevd", "heevd", "syevj", "heevj"],
+            (10, 12): ["syevjBatched", "heevjBatched"],
+            (14, 0): ["ormqr", "unmqr"],
+            (14, 16): ["gesvdjBatched"],
+            (15, 0): ["gesvdj"],
+            (16, 0): ["gesvd"],
+            (19, 21): ["gesvdaStridedBatched"],
         }.items()
         for name in names
         for number in "SDCZ"
     },
-    "cusolverDnXpotrf": 13,
-    "cusolverDnXgeqrf": 15,
-    "cusolverDnXsyevd": 16,
-    "cusolverDnXsyevBatched": 16,
-    "cusolverDnXgeev": 22,
+    "cusolverDnXpotrf": _Outcome(13),
+    "cusolverDnXpotrs": _Outcome(12),
+    "cusolverDnXgeqrf": _Outcome(15),
+    "cusolverDnXsyevd": _Outcome(16),
+    "cusolverDnXsyevBatched": _Outcome(16, 17),
+    "cusolverDnXsytrs": _Outcome(16),
+    "cusolverDnXgeev": _Outcome(22),
+    **{
+        f"cublas{number}{name}Batched": _Outcome(at, batch_at)
+        for name, at, batch_at in (("getrf", 6, 7), ("geqrf", 7, 0), ("gels", 10, 0), ("getrs", 10, 0))
+        for number in "SDCZ"
+    },
+    "cusparseXbsrsm2_zeroPivot": _Outcome(3, value=-1),
+    "cusparseXbsrsv2_zeroPivot": _Outcome(3, value=-1),
 }
-"""The parameter that holds on the device whether a factorization succeeded: an integer, 0 if it did. torch raises for
-others."""
+"""Every factorization succeeds. torch raises for others."""
 
-_SIZES: Final = ("ufferSize", "orkspaceSize", "GetWorkspace", "CompressedSize", "workEstimation", "MatGetSize", "geam2Nnz")
-"""The parts of names of other functions that return a size, including the size of a result. They fail."""
+_MORE_OUTCOMES: Final = {
+    **{f"cusolverDn{number}gesvdaStridedBatched": _Outcome(20, 21, "double") for number in "SDCZ"},
+    **{f"cublas{number}gelsBatched": _Outcome(11, 12) for number in "SDCZ"},
+}
+"""A second one, which the caller may leave out."""
 
-_REFUSED: Final = {"cusolver": 9, "cusparse": 10, "cusparseLt": 10, "cublas": 15, "cublasLt": 15, "cudnn": 3000}
-"""The libraries' own numbers for what they do not support."""
+_RESULTS: Final = (
+    (re.compile(r"cublas[SDCZ]dot[uc]?_v2"), 8),
+    (re.compile(r"cublas([SDCZ]|I[sdcz]|Sc|Dz)(nrm2|asum|amax|amin)_v2"), 5),
+    (re.compile(r"cublas[SDCZ]rotm?g_v2"), 2),
+    (re.compile("cublasDotEx"), 9),
+)
+"""The functions of cuBLAS whose result is one number, and the parameter that says where it belongs: on the device nobody
+knows it, and on the host the program would go by it."""
+
+_REFUSED: Final = {
+    "cublas": 15,
+    "cublasLt": 15,
+    "cudnn": 3000,
+    "cufft": 16,
+    "cufile": 5007,
+    "cupti": 27,
+    "cusolver": 9,
+    "cusparse": 10,
+    "cusparseLt": 10,
+    "nccl": 5,
+    "nvidia-ml": 3,
+    "nvrtc": 11,
+}
+"""The libraries' own numbers for what they do not support, or next to it; 801 where the library has CUDA's."""
 
 _COMPUTING: Final = frozenset({"cublas", "cublasLt", "cudnn", "cufft", "curand", "cusolver", "cusparse", "cusparseLt"})
 """The libraries whose functions compute on a GPU, but for those whose names say that they only prepare."""
@@ -98,6 +145,37 @@ _COMPUTING: Final = frozenset({"cublas", "cublasLt", "cudnn", "cufft", "curand",
 _PREPARING: Final = re.compile(
     "[Cc]reate|[Dd]estroy|Set|Get|Init|Version|Property|Logger|Query|_analysis|Finalize|AutoAllocation"
 )
+
+_HANDLES: Final = re.compile(
+    r"(cublas|cublasLt|cudnn|curand|cusolver|cusparse)\w*Create(?!Identity)\w*|cusparse\w+_createDescr|cuptiSubscribe|"
+    "nvrtcCreateProgram"
+)
+"""The functions whose first parameter gets the address of what the caller only passes back."""
+
+_ANSWERING: Final = re.compile(
+    r"\w*(Get|Query|Find|[Ss]ize|Nnz|Estimat|Export)\w*|cufft\w*Plan\w*|cublasSet(Vector|Matrix)\w*|"
+    r"cusparseSpGEMM_(?!create|destroy)\w*"
+)
+"""The functions of these libraries that give the host an answer, or write into memory what it goes by. They fail."""
+
+_WITHOUT_ANSWER: Final = re.compile(
+    # What is registered, loaded, allowed or given back has no effect that a program sees.
+    r"__cuda\w*|cuda(DeviceEnablePeerAccess|FuncSetAttribute|KernelSetAttributeForDevice|LibraryUnload|MemPoolSet\w+|"
+    r"MemPoolTrimTo|MemPrefetchAsync|MemcpyToSymbol|Profiler\w+|StreamDestroy)|cu(LinkAddData|LinkDestroy|LibraryUnload|"
+    r"MemSetAccess|ModuleUnload)(_v2)?|"
+    # All that a program asked for has happened.
+    "cuda(Event|Stream)Query|cu(Event|Stream)Query|"
+    # Nothing happens on an emulated GPU that CUPTI would tell of.
+    r"cupti(Activity(Enable|Disable|Flush|Push|Register|Set)\w*|Enable\w+|Finalize|Unsubscribe)|"
+    r"nvrtc(AddNameExpression|CompileProgram|DestroyProgram)|nvshmem\w*finalize"
+)
+"""The functions of the other libraries that only succeed. All others fail."""
+
+_TEXTS: Final = re.compile(r"\w+(Error|Status)(String|Name)")
+"""The functions that return a text for an error."""
+
+_POINTERS: Final = re.compile(r"nvshmem(x_mc_ptr|_ptr|_malloc)")
+"""The functions that return an address, and NULL if there is none."""
 
 _NAMES: Final = {"cudnn": "cuDNN", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE"}
 
@@ -108,22 +186,41 @@ def stubs_text(stem: str, names: Iterable[str]) -> str:
 
 
 def _stub(stem: str, name: str) -> str:
+    refused = _REFUSED.get(stem, 801)
     if name in _WORKSPACES:
         workspace = _WORKSPACES[name]
         parameters = _parameters(max(workspace.parameters))
         answers = " ".join(f"if (p{number}) *({workspace.type} *)p{number} = 0;" for number in workspace.parameters)
         unknown = workspace.of or f"{_NAMES[stem]}'s workspaces"
         return f'int {name}({parameters}) {{ gputrain_unknown("{unknown}"); {answers} return 0; }}'
-    if any(part in name for part in _SIZES):
-        return f'int {name}(void) {{ return gputrain_missing("{name}", {_REFUSED.get(stem, 801)}); }}'
+    if _TEXTS.fullmatch(name):
+        return f'const char *{name}(void) {{ return "error of an emulated GPU"; }}'
+    if _POINTERS.fullmatch(name):
+        return f'void *{name}(void) {{ gputrain_missing("{name}", 0); return NULL; }}'
+    outcomes = [table[name] for table in (_OUTCOMES, _MORE_OUTCOMES) if name in table]
+    known = name in _OUTCOMES or _HANDLES.fullmatch(name)
+    if not known and not (_WITHOUT_ANSWER.fullmatch(name) if stem not in _COMPUTING else not _ANSWERING.fullmatch(name)):
+        return f'long {name}(void) {{ return gputrain_missing("{name}", {refused}); }}'
+    parameters, body = "void", ""
+    if outcomes:
+        parameters, body = _parameters(max(max(one.at, one.batch_at) for one in outcomes)), " ".join(map(_written, outcomes))
+    elif _HANDLES.fullmatch(name):
+        parameters, body = "void **out", "*out = gputrain_handle();"
+    for pattern, at in _RESULTS:
+        if pattern.fullmatch(name):
+            parameters = _parameters(at)
+            body = f'if (gputrain_kind(p{at}, NULL) < DEVICE) return gputrain_missing("{name} for the host", {refused});'
     count = f'gputrain_count("library_calls", "{name}", 0); ' if stem in _COMPUTING and not _PREPARING.search(name) else ""
-    if name in _OUTCOMES:
-        at = _OUTCOMES[name]
-        return f"int {name}({_parameters(at)}) {{ {count}*(int *)p{at} = 0; return 0; }}"
-    parameters, body = "void", "return 0;"
-    if ("Create" in name or name.endswith("createDescr")) and "Identity" not in name:
-        parameters, body = "void **out", "*out = gputrain_handle(); return 0;"
-    return f'long {name}({parameters}) {{ static int seen; gputrain_trace("{name}", &seen); {count}{body} }}'
+    return (
+        f'long {name}({parameters}) {{ static int seen; gputrain_trace("{name}", &seen); '
+        f"{count}{body}{' ' if body else ''}return 0; }}"
+    )
+
+
+def _written(outcome: _Outcome) -> str:
+    """Return the statement in C that writes an outcome, unless the caller does without it."""
+    count = f"(int)(intptr_t)p{outcome.batch_at}" if outcome.batch_at else "1"
+    return f"for (int i = 0; p{outcome.at} && i < {count}; i++) (({outcome.type} *)p{outcome.at})[i] = {outcome.value};"
 
 
 def _parameters(count: int) -> str:

@@ -9,21 +9,33 @@ int cublasGetProperty(int part, int *value) {
   *value = part == 0 ? CUDA_VERSION / 1000 : part == 1 ? 1 : 0;
   return OK;
 }
-// A handle is a block of zeros, and its first number is the mode.
-int cublasSetMathMode(int *handle, int mode) {
-  *handle = mode;
+// A handle is a block of zeros that begins so. The products read its first number alone.
+struct handle {
+  int math, pointers;
+  void *stream;
+};
+int cublasSetMathMode(struct handle *handle, int mode) {
+  handle->math = mode;
   return OK;
 }
-int cublasGetMathMode(const int *handle, int *mode) {
-  *mode = *handle;
+int cublasGetMathMode(const struct handle *handle, int *mode) {
+  *mode = handle->math;
   return OK;
 }
-int cublasGetPointerMode_v2(void *handle, int *mode) {
-  *mode = 0;
+int cublasSetPointerMode_v2(struct handle *handle, int mode) {
+  handle->pointers = mode;
   return OK;
 }
-int cublasGetStream_v2(void *handle, void **stream) {
-  *stream = NULL;
+int cublasGetPointerMode_v2(const struct handle *handle, int *mode) {
+  *mode = handle->pointers;
+  return OK;
+}
+int cublasSetStream_v2(struct handle *handle, void *stream) {
+  handle->stream = stream;
+  return OK;
+}
+int cublasGetStream_v2(const struct handle *handle, void **stream) {
+  *stream = handle->stream;
   return OK;
 }
 const char *cublasGetStatusString(int status) { return status ? "error of an emulated GPU" : "success"; }

@@ -295,6 +295,27 @@ int cuEventSynchronize(void *event) { return wait("cuEventSynchronize"); }
 
 // --- Further functions
 
+// A program that pushes a context and pops it again is on the same device as before.
+enum { MOST_PUSHED = 64 };
+static __thread int pushed[MOST_PUSHED], pushed_count;
+
+int cuCtxPushCurrent(char *context) {
+  int before = gputrain_current();
+  if (!context || pushed_count == MOST_PUSHED)
+    return INVALID_VALUE;
+  int status = gputrain_use((int)(context - contexts));
+  if (!status)
+    pushed[pushed_count++] = before;
+  return status;
+}
+int cuCtxPopCurrent(void **context) {
+  if (!pushed_count)
+    return gputrain_missing("cuCtxPopCurrent of what nobody pushed", NOT_SUPPORTED);
+  if (context)
+    *context = contexts + gputrain_current();
+  return gputrain_use(pushed[--pushed_count]);
+}
+
 int cuTensorMapEncodeTiled(void) { return OK; }
 int cuTensorMapEncodeIm2col(void) { return OK; }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads, size_t shared) {

@@ -11,6 +11,14 @@ int cudnnGetProperty(int part, int *value) {
   *value = part == 0 ? CUDNN_VERSION / 10000 : part == 1 ? CUDNN_VERSION / 100 % 100 : CUDNN_VERSION % 100;
   return OK;
 }
+int cudnnSetStream(void **handle, void *stream) { // a handle is a block of zeros
+  *handle = stream;
+  return OK;
+}
+int cudnnGetStream(void *const *handle, void **stream) {
+  *stream = *handle;
+  return OK;
+}
 const char *cudnnGetErrorString(int status) { return status ? "error of an emulated GPU" : "success"; }
 void cudnnGetLastErrorString(char *text, size_t bytes) {
   if (bytes)
