@@ -172,19 +172,15 @@ def test_what_checks_its_values_runs_on_unknown_ones(emulate):
     assert dict(zip(SOUND, out.splitlines(), strict=True)) == {name: printed for name, (_, printed) in SOUND.items()}
 
 
-def test_random_numbers_are_in_range_and_the_programs_own_are_unchanged(emulate):
+def test_the_programs_generators_advance_as_they_do_without(emulate):
     code = """
         import torch
         torch.manual_seed(1)
         held = torch.randint(0, 1000, (64,), device="cuda"), torch.rand(64, device="cuda"), torch.randperm(64, device="cuda")
         held += (torch.bernoulli(held[1]), torch.multinomial(held[1], 2), torch.nn.functional.dropout(held[1]))
-        print(torch.rand(1).item(), torch.cuda.get_rng_state().sum().item())
-        print([held[0].min().item() >= 0, held[0].max().item() < 1000, 0 <= held[1].min().item(), held[1].max().item() <= 1])
-        print(len(set(held[0].tolist())) > 40, sorted(held[2].tolist()) == list(range(64)))
+        print(torch.rand(1).item(), torch.cuda.get_rng_state().tolist())
     """
-    out, _, _ = emulate(code)
-    assert out.splitlines()[1:] == ["[True, True, True, True]", "True True"]
-    assert emulate(UNTRACKED, code)[0].splitlines()[0] == out.splitlines()[0]
+    assert emulate(UNTRACKED, code)[0] == emulate(code)[0]
 
 
 def test_choices_among_unknown_scores_are_dealt_in_turn(emulate):

@@ -12,7 +12,8 @@ from torch import Tensor
 MOST_BYTES: Final = 1 << 20
 """The most bytes of a computed tensor of integers or booleans."""
 
-MOST_FLOATS: Final = 4096
+MOST_FLOAT_BYTES: Final = 64 << 10
+"""The most bytes of a computed tensor of floating point numbers."""
 
 MOST_DEALT_BYTES: Final = 256 << 20
 """The most bytes of a tensor that follows from the choice of experts: the loops over experts read masks of tokens by
@@ -129,10 +130,10 @@ def extent(tensor: Tensor) -> int:
 
 def is_small(tensor: Tensor, *, dealt: bool = False) -> bool:
     """Tell whether this tensor's values are computed, given that all it comes from are known."""
-    count = tensor.numel()
+    bytes_ = tensor.numel() * tensor.itemsize
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return count <= MOST_FLOATS
-    return count * tensor.itemsize <= (MOST_DEALT_BYTES if dealt else MOST_BYTES)
+        return bytes_ <= MOST_FLOAT_BYTES
+    return bytes_ <= (MOST_DEALT_BYTES if dealt else MOST_BYTES)
 
 
 def on_host(tensor: Tensor) -> Tensor:

@@ -15,16 +15,12 @@ _OTHERWISE: Final[dict[str, Callable[..., Any]]] = {
 }
 """The operators that the CPU has for fewer types."""
 
-_SEED: Final = 20240607
-
 
 class Values:
     """The values of this process, and how they are computed."""
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
-        self._generator = torch.Generator()  # not the program's own, whose numbers would be others
-        self._generator.manual_seed(_SEED)
 
     def find_all(
         self, arguments: Sequence[Any], keywords: dict[str, Any], without: Sequence[Tensor] = ()
@@ -42,6 +38,10 @@ class Values:
                 found.append(known)
         return found
 
+    def read(self, tensor: Tensor) -> Tensor | None:
+        """Give the values of a tensor on the host; None where they are not known."""
+        return None if tensor.is_cuda and self._contents.find(tensor) is None else self._on_host(tensor, ())
+
     def compute(
         self,
         operator: Any,
@@ -51,14 +51,13 @@ class Values:
         output: Any,
         *,
         elementwise: bool,
-        seeded: bool,
     ) -> Any:
         """Compute an operator's output on the host, and write it into the device's memory."""
         outputs = list(flat([output]))
         dealt = any(one.dealt for one in known)
         tensors = [tensor for tensor in flat([*arguments, *keywords.values()]) if tensor.is_cuda]
         if all(is_small(tensor, dealt=dealt) for tensor in (*tensors, *outputs)):
-            result = self.run(operator, arguments, keywords, seeded=seeded)
+            result = self.run(operator, arguments, keywords)
             if result is not None and output is not None and not outputs:
                 return result  # a number or a boolean
             self.write(outputs, result, dealt=dealt)
@@ -84,12 +83,11 @@ class Values:
         targets: list[Tensor],
         *,
         elementwise: bool,
-        seeded: bool,
     ) -> bool:
         dealt = any(one.dealt for one in known)
         tensors = [tensor for tensor in flat([*arguments, *keywords.values()]) if tensor.is_cuda]
         if all(is_small(tensor, dealt=dealt) for tensor in tensors):
-            if self.run(operator, arguments, keywords, targets, seeded=seeded) is None:
+            if self.run(operator, arguments, keywords, targets) is None:
                 return False
             for tensor in targets:
                 self._contents.written(tensor, dealt=dealt)
@@ -99,19 +97,10 @@ class Values:
             self.fill(targets[0], value)
         return value is not None
 
-    def run(
-        self, operator: Any, arguments: Any, keywords: Any, targets: Sequence[Tensor] = (), *, seeded: bool = False
-    ) -> Any:
+    def run(self, operator: Any, arguments: Any, keywords: Any, targets: Sequence[Tensor] = ()) -> Any:
         """Run an operator on the host's view of the device's memory; None where the CPU has no such operator."""
 
-        others = {
-            name: self._on_host(value, targets)
-            for name, value in keywords.items()
-            if name not in ("generator", "pin_memory")
-        }
-        if seeded:
-            others["generator"] = self._generator
-            arguments = [argument for argument in arguments if not isinstance(argument, torch.Generator)]
+        others = {name: self._on_host(value, targets) for name, value in keywords.items() if name != "pin_memory"}
         computing = _OTHERWISE.get(operator._schema.name, operator)
         try:
             result = computing(*self._on_host(arguments, targets), **others)

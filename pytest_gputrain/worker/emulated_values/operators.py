@@ -7,6 +7,7 @@ allocates otherwise. A replaced operator acts in all threads, below autograd, au
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import warnings
@@ -16,7 +17,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from . import rules
+from . import random_numbers, rules
 from .collectives import Exchanges
 from .contents import Contents, Known, is_small, on_host
 from .evaluation import Values, flat
@@ -44,10 +45,7 @@ _LARGE: Final = (
 """Beginnings of names of operators whose results are never small and known. Those that write to their arguments are replaced
 all the same."""
 
-_OVERWRITING: Final = frozenset((
-    "fill_", "zero_", "copy_", "random_", "normal_", "uniform_", "bernoulli_", "exponential_", "geometric_",
-    "log_normal_", "cauchy_",
-))  # fmt: skip
+_OVERWRITING: Final = frozenset(("fill_", "zero_", "copy_"))
 """They write each element of their first argument, and do not read it."""
 
 _SIZED_BY_VALUES: Final = frozenset((
@@ -155,6 +153,8 @@ class Operators:
             return self._holds(_original(qualified))
         if base == "_amp_foreach_non_finite_check_and_unscale_":
             return self._unscale(_original(qualified))
+        if name in random_numbers.DRAWN:
+            return self._draw(_original(qualified), name)
         if base in _VIEWS or base in _ALLOCATING or (not written and base.startswith(_LARGE)):
             return None
         if written:
@@ -187,8 +187,7 @@ class Operators:
         elementwise = torch.Tag.pointwise in operator.tags or name in _SAME_FOR_ALL
         base = name.partition(".")[0]
         deals, compares, sized = name in rules.DEALT, base in ("eq", "ne"), name in _SIZED_BY_VALUES
-        numbers, random, seeded = _places_of_tensors(operator), _is_random(operator), _takes_generator(operator)
-        computes = seeded or not random
+        numbers, computes = _places_of_tensors(operator), not _is_random(operator)
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             if numbers:
@@ -204,7 +203,7 @@ class Operators:
                     known = None if find(first) is None else known
                     break  # most are large and unknown
             if known is not None and computes and (known := find_all(arguments, keywords)) is not None:
-                return compute(operator, known, arguments, keywords, output, elementwise=elementwise, seeded=seeded)
+                return compute(operator, known, arguments, keywords, output, elementwise=elementwise)
             if deals:
                 self._deal(name, arguments, keywords, output)
             elif compares and (value := rules.compared(base, arguments)) is not None:
@@ -215,7 +214,7 @@ class Operators:
 
     def _in_place(self, operator: Any, original: _Kernel, base: str, written: list[int]) -> _Kernel:
         contents = self.contents
-        random, seeded = _is_random(operator), _takes_generator(operator)
+        random = _is_random(operator)
         names = [operator._schema.arguments[index].name for index in written]
         is_out = any(operator._schema.arguments[index].kwarg_only for index in written)
         fresh = is_out or base in _OVERWRITING
@@ -234,13 +233,46 @@ class Operators:
             output = original(keys, *arguments, **keywords)
             tensors = list(flat(targets))
             known = None
-            if seeded or not random:
+            if not random:
                 known = self.values.find_all(arguments, keywords, without=tensors if fresh else ())
             if known is None or not self.values.compute_in_place(
-                operator, known, arguments, keywords, tensors, elementwise=elementwise, seeded=seeded
+                operator, known, arguments, keywords, tensors, elementwise=elementwise
             ):
                 for tensor in tensors:
                     contents.forget(tensor)
+            return output
+
+        return run
+
+    def _draw(self, original: _Kernel, name: str) -> _Kernel:
+        """Return an operator that draws random numbers, which follow from the state that its generator had before."""
+        contents, draw = self.contents, random_numbers.DRAWN[name]
+        in_place = name.partition(".")[0].endswith("_")
+
+        def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
+            given = [*arguments, *keywords.values()]
+            first = next(tensor for tensor in flat(given) if tensor.is_cuda)
+            state = None
+            if first.numel() <= random_numbers.MOST_DRAWN_BYTES:
+                generator = next((one for one in given if isinstance(one, torch.Generator)), None)
+                state = random_numbers.state_of(generator, first.device)
+            if "out" in keywords:
+                contents.forget(keywords["out"])
+            self._stand_ins.gputrain_forget_launches()
+            output = original(keys, *arguments, **keywords)
+            targets = list(flat([output]))
+            drawn: list[Tensor | None] = [None] * len(targets)
+            if state is not None and random_numbers.are_drawn(targets):
+                inputs = [one for one in arguments[in_place:] if not isinstance(one, torch.Generator)]
+                with contextlib.suppress(random_numbers.OtherLaunch):
+                    drawn = draw(random_numbers.Stream.of(state, first.device), self.values.read, targets, *inputs)
+            for to, value in zip(targets, drawn, strict=True):
+                if value is not None:
+                    self.values.write([to], value, dealt=False)
+                elif in_place:
+                    contents.forget(to)
+            if name in rules.DEALT and contents.find(targets[0]) is None:
+                self._deal(name, arguments, keywords, output)
             return output
 
         return run
@@ -332,7 +364,7 @@ class Operators:
             self._answering.now = False
         if known is None:
             return output
-        return self.values.compute(operator, known, tensors, {}, output, elementwise=False, seeded=False)
+        return self.values.compute(operator, known, tensors, {}, output, elementwise=False)
 
     def _run_sized(self, operator: Any, original: _Kernel, keys: Any, arguments: Any, keywords: Any) -> Any:
         """Run an operator that reads from the device how many results there are, which it is answered."""
@@ -386,10 +418,6 @@ def _is_written(argument: Any) -> bool:
 
 def _is_random(operator: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags
-
-
-def _takes_generator(operator: Any) -> bool:
-    return any(argument.name == "generator" for argument in operator._schema.arguments)
 
 
 def _places_of_tensors(operator: Any) -> list[int]:

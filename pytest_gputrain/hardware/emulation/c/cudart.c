@@ -361,7 +361,9 @@ int __cudaPopCallConfiguration(struct dim3 *blocks, struct dim3 *threads, size_t
   return OK;
 }
 static int launch(const void *function, struct dim3 blocks) {
-  gputrain_count("launches", function, (uint64_t)blocks.x * blocks.y * blocks.z);
+  uint64_t count = (uint64_t)blocks.x * blocks.y * blocks.z;
+  gputrain_launched(count);
+  gputrain_count("launches", function, count);
   return OK;
 }
 int cudaLaunchKernel(const void *function, struct dim3 blocks, struct dim3 threads) { return launch(function, blocks); }

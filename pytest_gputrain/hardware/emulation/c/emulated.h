@@ -85,6 +85,7 @@ void gputrain_trace(const char *function, int *seen);
 // Counts something that is asked of the GPU: what is a constant, one of the names in records/counts.py, and function a
 // kernel or a constant name. See counters.c.
 void gputrain_count(const char *what, const void *function, uint64_t bytes);
+void gputrain_launched(uint64_t blocks);
 // Counts a call of a library that computes a product or a convolution. slow is its class if that is a slower one, else
 // empty, and shape is then its shape.
 void gputrain_count_product(const char *function, const char *slow, const char *shape, uint64_t flops);
