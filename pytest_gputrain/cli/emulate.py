@@ -35,9 +35,9 @@ from pytest_gputrain.utils.errors import CannotEmulate
 from pytest_gputrain.utils.files import UNREADABLE, write_atomically
 from pytest_gputrain.utils.units import format_bytes
 
-_STATE: Final = struct.Struct(f"={2 * boards.MOST_DEVICES + 2}Q")
-"""The state that the stand-ins share of a process: use and peak of each device, then refusals and the bytes of the last
-one."""
+_STATE: Final = struct.Struct(f"={3 * boards.MOST_DEVICES + 2}Q")
+"""The state that the stand-ins share of a process: use and peak of each device, then refusals and the bytes of the last one,
+then the peak of managed memory of each device."""
 
 _NAMED: Final = 3
 """Lines of the program that are named of one kind."""

@@ -225,7 +225,7 @@ def test_physical_memory_is_counted_when_it_is_made_and_not_when_it_is_mapped(ca
     assert list(map(int, printed)) == [0, 0, 0, 40 << 20, 0, 0, 0, 0, 2]
 
 
-VISIBLE = {None: 4, "": 0, "-1": 0, "2": 1, "3,1": 2, "1,7,2": 1, "GPU-656d756c": 1, "GPU-1": 0}
+VISIBLE = {None: 4, "": 0, "-1": 0, "2": 1, "3,1": 2, "1,7,2": 1, "0,0": 0, "1,2,1": 0, "GPU-656d756c": 1, "GPU-1": 0}
 
 
 @pytest.mark.parametrize("visible", VISIBLE)

@@ -6,7 +6,6 @@
 // offsets in Python's structures are found by the worker, in worker/python_frames.py.
 #include "emulated.h"
 #include <dlfcn.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -44,12 +43,10 @@ static pthread_t trainer;
 static __thread int thread_kind;
 static __thread uint32_t noted_line;
 
-// A process that is forked has none of the other threads, of which one may have held the lock, and no step.
-static void after_fork(void) {
-  lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
-  on = 0;
-}
-__attribute__((constructor)) static void prepare(void) { pthread_atfork(NULL, NULL, after_fork); }
+GPUTRAIN_HOLD_WHILE_FORKING(lock)
+// A process that is forked has no step.
+static void count_nothing(void) { __atomic_store_n(&on, 0, __ATOMIC_RELEASE); }
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, count_nothing); }
 
 // A table whose slots are found by a hash: room is a power of two, and at least half of the slots are free.
 struct table {
@@ -245,10 +242,10 @@ static void count(struct key key, uint64_t bytes) {
   pthread_mutex_unlock(&lock);
 }
 
-int gputrain_counting(void) { return on; }
+int gputrain_counting(void) { return __atomic_load_n(&on, __ATOMIC_ACQUIRE); }
 
 void gputrain_count(const char *what, const void *function, uint64_t bytes) {
-  if (on)
+  if (gputrain_counting())
     count((struct key){.what = what, .function = function}, bytes);
 }
 
@@ -270,7 +267,7 @@ static const char *interned(const char *text) {
 }
 
 void gputrain_count_product(const char *function, const char *slow, const char *shape, uint64_t flops) {
-  if (on)
+  if (gputrain_counting())
     count((struct key){.what = "library_calls",
                        .function = function,
                        .slow = *slow ? interned(slow) : NULL,
@@ -322,10 +319,10 @@ void gputrain_counters_begin(void) {
   if (row_table.room)
     memset(row_table.slots, 0, row_table.room * sizeof *row_table.slots);
   trainer = pthread_self();
-  on = 1;
+  __atomic_store_n(&on, 1, __ATOMIC_RELEASE);
   pthread_mutex_unlock(&lock);
 }
-void gputrain_counters_end(void) { on = 0; }
+void gputrain_counters_end(void) { count_nothing(); }
 
 // Notes which line what this thread asks for in a backward pass belongs to, by a number of the worker's; 0 for none.
 void gputrain_counters_note(uint32_t line) {
@@ -336,7 +333,7 @@ void gputrain_counters_note(uint32_t line) {
 
 // Counts for the worker what no stand-in is asked for.
 void gputrain_counters_add(const char *what, const char *function, uint64_t bytes) {
-  if (on)
+  if (gputrain_counting())
     gputrain_count(interned(what), interned(function), bytes);
 }
 

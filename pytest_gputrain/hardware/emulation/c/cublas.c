@@ -40,6 +40,9 @@ int cublasGetStream_v2(const struct handle *handle, void **stream) {
 }
 const char *cublasGetStatusString(int status) { return status ? "error of an emulated GPU" : "success"; }
 
+enum { CUBLAS_INVALID_VALUE = 7 };
+GPUTRAIN_DESTROYS(cublasDestroy_v2, CUBLAS_INVALID_VALUE)
+
 // --- Products
 
 #define OPERANDS const int *handle, int transpose_a, int transpose_b, int m, int n, int k, const void *alpha

@@ -1,6 +1,5 @@
 // Stands in for cuBLASLt: one algorithm without a workspace serves every product.
 #include "emulated.h"
-#include <stdlib.h>
 #include <string.h>
 
 struct heuristic {
@@ -51,14 +50,10 @@ int cublasLtMatrixLayoutCreate(struct layout **out, int type, uint64_t rows, uin
   *out = gputrain_handle();
   return cublasLtMatrixLayoutInit_internal(*out, sizeof **out, type, rows, columns, apart);
 }
-int cublasLtMatmulDescDestroy(struct operation *operation) {
-  free(operation);
-  return OK;
-}
-int cublasLtMatrixLayoutDestroy(struct layout *layout) {
-  free(layout);
-  return OK;
-}
+enum { CUBLAS_INVALID_VALUE = 7 };
+GPUTRAIN_DESTROYS(cublasLtMatmulDescDestroy, CUBLAS_INVALID_VALUE)
+GPUTRAIN_DESTROYS(cublasLtMatrixLayoutDestroy, CUBLAS_INVALID_VALUE)
+GPUTRAIN_DESTROYS(cublasLtMatmulPreferenceDestroy, CUBLAS_INVALID_VALUE)
 
 static int set(void *to, size_t room, const void *value, size_t bytes) {
   memcpy(to, value, bytes < room ? bytes : room);

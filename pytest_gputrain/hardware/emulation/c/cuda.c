@@ -96,6 +96,8 @@ int cuDeviceGet(int *device, int index) {
   return gputrain_physical(index) < 0 ? INVALID_DEVICE : OK;
 }
 int cuDeviceGetName(char *name, int bytes, int device) {
+  if (gputrain_physical(device) < 0 || bytes < 1)
+    return INVALID_DEVICE;
   snprintf(name, (size_t)bytes, "%s", gputrain_gpu()->name);
   return OK;
 }
@@ -108,11 +110,11 @@ int cuDeviceGetUuid(unsigned char *uuid, int device) {
 int cuDeviceGetUuid_v2(unsigned char *uuid, int device) { return cuDeviceGetUuid(uuid, device); }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) {
   *bytes = gputrain_gpu()->memory;
-  return OK;
+  return gputrain_physical(device) < 0 ? INVALID_DEVICE : OK;
 }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
   *value = gputrain_attribute(attribute);
-  return OK;
+  return gputrain_physical(device) < 0 ? INVALID_DEVICE : OK;
 }
 
 // --- Contexts: each device has the primary one
@@ -123,7 +125,7 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
   if (flags)
     *flags = 0;
   *active = 1;
-  return OK;
+  return gputrain_physical(device) < 0 ? INVALID_DEVICE : OK;
 }
 int cuDevicePrimaryCtxRetain(void **context, int device) {
   if (gputrain_physical(device) < 0)
@@ -132,7 +134,12 @@ int cuDevicePrimaryCtxRetain(void **context, int device) {
   return OK;
 }
 int cuCtxGetCurrent(void **context) { return cuDevicePrimaryCtxRetain(context, gputrain_current()); }
-int cuCtxSetCurrent(char *context) { return context ? gputrain_use((int)(context - contexts)) : OK; }
+int cuCtxSetCurrent(char *context) {
+  if (!context)
+    return OK;
+  uintptr_t device = (uintptr_t)context - (uintptr_t)contexts;
+  return device < MAX_DEVICES && gputrain_use((int)device) == OK ? OK : INVALID_CONTEXT;
+}
 int cuCtxGetDevice(int *device) {
   *device = gputrain_current();
   return OK;
@@ -141,18 +148,41 @@ int cuCtxGetLimit(size_t *value, int limit) {
   *value = 1 << 20;
   return OK;
 }
-int cuGetErrorString(int error, const char **text) {
-  *text = error == OK ? "no error" : error == OUT_OF_MEMORY ? "out of memory" : "error of an emulated GPU";
+
+static const struct {
+  int error;
+  const char *name, *text;
+} errors[] = {
+    {OK, "CUDA_SUCCESS", "no error"},
+    {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
+    {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
+    {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
+    {NO_DEVICE, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
+    {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
+    {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
+    {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
+    {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+};
+static int text_of(int error, const char **text, int of_name) {
+  for (size_t i = 0; i < sizeof errors / sizeof *errors; i++)
+    if (errors[i].error == error) {
+      *text = of_name ? errors[i].name : errors[i].text;
+      return OK;
+    }
+  *text = of_name ? "CUDA_ERROR_UNKNOWN" : "error of an emulated GPU";
   return OK;
 }
-int cuGetErrorName(int error, const char **text) {
-  *text = error == OK ? "CUDA_SUCCESS" : error == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_UNKNOWN";
-  return OK;
-}
+int cuGetErrorString(int error, const char **text) { return text_of(error, text, 0); }
+int cuGetErrorName(int error, const char **text) { return text_of(error, text, 1); }
 
 // --- Memory
 
 int cuMemGetInfo_v2(size_t *left, size_t *total) {
+  if (!gputrain_visible())
+    return NO_DEVICE;
+  if (gputrain_forked())
+    return NOT_INITIALIZED;
   *total = gputrain_gpu()->memory;
   *left = gputrain_left(gputrain_physical(gputrain_current()));
   return OK;
@@ -199,40 +229,43 @@ int cuPointerGetAttribute(void *value, int attribute, void *address) {
 
 // Virtual memory management, for expandable segments: an allocation is counted when it is made, and gets its addresses
 // later.
-struct physical {
-  size_t bytes;
-  int device;
-};
 struct physical_properties {
   int type, handles, location, device;
 };
+enum { PINNED = 1, ON_DEVICE = 1 };
+
 int cuMemGetAllocationGranularity(size_t *bytes) {
   *bytes = PAGE;
   return OK;
 }
 int cuMemAddressReserve(void **start, size_t bytes, size_t alignment, void *wanted, uint64_t flags) {
-  *start = gputrain_reserve(gputrain_physical(gputrain_current()), bytes);
-  return *start ? OK : OUT_OF_MEMORY;
+  return gputrain_reserve(start, gputrain_physical(gputrain_current()), bytes);
 }
-int cuMemAddressFree(void *start, size_t bytes) { return gputrain_release(start); }
-int cuMemCreate(struct physical **handle, size_t bytes, const struct physical_properties *properties, uint64_t flags) {
-  int device = gputrain_physical(properties->device);
+int cuMemAddressFree(void *start, size_t bytes) { return gputrain_unreserve(start, bytes); }
+int cuMemCreate(void **handle, size_t bytes, const struct physical_properties *properties, uint64_t flags) {
+  if (!properties || properties->type != PINNED || properties->location != ON_DEVICE)
+    return INVALID_VALUE;
   gputrain_count("mallocs", "cuMemCreate", bytes);
-  int status = gputrain_take(device, bytes);
-  if (status)
-    return status;
-  *handle = gputrain_handle();
-  **handle = (struct physical){bytes, device};
+  return gputrain_create(handle, gputrain_physical(properties->device), bytes);
+}
+int cuMemRetainAllocationHandle(void **handle, void *address) { return gputrain_retain(handle, address); }
+int cuMemGetAllocationPropertiesFromHandle(struct physical_properties *to, const void *handle) {
+  int device = gputrain_device_of(handle);
+  if (device < 0)
+    return INVALID_VALUE;
+  memset(to, 0, 32);
+  *to = (struct physical_properties){PINNED, 0, ON_DEVICE, gputrain_visible_number(device)};
   return OK;
 }
-int cuMemRelease(struct physical *handle) {
+int cuMemRelease(void *handle) {
   gputrain_count("frees", "cuMemRelease", 0);
-  gputrain_give(handle->device, handle->bytes);
-  free(handle);
-  return OK;
+  return gputrain_release(handle);
 }
-int cuMemMap(void *start, size_t bytes, size_t offset, void *handle, uint64_t flags) { return gputrain_map(start, bytes); }
+int cuMemMap(void *start, size_t bytes, size_t offset, void *handle, uint64_t flags) {
+  return gputrain_map(start, bytes, offset, handle);
+}
 int cuMemUnmap(void *start, size_t bytes) { return gputrain_unmap(start, bytes); }
+int cuMemSetAccess(const void *start, size_t bytes) { return bytes && gputrain_holds(start, bytes) ? OK : INVALID_VALUE; }
 
 // --- Kernels
 
@@ -251,13 +284,13 @@ int cuKernelGetFunction(void **function, void *kernel) {
   *function = kernel;
   return OK;
 }
-int cuFuncGetModule(void **module, void *function) { return give(module); }
+int cuFuncGetModule(void **module, void *function) {
+  *module = function;
+  return OK;
+}
 int cuModuleGetGlobal_v2(void **start, size_t *bytes) {
-  static void *block;
-  if (!block)
-    gputrain_allocate(&block, PAGE, MANAGED);
   if (start)
-    *start = block;
+    *start = gputrain_scratch();
   if (bytes)
     *bytes = PAGE;
   return OK;
@@ -265,8 +298,10 @@ int cuModuleGetGlobal_v2(void **start, size_t *bytes) {
 int cuLinkCreate_v2(unsigned options, void *names, void *values, void **state) { return give(state); }
 int cuLinkComplete(void *state, void **binary, size_t *bytes) {
   *bytes = 64;
-  return give(binary);
+  *binary = state;
+  return OK;
 }
+GPUTRAIN_DESTROYS(cuLinkDestroy, INVALID_HANDLE)
 int cuFuncGetAttribute(int *value, int attribute, void *function) {
   *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0; // most threads of a block; registers, a guess
   return OK;
@@ -275,6 +310,8 @@ int cuFuncSetAttribute(void *function, int attribute, int value) { return OK; }
 int cuFuncSetCacheConfig(void *function, int config) { return OK; }
 int cuCtxSetLimit(int limit, size_t value) { return OK; }
 int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z) {
+  if (gputrain_forked())
+    return NOT_INITIALIZED;
   gputrain_count("launches", function, (uint64_t)x * y * z);
   return OK;
 }
@@ -283,11 +320,15 @@ int cuLaunchKernelEx(const unsigned *config, void *function, void **parameters, 
   return cuLaunchKernel(function, config[0], config[1], config[2]);
 }
 
+GPUTRAIN_DESTROYS(cuStreamDestroy_v2, INVALID_HANDLE)
+GPUTRAIN_DESTROYS(cuEventDestroy_v2, INVALID_HANDLE)
+GPUTRAIN_DESTROYS(cuGreenCtxDestroy, INVALID_HANDLE)
+
 // --- What waits for the GPU
 
 static int wait(const char *function) {
   gputrain_count("waits", function, 0);
-  return OK;
+  return gputrain_forked() ? NOT_INITIALIZED : OK;
 }
 int cuStreamSynchronize(void *stream) { return wait("cuStreamSynchronize"); }
 int cuCtxSynchronize(void) { return wait("cuCtxSynchronize"); }
@@ -319,7 +360,14 @@ int cuCtxPopCurrent(void **context) {
 int cuTensorMapEncodeTiled(void) { return OK; }
 int cuTensorMapEncodeIm2col(void) { return OK; }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads, size_t shared) {
-  *blocks = threads > 0 ? gputrain_gpu()->threads_per_multiprocessor / threads : 1;
+  const struct gpu *gpu = gputrain_gpu();
+  if (threads < 1)
+    return INVALID_VALUE;
+  size_t most = (size_t)gpu->blocks_per_multiprocessor, by_threads = (size_t)(gpu->threads_per_multiprocessor / threads);
+  size_t by_shared = shared ? (size_t)gpu->shared_per_multiprocessor / (shared + (size_t)gpu->shared_reserved) : most;
+  most = most < by_threads ? most : by_threads;
+  most = most < by_shared ? most : by_shared;
+  *blocks = threads > MOST_THREADS || shared > (size_t)gpu->shared_per_block ? 0 : (int)most;
   return OK;
 }
 int cuOccupancyMaxActiveClusters(int *clusters, void *function, void *config) {
@@ -329,16 +377,18 @@ int cuOccupancyMaxActiveClusters(int *clusters, void *function, void *config) {
 
 // --- Functions by name
 
+static pthread_once_t self_once = PTHREAD_ONCE_INIT;
+static void *self;
+static void open_self(void) { self = dlopen("libcuda.so.1", RTLD_NOW); }
+
 int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status) {
-  static void *self;
   char second[160];
-  if (!self)
-    self = dlopen("libcuda.so.1", RTLD_NOW);
   snprintf(second, sizeof second, "%s_v2", name);
+  pthread_once(&self_once, open_self);
   *function = dlsym(self, second);
   if (!*function)
     *function = dlsym(self, name);
-  if (!*function && getenv("GPUTRAIN_EMULATED_TRACE"))
+  if (!*function && gputrain_traces())
     fprintf(stderr, "gputrain: the driver has no function %s\n", name);
   if (status)
     *status = *function ? 0 : 1;

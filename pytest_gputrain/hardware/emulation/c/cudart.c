@@ -9,7 +9,10 @@
 
 int gputrain_attribute(int attribute); // in cuda.c
 
+enum { LEAST_PRIORITY = 0, GREATEST_PRIORITY = -5 }; // of streams
+
 static __thread int last_error;
+static __thread const char *refusal = "an emulated GPU does not support this operation"; // the reason of the last one
 
 static int check(int status) {
   if (status)
@@ -21,6 +24,8 @@ static int check(int status) {
 
 int cudaGetDeviceCount(int *devices) {
   *devices = gputrain_visible();
+  if (gputrain_forked())
+    return check(NOT_INITIALIZED);
   return *devices ? OK : check(NO_DEVICE);
 }
 int cudaGetDevice(int *device) {
@@ -38,19 +43,23 @@ int cudaDeviceGetAttribute(int *value, int attribute, int device) {
   return gputrain_physical(device) < 0 ? check(INVALID_DEVICE) : OK;
 }
 int cudaDeviceGetPCIBusId(char *text, int bytes, int device) {
+  if (gputrain_physical(device) < 0)
+    return check(INVALID_DEVICE);
+  if (!text || bytes < 1)
+    return check(INVALID_VALUE);
   snprintf(text, (size_t)bytes, "0000:%02x:00.0", gputrain_physical(device) + 1);
   return OK;
 }
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
   if (least)
-    *least = 0;
+    *least = LEAST_PRIORITY;
   if (greatest)
-    *greatest = -5;
+    *greatest = GREATEST_PRIORITY;
   return OK;
 }
 int cudaDeviceCanAccessPeer(int *can, int device, int peer) {
   *can = device != peer;
-  return OK;
+  return gputrain_physical(device) < 0 || gputrain_physical(peer) < 0 ? check(INVALID_DEVICE) : OK;
 }
 
 static int get_properties(struct properties *to, int device) {
@@ -66,7 +75,7 @@ static int get_properties(struct properties *to, int device) {
   to->regsPerBlock = to->regsPerMultiprocessor = REGISTERS;
   to->warpSize = WARP;
   to->memPitch = INT32_MAX;
-  to->maxThreadsPerBlock = to->maxThreadsDim[0] = to->maxThreadsDim[1] = 1024;
+  to->maxThreadsPerBlock = to->maxThreadsDim[0] = to->maxThreadsDim[1] = MOST_THREADS;
   to->maxThreadsDim[2] = 64;
   to->maxGridSize[0] = INT32_MAX;
   to->maxGridSize[1] = to->maxGridSize[2] = 65535;
@@ -110,8 +119,20 @@ const char *cudaGetErrorName(int error) {
   switch (error) {
   case OK:
     return "cudaSuccess";
+  case INVALID_VALUE:
+    return "cudaErrorInvalidValue";
   case OUT_OF_MEMORY:
     return "cudaErrorMemoryAllocation";
+  case NOT_INITIALIZED:
+    return "cudaErrorInitializationError";
+  case INVALID_PITCH:
+    return "cudaErrorInvalidPitchValue";
+  case INVALID_HANDLE:
+    return "cudaErrorInvalidResourceHandle";
+  case ALREADY_REGISTERED:
+    return "cudaErrorHostMemoryAlreadyRegistered";
+  case NOT_REGISTERED:
+    return "cudaErrorHostMemoryNotRegistered";
   case NO_DEVICE:
     return "cudaErrorNoDevice";
   case INVALID_DEVICE:
@@ -129,14 +150,26 @@ const char *cudaGetErrorString(int error) {
   switch (error) {
   case OK:
     return "no error";
+  case INVALID_VALUE:
+    return "invalid argument";
   case OUT_OF_MEMORY:
     return "out of memory";
+  case NOT_INITIALIZED:
+    return "initialization error";
+  case INVALID_PITCH:
+    return "invalid pitch argument";
+  case INVALID_HANDLE:
+    return "invalid resource handle";
+  case ALREADY_REGISTERED:
+    return "part or all of the requested memory range is already mapped";
+  case NOT_REGISTERED:
+    return "pointer does not correspond to a registered memory region";
   case NO_DEVICE:
     return "no CUDA-capable device is detected";
   case INVALID_DEVICE:
     return "invalid device ordinal";
   case NOT_SUPPORTED:
-    return "an emulated GPU does not support this operation";
+    return refusal;
   case CAPTURE_UNSUPPORTED:
     return "an emulated GPU captures no CUDA graphs; switch them off, for torch.compile by another mode than "
            "reduce-overhead "
@@ -168,10 +201,9 @@ int cudaHostAlloc(void **out, size_t bytes, unsigned flags) { return take(out, b
 int cudaMallocHost(void **out, size_t bytes) { return cudaHostAlloc(out, bytes, 0); }
 int cudaFreeHost(void *start) { return give(start, "cudaFreeHost"); }
 int cudaHostRegister(void *start, size_t bytes, unsigned flags) {
-  gputrain_register(start, bytes);
-  return OK;
+  return check(gputrain_register(start, bytes));
 }
-int cudaHostUnregister(void *start) { return check(gputrain_release(start)); }
+int cudaHostUnregister(void *start) { return check(gputrain_unregister(start)); }
 int cudaHostGetDevicePointer(void **out, void *host, unsigned flags) {
   *out = host;
   return OK;
@@ -179,6 +211,8 @@ int cudaHostGetDevicePointer(void **out, void *host, unsigned flags) {
 int cudaMemGetInfo(size_t *left, size_t *total) {
   if (!gputrain_visible())
     return check(NO_DEVICE);
+  if (gputrain_forked())
+    return check(NOT_INITIALIZED);
   *total = gputrain_gpu()->memory;
   *left = gputrain_left(gputrain_physical(gputrain_current()));
   return OK;
@@ -196,14 +230,12 @@ static void count_copy(const void *to, const void *from, size_t bytes, const cha
 }
 int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int direction, void *stream) {
   count_copy(to, from, bytes, "cudaMemcpyAsync");
-  gputrain_copy(to, from, bytes);
-  return OK;
+  return check(gputrain_copy(to, from, bytes));
 }
 int cudaMemcpy(void *to, const void *from, size_t bytes, int direction) {
   gputrain_count("waits", "cudaMemcpy", 0);
   count_copy(to, from, bytes, "cudaMemcpy");
-  gputrain_copy(to, from, bytes);
-  return OK;
+  return check(gputrain_copy(to, from, bytes));
 }
 int cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, void *stream) {
   return cudaMemcpyAsync(to, from, bytes, 0, stream);
@@ -211,14 +243,11 @@ int cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_devi
 int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height,
                       int direction, void *stream) {
   count_copy(to, from, width * height, "cudaMemcpy2DAsync");
-  for (size_t row = 0; row < height; row++)
-    gputrain_copy(to + row * to_pitch, from + row * from_pitch, width);
-  return OK;
+  return check(gputrain_copy_rows(to, to_pitch, from, from_pitch, width, height));
 }
 int cudaMemset(void *start, int value, size_t bytes) {
   gputrain_count("memsets", "cudaMemset", bytes);
-  gputrain_set(start, value, bytes);
-  return OK;
+  return check(gputrain_set(start, value, bytes));
 }
 int cudaMemsetAsync(void *start, int value, size_t bytes, void *stream) { return cudaMemset(start, value, bytes); }
 
@@ -236,37 +265,53 @@ int cudaPointerGetAttributes(struct pointer *to, const void *address) {
   return OK;
 }
 
-static void *scratch(void) { // for variables in kernels' code, which nothing reads
-  static void *block;
-  if (!block)
-    gputrain_allocate(&block, PAGE, MANAGED);
-  return block;
-}
 int cudaGetSymbolAddress(void **out, const void *symbol) {
-  *out = scratch();
+  *out = gputrain_scratch();
   return OK;
 }
 int cudaDeviceGetDefaultMemPool(void **out, int device) {
-  *out = gputrain_handle();
+  static char pools[MAX_DEVICES];
+  if (gputrain_physical(device) < 0)
+    return check(INVALID_DEVICE);
+  *out = pools + device;
   return OK;
 }
 int cudaMemPoolGetAttribute(void *pool, int attribute, uint64_t *value) {
   *value = 0;
   return OK;
 }
-int cudaIpcGetMemHandle(void *handle, void *start) { return check(NOT_SUPPORTED); }
-int cudaIpcOpenMemHandle(void **start, ...) { return check(NOT_SUPPORTED); }
+static int refuse_sharing(void) {
+  refusal = "an emulated GPU shares no memory between processes; send tensors through the host, by tensor.cpu()";
+  return check(NOT_SUPPORTED);
+}
+int cudaIpcGetMemHandle(void *handle, void *start) { return refuse_sharing(); }
+int cudaIpcOpenMemHandle(void **start, ...) { return refuse_sharing(); }
 
 // --- Streams and events
 
-int cudaStreamCreate(void **stream) {
+struct stream {
+  int priority;
+};
+// Those of each program: the default one, the older one that waits for all, and one for each thread.
+static int is_stream(const void *stream) { return (uintptr_t)stream <= 2 || gputrain_is_handle(stream); }
+
+int cudaStreamCreateWithPriority(struct stream **stream, unsigned flags, int priority) {
+  if (gputrain_forked())
+    return check(NOT_INITIALIZED);
   *stream = gputrain_handle();
+  priority = priority > LEAST_PRIORITY ? LEAST_PRIORITY : priority;
+  (*stream)->priority = priority < GREATEST_PRIORITY ? GREATEST_PRIORITY : priority;
   return OK;
 }
-int cudaStreamCreateWithFlags(void **stream, unsigned flags) { return cudaStreamCreate(stream); }
-int cudaStreamCreateWithPriority(void **stream, unsigned flags, int priority) { return cudaStreamCreate(stream); }
-int cudaStreamGetPriority(void *stream, int *priority) {
-  *priority = 0;
+int cudaStreamCreateWithFlags(struct stream **stream, unsigned flags) {
+  return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+int cudaStreamCreate(struct stream **stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+int cudaStreamDestroy(void *stream) { return check(gputrain_drop_handle(stream) ? OK : INVALID_HANDLE); }
+int cudaStreamGetPriority(const struct stream *stream, int *priority) {
+  if (!is_stream(stream))
+    return check(INVALID_HANDLE);
+  *priority = (uintptr_t)stream <= 2 ? 0 : stream->priority;
   return OK;
 }
 int cudaStreamIsCapturing(void *stream, int *status) {
@@ -301,18 +346,24 @@ int cudaStreamAddCallback(void *stream, void (*function)(void *, int, void *), v
   return OK;
 }
 
-int cudaEventCreate(void **event) { return cudaStreamCreate(event); }
-int cudaEventCreateWithFlags(void **event, unsigned flags) { return cudaStreamCreate(event); }
-int cudaEventDestroy(void *event) {
-  free(event);
+int cudaEventCreateWithFlags(void **event, unsigned flags) {
+  if (gputrain_forked())
+    return check(NOT_INITIALIZED);
+  *event = gputrain_handle();
   return OK;
 }
+int cudaEventCreate(void **event) { return cudaEventCreateWithFlags(event, 0); }
+int cudaEventDestroy(void *event) { return check(gputrain_drop_handle(event) ? OK : INVALID_HANDLE); }
 int cudaEventRecord(struct timespec *event, void *stream) {
+  if (!gputrain_is_handle(event) || !is_stream(stream))
+    return check(INVALID_HANDLE);
   clock_gettime(CLOCK_MONOTONIC, event);
   return OK;
 }
 int cudaEventRecordWithFlags(struct timespec *event, void *stream, unsigned flags) { return cudaEventRecord(event, stream); }
 int cudaEventElapsedTime(float *milliseconds, const struct timespec *from, const struct timespec *to) {
+  if (!gputrain_is_handle(from) || !gputrain_is_handle(to) || !from->tv_sec || !to->tv_sec)
+    return check(INVALID_HANDLE);
   *milliseconds = (float)((double)(to->tv_sec - from->tv_sec) * 1e3 + (double)(to->tv_nsec - from->tv_nsec) / 1e6);
   return OK;
 }
@@ -321,7 +372,7 @@ int cudaEventElapsedTime(float *milliseconds, const struct timespec *from, const
 
 static int wait(const char *function) {
   gputrain_count("waits", function, 0);
-  return OK;
+  return gputrain_forked() ? check(NOT_INITIALIZED) : OK;
 }
 int cudaStreamSynchronize(void *stream) { return wait("cudaStreamSynchronize"); }
 int cudaDeviceSynchronize(void) { return wait("cudaDeviceSynchronize"); }
@@ -361,6 +412,8 @@ int __cudaPopCallConfiguration(struct dim3 *blocks, struct dim3 *threads, size_t
   return OK;
 }
 static int launch(const void *function, struct dim3 blocks) {
+  if (gputrain_forked())
+    return check(NOT_INITIALIZED);
   uint64_t count = (uint64_t)blocks.x * blocks.y * blocks.z;
   gputrain_launched(count);
   gputrain_count("launches", function, count);
@@ -397,21 +450,17 @@ struct function {
 int cudaFuncGetAttributes(struct function *to, const void *function) {
   const struct gpu *gpu = gputrain_gpu();
   memset(to, 0, sizeof *to);
-  to->max_threads = 1024;
+  to->max_threads = MOST_THREADS;
   to->registers = 32; // a guess: only a compiled kernel tells
   to->ptx = to->binary = gpu->kernels;
   to->max_dynamic = gpu->shared_per_block;
   to->carveout = -1;
   return OK;
 }
+// In cuda.c. Registers, which may allow fewer blocks, are not known.
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int threads, size_t shared);
 int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int threads, size_t shared) {
-  const struct gpu *gpu = gputrain_gpu();
-  int most = gpu->blocks_per_multiprocessor;
-  int by_threads = threads > 0 ? gpu->threads_per_multiprocessor / threads : 1;
-  int by_shared = shared ? gpu->shared_per_multiprocessor / ((int)shared + gpu->shared_reserved) : most;
-  *blocks = by_threads < by_shared ? by_threads : by_shared;
-  *blocks = *blocks > most ? most : *blocks < 1 ? 1 : *blocks;
-  return OK;
+  return check(cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks, function, threads, shared));
 }
 int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *function, int threads, size_t shared,
                                                            unsigned flags) {

@@ -25,6 +25,19 @@ void cudnnGetLastErrorString(char *text, size_t bytes) {
     text[0] = 0;
 }
 
+enum { BAD_PARAMETER = CUDNN_VERSION >= 90000 ? 2000 : 3 };
+GPUTRAIN_DESTROYS(cudnnDestroy, BAD_PARAMETER)
+GPUTRAIN_DESTROYS(cudnnDestroyActivationDescriptor, BAD_PARAMETER)
+GPUTRAIN_DESTROYS(cudnnDestroyCTCLossDescriptor, BAD_PARAMETER)
+GPUTRAIN_DESTROYS(cudnnDestroyConvolutionDescriptor, BAD_PARAMETER)
+GPUTRAIN_DESTROYS(cudnnDestroyDropoutDescriptor, BAD_PARAMETER)
+GPUTRAIN_DESTROYS(cudnnDestroyFilterDescriptor, BAD_PARAMETER)
+GPUTRAIN_DESTROYS(cudnnDestroyPoolingDescriptor, BAD_PARAMETER)
+GPUTRAIN_DESTROYS(cudnnDestroyRNNDataDescriptor, BAD_PARAMETER)
+GPUTRAIN_DESTROYS(cudnnDestroyRNNDescriptor, BAD_PARAMETER)
+GPUTRAIN_DESTROYS(cudnnDestroySpatialTransformerDescriptor, BAD_PARAMETER)
+GPUTRAIN_DESTROYS(cudnnDestroyTensorDescriptor, BAD_PARAMETER)
+
 // --- The older interface of convolutions: one algorithm, whose workspace is not known
 
 struct performance {

@@ -1,22 +1,29 @@
 // What the stand-ins of NVIDIA's libraries share: the emulated GPUs and their memory. Defined in counters.c,
-// gpus.c, memory.c, products.c and values.c.
+// gpus.c, handles.c, memory.c, products.c and values.c.
 #pragma once
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 
 // The functions have the parameters of those that they stand in for, and need few of them.
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
-enum { MAX_DEVICES = 16, PAGE = 2 << 20, WARP = 32, REGISTERS = 65536 };
+enum { MAX_DEVICES = 16, PAGE = 2 << 20, WARP = 32, REGISTERS = 65536, MOST_THREADS = 1024 };
 
 // Errors, which the driver and the runtime number alike.
 enum {
   OK = 0,
   INVALID_VALUE = 1,
   OUT_OF_MEMORY = 2,
+  NOT_INITIALIZED = 3,
+  INVALID_PITCH = 12,
   NO_DEVICE = 100,
   INVALID_DEVICE = 101,
+  INVALID_CONTEXT = 201,
+  INVALID_HANDLE = 400,
   NOT_FOUND = 500,
+  ALREADY_REGISTERED = 712,
+  NOT_REGISTERED = 713,
   NOT_SUPPORTED = 801,
   CAPTURE_UNSUPPORTED = 900,
 };
@@ -47,24 +54,35 @@ int gputrain_current(void);
 int gputrain_use(int visible);
 void gputrain_uuid(unsigned char uuid[16], int physical);
 
+// Whether the process was forked from one that used a GPU. The driver then answers NOT_INITIALIZED.
+int gputrain_forked(void);
+
 int gputrain_allocate(void **out, size_t bytes, int kind);
 int gputrain_free(void *start);
-int gputrain_take(int device, size_t bytes); // counts bytes of a device that have no address yet
-void gputrain_give(int device, size_t bytes);
-void *gputrain_reserve(int device, size_t bytes); // addresses without memory
-int gputrain_release(void *start);
-int gputrain_map(void *start, size_t bytes);
-int gputrain_unmap(void *start, size_t bytes);
-void gputrain_register(void *start, size_t bytes);
+void *gputrain_scratch(void); // managed memory for variables of kernels' code, which nothing reads and no figure counts
+int gputrain_register(void *start, size_t bytes);
+int gputrain_unregister(void *start);
 int gputrain_kind(const void *address, int *device);
 size_t gputrain_extent(const void *address, void **start);
 size_t gputrain_left(int device);
 void gputrain_lift_limit(void);
 size_t gputrain_used_so_far(int device);
-size_t gputrain_peak(int device);
 
-void gputrain_copy(void *to, const void *from, size_t bytes);
-void gputrain_set(void *to, int value, size_t bytes);
+// Virtual memory management: bytes of a device that have no address, and addresses without memory.
+int gputrain_create(void **handle, int device, size_t bytes);
+int gputrain_retain(void **handle, const void *address); // the bytes that were mapped there
+int gputrain_release(void *handle);
+int gputrain_device_of(const void *handle); // physical; -1 where it is none
+int gputrain_reserve(void **start, int device, size_t bytes);
+int gputrain_unreserve(void *start, size_t bytes);
+int gputrain_map(void *start, size_t bytes, size_t offset, void *handle);
+int gputrain_unmap(void *start, size_t bytes);
+
+// Whether these bytes may be read and written. Memory of the host that nobody registered may always.
+int gputrain_holds(const void *address, size_t bytes);
+int gputrain_copy(void *to, const void *from, size_t bytes);
+int gputrain_copy_rows(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height);
+int gputrain_set(void *to, int value, size_t bytes);
 int gputrain_read_value(void *to, size_t bytes);
 
 // What NCCL exchanges: whether this thread sends known values, whether it heard only such, and how many calls still wait.
@@ -72,14 +90,30 @@ int gputrain_sends_known(void);
 void gputrain_hears(int known);
 void gputrain_awaits(int change);
 
-// A block of zeros for what the caller only passes back.
+// 256 bytes of zeros for what the caller only passes back.
 void *gputrain_handle(void);
+int gputrain_is_handle(const void *handle);
+int gputrain_drop_handle(void *handle); // whether there was such a handle
+
+// Defines a function that gives back what a library's function of the same name with Create made.
+#define GPUTRAIN_DESTROYS(function, error)                                                                                  \
+  int function(void *handle) { return gputrain_drop_handle(handle) ? OK : error; }
+
+// A child of fork has none of the other threads, so a lock that one of them held would stay locked: it is held while the
+// process forks. These locks are not taken under each other.
+#define GPUTRAIN_HOLD_WHILE_FORKING(lock)                                                                                   \
+  static void hold_##lock(void) { pthread_mutex_lock(&lock); }                                                              \
+  static void leave_##lock(void) { pthread_mutex_unlock(&lock); }                                                           \
+  __attribute__((constructor(101))) static void watch_forks_of_##lock(void) {                                               \
+    pthread_atfork(hold_##lock, leave_##lock, leave_##lock);                                                                \
+  }
 
 // Notes that a figure does not hold all memory, since a library's own share is unknown.
 void gputrain_unknown(const char *what);
 // Notes that a collective of NCCL did nothing, since each rank has so many bytes. The function is a constant.
 void gputrain_not_exchanged(const char *function, size_t bytes);
 int gputrain_missing(const char *function, int status);
+int gputrain_traces(void); // whether GPUTRAIN_EMULATED_TRACE is set
 void gputrain_trace(const char *function, int *seen);
 
 // Counts something that is asked of the GPU: what is a constant, one of the names in records/counts.py, and function a

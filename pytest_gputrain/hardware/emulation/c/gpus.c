@@ -1,6 +1,5 @@
 // What the emulated GPUs are, and what their stand-ins have no answer to.
 #include "emulated.h"
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -46,8 +45,13 @@ static void read_visible(void) {
       if (!strncmp(at, text, strcspn(at, ",")))
         found = device;
     }
-    if (found < 0 || visible_count == MAX_DEVICES)
+    if (found < 0)
       break;
+    // A device that is named twice leaves none, as the driver has it.
+    if (gputrain_visible_number(found) < visible_count) {
+      visible_count = 0;
+      break;
+    }
     visible[visible_count++] = found;
   }
 }
@@ -106,16 +110,10 @@ int gputrain_visible_number(int physical) {
 
 // --- For the stand-ins of the libraries
 
-void *gputrain_handle(void) {
-  void *block = calloc(1, 256);
-  if (!block)
-    abort();
-  return block;
-}
-
 enum { UNKNOWNS = 64 };
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static const char *unknowns[UNKNOWNS];
+GPUTRAIN_HOLD_WHILE_FORKING(lock)
 
 void gputrain_unknown(const char *what) {
   pthread_mutex_lock(&lock);
@@ -128,7 +126,12 @@ void gputrain_unknown(const char *what) {
   pthread_mutex_unlock(&lock);
 }
 
-const char *gputrain_unknown_at(int index) { return index >= 0 && index < UNKNOWNS ? unknowns[index] : NULL; }
+const char *gputrain_unknown_at(int index) {
+  pthread_mutex_lock(&lock);
+  const char *what = index >= 0 && index < UNKNOWNS ? unknowns[index] : NULL;
+  pthread_mutex_unlock(&lock);
+  return what;
+}
 
 // What NCCL did not exchange, by function.
 static struct not_exchanged {
@@ -154,11 +157,14 @@ const char *gputrain_not_exchanged_at(int index, uint64_t *calls, uint64_t *byte
   return not_exchanged[index].function;
 }
 
-static int traces(void) {
-  static int on = -1;
-  if (on < 0)
-    on = getenv("GPUTRAIN_EMULATED_TRACE") != NULL;
-  return on;
+int gputrain_traces(void) {
+  static int state; // 0: not yet known, 1: no, 2: yes
+  int known = __atomic_load_n(&state, __ATOMIC_RELAXED);
+  if (!known) {
+    known = getenv("GPUTRAIN_EMULATED_TRACE") ? 2 : 1;
+    __atomic_store_n(&state, known, __ATOMIC_RELAXED);
+  }
+  return known == 2;
 }
 
 // Fails a call whose answer is not known. A made-up size would become a wrong figure.
@@ -168,8 +174,7 @@ int gputrain_missing(const char *function, int status) {
 }
 
 void gputrain_trace(const char *function, int *seen) {
-  if (traces() && !*seen) {
-    *seen = 1;
+  if (gputrain_traces() && !__atomic_exchange_n(seen, 1, __ATOMIC_RELAXED)) {
     fprintf(stderr, "gputrain: %s does nothing\n", function);
   }
 }

@@ -5,28 +5,49 @@
 // the pages that small copies touch.
 #include "emulated.h"
 #include <fcntl.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-static const size_t SPAN = (size_t)1 << 42;  // addresses of each device: fragments of virtual memory must not run out
+#ifndef GPUTRAIN_SPAN
+#define GPUTRAIN_SPAN ((size_t)1 << 42)
+#endif
+// Addresses of each device, and the largest size. Fragments of virtual memory must not run out. A sanitizer leaves fewer.
+static const size_t SPAN = GPUTRAIN_SPAN;
 static const size_t LARGE_COPY = 1 << 20;    // bytes; larger contents are not kept
 static const size_t SMALL_MEMORY = 64 << 10; // host memory is given in these
 static const size_t RESERVATION = 32 << 20, FIRST_RESERVATION = 408 << 20;
 
 // What other processes read of this one, in a file of the folder GPUTRAIN_EMULATED_STATE that is named by its id.
 struct state {
-  uint64_t used[MAX_DEVICES], peak[MAX_DEVICES];
-  uint64_t refused, refused_bytes; // requests that did not fit, and the size of the last one
+  uint64_t used[MAX_DEVICES], peak[MAX_DEVICES]; // the peak includes managed memory, as far as it fits
+  uint64_t refused, refused_bytes;               // requests that did not fit, and the size of the last one
+  uint64_t managed_peak[MAX_DEVICES];
 };
+
+// Whose the addresses of a range are: memory of the emulation, addresses that physical memory is mapped to, or memory of the
+// host that the program registered.
+enum how { ALLOCATED, RESERVED, REGISTERED };
 
 struct range {
   uintptr_t start;
   size_t bytes;
   int kind, device;
+  enum how how;
+};
+
+// Memory without an address, which is kept while its handle or a mapping of it exists.
+struct physical {
+  size_t bytes;
+  int device, handles;
+  size_t mappings;
+};
+struct mapping {
+  uintptr_t start;
+  size_t bytes;
+  struct physical *of;
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -38,8 +59,28 @@ static struct reservation {
   uintptr_t start, end;
 } *reservations[MAX_DEVICES]; // by ascending address
 static size_t reserved[MAX_DEVICES];
+static struct mapping *mappings; // by ascending address
+static size_t mapping_count, mapping_room;
+static uint64_t managed[MAX_DEVICES]; // bytes
 static int touched[MAX_DEVICES];
 static int unlimited; // whether devices give more memory than they have
+static int forked;
+
+// A child of fork has a copy of these, and its parent's file is not its own. The lock of the handles is taken under this
+// one. What is registered last is held first, so this runs after the constructors that have a number.
+static void hold(void) { pthread_mutex_lock(&lock); }
+static void leave(void) { pthread_mutex_unlock(&lock); }
+static void begin_child(void) {
+  private_state = *state;
+  state = &private_state;
+  for (int device = 0; device < MAX_DEVICES; device++)
+    if (touched[device])
+      __atomic_store_n(&forked, 1, __ATOMIC_RELAXED);
+  leave();
+}
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(hold, leave, begin_child); }
+
+int gputrain_forked(void) { return __atomic_load_n(&forked, __ATOMIC_RELAXED); }
 
 // --- Addresses; the static functions need the lock
 
@@ -61,7 +102,7 @@ static struct range *find(const void *address) {
   return at < count && ranges[at].start <= (uintptr_t)address ? ranges + at : NULL;
 }
 
-static void add(uintptr_t start, size_t bytes, int kind, int device) {
+static void add(uintptr_t start, size_t bytes, int kind, int device, enum how how) {
   if (count == room) {
     room = room ? 2 * room : 1024;
     ranges = realloc(ranges, room * sizeof *ranges);
@@ -70,7 +111,7 @@ static void add(uintptr_t start, size_t bytes, int kind, int device) {
   }
   size_t at = place(start);
   memmove(ranges + at + 1, ranges + at, (count++ - at) * sizeof *ranges);
-  ranges[at] = (struct range){start, bytes, kind, device};
+  ranges[at] = (struct range){start, bytes, kind, device, how};
 }
 
 static void drop(struct range *range) { memmove(range, range + 1, (size_t)(ranges + --count - range) * sizeof *range); }
@@ -151,23 +192,44 @@ static void share_state(void) {
   close(file);
 }
 
-static int take(int device, size_t bytes) {
-  if (state == &private_state && !touched[device])
+// Managed memory moves to the host where other memory needs its place.
+static uint64_t used_with_managed(int device) {
+  uint64_t total = gputrain_gpu()->memory, used = state->used[device];
+  return used >= total ? used : managed[device] < total - used ? used + managed[device] : total;
+}
+
+static void note_peak(int device) {
+  uint64_t used = used_with_managed(device);
+  if (used > state->peak[device])
+    state->peak[device] = used;
+  if (managed[device] > state->managed_peak[device])
+    state->managed_peak[device] = managed[device];
+}
+
+static void touch(int device) {
+  if (touched[device])
+    return;
+  if (state == &private_state)
     share_state();
-  if (!touched[device]) {
-    touched[device] = 1;
-    state->used[device] += gputrain_gpu()->context;
-  }
-  if (!unlimited && state->used[device] + bytes > gputrain_gpu()->memory) {
+  touched[device] = 1;
+  state->used[device] += gputrain_gpu()->context;
+  note_peak(device);
+}
+
+static int take(int device, size_t bytes) {
+  touch(device);
+  size_t total = gputrain_gpu()->memory, used = state->used[device];
+  if (bytes > SPAN || (!unlimited && (used > total || bytes > total - used))) {
     state->refused++;
     state->refused_bytes = bytes;
     return OUT_OF_MEMORY;
   }
   state->used[device] += bytes;
-  if (state->used[device] > state->peak[device])
-    state->peak[device] = state->used[device];
+  note_peak(device);
   return OK;
 }
+
+static void give(int device, size_t bytes) { state->used[device] -= bytes; }
 
 // For checks that a program would not make: what they take is no figure, and must not end it.
 void gputrain_lift_limit(void) {
@@ -176,39 +238,79 @@ void gputrain_lift_limit(void) {
   pthread_mutex_unlock(&lock);
 }
 
+static void unregister_between(uintptr_t start, uintptr_t end) {
+  for (size_t at = place(start); at < count && ranges[at].start < end;)
+    if (ranges[at].how == REGISTERED)
+      drop(ranges + at);
+    else
+      at++;
+}
+
 static uintptr_t host_memory(size_t bytes) {
   void *start = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  return start == MAP_FAILED ? 0 : (uintptr_t)start;
+  if (start == MAP_FAILED)
+    return 0;
+  // What a program gave back to the host without a word is no longer registered.
+  unregister_between((uintptr_t)start, (uintptr_t)start + bytes);
+  return (uintptr_t)start;
 }
+
+static uintptr_t device_memory(int device, size_t bytes, int kind) {
+  uintptr_t start = free_addresses(device, bytes);
+  if (start && mprotect((void *)start, bytes, PROT_READ | PROT_WRITE))
+    start = 0;
+  if (start)
+    add(start, bytes, kind, device, ALLOCATED);
+  return start;
+}
+
+static size_t rounded(size_t bytes, size_t page) { return (bytes + page - 1) / page * page; }
 
 // The driver gives device memory in pages of 2 MiB. Smaller requests share a page in truth; torch's allocator makes none.
 int gputrain_allocate(void **out, size_t bytes, int kind) {
+  if (!out)
+    return INVALID_VALUE;
   *out = NULL;
-  if (gputrain_visible() == 0)
+  int device = gputrain_physical(gputrain_current()), status = OK;
+  if (device < 0)
     return NO_DEVICE;
+  if (gputrain_forked())
+    return NOT_INITIALIZED;
   if (!bytes)
     return OK;
-  int device = gputrain_physical(gputrain_current()), status = OK;
-  size_t page = kind == HOST ? SMALL_MEMORY : PAGE;
-  bytes = (bytes + page - 1) / page * page;
+  if (bytes <= SPAN)
+    bytes = rounded(bytes, kind == HOST ? SMALL_MEMORY : PAGE);
   pthread_mutex_lock(&lock);
   if (kind == DEVICE)
     status = take(device, bytes);
+  else if (bytes > SPAN)
+    status = OUT_OF_MEMORY;
   if (status == OK) {
-    uintptr_t start = kind == HOST ? host_memory(bytes) : free_addresses(device, bytes);
-    if (start && kind != HOST && mprotect((void *)start, bytes, PROT_READ | PROT_WRITE))
-      start = 0;
-    if (start) {
-      add(start, bytes, kind, device);
-      *out = (void *)start;
-    } else {
-      if (kind == DEVICE)
-        state->used[device] -= bytes;
-      status = OUT_OF_MEMORY;
+    uintptr_t start = kind == HOST ? host_memory(bytes) : device_memory(device, bytes, kind);
+    if (start && kind == HOST)
+      add(start, bytes, kind, device, ALLOCATED);
+    if (start && kind == MANAGED) {
+      touch(device);
+      managed[device] += bytes;
+      note_peak(device);
     }
+    if (!start && kind == DEVICE)
+      give(device, bytes);
+    *out = (void *)start;
+    status = start ? OK : OUT_OF_MEMORY;
   }
   pthread_mutex_unlock(&lock);
   return status;
+}
+
+void *gputrain_scratch(void) {
+  static uintptr_t start;
+  int device = gputrain_physical(gputrain_current());
+  pthread_mutex_lock(&lock);
+  if (!start && device >= 0)
+    start = device_memory(device, PAGE, MANAGED);
+  pthread_mutex_unlock(&lock);
+  return (void *)start;
 }
 
 static void forget_contents(uintptr_t start, size_t bytes) {
@@ -216,80 +318,221 @@ static void forget_contents(uintptr_t start, size_t bytes) {
   mprotect((void *)start, bytes, PROT_NONE);
 }
 
+// The range that was made in this way with this first address.
+static struct range *range_from(const void *start, enum how how) {
+  struct range *range = find(start);
+  return range && range->start == (uintptr_t)start && range->how == how ? range : NULL;
+}
+
 int gputrain_free(void *start) {
   if (!start)
     return OK;
+  if (gputrain_forked())
+    return NOT_INITIALIZED;
   pthread_mutex_lock(&lock);
-  struct range *range = find(start);
-  int known = range && range->start == (uintptr_t)start;
-  if (known) {
-    if (range->kind == HOST)
-      munmap(start, range->bytes);
-    else
-      forget_contents(range->start, range->bytes);
-    struct range freed = *range;
-    if (freed.kind == DEVICE)
-      state->used[freed.device] -= freed.bytes;
-    drop(range);
-    if (freed.kind != HOST)
-      drop_reservation(freed.device, freed.start);
-  }
-  pthread_mutex_unlock(&lock);
-  return known ? OK : INVALID_VALUE;
-}
-
-int gputrain_take(int device, size_t bytes) {
-  pthread_mutex_lock(&lock);
-  int status = device >= 0 ? take(device, bytes) : INVALID_DEVICE;
-  pthread_mutex_unlock(&lock);
-  return status;
-}
-
-void gputrain_give(int device, size_t bytes) {
-  pthread_mutex_lock(&lock);
-  state->used[device] -= bytes;
-  pthread_mutex_unlock(&lock);
-}
-
-void *gputrain_reserve(int device, size_t bytes) {
-  pthread_mutex_lock(&lock);
-  bytes = (bytes + PAGE - 1) / PAGE * PAGE;
-  uintptr_t start = free_addresses(device, bytes);
-  if (start)
-    add(start, bytes, DEVICE, device);
-  pthread_mutex_unlock(&lock);
-  return (void *)start;
-}
-
-// Forgets a range whose memory is not counted: reserved addresses, or the host's own memory that was registered.
-int gputrain_release(void *start) {
-  pthread_mutex_lock(&lock);
-  struct range *range = find(start);
+  struct range *range = range_from(start, ALLOCATED);
   if (range) {
     struct range freed = *range;
-    if (freed.kind != HOST)
-      forget_contents(freed.start, freed.bytes);
     drop(range);
-    if (freed.kind != HOST)
+    if (freed.kind == HOST)
+      munmap(start, freed.bytes);
+    else {
+      forget_contents(freed.start, freed.bytes);
       drop_reservation(freed.device, freed.start);
+    }
+    if (freed.kind == DEVICE)
+      give(freed.device, freed.bytes);
+    else if (freed.kind == MANAGED)
+      managed[freed.device] -= freed.bytes;
   }
   pthread_mutex_unlock(&lock);
   return range ? OK : INVALID_VALUE;
 }
 
-// Gives memory to addresses that were reserved, or takes it from them.
-int gputrain_map(void *start, size_t bytes) { return mprotect(start, bytes, PROT_READ | PROT_WRITE) ? INVALID_VALUE : OK; }
-int gputrain_unmap(void *start, size_t bytes) {
-  forget_contents((uintptr_t)start, bytes);
-  return OK;
+int gputrain_register(void *start, size_t bytes) {
+  uintptr_t first = (uintptr_t)start;
+  if (!start || !bytes || bytes > SPAN)
+    return INVALID_VALUE;
+  pthread_mutex_lock(&lock);
+  size_t at = place(first);
+  int status = at < count && ranges[at].start < first + bytes ? ALREADY_REGISTERED : OK;
+  if (status == OK)
+    add(first, bytes, HOST, gputrain_physical(gputrain_current()), REGISTERED);
+  pthread_mutex_unlock(&lock);
+  return status;
 }
 
-void gputrain_register(void *start, size_t bytes) {
+int gputrain_unregister(void *start) {
   pthread_mutex_lock(&lock);
-  if (!find(start))
-    add((uintptr_t)start, bytes, HOST, gputrain_physical(gputrain_current()));
+  struct range *range = range_from(start, REGISTERED);
+  if (range)
+    drop(range);
   pthread_mutex_unlock(&lock);
+  return range ? OK : NOT_REGISTERED;
 }
+
+// --- Virtual memory management
+
+// The first mapping that ends behind the address.
+static size_t mapping_place(uintptr_t address) {
+  size_t low = 0, high = mapping_count;
+  while (low < high) {
+    size_t middle = (low + high) / 2;
+    if (mappings[middle].start + mappings[middle].bytes <= address)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+// The number of mappings from this one on that fill these addresses without a gap, whole or to their middle; 0 where they
+// do not fill them.
+static size_t filling(size_t at, uintptr_t start, size_t bytes) {
+  uintptr_t reached = start;
+  for (size_t next = at; next < mapping_count && mappings[next].start <= reached; next++) {
+    reached = mappings[next].start + mappings[next].bytes;
+    if (reached - start >= bytes)
+      return next + 1 - at;
+  }
+  return 0;
+}
+
+int gputrain_create(void **out, int device, size_t bytes) {
+  if (!out || device < 0 || !bytes || bytes % PAGE)
+    return INVALID_VALUE;
+  if (gputrain_forked())
+    return NOT_INITIALIZED;
+  struct physical *made = gputrain_handle();
+  *made = (struct physical){bytes, device, 1, 0};
+  pthread_mutex_lock(&lock);
+  int status = take(device, bytes);
+  pthread_mutex_unlock(&lock);
+  if (status == OK)
+    *out = made;
+  else
+    gputrain_drop_handle(made);
+  return status;
+}
+
+static void drop_if_unused(struct physical *of) {
+  if (of->handles || of->mappings)
+    return;
+  give(of->device, of->bytes);
+  gputrain_drop_handle(of);
+}
+
+int gputrain_retain(void **handle, const void *address) {
+  pthread_mutex_lock(&lock);
+  size_t at = mapping_place((uintptr_t)address);
+  int known = at < mapping_count && mappings[at].start <= (uintptr_t)address;
+  if (known) {
+    mappings[at].of->handles++;
+    *handle = mappings[at].of;
+  }
+  pthread_mutex_unlock(&lock);
+  return known ? OK : INVALID_VALUE;
+}
+
+int gputrain_release(void *handle) {
+  struct physical *of = handle;
+  if (gputrain_forked())
+    return NOT_INITIALIZED;
+  pthread_mutex_lock(&lock);
+  int known = gputrain_is_handle(handle) && of->handles > 0;
+  if (known) {
+    of->handles--;
+    drop_if_unused(of);
+  }
+  pthread_mutex_unlock(&lock);
+  return known ? OK : INVALID_VALUE;
+}
+
+int gputrain_device_of(const void *handle) {
+  return gputrain_is_handle(handle) ? ((const struct physical *)handle)->device : -1;
+}
+
+int gputrain_reserve(void **out, int device, size_t bytes) {
+  if (!out || device < 0 || !bytes)
+    return INVALID_VALUE;
+  if (gputrain_forked())
+    return NOT_INITIALIZED;
+  if (bytes > SPAN)
+    return OUT_OF_MEMORY;
+  pthread_mutex_lock(&lock);
+  bytes = rounded(bytes, PAGE);
+  uintptr_t start = free_addresses(device, bytes);
+  if (start)
+    add(start, bytes, DEVICE, device, RESERVED);
+  pthread_mutex_unlock(&lock);
+  *out = (void *)start;
+  return start ? OK : OUT_OF_MEMORY;
+}
+
+int gputrain_unreserve(void *start, size_t bytes) {
+  pthread_mutex_lock(&lock);
+  struct range *range = range_from(start, RESERVED);
+  size_t mapped = range ? mapping_place(range->start) : 0;
+  int empty = range && (mapped == mapping_count || mappings[mapped].start >= range->start + range->bytes);
+  int known = empty && bytes <= range->bytes && rounded(bytes, PAGE) == range->bytes;
+  if (known) {
+    struct range freed = *range;
+    drop(range);
+    drop_reservation(freed.device, freed.start);
+  }
+  pthread_mutex_unlock(&lock);
+  return known ? OK : INVALID_VALUE;
+}
+
+int gputrain_map(void *start, size_t bytes, size_t offset, void *handle) {
+  struct physical *of = handle;
+  uintptr_t first = (uintptr_t)start;
+  if (gputrain_forked())
+    return NOT_INITIALIZED;
+  pthread_mutex_lock(&lock);
+  const struct range *range = find(start);
+  size_t at = mapping_place(first);
+  int fits = range && range->how == RESERVED && bytes && bytes <= range->start + range->bytes - first &&
+             gputrain_is_handle(handle) && of->handles > 0 && offset <= of->bytes && bytes <= of->bytes - offset &&
+             (at == mapping_count || mappings[at].start >= first + bytes) &&
+             !mprotect(start, bytes, PROT_READ | PROT_WRITE);
+  if (fits) {
+    if (mapping_count == mapping_room) {
+      mapping_room = mapping_room ? 2 * mapping_room : 1024;
+      mappings = realloc(mappings, mapping_room * sizeof *mappings);
+      if (!mappings)
+        abort();
+    }
+    memmove(mappings + at + 1, mappings + at, (mapping_count++ - at) * sizeof *mappings);
+    mappings[at] = (struct mapping){first, bytes, of};
+    of->mappings++;
+  }
+  pthread_mutex_unlock(&lock);
+  return fits ? OK : INVALID_VALUE;
+}
+
+int gputrain_unmap(void *start, size_t bytes) {
+  if (gputrain_forked())
+    return NOT_INITIALIZED;
+  uintptr_t first = (uintptr_t)start;
+  pthread_mutex_lock(&lock);
+  size_t at = mapping_place(first), whole = bytes ? filling(at, first, bytes) : 0;
+  // Only whole mappings can be taken away.
+  int fits = whole && mappings[at].start == first &&
+             mappings[at + whole - 1].start + mappings[at + whole - 1].bytes == first + bytes;
+  if (fits) {
+    forget_contents(first, bytes);
+    for (size_t next = at; next < at + whole; next++) {
+      mappings[next].of->mappings--;
+      drop_if_unused(mappings[next].of);
+    }
+    memmove(mappings + at, mappings + at + whole, ((mapping_count -= whole) - at) * sizeof *mappings);
+  }
+  pthread_mutex_unlock(&lock);
+  return fits ? OK : INVALID_VALUE;
+}
+
+// --- What is where
 
 int gputrain_kind(const void *address, int *device) {
   pthread_mutex_lock(&lock);
@@ -313,24 +556,52 @@ size_t gputrain_extent(const void *address, void **start) {
 
 // What the process leaves of the device. Asking makes the context, as cudaMemGetInfo does.
 size_t gputrain_left(int device) {
+  if (device < 0)
+    return 0;
   pthread_mutex_lock(&lock);
-  take(device, 0);
-  size_t total = gputrain_gpu()->memory, bytes = total > state->used[device] ? total - state->used[device] : 0;
+  touch(device);
+  size_t total = gputrain_gpu()->memory, used = used_with_managed(device);
   pthread_mutex_unlock(&lock);
-  return bytes;
+  return total > used ? total - used : 0;
 }
 
 // The same without making the context, as NVML tells it.
-size_t gputrain_used_so_far(int device) { return state->used[device]; }
-size_t gputrain_peak(int device) { return state->peak[device]; }
+size_t gputrain_used_so_far(int device) {
+  pthread_mutex_lock(&lock);
+  size_t used = touched[device] ? used_with_managed(device) : 0;
+  pthread_mutex_unlock(&lock);
+  return used;
+}
 
 // --- Contents
 
-static void zero(char *to, size_t bytes) {
+static int is_on_host(int kind) { return kind == HOST || kind == UNKNOWN; }
+
+int gputrain_holds(const void *address, size_t bytes) {
+  uintptr_t start = (uintptr_t)address;
+  if (!bytes)
+    return 1;
+  if (!address || bytes > SPAN)
+    return 0;
+  pthread_mutex_lock(&lock);
+  const struct range *range = find(address);
+  int holds = 1;
+  if (!range)
+    for (int device = 0; device < MAX_DEVICES; device++)
+      holds &= !arenas[device] || start + bytes <= arenas[device] || start >= arenas[device] + SPAN - PAGE;
+  else if (range->how == ALLOCATED)
+    holds = bytes <= range->start + range->bytes - start;
+  else if (range->how == RESERVED)
+    holds = filling(mapping_place(start), start, bytes) > 0;
+  pthread_mutex_unlock(&lock);
+  return holds;
+}
+
+static void zero(char *to, size_t bytes, int kind) {
   uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
   char *first = (char *)(((uintptr_t)to + page - 1) / page * page);
   char *last = (char *)((uintptr_t)(to + bytes) / page * page);
-  if (bytes <= LARGE_COPY || first >= last || gputrain_kind(to, NULL) == HOST || gputrain_kind(to, NULL) == UNKNOWN) {
+  if (bytes <= LARGE_COPY || first >= last || is_on_host(kind)) {
     memset(to, 0, bytes);
     return;
   }
@@ -341,24 +612,47 @@ static void zero(char *to, size_t bytes) {
 
 // Small copies are real, so that the host reads back what it wrote. Large ones have no contents: the host reads zeros then,
 // and not what its memory held before. Where values are tracked, values.c says what the host reads of a device.
-void gputrain_copy(void *to, const void *from, size_t bytes) {
-  if (!bytes || !to || !from)
-    return;
+static void copy(void *to, const void *from, size_t bytes) {
   int to_kind = gputrain_kind(to, NULL), from_kind = gputrain_kind(from, NULL);
-  int to_host = to_kind == HOST || to_kind == UNKNOWN, on_host = to_host && (from_kind == HOST || from_kind == UNKNOWN);
-  if (to_host && from_kind == DEVICE && gputrain_read_value(to, bytes))
+  if (is_on_host(to_kind) && from_kind == DEVICE && gputrain_read_value(to, bytes))
     return;
-  if (bytes <= LARGE_COPY || on_host)
+  if (bytes <= LARGE_COPY || (is_on_host(to_kind) && is_on_host(from_kind)))
     memmove(to, from, bytes);
   else
-    zero(to, bytes);
+    zero(to, bytes, to_kind);
 }
 
-void gputrain_set(void *to, int value, size_t bytes) {
-  if (!bytes || !to)
-    return;
+int gputrain_copy(void *to, const void *from, size_t bytes) { return gputrain_copy_rows(to, bytes, from, bytes, bytes, 1); }
+
+int gputrain_copy_rows(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height) {
+  size_t to_bytes, from_bytes;
+  if (!width || !height)
+    return OK;
+  if (gputrain_forked() && !(is_on_host(gputrain_kind(to, NULL)) && is_on_host(gputrain_kind(from, NULL))))
+    return NOT_INITIALIZED;
+  if (to_pitch < width || from_pitch < width)
+    return INVALID_PITCH;
+  if (__builtin_mul_overflow(to_pitch, height - 1, &to_bytes) || __builtin_add_overflow(to_bytes, width, &to_bytes) ||
+      __builtin_mul_overflow(from_pitch, height - 1, &from_bytes) ||
+      __builtin_add_overflow(from_bytes, width, &from_bytes) || !gputrain_holds(to, to_bytes) ||
+      !gputrain_holds(from, from_bytes))
+    return INVALID_VALUE;
+  for (size_t row = 0; row < height; row++)
+    copy(to + row * to_pitch, from + row * from_pitch, width);
+  return OK;
+}
+
+int gputrain_set(void *to, int value, size_t bytes) {
+  if (!bytes)
+    return OK;
+  int kind = gputrain_kind(to, NULL);
+  if (gputrain_forked())
+    return NOT_INITIALIZED;
+  if (kind == UNKNOWN || !gputrain_holds(to, bytes))
+    return INVALID_VALUE;
   if (!value)
-    zero(to, bytes);
+    zero(to, bytes, kind);
   else if (bytes <= LARGE_COPY)
     memset(to, value, bytes);
+  return OK;
 }

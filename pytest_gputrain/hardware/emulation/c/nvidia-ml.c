@@ -1,5 +1,6 @@
-// Stands in for NVML, the library that nvidia-smi and nvidia-ml-py read. What an emulated GPU has no figure of (power,
-// clocks, temperature) is not supported here, as it is not on some real ones.
+// Stands in for NVML, the library that nvidia-smi, nvidia-ml-py and loggers read. It answers as for a GPU that is idle,
+// since no kernel runs. Limits of power, fans, serial numbers and others are not supported here, as they are not on some
+// real boards.
 #include "emulated.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,9 +9,15 @@
 
 enum { NVML_INVALID_ARGUMENT = 2, NVML_NOT_SUPPORTED = 3, NVML_NOT_FOUND = 6, NVML_INSUFFICIENT_SIZE = 7 };
 
+enum { IDLE_CELSIUS = 30, IDLE_MILLIWATTS = 50000, IDLE_MEGAHERTZ = 345, IDLE_MEMORY_MEGAHERTZ = 405, GPU_IS_IDLE = 1 };
+
 static char devices[MAX_DEVICES]; // a handle is an address in here
 
-static int number_of(const void *handle) { return (int)((const char *)handle - devices); }
+// The number of the device; -1 where the handle is none.
+static int number_of(const void *handle) {
+  uintptr_t number = (uintptr_t)handle - (uintptr_t)devices;
+  return number < (uintptr_t)gputrain_gpu()->devices ? (int)number : -1;
+}
 
 static void write_uuid(char *text, unsigned bytes, int device) {
   unsigned char uuid[16];
@@ -29,6 +36,8 @@ const char *nvmlErrorString(int status) {
     return "Not Supported";
   case NVML_NOT_FOUND:
     return "Not Found";
+  case NVML_INSUFFICIENT_SIZE:
+    return "Insufficient Size";
   default:
     return "Invalid Argument";
   }
@@ -37,8 +46,25 @@ int nvmlInit(void) { return OK; } // which torch calls by this name, to count GP
 int nvmlInit_v2(void) { return OK; }
 int nvmlInitWithFlags(unsigned flags) { return OK; }
 int nvmlShutdown(void) { return OK; }
+#define DRIVER (CUDA_VERSION >= 13000 ? "580.65.06" : "570.86.15") // the first of that CUDA
 int nvmlSystemGetDriverVersion(char *text, unsigned bytes) {
-  snprintf(text, bytes, "%s", CUDA_VERSION >= 13000 ? "580.65.06" : "570.86.15"); // the first of that CUDA
+  snprintf(text, bytes, "%s", DRIVER);
+  return OK;
+}
+int nvmlSystemGetNVMLVersion(char *text, unsigned bytes) {
+  snprintf(text, bytes, "%d.%s", CUDA_VERSION / 1000, DRIVER);
+  return OK;
+}
+int nvmlSystemGetProcessName(unsigned process, char *text, unsigned bytes) {
+  char path[32];
+  snprintf(path, sizeof path, "/proc/%u/cmdline", process);
+  FILE *file = fopen(path, "r");
+  if (!file)
+    return NVML_NOT_FOUND;
+  size_t read = bytes ? fread(text, 1, bytes - 1, file) : 0;
+  if (bytes)
+    text[read] = 0;
+  fclose(file);
   return OK;
 }
 int nvmlSystemGetCudaDriverVersion(int *version) {
@@ -53,8 +79,10 @@ int nvmlDeviceGetCount_v2(unsigned *count) {
   return OK;
 }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
+  if (index >= (unsigned)gputrain_gpu()->devices)
+    return NVML_INVALID_ARGUMENT;
   *handle = devices + index;
-  return index < (unsigned)gputrain_gpu()->devices ? OK : NVML_INVALID_ARGUMENT;
+  return OK;
 }
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
   for (int device = 0; device < gputrain_gpu()->devices; device++) {
@@ -74,21 +102,63 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **handle) {
   *handle = devices + number - 1;
   return OK;
 }
+
+// Leaves the function where the handle is none.
+#define DEVICE_OF(handle)                                                                                                   \
+  int device = number_of(handle);                                                                                           \
+  if (device < 0)                                                                                                           \
+    return NVML_INVALID_ARGUMENT
+// Defines a function that writes one figure of a device.
+#define ANSWERS(function, type, figure)                                                                                     \
+  int function(void *handle, type *value) {                                                                                 \
+    DEVICE_OF(handle);                                                                                                      \
+    *value = (type)(figure);                                                                                                \
+    return OK;                                                                                                              \
+  }
+#define NOT_SUPPORTED_HERE(function)                                                                                        \
+  int function(void *handle) { return number_of(handle) < 0 ? NVML_INVALID_ARGUMENT : NVML_NOT_SUPPORTED; }
+
 int nvmlDeviceGetName(void *handle, char *text, unsigned bytes) {
+  DEVICE_OF(handle);
   snprintf(text, bytes, "%s", gputrain_gpu()->name);
   return OK;
 }
 int nvmlDeviceGetUUID(void *handle, char *text, unsigned bytes) {
-  write_uuid(text, bytes, number_of(handle));
+  DEVICE_OF(handle);
+  write_uuid(text, bytes, device);
   return OK;
 }
-int nvmlDeviceGetIndex(void *handle, unsigned *index) {
-  *index = (unsigned)number_of(handle);
-  return OK;
-}
+ANSWERS(nvmlDeviceGetIndex, unsigned, device)
+ANSWERS(nvmlDeviceGetMinorNumber, unsigned, device)
 int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
+  DEVICE_OF(handle);
   *major = gputrain_gpu()->major;
   *minor = gputrain_gpu()->minor;
+  return OK;
+}
+static unsigned architecture(void) { // as nvmlDeviceArchitecture_t numbers them
+  const struct gpu *gpu = gputrain_gpu();
+  if (gpu->major < 8)
+    return gpu->minor < 5 ? 5 : 6; // Volta, Turing
+  if (gpu->major == 8)
+    return gpu->minor < 9 ? 7 : 8; // Ampere, Ada
+  return gpu->major == 9 ? 9 : 10; // Hopper, Blackwell
+}
+ANSWERS(nvmlDeviceGetArchitecture, unsigned, architecture())
+
+struct pci {
+  char old_text[16];
+  unsigned domain, bus, device, model, subsystem;
+  char text[32];
+};
+int nvmlDeviceGetPciInfo_v3(void *handle, struct pci *pci) {
+  enum { NVIDIA = 0x10DE };
+  DEVICE_OF(handle);
+  memset(pci, 0, sizeof *pci);
+  pci->bus = (unsigned)device + 1;
+  pci->model = NVIDIA; // and no model, in the upper half
+  snprintf(pci->old_text, sizeof pci->old_text, "0000:%02X:00.0", pci->bus & 0xFF);
+  snprintf(pci->text, sizeof pci->text, "00000000:%02X:00.0", pci->bus & 0xFF);
   return OK;
 }
 
@@ -96,39 +166,168 @@ struct memory {
   unsigned long long total, left, used;
 };
 int nvmlDeviceGetMemoryInfo(void *handle, struct memory *memory) {
+  DEVICE_OF(handle);
   memory->total = gputrain_gpu()->memory;
-  memory->used = gputrain_used_so_far(number_of(handle));
-  memory->left = memory->total - memory->used;
+  memory->used = gputrain_used_so_far(device);
+  memory->left = memory->used < memory->total ? memory->total - memory->used : 0;
   return OK;
 }
-int nvmlDeviceGetMigMode(void *handle, unsigned *now, unsigned *after) { return NVML_NOT_SUPPORTED; }
-int nvmlDeviceGetPowerUsage(void *handle, unsigned *milliwatts) { return NVML_NOT_SUPPORTED; }
-int nvmlDeviceGetEnforcedPowerLimit(void *handle, unsigned *milliwatts) { return NVML_NOT_SUPPORTED; }
-int nvmlDeviceGetTotalEnergyConsumption(void *handle, unsigned long long *millijoules) { return NVML_NOT_SUPPORTED; }
-int nvmlDeviceGetUtilizationRates(void *handle, unsigned *rates) { return NVML_NOT_SUPPORTED; }
-int nvmlDeviceGetClockInfo(void *handle, int type, unsigned *megahertz) { return NVML_NOT_SUPPORTED; }
-int nvmlDeviceGetTemperature(void *handle, int sensor, unsigned *celsius) { return NVML_NOT_SUPPORTED; }
-int nvmlDeviceGetNvLinkState(void *handle, unsigned link, unsigned *active) { return NVML_NOT_SUPPORTED; }
+struct memory_v2 {
+  unsigned version;
+  unsigned long long total, reserved, left, used;
+};
+int nvmlDeviceGetMemoryInfo_v2(void *handle, struct memory_v2 *memory) {
+  struct memory plain;
+  int status = nvmlDeviceGetMemoryInfo(handle, &plain);
+  if (status == OK)
+    *memory = (struct memory_v2){memory->version, plain.total, 0, plain.left, plain.used};
+  return status;
+}
+
+struct rates {
+  unsigned gpu, memory;
+};
+ANSWERS(nvmlDeviceGetUtilizationRates, struct rates, ((struct rates){0, 0}))
+ANSWERS(nvmlDeviceGetPowerUsage, unsigned, IDLE_MILLIWATTS)
+ANSWERS(nvmlDeviceGetPerformanceState, int, 0)
+ANSWERS(nvmlDeviceGetCurrentClocksEventReasons, unsigned long long, GPU_IS_IDLE)
+ANSWERS(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, GPU_IS_IDLE)
+ANSWERS(nvmlDeviceGetPersistenceMode, int, 1)
+ANSWERS(nvmlDeviceGetComputeMode, int, 0)
+ANSWERS(nvmlDeviceGetDisplayMode, int, 0)
+ANSWERS(nvmlDeviceGetDisplayActive, int, 0)
+ANSWERS(nvmlDeviceGetMaxMigDeviceCount, unsigned, 0)
+int nvmlDeviceGetClockInfo(void *handle, int type, unsigned *megahertz) {
+  enum { GRAPHICS, MULTIPROCESSORS, MEMORY, VIDEO };
+  DEVICE_OF(handle);
+  if (type < GRAPHICS || type > VIDEO)
+    return NVML_INVALID_ARGUMENT;
+  *megahertz = type == MEMORY ? IDLE_MEMORY_MEGAHERTZ : IDLE_MEGAHERTZ;
+  return OK;
+}
+int nvmlDeviceGetTemperature(void *handle, int sensor, unsigned *celsius) {
+  DEVICE_OF(handle);
+  if (sensor) // there is one
+    return NVML_INVALID_ARGUMENT;
+  *celsius = IDLE_CELSIUS;
+  return OK;
+}
+struct temperature {
+  unsigned version;
+  int sensor, celsius;
+};
+int nvmlDeviceGetTemperatureV(void *handle, struct temperature *to) {
+  return nvmlDeviceGetTemperature(handle, to->sensor, (unsigned *)&to->celsius);
+}
+static int codec(void *handle, unsigned *percent, unsigned *microseconds) {
+  DEVICE_OF(handle);
+  *percent = 0;
+  *microseconds = 200000; // between two samples
+  return OK;
+}
+int nvmlDeviceGetEncoderUtilization(void *handle, unsigned *percent, unsigned *microseconds) {
+  return codec(handle, percent, microseconds);
+}
+int nvmlDeviceGetDecoderUtilization(void *handle, unsigned *percent, unsigned *microseconds) {
+  return codec(handle, percent, microseconds);
+}
+struct field {
+  unsigned number, scope;
+  long long time, latency;
+  int type, status;
+  unsigned long long value;
+};
+int nvmlDeviceGetFieldValues(void *handle, int count, struct field *fields) {
+  DEVICE_OF(handle);
+  for (int i = 0; i < count; i++)
+    fields[i].status = NVML_NOT_SUPPORTED;
+  return OK;
+}
+NOT_SUPPORTED_HERE(nvmlDeviceGetMigMode)
+NOT_SUPPORTED_HERE(nvmlDeviceGetMigDeviceHandleByIndex)
+NOT_SUPPORTED_HERE(nvmlDeviceGetEnforcedPowerLimit)
+NOT_SUPPORTED_HERE(nvmlDeviceGetPowerManagementLimit)
+NOT_SUPPORTED_HERE(nvmlDeviceGetPowerManagementDefaultLimit)
+NOT_SUPPORTED_HERE(nvmlDeviceGetPowerManagementLimitConstraints)
+NOT_SUPPORTED_HERE(nvmlDeviceGetTotalEnergyConsumption)
+NOT_SUPPORTED_HERE(nvmlDeviceGetTemperatureThreshold)
+NOT_SUPPORTED_HERE(nvmlDeviceGetFanSpeed)
+NOT_SUPPORTED_HERE(nvmlDeviceGetFanSpeed_v2)
+NOT_SUPPORTED_HERE(nvmlDeviceGetNumFans)
+NOT_SUPPORTED_HERE(nvmlDeviceGetMaxClockInfo)
+NOT_SUPPORTED_HERE(nvmlDeviceGetApplicationsClock)
+NOT_SUPPORTED_HERE(nvmlDeviceGetCurrPcieLinkGeneration)
+NOT_SUPPORTED_HERE(nvmlDeviceGetCurrPcieLinkWidth)
+NOT_SUPPORTED_HERE(nvmlDeviceGetMaxPcieLinkGeneration)
+NOT_SUPPORTED_HERE(nvmlDeviceGetMaxPcieLinkWidth)
+NOT_SUPPORTED_HERE(nvmlDeviceGetPcieThroughput)
+NOT_SUPPORTED_HERE(nvmlDeviceGetPcieReplayCounter)
+NOT_SUPPORTED_HERE(nvmlDeviceGetBAR1MemoryInfo)
+NOT_SUPPORTED_HERE(nvmlDeviceGetEccMode)
+NOT_SUPPORTED_HERE(nvmlDeviceGetTotalEccErrors)
+NOT_SUPPORTED_HERE(nvmlDeviceGetMemoryErrorCounter)
+NOT_SUPPORTED_HERE(nvmlDeviceGetRetiredPages)
+NOT_SUPPORTED_HERE(nvmlDeviceGetRemappedRows)
+NOT_SUPPORTED_HERE(nvmlDeviceGetSerial)
+NOT_SUPPORTED_HERE(nvmlDeviceGetVbiosVersion)
+NOT_SUPPORTED_HERE(nvmlDeviceGetBoardPartNumber)
+NOT_SUPPORTED_HERE(nvmlDeviceGetBrand)
+NOT_SUPPORTED_HERE(nvmlDeviceGetNumGpuCores)
+NOT_SUPPORTED_HERE(nvmlDeviceGetMemoryBusWidth)
+NOT_SUPPORTED_HERE(nvmlDeviceGetAccountingMode)
+NOT_SUPPORTED_HERE(nvmlDeviceGetProcessUtilization)
+NOT_SUPPORTED_HERE(nvmlDeviceGetCpuAffinity)
+NOT_SUPPORTED_HERE(nvmlDeviceGetNvLinkState)
+
+// --- Processes: only the one that asks is known
 
 struct process {
   unsigned id;
   unsigned long long used;
 };
-int nvmlDeviceGetComputeRunningProcesses(void *handle, unsigned *count, struct process *processes) {
+struct process_v2 {
+  struct process process;
+  unsigned gpu_instance, compute_instance;
+};
+static int processes_of(void *handle, unsigned *count, unsigned long long *used) {
+  DEVICE_OF(handle);
   unsigned room = *count;
-  size_t used = gputrain_used_so_far(number_of(handle));
-  *count = used > 0;
-  if (*count > room)
-    return NVML_INSUFFICIENT_SIZE;
-  if (*count)
+  *used = gputrain_used_so_far(device);
+  *count = *used > 0;
+  return *count > room ? NVML_INSUFFICIENT_SIZE : OK;
+}
+int nvmlDeviceGetComputeRunningProcesses(void *handle, unsigned *count, struct process *processes) {
+  unsigned long long used;
+  int status = processes_of(handle, count, &used);
+  if (status == OK && *count)
     processes[0] = (struct process){(unsigned)getpid(), used};
-  return OK;
+  return status;
 }
-int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, void *processes) {
-  *count = 0;
-  return OK;
+int nvmlDeviceGetComputeRunningProcesses_v2(void *handle, unsigned *count, struct process_v2 *processes) {
+  enum { NO_INSTANCE = 0xFFFFFFFF };
+  unsigned long long used;
+  int status = processes_of(handle, count, &used);
+  if (status == OK && *count)
+    processes[0] = (struct process_v2){{(unsigned)getpid(), used}, (unsigned)NO_INSTANCE, (unsigned)NO_INSTANCE};
+  return status;
 }
+int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, struct process_v2 *processes) {
+  return nvmlDeviceGetComputeRunningProcesses_v2(handle, count, processes);
+}
+#define NO_PROCESSES(function)                                                                                              \
+  int function(void *handle, unsigned *count, void *processes) {                                                            \
+    DEVICE_OF(handle);                                                                                                      \
+    *count = 0;                                                                                                             \
+    return OK;                                                                                                              \
+  }
+NO_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses)
+NO_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v2)
+NO_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v3)
+NO_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v3)
+
 int nvmlDeviceGetTopologyCommonAncestor(void *one, void *other, int *level) {
+  if (number_of(one) < 0 || number_of(other) < 0)
+    return NVML_INVALID_ARGUMENT;
   *level = 0; // on one board
   return OK;
 }

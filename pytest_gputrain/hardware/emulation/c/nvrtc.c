@@ -28,6 +28,13 @@ int nvrtcGetProgramLog(void *program, char *text) {
   text[0] = 0;
   return OK;
 }
+int nvrtcDestroyProgram(void **program) {
+  enum { INVALID_PROGRAM = 4 };
+  if (!program || !gputrain_drop_handle(*program))
+    return INVALID_PROGRAM;
+  *program = NULL;
+  return OK;
+}
 int nvrtcGetLoweredName(void *program, const char *expression, const char **name) {
   *name = "kernel";
   return OK;

@@ -1,13 +1,12 @@
 // What the worker's package emulated_values needs to track values: which blocks of memory are still those that it wrote to,
 // and what the host reads of a device.
 #include "emulated.h"
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
 static int tracked;
 
-void gputrain_track_values(void) { tracked = 1; }
+void gputrain_track_values(void) { __atomic_store_n(&tracked, 1, __ATOMIC_RELAXED); }
 
 // --- What the host reads: the next answer, of those that this thread was given, or zero, since kernels wrote nothing. An
 // operator that reads from the device how many results there are is answered so.
@@ -23,7 +22,7 @@ void gputrain_answer(int64_t value) {
 void gputrain_drop_answers(void) { given = taken = 0; }
 
 int gputrain_read_value(void *to, size_t bytes) {
-  if (!tracked)
+  if (!__atomic_load_n(&tracked, __ATOMIC_RELAXED))
     return 0;
   if (taken < given && bytes <= sizeof *answers)
     memcpy(to, answers + taken++, bytes); // the low bytes come first
@@ -60,6 +59,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct block *blocks; // by their addresses' hash
 static size_t room, used;
 static uint64_t last_number;
+GPUTRAIN_HOLD_WHILE_FORKING(lock)
 
 static struct block *slot(uintptr_t address) {
   size_t at = (size_t)(((uint64_t)address * 0x9E3779B97F4A7C15u) >> 32) & (room - 1);
@@ -88,9 +88,9 @@ uint64_t gputrain_watch(uintptr_t address) {
   struct block *block = slot(address);
   used += !block->address;
   block->address = address;
-  block->number = ++last_number;
+  uint64_t number = block->number = ++last_number;
   pthread_mutex_unlock(&lock);
-  return block->number;
+  return number;
 }
 
 int gputrain_is_watched(uintptr_t address, uint64_t number) {
@@ -117,9 +117,9 @@ enum { FUNCTIONS = 64 };
 static int whole_device = -1;
 
 static void on_trace(int function, uintptr_t handle) {
-  if (whole_device < 0)
-    whole_device = function;
-  else if (function != whole_device)
+  int first = -1;
+  if (!__atomic_compare_exchange_n(&whole_device, &first, function, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED) &&
+      function != first)
     freed(handle);
 }
 

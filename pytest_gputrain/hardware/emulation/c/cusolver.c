@@ -1,0 +1,7 @@
+// Stands in for cuSOLVER: factorizations compute nothing. Functions that stubs.py does not write are here.
+#include "emulated.h"
+
+enum { CUSOLVER_INVALID_VALUE = 3 };
+GPUTRAIN_DESTROYS(cusolverDnDestroy, CUSOLVER_INVALID_VALUE)
+GPUTRAIN_DESTROYS(cusolverDnDestroyGesvdjInfo, CUSOLVER_INVALID_VALUE)
+GPUTRAIN_DESTROYS(cusolverDnDestroyParams, CUSOLVER_INVALID_VALUE)
