@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import itertools
 import operator
 import os
+import re
 import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -32,12 +36,21 @@ from pytest_gputrain.records.emulation import (
 from pytest_gputrain.report.html import page
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import CannotEmulate
-from pytest_gputrain.utils.files import UNREADABLE, write_atomically
+from pytest_gputrain.utils.files import UNREADABLE, locked, write_atomically
+from pytest_gputrain.utils.linux import end_with_parent
 from pytest_gputrain.utils.units import format_bytes
 
 _STATE: Final = struct.Struct(f"={3 * boards.MOST_DEVICES + 2}Q")
 """The state that the stand-ins share of a process: use and peak of each device, then refusals and the bytes of the last one,
 then the peak of managed memory of each device."""
+
+_FOLDERS: Final = "gputrain-emulated-"
+"""Begins the name of the folder in which the program's processes leave what they took."""
+
+_IN_USE: Final = "in-use.lock"
+"""The file in that folder which the command that made it holds locked."""
+
+_PROCESS: Final = re.compile(r"[0-9]{1,10}")
 
 _NAMED: Final = 3
 """Lines of the program that are named of one kind."""
@@ -92,9 +105,9 @@ def main(options: argparse.Namespace) -> int:
         torch = libraries.find_torch()
         stand_ins = build.stand_ins(torch)
         kernels = boards.find_kernels(board, stand_ins.architectures, torch.version)
-        with tempfile.TemporaryDirectory(prefix="gputrain-emulate-") as state:
+        with _folder_of_program() as state:
             description = boards.describe(board, kernels=kernels, devices=options.gpus)
-            environ = emulated_environment(os.environ, stand_ins, description, state=Path(state))
+            environ = emulated_environment(os.environ, stand_ins, description, state=state)
             environ[TORCH] = str(torch.folder)
             environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), environ.get("PYTHONPATH", "")]))
             status = _run(program, environ)
@@ -106,8 +119,8 @@ def main(options: argparse.Namespace) -> int:
                 torch=torch.version,
                 command=tuple(program),
                 status=status,
-                processes=tuple(_processes(Path(state))),
-                use=tuple(_use(Path(state))),
+                processes=tuple(_processes(state)),
+                use=tuple(_use(state)),
             )
     except CannotEmulate as error:
         console.say(error)
@@ -130,10 +143,35 @@ def _written(path: Path, data: bytes) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def _folder_of_program() -> Iterator[Path]:
+    """Make a folder that is removed at the end, and remove those of commands that were killed before theirs.
+
+    Raises:
+        CannotEmulate: it cannot be made.
+    """
+    from filelock import FileLock
+
+    temporary = Path(tempfile.gettempdir())
+    with contextlib.ExitStack() as stack:
+        try:
+            with locked(temporary / _FOLDERS):
+                for left in temporary.glob(f"{_FOLDERS}*"):
+                    with contextlib.suppress(OSError), FileLock(left / _IN_USE, timeout=0):
+                        shutil.rmtree(left)
+                made = tempfile.TemporaryDirectory(prefix=_FOLDERS, ignore_cleanup_errors=True)
+                folder = Path(stack.enter_context(made))
+                stack.enter_context(FileLock(folder / _IN_USE))
+        except OSError as error:
+            raise CannotEmulate(f"no folder can be made in {temporary}: {error.strerror or error}; set TMPDIR") from None
+        yield folder
+
+
 def _run(program: list[str], environ: dict[str, str]) -> int:
-    """Run the program to its end, with this process's input and output."""
+    """Run the program to its end, with this process's input and output. It ends with this process."""
     try:
-        process = subprocess.Popen(program, env=environ)
+        asks = functools.partial(end_with_parent, signal.SIGTERM)
+        process = subprocess.Popen(program, env=environ, preexec_fn=asks)  # noqa: PLW1509 - there is one thread
     except FileNotFoundError:
         console.say(f"{program[0]} is not found; name a program of this environment, such as python")
         return _NOT_FOUND
@@ -159,18 +197,19 @@ def _processes(state: Path) -> Iterator[EmulatedProcess]:
     for path in sorted(state.glob("*.json")):
         try:
             yield msgspec.json.decode(path.read_bytes(), type=EmulatedProcess)
-        except UNREADABLE as error:
+        except (*UNREADABLE, OSError) as error:
             console.say(f"what process {path.stem} recorded cannot be read: {error}")
 
 
 def _use(state: Path) -> Iterator[DeviceUse]:
     for path in sorted(state.iterdir()):
-        data = path.read_bytes() if path.name.isdigit() else b""
-        if len(data) == _STATE.size:
-            figures = _STATE.unpack(data)
-            for gpu, peak in enumerate(figures[boards.MOST_DEVICES : 2 * boards.MOST_DEVICES]):
+        # The program may leave files and folders of its own.
+        if _PROCESS.fullmatch(path.name) and path.is_file() and path.stat().st_size == _STATE.size:
+            figures = _STATE.unpack(path.read_bytes())
+            peaks, managed = figures[boards.MOST_DEVICES : 2 * boards.MOST_DEVICES], figures[-boards.MOST_DEVICES :]
+            for gpu, peak in enumerate(peaks):
                 if peak:
-                    yield DeviceUse(process=int(path.name), gpu=gpu, peak_bytes=peak)
+                    yield DeviceUse(process=int(path.name), gpu=gpu, peak_bytes=peak, managed_bytes=managed[gpu])
 
 
 def _report_lines(report: Emulation) -> Iterator[str]:
@@ -222,6 +261,11 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
         f"  peak device use {at_least}{format_bytes(use.peak_bytes)} of {format_bytes(report.memory_bytes)}, of which "
         f"{format_bytes(CONTEXT_BYTES)} are assumed for CUDA's context"
     )
+    if use.managed_bytes:
+        yield (
+            f"  up to {format_bytes(use.managed_bytes)} were managed memory (cudaMallocManaged), "
+            "which is assumed to be on the GPU as far as it fits"
+        )
     yield from _lines_of_refusals(device)
     if whole:
         if process.unknown:

@@ -114,6 +114,8 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
     process: int
     gpu: int
     peak_bytes: int
+    managed_bytes: int = 0
+    """The peak of managed memory (``cudaMallocManaged``), which is assumed to be on the GPU as far as it fits."""
 
 
 class Emulation(msgspec.Struct, frozen=True, kw_only=True):

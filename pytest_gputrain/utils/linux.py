@@ -24,9 +24,9 @@ def die_with_parent() -> None:
         sys.exit("the process that asked for this case is gone")
 
 
-def end_with_parent() -> None:
-    """Ask for this process to be killed when its parent dies."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask for this process to get the signal with this number when its parent dies."""
+    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:

@@ -140,6 +140,10 @@ REFUSED = {
         "import sys; sys.path.insert(0, {other!r}); import torch",
     ),
     "graph": (GRAPHS, f"{ONES}with torch.cuda.graph(torch.cuda.CUDAGraph()):\n    x * 2"),
+    "sharing": (
+        "an emulated GPU shares no memory between processes; send tensors through the host",
+        f"{ONES}x.untyped_storage()._share_cuda_()",
+    ),
     "compile": (GRAPHS, f"{ONES}step = torch.compile(lambda x: x + 1, mode='reduce-overhead')\nfor _ in range(3): step(x)"),
 }
 
