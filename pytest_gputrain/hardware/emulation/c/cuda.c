@@ -162,7 +162,7 @@ static const struct {
     {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
-    {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "an emulated GPU does not support this operation"},
 };
 static int text_of(int error, const char **text, int of_name) {
   for (size_t i = 0; i < sizeof errors / sizeof *errors; i++)
@@ -265,6 +265,9 @@ int cuMemMap(void *start, size_t bytes, size_t offset, void *handle, uint64_t fl
   return gputrain_map(start, bytes, offset, handle);
 }
 int cuMemUnmap(void *start, size_t bytes) { return gputrain_unmap(start, bytes); }
+// What another process would map has no contents.
+int cuMemExportToShareableHandle(void) { return gputrain_missing("cuMemExportToShareableHandle", NOT_SUPPORTED); }
+int cuMemImportFromShareableHandle(void) { return gputrain_missing("cuMemImportFromShareableHandle", NOT_SUPPORTED); }
 int cuMemSetAccess(const void *start, size_t bytes) { return bytes && gputrain_holds(start, bytes) ? OK : INVALID_VALUE; }
 
 // --- Kernels
