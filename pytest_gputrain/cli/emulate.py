@@ -25,6 +25,7 @@ from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.environment import STARTUP, TORCH, emulated_environment
 from pytest_gputrain.hardware.targets import CONTEXT_BYTES
 from pytest_gputrain.records.emulation import (
+    ASSUMPTION,
     AtLine,
     DeviceUse,
     EmulatedDevice,
@@ -275,6 +276,8 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
             yield f"  balanced routing is assumed: unknown scores were distributed evenly, by {_lines(process.dealt)}"
         if process.not_exchanged:
             yield f"  {not_exchanged_sentence(process.not_exchanged)}"
+        if process.assumed:
+            yield f"  {ASSUMPTION}, by {_lines(process.assumed)}"
         if process.unknown_reads:
             yield f"  zeros were read where a GPU would have computed a value, by {_lines(process.unknown_reads)}"
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
 from pytest_gputrain.utils.units import format_bytes
+
+ASSUMPTION: Final = "unknown values are assumed to differ from each other and from zero, and to pass torch's checks"
+"""What sizes and checks rest on where nothing computed the values that they depend on."""
 
 
 class Tensors(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +110,8 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """What NCCL did not exchange."""
     dealt: tuple[AtLine, ...] = ()
     """Choices among unknown scores that were dealt in turn, such as those of experts by a router."""
+    assumed: tuple[AtLine, ...] = ()
+    """Operators that assume of unknown values that all differ and none is zero, and checks that are assumed to pass."""
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from pytest_gputrain.cases.libraries import packages_of
 from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.records.emulated import NOT_MADE
-from pytest_gputrain.records.emulation import NotExchanged, not_exchanged_sentence
+from pytest_gputrain.records.emulation import ASSUMPTION, NotExchanged, not_exchanged_sentence
 from pytest_gputrain.worker.device import Accelerator, Device
 from pytest_gputrain.worker.device_allocations import DeviceAllocations
 from pytest_gputrain.worker.emulated_values import tracking
 from pytest_gputrain.worker.emulated_values.autograd_lines import AutogradLines
 from pytest_gputrain.worker.emulated_values.contents import count_collective
-from pytest_gputrain.worker.emulated_values.operators import A_SIZE, A_TRUTH_VALUE
+from pytest_gputrain.worker.emulated_values.operators import A_TRUTH_VALUE
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.memory_recorder import not_exchanged, unknown
 from pytest_gputrain.worker.own_lines import OwnLines
@@ -158,7 +158,7 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
             *measured.notes,
             *filter(None, [unnamed, without_lines]),
             NOT_MADE,
-            *assumed(reads["dealt"]),
+            *assumed(reads["dealt"], reads["assumed"]),
             *not_computed(msgspec.convert(list(not_exchanged()), list[NotExchanged])),
             *(gone_by(reads["unknown_reads"]) if counts else ()),
         ),
@@ -177,10 +177,12 @@ def conditions(task: Task, device: Device) -> dict[str, Any]:
     }
 
 
-def assumed(dealt: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
-    """Yield what the figures rest on where choices among scores that nothing computed were dealt in turn."""
+def assumed(dealt: Sequence[Mapping[str, str | int]], others: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
+    """Yield what the figures rest on where nothing computed the values that choices, sizes and checks depend on."""
     if dealt:
         yield f"balanced routing is assumed: unknown scores were distributed evenly, by {_places(dealt)}"
+    if others:
+        yield f"{ASSUMPTION}, by {_places(others)}"
 
 
 def not_computed(calls: Sequence[NotExchanged]) -> Iterator[str]:
@@ -197,7 +199,7 @@ def read_as_zeros(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
 
 def gone_by(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
     """Yield what the program went by although nothing computed it: it may have gone another way than on a GPU."""
-    if chosen := [one for one in reads if str(one["what"]).startswith((A_TRUTH_VALUE, A_SIZE))]:
+    if chosen := [one for one in reads if str(one["what"]).startswith(A_TRUTH_VALUE)]:
         yield f"what the steps ask of the GPU rests on values that nobody computed, read as zeros: {_places(chosen)}"
 
 

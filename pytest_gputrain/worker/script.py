@@ -53,6 +53,7 @@ class _Recorded(Struct):
     unknown: list[str]
     not_exchanged: list[NotExchanged] = []
     dealt: list[dict[str, str | int]] = []
+    assumed: list[dict[str, str | int]] = []
     unknown_reads: list[dict[str, str | int]] = []
     """The reads of unknown values, because an emulated GPU computes none."""
 
@@ -115,7 +116,12 @@ def _reply(task: Task, status: int, recorded: list[_Recorded], stderr: Path) -> 
         if full is None:
             _check_steps(name, process, _LEAST_STEPS)
         left = not_computed(process.not_exchanged)
-        notes = (_NOT_LOOKED_AT, *assumed(process.dealt), *left, *read_as_zeros(process.unknown_reads))
+        notes = (
+            _NOT_LOOKED_AT,
+            *assumed(process.dealt, process.assumed),
+            *left,
+            *read_as_zeros(process.unknown_reads),
+        )
         unknown = tuple(process.unknown)
         return EmulatedRun(**conditions(task, device), **fits, **peaks, not_counted=unknown, notes=notes)
     environment = environment_of(device, ALONE)

@@ -105,7 +105,7 @@ def test_unknown_values_are_zero_and_are_told_with_their_line_but_for_checks_for
         x = torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")
         print(bool(torch.isfinite(x).all()), bool(torch.isnan(x).any()), bool(torch.isinf(x).any()), bool(x.sum().isnan()))
         print(x.sum().item())
-        print(x.cpu().abs().sum().item(), (x > 0).nonzero().shape[0])
+        print(x.cpu().abs().sum().item())
         known = torch.arange(64, device="cuda")
         del known
         print(torch.empty(64, dtype=torch.long, device="cuda").cpu().sum().item())  # the same block
@@ -113,11 +113,10 @@ def test_unknown_values_are_zero_and_are_told_with_their_line_but_for_checks_for
         known @= x
         print(known.sum().item())
     """)
-    assert out.split() == ["True", *["False"] * 3, "0.0", "0.0", "0", "0", "0.0"]
+    assert out.split() == ["True", *["False"] * 3, "0.0", "0.0", "0", "0.0"]
     assert {one["where"] for one in process["unknown_reads"]} == {f"train.py:{line} in <module>" for line in (5, 6, 9, 12)}
     assert {one["what"] for one in process["unknown_reads"] if one["where"].startswith("train.py:6")} == {
-        "a copy to the host",
-        "the size of what nonzero finds",
+        "a copy to the host"
     }
     assert "zeros were read where a GPU would have computed a value, by" in told
 

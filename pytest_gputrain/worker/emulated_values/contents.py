@@ -64,6 +64,8 @@ class Contents:
 
     def find(self, tensor: Tensor) -> Known | None:
         """Find what is known of this tensor, all of it or nothing."""
+        if tensor.layout is not torch.strided:
+            return None
         start = tensor.data_ptr()
         base = start - int(tensor.storage_offset()) * tensor.itemsize
         known = self._blocks.get(base)
@@ -74,11 +76,17 @@ class Contents:
             return None
         if start < known.low or start + extent(tensor) > known.high:
             return None
-        if known.value is not None and known.value.dtype != tensor.dtype:
+        if known.value is None:
+            return known
+        if known.value.dtype != tensor.dtype:
             return None  # the same bytes as another type
+        if tensor.is_conj() or tensor.is_neg():
+            return Known(known.low, known.high, _turned(tensor, known.value), dealt=known.dealt, number=known.number)
         return known
 
     def forget(self, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return  # its parts are tensors of their own, which operators write
         self._blocks.pop(tensor.data_ptr() - int(tensor.storage_offset()) * tensor.itemsize, None)
 
     def written(self, tensor: Tensor, *, dealt: bool = False) -> None:
@@ -87,7 +95,7 @@ class Contents:
 
     def filled(self, tensor: Tensor, value: Tensor) -> None:
         """Note that all elements of this tensor are this one, which has no dimensions and is on the host."""
-        self._note(tensor, value, dealt=False)
+        self._note(tensor, _turned(tensor, value), dealt=False)
 
     def _note(self, tensor: Tensor, value: Tensor | None, *, dealt: bool) -> None:
         start = tensor.data_ptr()
@@ -128,8 +136,17 @@ def extent(tensor: Tensor) -> int:
     return (last + 1) * tensor.itemsize
 
 
+def _turned(tensor: Tensor, value: Tensor) -> Tensor:
+    """Give a value from memory the sign and the imaginary part that a view reads or writes there, as `x.conj()` is one."""
+    if tensor.is_conj():
+        value = value.conj()
+    return torch._neg_view(value) if tensor.is_neg() else value
+
+
 def is_small(tensor: Tensor, *, dealt: bool = False) -> bool:
     """Tell whether this tensor's values are computed, given that all it comes from are known."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
     bytes_ = tensor.numel() * tensor.itemsize
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bytes_ <= MOST_FLOAT_BYTES
@@ -143,7 +160,8 @@ def on_host(tensor: Tensor) -> Tensor:
     if not bytes_:
         return empty.reshape(tensor.size())
     construct: Any = torch._C._construct_storage_from_data_pointer
-    return empty.set_(construct(tensor.data_ptr(), _CPU, bytes_), 0, tensor.size(), tensor.stride())
+    host = empty.set_(construct(tensor.data_ptr(), _CPU, bytes_), 0, tensor.size(), tensor.stride())
+    return _turned(tensor, host)
 
 
 def count_collective(operator: str, size: int) -> None:

@@ -67,6 +67,16 @@ class Values:
                 self.fill(output, value)
         return output
 
+    def are_all(self, truth: bool, operands: Sequence[Any], output: Tensor) -> bool:
+        """Tell whether an operand is of the output's size, and all its elements are this truth value."""
+        for operand in operands:
+            if not isinstance(operand, Tensor) or operand.dtype != torch.bool or operand.size() != output.size():
+                continue
+            known = self._contents.find(operand) if operand.is_cuda else None
+            if known is not None and bool((self._on_host(operand, ()) == truth).all()):
+                return True
+        return False
+
     def write(self, outputs: Iterable[Tensor], result: Any, *, dealt: bool) -> None:
         """Write what the host computed, if it did, into the device's memory."""
         for to, value in zip(outputs, flat([result])):  # noqa: B905 - there may be no result
@@ -107,6 +117,17 @@ class Values:
         except Exception:  # the CPU lacks the operator or the type, or the GPU would have failed later
             return None
         return True if result is None else result
+
+    def coalesced(self, tensor: Tensor) -> Tensor:
+        """Coalesce a sparse tensor whose indices are small and known; its elements are right where they are, too."""
+        indices, elements = on_host(tensor._indices()), tensor._values()
+        known = self._contents.find(elements)
+        if known is not None and is_small(elements):
+            elements = self._on_host(elements, ())
+        else:
+            elements = torch.zeros(elements.size(0), dtype=torch.bool)
+        size = [*tensor.size()[: tensor.sparse_dim()], *elements.size()[1:]]
+        return torch.sparse_coo_tensor(indices, elements, size, check_invariants=False).coalesce()
 
     # These are methods, and no functions inside of others: one that calls itself would keep the tensors that it sees, and
     # their memory, until Python looks for cycles.

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import re
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from . import random_numbers, rules
+from . import random_numbers, rules, sizes, sparse
 from .collectives import Exchanges
 from .contents import Contents, Known, is_small, on_host
 from .evaluation import Values, flat
@@ -48,11 +50,6 @@ all the same."""
 _OVERWRITING: Final = frozenset(("fill_", "zero_", "copy_"))
 """They write each element of their first argument, and do not read it."""
 
-_SIZED_BY_VALUES: Final = frozenset((
-    "nonzero", "nonzero.out", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive",
-))  # fmt: skip
-"""They read from the device how many results there are."""
-
 _SAME_FOR_ALL: Final = frozenset((
     "all", "all.dim", "all.dims", "any", "any.dim", "any.dims", "amax", "amin", "max", "min",
 ))  # fmt: skip
@@ -60,8 +57,22 @@ _SAME_FOR_ALL: Final = frozenset((
 
 
 A_TRUTH_VALUE: Final = "a truth value for the host"
-A_SIZE: Final = "the size"
 """What a program reads to go by it: what it does then depends on values that nobody has computed."""
+
+_CHECKS: Final[Mapping[str, bool]] = {
+    "normal": True,
+    "cov": True,
+    "segment_reduce": True,
+    "allclose": True,
+    "istft": False,
+}
+"""What the truth values are that operators read to check what they are given, and pass it. A derivative compares by the one
+that is no such operator."""
+
+_LARGER: Final = frozenset(("bincount", "one_hot", "_ctc_loss", "_padded_dense_to_jagged_forward"))
+"""The operators whose output is as large as the largest value that they read."""
+
+_OPERATOR: Final = re.compile(r"_ZN2at4_ops(\d+)(\w+)")
 
 _FOR_ALL_DEVICES: Final = frozenset({"aten::copy_", "aten::_is_all_true"})
 """Replaced, and have no kernel of CUDA's own."""
@@ -89,6 +100,7 @@ class Operators:
     Attributes:
         reads: what read values that nobody knows.
         dealt: which choices were dealt in turn.
+        assumed: which sizes and checks rest on values that nobody knows.
     """
 
     def __init__(self, observer: Observer | None = None) -> None:
@@ -97,12 +109,17 @@ class Operators:
         self.contents = Contents()
         self.reads = CountsByLine()
         self.dealt = CountsByLine()
+        self.assumed = CountsByLine()
         self._stand_ins: Any = ctypes.CDLL(None)
-        self._stand_ins.gputrain_answer.argtypes = [ctypes.c_int64]
+        self._stand_ins.gputrain_take_unanswered.restype = ctypes.c_uint64
+        self._stand_ins.gputrain_asking_operator.restype = ctypes.c_char_p
+        self._unanswered = ctypes.c_uint64.in_dll(self._stand_ins, "gputrain_unanswered_reads")
         self.values = Values(self.contents)
         self._exchanges = Exchanges(self.contents)
         self._answering = threading.local()
         self._libraries: dict[str, Any] = {}
+        self._too_low: dict[bytes, bytes] = {}
+        """The names of figures that the stand-ins got, which keep their addresses."""
         self._seen: set[str] = set()
         self._replacing = False
 
@@ -121,6 +138,8 @@ class Operators:
             self._replacing = True
             for name in sorted(names - self._seen):
                 self._replace(name)
+            if not self._seen:
+                self._replace_sparse()
             self._replacing = False
         self._seen |= names
 
@@ -133,10 +152,18 @@ class Operators:
         if self._observer is not None and base not in _VIEWS and qualified not in _WITHOUT_PYTHON:
             run = self._observing(self._observer, run or _original(qualified), f"{namespace}.{base}")
         if run is not None:
-            _leave_to_python(run)
-            if namespace not in self._libraries:
-                self._libraries[namespace] = torch.library.Library(namespace, "IMPL")
-            self._libraries[namespace].impl(name, run, "CUDA", with_keyset=True, allow_override=True)
+            self._register(namespace, name, run, "CUDA")
+
+    def _replace_sparse(self) -> None:
+        self._register("aten", "_coalesce", self._coalesce(_original("aten::_coalesce", "SparseCUDA")), "SparseCUDA")
+        for name, key in sparse.operators_to_follow():
+            self._register("aten", name, sparse.followed(self.contents, _original(f"aten::{name}", key)), key)
+
+    def _register(self, namespace: str, name: str, run: _Kernel, key: str) -> None:
+        _leave_to_python(run)
+        if namespace not in self._libraries:
+            self._libraries[namespace] = torch.library.Library(namespace, "IMPL")
+        self._libraries[namespace].impl(name, run, key, with_keyset=True, allow_override=True)
 
     def _replacement(self, operator: Any, qualified: str, base: str, name: str, written: list[int]) -> _Kernel | None:
         if qualified.startswith("c10d::"):
@@ -155,8 +182,10 @@ class Operators:
             return self._unscale(_original(qualified))
         if name in random_numbers.DRAWN:
             return self._draw(_original(qualified), name)
-        if base in _VIEWS or base in _ALLOCATING or (not written and base.startswith(_LARGE)):
+        if base in _VIEWS or base in _ALLOCATING:
             return None
+        if not written and base.startswith(_LARGE):
+            return self._unknown(_original(qualified), base)
         if written:
             return self._in_place(operator, _original(qualified), base, written)
         return self._functional(operator, _original(qualified), name)
@@ -186,7 +215,9 @@ class Operators:
         find, find_all, compute = self.contents.find, self.values.find_all, self.values.compute
         elementwise = torch.Tag.pointwise in operator.tags or name in _SAME_FOR_ALL
         base = name.partition(".")[0]
-        deals, compares, sized = name in rules.DEALT, base in ("eq", "ne"), name in _SIZED_BY_VALUES
+        deals, compares, sized = name in rules.DEALT, base in ("eq", "ne", "isnan"), base in sizes.SIZED
+        decides = rules.DECIDING.get(base)
+        fresh = all(one.alias_info is None for one in operator._schema.returns)
         numbers, computes = _places_of_tensors(operator), not _is_random(operator)
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -196,18 +227,32 @@ class Operators:
                 return self._run_sized(operator, original, keys, arguments, keywords)
             if name == "equal":
                 return self._run_equal(operator, original, keys, arguments)
-            output = original(keys, *arguments, **keywords)
+            output = self._run(original, base, keys, arguments, keywords)
             known: list[Known] | None = []
             for first in arguments:
                 if isinstance(first, Tensor) and first.is_cuda:
                     known = None if find(first) is None else known
                     break  # most are large and unknown
+            if fresh:
+                self._forget(output, arguments)
             if known is not None and computes and (known := find_all(arguments, keywords)) is not None:
                 return compute(operator, known, arguments, keywords, output, elementwise=elementwise)
             if deals:
                 self._deal(name, arguments, keywords, output)
             elif compares and (value := rules.compared(base, arguments)) is not None:
                 self.values.fill(output, torch.tensor(value))
+            elif decides is not None and self.values.are_all(decides, arguments, output):
+                self.values.fill(output, torch.tensor(decides))
+            return output
+
+        return run
+
+    def _unknown(self, original: _Kernel, name: str) -> _Kernel:
+        """Follow an operator whose results are never known."""
+
+        def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
+            output = self._run(original, name, keys, arguments, keywords)
+            self._forget(output, arguments)
             return output
 
         return run
@@ -219,18 +264,19 @@ class Operators:
         is_out = any(operator._schema.arguments[index].kwarg_only for index in written)
         fresh = is_out or base in _OVERWRITING
         elementwise = torch.Tag.pointwise in operator.tags or base in ("fill_", "zero_")
+        decides = rules.DECIDING.get(base.rstrip("_"))
         numbers = _places_of_tensors(operator)
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             if numbers:
                 arguments = _with_tensors(arguments, numbers)
-            if is_out and base in _SIZED_BY_VALUES:
+            if is_out and base in sizes.SIZED:
                 return self._run_sized(operator, original, keys, arguments, keywords)
             targets = [
                 arguments[index] if index < len(arguments) else keywords.get(name)
                 for index, name in zip(written, names, strict=True)
             ]
-            output = original(keys, *arguments, **keywords)
+            output = self._run(original, base, keys, arguments, keywords)
             tensors = list(flat(targets))
             known = None
             if not random:
@@ -238,8 +284,11 @@ class Operators:
             if known is None or not self.values.compute_in_place(
                 operator, known, arguments, keywords, tensors, elementwise=elementwise
             ):
+                decided = decides is not None and self.values.are_all(decides, arguments, tensors[0])
                 for tensor in tensors:
                     contents.forget(tensor)
+                if decided:
+                    self.values.fill(tensors[0], torch.tensor(decides))
             return output
 
         return run
@@ -282,6 +331,7 @@ class Operators:
 
         def run(keys: Any, to: Tensor, source: Tensor, *others: Any) -> Tensor:
             original(keys, to, source, *others)
+            self._stand_ins.gputrain_take_unanswered()  # what is read follows, or is told
             known = contents.find(source) if source.is_cuda else _ON_HOST
             if not to.is_cuda:
                 if known is None:
@@ -309,14 +359,39 @@ class Operators:
 
         def run(keys: Any, tensor: Tensor) -> Any:
             number = original(keys, tensor)
+            answered = not self._stand_ins.gputrain_take_unanswered()
             known = contents.find(tensor)
             if known is None:
-                if not getattr(self._answering, "now", False):
-                    self.reads.note(A_TRUTH_VALUE if tensor.dtype == torch.bool else "a number for the host")
-                return number
+                if answered or getattr(self._answering, "now", False):
+                    return number
+                return self._read_truth(number) if tensor.dtype == torch.bool else self._read_number(number)
             return on_host(tensor).item() if known.value is None else known.value.item()
 
         return run
+
+    def _read_number(self, number: Any) -> Any:
+        """Tell of a number that nobody knows, and of figures that are too low by it."""
+        if (operator := self._asking_operator()) in _LARGER:
+            what = f"the sizes that {_shown(operator)} reads from values".encode()
+            self._too_low.setdefault(what, what)
+            self._stand_ins.gputrain_unknown(self._too_low[what])
+        self.reads.note(f"a number for {_shown(operator) or 'the host'}")
+        return number
+
+    def _read_truth(self, truth: Any) -> Any:
+        """Return a truth value that nobody knows: false, or that which passes a check of torch's own."""
+        operator = self._asking_operator()
+        for name, passing in _CHECKS.items():
+            if operator.startswith(name):
+                self.assumed.note(f"a check of {name}")
+                return passing
+        self.reads.note(A_TRUTH_VALUE)
+        return truth
+
+    def _asking_operator(self) -> str:
+        """Return the name of torch's operator that reads a value for itself; empty where the program reads it."""
+        symbol = _OPERATOR.match((self._stand_ins.gputrain_asking_operator() or b"").decode())
+        return symbol[2][: int(symbol[1])] if symbol else ""
 
     def _holds(self, original: _Kernel) -> _Kernel:
         """Take as true what torch.distributions demands of values that nobody knows."""
@@ -325,6 +400,7 @@ class Operators:
             output: Tensor = original(keys, condition)
             if self.contents.find(output) is None:
                 self.values.fill(output, torch.tensor(True))
+                self.assumed.note("a check that all are true")
             return output
 
         return run
@@ -357,43 +433,93 @@ class Operators:
     def _run_equal(self, operator: Any, original: _Kernel, keys: Any, tensors: Any) -> Any:
         """Run an operator that reads its own result from the device."""
         known = self.values.find_all(tensors, {})
-        self._answering.now = known is not None
+        self._answering.now = True
         try:
             output = original(keys, *tensors)
         finally:
             self._answering.now = False
+            self._stand_ins.gputrain_take_unanswered()
         if known is None:
-            return output
+            return self._read_truth(output)
         return self.values.compute(operator, known, tensors, {}, output, elementwise=False)
+
+    def _run(self, original: _Kernel, name: str, keys: Any, arguments: Any, keywords: Any) -> Any:
+        """Run an operator, and tell what it reads from the device where it is not replaced for that."""
+        if self._unanswered.value:
+            self.tell_unanswered("a library")
+        try:
+            return original(keys, *arguments, **keywords)
+        finally:
+            if self._unanswered.value:
+                self.tell_unanswered(name)
+
+    def _forget(self, output: Any, arguments: Sequence[Any]) -> None:
+        """Forget what an operator's parts wrote to its results, which is not all: zeros, for example."""
+        for tensor in flat([output]):
+            if not any(tensor is argument for argument in arguments):
+                self.contents.forget(tensor)
+
+    def tell_unanswered(self, name: str) -> None:
+        """Tell of zeros that this thread has read from the device, if it has, where no replaced operator told of them."""
+        if self._stand_ins.gputrain_take_unanswered():
+            self.reads.note(f"a number for {name}")
 
     def _run_sized(self, operator: Any, original: _Kernel, keys: Any, arguments: Any, keywords: Any) -> Any:
         """Run an operator that reads from the device how many results there are, which it is answered."""
+        name = operator._schema.name.partition("::")[2]
         known = self.values.find_all(arguments, keywords, without=[keywords["out"]] if "out" in keywords else ())
-        source, result = arguments[0], None
-        if known is None:
-            if source.numel():
-                self.reads.note(f"{A_SIZE} of what {operator._schema.name.partition('::')[2]} finds")
-            output = original(keys, *arguments, **keywords)
-            for tensor in flat([output]):
-                self.contents.forget(tensor)
-            return output
-        value = known[0].value if known else None
-        dealt = any(one.dealt for one in known)
-        if is_small(source, dealt=dealt):
-            result = self.values.run(operator, arguments, {name: one for name, one in keywords.items() if name != "out"})
-        if value is not None and result is None:
-            count = source.numel() if value.item() else 0
-        else:
-            count = next(flat([result])).size(0) if result is not None else 0
-        self._stand_ins.gputrain_answer(count)
-        self._answering.now = True
-        try:
-            output = original(keys, *arguments, **keywords)
-        finally:
-            self._answering.now = False
-            self._stand_ins.gputrain_drop_answers()
-        self.values.write(flat([output]), result, dealt=dealt)
+        value = result = None
+        dealt = False
+        if known is not None:
+            value = known[0].value if known else None
+            dealt = any(one.dealt for one in known)
+            if is_small(arguments[0], dealt=dealt):
+                inputs = {name: one for name, one in keywords.items() if name != "out"}
+                result = self.values.run(operator, arguments, inputs)
+        answers = sizes.SIZED[name](arguments, result, value)
+        output, taken = self._answered(answers, original, name, keys, arguments, keywords)
+        for tensor in flat([output]):
+            self.contents.forget(tensor)
+        if result is not None:
+            self.values.write(flat([output]), result, dealt=dealt)
+        elif taken and value is None:
+            self.assumed.note(_shown(name))
         return output
+
+    def _answered(
+        self, answers: sizes.Answers, original: _Kernel, name: str, keys: Any, arguments: Any, keywords: Any
+    ) -> tuple[Any, int]:
+        """Run an operator that reads these answers from the device: its output, and how many it has read."""
+        held = (ctypes.c_int64 * (2 * len(answers)))(*itertools.chain.from_iterable(answers))
+        self._stand_ins.gputrain_answer(held, len(answers))
+        try:
+            output = self._run(original, name, keys, arguments, keywords)
+        finally:
+            taken: int = self._stand_ins.gputrain_drop_answers()
+        return output, taken
+
+    def _coalesce(self, original: _Kernel) -> _Kernel:
+        """Answer how many elements of a sparse tensor differ in their place."""
+        contents, values = self.contents, self.values
+
+        def run(keys: Any, tensor: Tensor) -> Any:
+            indices = tensor._indices()
+            known, result = contents.find(indices), None
+            if known is not None and known.value is not None:
+                count = 1
+            elif known is not None and is_small(indices, dealt=known.dealt):
+                result = values.coalesced(tensor)
+                count = result._nnz()
+            else:
+                count = sparse.most_places(tensor)
+            output, taken = self._answered([(count, 0)], original, "coalesce", keys, [tensor], {})
+            if result is not None:
+                values.write([output._indices(), output._values()], [result._indices(), result._values()], dealt=False)
+            elif taken and (known is None or known.value is None):
+                self.assumed.note("coalesce")
+            return output
+
+        return run
 
     def _deal(self, name: str, arguments: Any, keywords: Any, output: Any) -> None:
         indices = rules.deal(name, arguments, keywords, output)
@@ -407,8 +533,13 @@ class Operators:
 _ON_HOST: Final = Known(0, 0)
 
 
-def _original(qualified: str) -> _Kernel:
-    kernel: _Kernel = torch.library.get_kernel(qualified, "CUDA").call_boxed
+def _shown(name: str) -> str:
+    """Return the name that a program calls an operator by."""
+    return name.strip("_").rstrip("2")
+
+
+def _original(qualified: str, key: str = "CUDA") -> _Kernel:
+    kernel: _Kernel = torch.library.get_kernel(qualified, key).call_boxed
     return kernel
 
 

@@ -15,15 +15,26 @@ from .contents import MOST_DEALT_BYTES
 def compared(name: str, arguments: Sequence[Any]) -> bool | None:
     """Return what each element of a comparison is, when numbers are taken to be finite: the checks for NaN and infinities.
 
-    These are x != x and abs(x) == inf in torch.
+    These are isnan, x != x and abs(x) == inf in torch.
     """
-    value, other = arguments[0], arguments[1]
+    value, other = arguments[0], arguments[-1]
     if not value.dtype.is_floating_point:
         return None
+    if name == "isnan":
+        return False
     if isinstance(other, Tensor):
         same = other.data_ptr() == value.data_ptr() and other.stride() == value.stride() and other.size() == value.size()
         return name == "eq" if same else None
     return name == "ne" if isinstance(other, float) and not math.isfinite(other) else None
+
+
+DECIDING: Final[Mapping[str, bool]] = {
+    "bitwise_or": True,
+    "logical_or": True,
+    "bitwise_and": False,
+    "logical_and": False,
+}
+"""Operators of truth values, and the operand that decides the result, whatever the other one is."""
 
 
 def _ranks(values: Tensor, dim: int, chosen: int) -> Tensor:

@@ -35,8 +35,14 @@ def enable(observer: Observer | None = None) -> None:
 
 
 def report() -> dict[str, list[dict[str, str | int]]]:
-    """Tell what read unknown values, and whose choices were dealt in turn, each with its line and how often."""
+    """Tell what read unknown values, whose choices were dealt in turn, and which sizes and checks rest on assumptions, each
+    with its line and how often."""
     operators: Operators | None = getattr(torch, _HELD, None)
     if operators is None:
-        return {"unknown_reads": [], "dealt": []}
-    return {"unknown_reads": operators.reads.rows(), "dealt": operators.dealt.rows()}
+        return {"unknown_reads": [], "dealt": [], "assumed": []}
+    operators.tell_unanswered("a library")
+    return {
+        "unknown_reads": operators.reads.rows(),
+        "dealt": operators.dealt.rows(),
+        "assumed": operators.assumed.rows(),
+    }

@@ -1,6 +1,9 @@
 // What the worker's package emulated_values needs to track values: which blocks of memory are still those that it wrote to,
 // and what the host reads of a device.
 #include "emulated.h"
+#include <dlfcn.h>
+#include <execinfo.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,25 +12,47 @@ static int tracked;
 void gputrain_track_values(void) { __atomic_store_n(&tracked, 1, __ATOMIC_RELAXED); }
 
 // --- What the host reads: the next answer, of those that this thread was given, or zero, since kernels wrote nothing. An
-// operator that reads from the device how many results there are is answered so.
+// operator that reads from the device how many results there are is answered so. Reads without an answer are counted, so that
+// no operator gets a zero that nobody tells of.
 
-enum { ANSWERS = 16 };
-static __thread int64_t answers[ANSWERS];
+enum { ANSWER_BYTES = 16 };
+static __thread const char (*answers)[ANSWER_BYTES];
 static __thread int given, taken;
+static __thread uint64_t unanswered;
 
-void gputrain_answer(int64_t value) {
-  if (given < ANSWERS)
-    answers[given++] = value;
+uint64_t gputrain_unanswered_reads; // of all threads, of which nobody was told yet
+
+// Gives this thread answers, which the caller keeps until they are dropped. Each is a number, or a structure of two.
+void gputrain_answer(const void *all, int count) {
+  answers = all;
+  given = count;
+  taken = 0;
 }
-void gputrain_drop_answers(void) { given = taken = 0; }
+// Returns how many answers were taken.
+int gputrain_drop_answers(void) {
+  int count = taken;
+  given = taken = 0;
+  return count;
+}
+
+// Returns the number of this thread's reads without an answer since it was last asked.
+uint64_t gputrain_take_unanswered(void) {
+  uint64_t count = unanswered;
+  unanswered = 0;
+  __atomic_sub_fetch(&gputrain_unanswered_reads, count, __ATOMIC_RELAXED);
+  return count;
+}
 
 int gputrain_read_value(void *to, size_t bytes) {
   if (!__atomic_load_n(&tracked, __ATOMIC_RELAXED))
     return 0;
-  if (taken < given && bytes <= sizeof *answers)
-    memcpy(to, answers + taken++, bytes); // the low bytes come first
-  else
-    memset(to, 0, bytes);
+  if (taken < given && bytes <= ANSWER_BYTES) {
+    memcpy(to, answers[taken++], bytes); // the low bytes come first
+    return 1;
+  }
+  memset(to, 0, bytes);
+  unanswered++;
+  __atomic_add_fetch(&gputrain_unanswered_reads, 1, __ATOMIC_RELAXED);
   return 1;
 }
 
@@ -152,3 +177,45 @@ static const void *const table = functions;
 static const void *const tracer = &table;
 
 const void *gputrain_tracer(void) { return &tracer; }
+
+// --- Who asks for a number: the program, or a check in torch's own C++
+
+static int begins(const char *symbol, const char *with) { return symbol && !strncmp(symbol, with, strlen(with)); }
+
+static int is_operator(const char *symbol) { return begins(symbol, "_ZN2at4_ops"); }
+
+static int asks(const char *symbol) {
+  static const char *const asking[] = {"_ZN2at4_ops4item",  "_ZN2at4_ops10is_nonzero", "_ZN2at4_ops19_local_scalar_dense",
+                                       "_ZN2at4_ops5equal", "_ZN2at4_ops8allclose",    "_ZNK2at6Tensor4itemI"};
+  for (size_t i = 0; i < sizeof asking / sizeof *asking; i++)
+    if (begins(symbol, asking[i]))
+      return 1;
+  return 0;
+}
+
+// Returns the symbol of torch's operator whose own code asks for the number that this thread reads now, or that of allclose
+// where a derivative compares by it. Returns NULL where the program asks.
+const char *gputrain_asking_operator(void) {
+  enum { FRAMES = 128 };
+  void *frames[FRAMES];
+  int count = backtrace(frames, FRAMES), outermost = -1;
+  Dl_info at;
+  for (int i = 0; i < count; i++) {
+    if (!dladdr(frames[i], &at))
+      continue;
+    if (asks(at.dli_sname))
+      outermost = i;
+    else if (outermost >= 0 && is_operator(at.dli_sname))
+      break;
+  }
+  if (outermost < 0 || outermost + 1 == count || !dladdr(frames[outermost + 1], &at) || !at.dli_fname)
+    return NULL;
+  if (!strstr(at.dli_fname, "libtorch_cpu") && !strstr(at.dli_fname, "libtorch_cuda"))
+    return NULL;
+  if (dladdr(frames[outermost], &at) && begins(at.dli_sname, "_ZN2at4_ops8allclose"))
+    return at.dli_sname;
+  for (int i = outermost + 1; i < count; i++)
+    if (dladdr(frames[i], &at) && is_operator(at.dli_sname))
+      return at.dli_sname;
+  return NULL;
+}
