@@ -24,6 +24,7 @@ from .collectives import Exchanges
 from .contents import Contents, Known, is_small, on_host
 from .evaluation import Values, flat
 from .hooks import follow_libraries, follow_triton
+from .lbfgs import Lbfgs
 from .program_lines import CountsByLine
 
 _Kernel = Callable[..., Any]
@@ -110,6 +111,7 @@ class Operators:
         self.reads = CountsByLine()
         self.dealt = CountsByLine()
         self.assumed = CountsByLine()
+        self._lbfgs = Lbfgs(self.contents, self.assumed.note)
         self._stand_ins: Any = ctypes.CDLL(None)
         self._stand_ins.gputrain_take_unanswered.restype = ctypes.c_uint64
         self._stand_ins.gputrain_asking_operator.restype = ctypes.c_char_p
@@ -129,6 +131,7 @@ class Operators:
         follow_libraries(self._replace_new, lambda: self._replacing)
         follow_triton(self.contents)
         self._exchanges.replace_functions()
+        self._lbfgs.follow()
 
     def _replace_new(self) -> None:
         """Replace the operators that were not there before."""
@@ -215,8 +218,9 @@ class Operators:
         find, find_all, compute = self.contents.find, self.values.find_all, self.values.compute
         elementwise = torch.Tag.pointwise in operator.tags or name in _SAME_FOR_ALL
         base = name.partition(".")[0]
-        deals, compares, sized = name in rules.DEALT, base in ("eq", "ne", "isnan"), base in sizes.SIZED
-        decides = rules.DECIDING.get(base)
+        deals, sized, decides = name in rules.DEALT, base in sizes.SIZED, rules.DECIDING.get(base)
+        by_lbfgs = base in ("gt", "le")
+        compare = self._lbfgs.compared if by_lbfgs else rules.compared if base in ("eq", "ne", "isnan") else None
         fresh = all(one.alias_info is None for one in operator._schema.returns)
         numbers, computes = _places_of_tensors(operator), not _is_random(operator)
 
@@ -239,7 +243,7 @@ class Operators:
                 return compute(operator, known, arguments, keywords, output, elementwise=elementwise)
             if deals:
                 self._deal(name, arguments, keywords, output)
-            elif compares and (value := rules.compared(base, arguments)) is not None:
+            elif compare is not None and (value := compare(base, arguments)) is not None:
                 self.values.fill(output, torch.tensor(value))
             elif decides is not None and self.values.are_all(decides, arguments, output):
                 self.values.fill(output, torch.tensor(decides))
