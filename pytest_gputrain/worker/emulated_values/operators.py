@@ -160,7 +160,20 @@ class Operators:
     def _replace_sparse(self) -> None:
         self._register("aten", "_coalesce", self._coalesce(_original("aten::_coalesce", "SparseCUDA")), "SparseCUDA")
         for name, key in sparse.operators_to_follow():
-            self._register("aten", name, sparse.followed(self.contents, _original(f"aten::{name}", key)), key)
+            base, _, overload = name.partition(".")
+            numbers = _places_of_tensors(getattr(getattr(torch.ops.aten, base), overload or "default"))
+            self._register("aten", name, self._sparse(_original(f"aten::{name}", key), numbers), key)
+
+    def _sparse(self, original: _Kernel, numbers: list[int]) -> _Kernel:
+        """Follow an operator of sparse or nested tensors, after which the numbers that it has written are unknown."""
+
+        def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
+            output = original(keys, *_with_tensors(arguments, numbers), **keywords)
+            for tensor in flat([output]):
+                self.contents.forget(sparse.elements(tensor))
+            return output
+
+        return run
 
     def _register(self, namespace: str, name: str, run: _Kernel, key: str) -> None:
         _leave_to_python(run)

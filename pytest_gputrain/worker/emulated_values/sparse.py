@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Final
 
 import torch
 from torch import Tensor
-
-from .contents import Contents
-from .evaluation import flat
 
 _KEYS: Final = ("SparseCUDA", "SparseCsrCUDA", "NestedTensorCUDA")
 
@@ -35,19 +32,8 @@ def operators_to_follow() -> Iterator[tuple[str, str]]:
                 yield name, key
 
 
-def followed(contents: Contents, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the operator, after which the numbers that it has written are unknown."""
-
-    def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
-        output = original(keys, *arguments, **keywords)
-        for tensor in flat([output]):
-            contents.forget(_elements(tensor))
-        return output
-
-    return run
-
-
-def _elements(tensor: Tensor) -> Tensor:
+def elements(tensor: Tensor) -> Tensor:
+    """Return the numbers that a tensor holds in its places."""
     if tensor.layout is torch.strided:
         return tensor
     return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()

@@ -146,6 +146,16 @@ static unsigned architecture(void) { // as nvmlDeviceArchitecture_t numbers them
 }
 ANSWERS(nvmlDeviceGetArchitecture, unsigned, architecture())
 
+// The GPU is in no fabric of NVLink switches (state 0). The low bytes of the version are the size of the structure.
+int nvmlDeviceGetGpuFabricInfoV(void *handle, unsigned *version) {
+  DEVICE_OF(handle);
+  size_t bytes = *version & 0xFFFFFF;
+  if (bytes < sizeof *version)
+    return NVML_INVALID_ARGUMENT;
+  memset(version + 1, 0, bytes - sizeof *version);
+  return OK;
+}
+
 struct pci {
   char old_text[16];
   unsigned domain, bus, device, model, subsystem;
