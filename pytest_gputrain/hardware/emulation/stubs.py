@@ -115,7 +115,7 @@ _MORE_OUTCOMES: Final = {
 """A second one, which the caller may leave out."""
 
 _RESULTS: Final = (
-    (re.compile(r"cublas[SDCZ]dot[uc]?_v2"), 8),
+    (re.compile(r"cublas[SDCZ]dot[uc]?_v2"), 7),
     (re.compile(r"cublas([SDCZ]|I[sdcz]|Sc|Dz)(nrm2|asum|amax|amin)_v2"), 5),
     (re.compile(r"cublas[SDCZ]rotm?g_v2"), 2),
     (re.compile("cublasDotEx"), 9),
