@@ -37,6 +37,9 @@ KNOWN = {
     "rows that follow each other": "torch.tensor([[1, 2], [1, 2], [3, 4]], device=d).unique_consecutive(dim=0).tolist()",
     "the most frequent of many": "[int(one) for one in (torch.arange(6000, device=d) // 7).mode()][0]",
     "the most frequent of each long row": "(torch.arange(6000, device=d) // 7).reshape(2, 3000).mode()[0].tolist()",
+    "a mask that repeats a small one": (
+        "torch.ones(200, 9000, device=d)[(torch.arange(200, device=d) < 3)[:, None].expand(-1, 9000)].numel()"
+    ),
     "a conjugate": "torch.tensor([1 + 2j], device=d).conj().cpu().tolist()",
     "many conjugates": "torch.full((9999,), 1 + 2j, device=d).conj().cpu()[0].tolist()",
     "the imaginary part of a conjugate": "torch.tensor([1 + 2j], device=d).conj().imag.tolist()",
@@ -114,6 +117,18 @@ LARGER = {
     "bincount": "x.flatten().long().bincount()",
     "one_hot": "torch.nn.functional.one_hot(x.long())",
 }
+
+
+def test_the_derivative_of_masked_scatter_finds_as_many_elements_as_were_scattered(emulate):
+    out, _, process = emulate(
+        BEGIN,
+        """
+        source = torch.ones(50, device="cuda", requires_grad=True)
+        torch.zeros(100, 80, device="cuda").masked_scatter(x > 0, source).sum().backward()
+        print(source.grad.numel())""",
+    )
+    assert out == "50\n"
+    assert [row["what"] for row in process["assumed"]] == ["nonzero"]
 
 
 @pytest.mark.parametrize("name", LARGER)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import math
 import re
 import threading
 import warnings
@@ -75,7 +76,7 @@ _LARGER: Final = frozenset(("bincount", "one_hot", "_ctc_loss", "_padded_dense_t
 
 _OPERATOR: Final = re.compile(r"_ZN2at4_ops(\d+)(\w+)")
 
-_FOR_ALL_DEVICES: Final = frozenset({"aten::copy_", "aten::_is_all_true"})
+_FOR_ALL_DEVICES: Final = frozenset({"aten::copy_", "aten::_is_all_true", "aten::masked_scatter_backward"})
 """Replaced, and have no kernel of CUDA's own."""
 
 _WITHOUT_PYTHON: Final = frozenset({"aten::pow.Tensor_Tensor_out"})
@@ -196,6 +197,8 @@ class Operators:
             return self._holds(_original(qualified))
         if base == "_amp_foreach_non_finite_check_and_unscale_":
             return self._unscale(_original(qualified))
+        if base == "masked_scatter_backward":
+            return self._scatter_backward(_original(qualified))
         if name in random_numbers.DRAWN:
             return self._draw(_original(qualified), name)
         if base in _VIEWS or base in _ALLOCATING:
@@ -494,6 +497,12 @@ class Operators:
                 inputs = {name: one for name, one in keywords.items() if name != "out"}
                 result = self.values.run(operator, arguments, inputs)
         answers = sizes.SIZED[name](arguments, result, value)
+        if result is None and value is None:
+            most: int | None = getattr(self._answering, "most", None)
+            if known is not None and name == "nonzero" and (count := sizes.repeated_nonzero(arguments[0])) is not None:
+                answers, value = [(count, 0)], torch.tensor(count)
+            elif most is not None:
+                answers = [(min(count, most), other) for count, other in answers]
         output, taken = self._answered(answers, original, name, keys, arguments, keywords)
         for tensor in flat([output]):
             self.contents.forget(tensor)
@@ -514,6 +523,18 @@ class Operators:
         finally:
             taken: int = self._stand_ins.gputrain_drop_answers()
         return output, taken
+
+    def _scatter_backward(self, original: _Kernel) -> _Kernel:
+        """Let the derivative of `masked_scatter` find as many elements as were scattered, if the mask is not known."""
+
+        def run(keys: Any, grad: Tensor, mask: Tensor, size: Sequence[int]) -> Any:
+            self._answering.most = math.prod(size)
+            try:
+                return original(keys, grad, mask, size)
+            finally:
+                self._answering.most = None
+
+        return run
 
     def _coalesce(self, original: _Kernel) -> _Kernel:
         """Answer how many elements of a sparse tensor differ in their place."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .contents import on_host
+from .contents import is_small, on_host
 
 Answers = Sequence[tuple[int, int]]
 """What an operator reads from the device, in turn: a number, or a structure of two."""
@@ -31,6 +31,14 @@ def _numbers(*values: int) -> Answers:
 def _distinct(tensor: Tensor, count: int) -> int:
     """Return how many of so many values can differ."""
     return count if tensor.dtype.is_complex else min(count, 1 << min(8 * tensor.itemsize, 62))
+
+
+def repeated_nonzero(tensor: Tensor) -> int | None:
+    """Count the elements of a known tensor that are not zero, if it is large only because `expand` repeats its elements."""
+    once = tensor[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
+    if not is_small(once) or tensor.numel() > _MOST_NONZERO:
+        return None
+    return int(on_host(once).count_nonzero()) * (tensor.numel() // max(once.numel(), 1))
 
 
 def _nonzero(arguments: Sequence[Any], result: Any, value: Tensor | None) -> Answers:
