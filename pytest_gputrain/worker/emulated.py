@@ -124,6 +124,7 @@ def emulated_reply(
             peak_reserved_bytes=peaks.reserved or 0,
             device_used_bytes=peaks.used or 0,
             not_counted=tuple(unknown()),
+            notes=tuple(_rests_on(tracking.report())),
         )
     assert isinstance(reply, OutOfMemory | Crashed), "a worker on an emulated GPU serves nobody, and waits for nobody"
     return reply
@@ -158,11 +159,16 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
             *measured.notes,
             *filter(None, [unnamed, without_lines]),
             NOT_MADE,
-            *assumed(reads["dealt"], reads["assumed"]),
-            *not_computed(msgspec.convert(list(not_exchanged()), list[NotExchanged])),
+            *_rests_on(reads),
             *(gone_by(reads["unknown_reads"]) if counts else ()),
         ),
     )
+
+
+def _rests_on(reads: Mapping[str, Sequence[Mapping[str, str | int]]]) -> Iterator[str]:
+    """Yield what the figures of this process rest on where nothing computed or exchanged the values."""
+    yield from assumed(reads["dealt"], reads["assumed"])
+    yield from not_computed(msgspec.convert(list(not_exchanged()), list[NotExchanged]))
 
 
 def conditions(task: Task, device: Device) -> dict[str, Any]:

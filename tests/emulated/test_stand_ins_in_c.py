@@ -19,7 +19,19 @@ pytestmark = [
 ]
 
 PROGRAM = Path(__file__).with_name("stand_ins.c")
-SOURCES = ("counters", "gpus", "handles", "memory", "products", "random", "values", "cuda", "cudart", "nvidia-ml", "cusparse")
+SOURCES = (
+    "counters",
+    "gpus",
+    "handles",
+    "memory",
+    "products",
+    "random",
+    "values",
+    "cuda",
+    "cudart",
+    "nvidia-ml",
+    "cusparse",
+)
 FLAGS = ("-std=gnu11", "-O1", "-g", "-rdynamic", "-D_GNU_SOURCE", "-DCUDA_VERSION=13000")
 SANITIZERS = {
     "none": (),

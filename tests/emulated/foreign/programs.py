@@ -495,7 +495,7 @@ CASES = {
     ppo: {"batch_size": 512},
     graphs: {"batch_size": 64},
     detection: {"batch_size": 2},
-    metric: {"batch_size": 1024},
+    metric: {"batch_size": 32},
     speech: {"batch_size": 4, "gradient_accumulation": 2},
     grpo: {"batch_size": 128, "precision": "bf16-amp"},
     gan: {"batch_size": 32},
