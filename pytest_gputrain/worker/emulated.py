@@ -124,7 +124,7 @@ def emulated_reply(
             peak_reserved_bytes=peaks.reserved or 0,
             device_used_bytes=peaks.used or 0,
             not_counted=tuple(unknown()),
-            notes=tuple(_rests_on(tracking.report())),
+            notes=tuple(_own_rests_on(tracking.report())),
         )
     assert isinstance(reply, OutOfMemory | Crashed), "a worker on an emulated GPU serves nobody, and waits for nobody"
     return reply
@@ -159,16 +159,10 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
             *measured.notes,
             *filter(None, [unnamed, without_lines]),
             NOT_MADE,
-            *_rests_on(reads),
+            *_own_rests_on(reads),
             *(gone_by(reads["unknown_reads"]) if counts else ()),
         ),
     )
-
-
-def _rests_on(reads: Mapping[str, Sequence[Mapping[str, str | int]]]) -> Iterator[str]:
-    """Yield what the figures of this process rest on where nothing computed or exchanged the values."""
-    yield from assumed(reads["dealt"], reads["assumed"])
-    yield from not_computed(msgspec.convert(list(not_exchanged()), list[NotExchanged]))
 
 
 def conditions(task: Task, device: Device) -> dict[str, Any]:
@@ -183,18 +177,21 @@ def conditions(task: Task, device: Device) -> dict[str, Any]:
     }
 
 
-def assumed(dealt: Sequence[Mapping[str, str | int]], others: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
-    """Yield what the figures rest on where nothing computed the values that choices, sizes and checks depend on."""
+def rests_on(
+    dealt: Sequence[Mapping[str, str | int]], assumed: Sequence[Mapping[str, str | int]], calls: Sequence[NotExchanged]
+) -> Iterator[str]:
+    """Yield what the figures rest on where nothing computed or exchanged the values that they depend on."""
     if dealt:
         yield f"balanced routing is assumed: unknown scores were distributed evenly, by {_places(dealt)}"
-    if others:
-        yield f"{ASSUMPTION}, by {_places(others)}"
-
-
-def not_computed(calls: Sequence[NotExchanged]) -> Iterator[str]:
-    """Yield what NCCL did not exchange."""
+    if assumed:
+        yield f"{ASSUMPTION}, by {_places(assumed)}"
     if calls:
         yield not_exchanged_sentence(calls)
+
+
+def _own_rests_on(reads: Mapping[str, Sequence[Mapping[str, str | int]]]) -> Iterator[str]:
+    """Yield what the figures of this process rest on."""
+    return rests_on(reads["dealt"], reads["assumed"], msgspec.convert(list(not_exchanged()), list[NotExchanged]))
 
 
 def read_as_zeros(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from pytest_gputrain.records.emulation import NotExchanged
 from pytest_gputrain.utils.linux import end_with_parent
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import Accelerator
-from pytest_gputrain.worker.emulated import assumed, conditions, not_computed, read_as_zeros
+from pytest_gputrain.worker.emulated import conditions, read_as_zeros, rests_on
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.group import ALONE
 from pytest_gputrain.worker.progress import Progress
@@ -115,13 +115,8 @@ def _reply(task: Task, status: int, recorded: list[_Recorded], stderr: Path) -> 
         fits = {"fits": False, "refused": full} if full is not None else {"fits": True}
         if full is None:
             _check_steps(name, process, _LEAST_STEPS)
-        left = not_computed(process.not_exchanged)
-        notes = (
-            _NOT_LOOKED_AT,
-            *assumed(process.dealt, process.assumed),
-            *left,
-            *read_as_zeros(process.unknown_reads),
-        )
+        resting = rests_on(process.dealt, process.assumed, process.not_exchanged)
+        notes = (_NOT_LOOKED_AT, *resting, *read_as_zeros(process.unknown_reads))
         unknown = tuple(process.unknown)
         return EmulatedRun(**conditions(task, device), **fits, **peaks, not_counted=unknown, notes=notes)
     environment = environment_of(device, ALONE)

@@ -58,6 +58,18 @@ def emulate(stand_ins, tmp_path):
     return run
 
 
+@pytest.fixture
+def emulate_parts(emulate):
+    """Run a program on an emulated H100: what it printed, what was told at the end, and the report of its process."""
+
+    def run(*parts):
+        done, report = emulate("\n".join(textwrap.dedent(part) for part in parts))
+        assert done.returncode == 0, done.stderr
+        return done.stdout, done.stderr, report["processes"][0]
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def run_tests_in(stand_ins):
     """Run pytest in a folder on an emulated H100: its completed process, and the results of its report by test."""

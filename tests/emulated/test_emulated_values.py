@@ -1,7 +1,5 @@
 """Values of small tensors on an emulated GPU. Needs a CUDA build of torch, and no GPU."""
 
-import textwrap
-
 import pytest
 
 UNTRACKED = """
@@ -11,18 +9,6 @@ UNTRACKED = """
     sys.modules["_gputrain_memory_recorder"]._load_values = Nothing
 """
 """Begins a program whose values are not tracked."""
-
-
-@pytest.fixture
-def emulate(emulate):
-    """Run a program on an emulated H100: what it printed, what was told at the end, and the report of its process."""
-
-    def run(*parts):
-        done, report = emulate("\n".join(textwrap.dedent(part) for part in parts))
-        assert done.returncode == 0, done.stderr
-        return done.stdout, done.stderr, report["processes"][0]
-
-    return run
 
 
 SAME_AS_ON_THE_CPU = {
@@ -56,8 +42,8 @@ SAME_AS_ON_THE_CPU = {
 }
 
 
-def test_small_operators_compute_what_they_compute_on_the_cpu(emulate):
-    out, _, process = emulate(
+def test_small_operators_compute_what_they_compute_on_the_cpu(emulate_parts):
+    out, _, process = emulate_parts(
         """
         import threading, torch
         from torch.utils._pytree import tree_map_only
@@ -83,8 +69,8 @@ def test_small_operators_compute_what_they_compute_on_the_cpu(emulate):
     assert process["unknown_reads"] == []
 
 
-def test_a_worker_below_gputrain_emulate_replaces_no_operator_twice(emulate):
-    out, _, process = emulate("""
+def test_a_worker_below_gputrain_emulate_replaces_no_operator_twice(emulate_parts):
+    out, _, process = emulate_parts("""
         import torch
         before = torch.arange(5, device="cuda")  # the recorder's own copy of the package has replaced them
         from pytest_gputrain.worker.emulated_values import tracking
@@ -99,8 +85,8 @@ def test_a_worker_below_gputrain_emulate_replaces_no_operator_twice(emulate):
     assert len(process["unknown_reads"]) == 1
 
 
-def test_unknown_values_are_zero_and_are_told_with_their_line_but_for_checks_for_nan_which_do_not_fire(emulate):
-    out, told, process = emulate("""
+def test_unknown_values_are_zero_and_are_told_with_their_line_but_for_checks_for_nan_which_do_not_fire(emulate_parts):
+    out, told, process = emulate_parts("""
         import torch
         x = torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")
         print(bool(torch.isfinite(x).all()), bool(torch.isnan(x).any()), bool(torch.isinf(x).any()), bool(x.sum().isnan()))
@@ -166,12 +152,12 @@ SOUND = {
 }
 
 
-def test_what_checks_its_values_runs_on_unknown_ones(emulate):
-    out, _, _ = emulate("import torch", *(code for code, _ in SOUND.values()))
+def test_what_checks_its_values_runs_on_unknown_ones(emulate_parts):
+    out, _, _ = emulate_parts("import torch", *(code for code, _ in SOUND.values()))
     assert dict(zip(SOUND, out.splitlines(), strict=True)) == {name: printed for name, (_, printed) in SOUND.items()}
 
 
-def test_the_programs_generators_advance_as_they_do_without(emulate):
+def test_the_programs_generators_advance_as_they_do_without(emulate_parts):
     code = """
         import torch
         torch.manual_seed(1)
@@ -179,11 +165,11 @@ def test_the_programs_generators_advance_as_they_do_without(emulate):
         held += (torch.bernoulli(held[1]), torch.multinomial(held[1], 2), torch.nn.functional.dropout(held[1]))
         print(torch.rand(1).item(), torch.cuda.get_rng_state().tolist())
     """
-    assert emulate(UNTRACKED, code)[0] == emulate(code)[0]
+    assert emulate_parts(UNTRACKED, code)[0] == emulate_parts(code)[0]
 
 
-def test_choices_among_unknown_scores_are_dealt_in_turn(emulate):
-    out, told, process = emulate("""
+def test_choices_among_unknown_scores_are_dealt_in_turn(emulate_parts):
+    out, told, process = emulate_parts("""
         import torch
         scores = (torch.randn(4096, 64, device="cuda") @ torch.randn(64, 16, device="cuda")).softmax(-1)
         chosen = scores.topk(2)[1]
@@ -232,17 +218,17 @@ TRACE = """
 """
 
 
-def test_the_allocator_does_the_same_as_without(emulate):
+def test_the_allocator_does_the_same_as_without(emulate_parts):
     """Gradients that are added in place, above all: autograd does so where nobody else holds the tensor or its storage."""
-    tracked, untracked = emulate(TRACE)[0].splitlines(), emulate(UNTRACKED, TRACE)[0].splitlines()
+    tracked, untracked = emulate_parts(TRACE)[0].splitlines(), emulate_parts(UNTRACKED, TRACE)[0].splitlines()
     assert len(tracked) > 1000
     assert tracked == untracked
 
 
 @pytest.mark.slow
-def test_what_others_write_is_unknown(emulate):
+def test_what_others_write_is_unknown(emulate_parts):
     pytest.importorskip("triton")
-    out, _, process = emulate("""
+    out, _, process = emulate_parts("""
         import torch, triton, triton.language as tl
 
         @triton.jit

@@ -4,19 +4,6 @@ import textwrap
 
 import pytest
 
-
-@pytest.fixture
-def emulate(emulate):
-    """Run a program on an emulated H100: what it printed, what was told at the end, and the report of its process."""
-
-    def run(*parts):
-        done, report = emulate("\n".join(textwrap.dedent(part) for part in parts))
-        assert done.returncode == 0, done.stderr
-        return done.stdout, done.stderr, report["processes"][0]
-
-    return run
-
-
 BEGIN = """
     import torch
     def unknown(rows, columns):  # a product of matrices is never computed
@@ -47,8 +34,8 @@ KNOWN = {
 }
 
 
-def test_sizes_of_known_values_are_those_of_the_cpu(emulate):
-    out, _, process = emulate(
+def test_sizes_of_known_values_are_those_of_the_cpu(emulate_parts):
+    out, _, process = emulate_parts(
         """
         import torch
         def sparse(d, places, count):
@@ -62,8 +49,8 @@ def test_sizes_of_known_values_are_those_of_the_cpu(emulate):
     assert process["unknown_reads"] == process["assumed"] == []
 
 
-def test_rows_of_a_sparse_gradient_are_counted_from_its_ids(emulate):
-    out, _, process = emulate("""
+def test_rows_of_a_sparse_gradient_are_counted_from_its_ids(emulate_parts):
+    out, _, process = emulate_parts("""
         import torch
         table = torch.nn.Embedding(200_000, 16, sparse=True).cuda()
         optimizer = torch.optim.SparseAdam(table.parameters())
@@ -103,8 +90,8 @@ ASSUMED = {
 }
 
 
-def test_unknown_values_are_assumed_to_differ_and_not_to_be_zero_and_this_is_told(emulate):
-    out, told, process = emulate(BEGIN, *(f"print(tuple(({code}).shape))" for code in ASSUMED))
+def test_unknown_values_are_assumed_to_differ_and_not_to_be_zero_and_this_is_told(emulate_parts):
+    out, told, process = emulate_parts(BEGIN, *(f"print(tuple(({code}).shape))" for code in ASSUMED))
     first = len(textwrap.dedent(BEGIN).splitlines()) + 1
     assumed = {(one["what"], int(one["where"].split(":")[1].split()[0])) for one in process["assumed"]}
     for line, (code, (size, name)) in enumerate(ASSUMED.items(), first):
@@ -119,8 +106,8 @@ LARGER = {
 }
 
 
-def test_the_derivative_of_masked_scatter_finds_as_many_elements_as_were_scattered(emulate):
-    out, _, process = emulate(
+def test_the_derivative_of_masked_scatter_finds_as_many_elements_as_were_scattered(emulate_parts):
+    out, _, process = emulate_parts(
         BEGIN,
         """
         source = torch.ones(50, device="cuda", requires_grad=True)
@@ -132,8 +119,8 @@ def test_the_derivative_of_masked_scatter_finds_as_many_elements_as_were_scatter
 
 
 @pytest.mark.parametrize("name", LARGER)
-def test_a_size_by_the_largest_unknown_value_makes_figures_lower_bounds(name, emulate):
-    _, told, process = emulate(BEGIN, LARGER[name])
+def test_a_size_by_the_largest_unknown_value_makes_figures_lower_bounds(name, emulate_parts):
+    _, told, process = emulate_parts(BEGIN, LARGER[name])
     assert f"the sizes that {name} reads from values" in process["unknown"]
     assert "at least" in told
 
@@ -148,8 +135,8 @@ DECIDED = {
 }  # fmt: skip
 
 
-def test_it_is_decided_for_each_operator_of_torch_whose_size_depends_on_values(emulate):
-    out, _, _ = emulate("""
+def test_it_is_decided_for_each_operator_of_torch_whose_size_depends_on_values(emulate_parts):
+    out, _, _ = emulate_parts("""
         import torch
         torch.cuda.init()
         for name in torch._C._dispatch_get_all_op_names():
@@ -171,21 +158,21 @@ CHECKED = {
 }
 
 
-def test_a_check_of_unknown_values_passes_and_is_told(emulate):
-    _, _, process = emulate(BEGIN, *CHECKED.values(), "torch.matrix_exp(x[:98].reshape(10, 28, 28))")
+def test_a_check_of_unknown_values_passes_and_is_told(emulate_parts):
+    _, _, process = emulate_parts(BEGIN, *CHECKED.values(), "torch.matrix_exp(x[:98].reshape(10, 28, 28))")
     assert {f"a check of {name}" if " " not in name else name for name in CHECKED} <= {
         one["what"] for one in process["assumed"]
     }
 
 
-def test_a_tensor_is_close_to_itself_and_not_known_to_be_close_to_another(emulate):
-    out, _, process = emulate(BEGIN, "print(torch.allclose(x, x))", "print(torch.allclose(x, x + 1))")
+def test_a_tensor_is_close_to_itself_and_not_known_to_be_close_to_another(emulate_parts):
+    out, _, process = emulate_parts(BEGIN, "print(torch.allclose(x, x))", "print(torch.allclose(x, x + 1))")
     assert out.split() == ["True", "False"]
     assert [one["where"].split()[0] for one in process["unknown_reads"]] == ["train.py:7"]
 
 
-def test_what_only_a_part_of_an_operator_wrote_is_unknown(emulate):
-    _, _, process = emulate("""
+def test_what_only_a_part_of_an_operator_wrote_is_unknown(emulate_parts):
+    _, _, process = emulate_parts("""
         import torch
         ones, table = torch.ones(1, 3, 3, device="cuda"), torch.ones(9, 4, device="cuda", requires_grad=True)
         torch.baddbmm(ones, ones, ones).sum().item()  # it begins with a copy of its first argument
@@ -196,8 +183,8 @@ def test_what_only_a_part_of_an_operator_wrote_is_unknown(emulate):
     assert [one["where"].split()[0] for one in process["unknown_reads"]] == [f"train.py:{line}" for line in (4, 6, 7)]
 
 
-def test_a_library_that_reads_the_gpu_past_torch_is_told_of(emulate):
-    _, _, process = emulate(
+def test_a_library_that_reads_the_gpu_past_torch_is_told_of(emulate_parts):
+    _, _, process = emulate_parts(
         BEGIN,
         """
         import ctypes

@@ -61,7 +61,7 @@ class OtherLaunch(LookupError):
 
 
 class Stream(NamedTuple):
-    """Where a generator of the GPU stands when an operator draws from it.
+    """The state of a generator of the GPU when an operator draws from it.
 
     Attributes:
         seed: of the generator, 64 bits.

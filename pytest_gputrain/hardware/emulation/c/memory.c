@@ -31,6 +31,10 @@ struct state {
 // host that the program registered.
 enum how { ALLOCATED, RESERVED, REGISTERED };
 
+struct extent { // how both a range and a mapping begin
+  uintptr_t start;
+  size_t bytes;
+};
 struct range {
   uintptr_t start;
   size_t bytes;
@@ -84,18 +88,20 @@ int gputrain_forked(void) { return __atomic_load_n(&forked, __ATOMIC_RELAXED); }
 
 // --- Addresses; the static functions need the lock
 
-// The first range that ends behind the address.
-static size_t place(uintptr_t address) {
-  size_t low = 0, high = count;
+// The first of the entries, each of which begins with its start and its bytes, that ends behind the address.
+static size_t first_behind(const void *entries, size_t used, size_t size, uintptr_t address) {
+  size_t low = 0, high = used;
   while (low < high) {
     size_t middle = (low + high) / 2;
-    if (ranges[middle].start + ranges[middle].bytes <= address)
+    const struct extent *entry = (const struct extent *)((const char *)entries + middle * size);
+    if (entry->start + entry->bytes <= address)
       low = middle + 1;
     else
       high = middle;
   }
   return low;
 }
+static size_t place(uintptr_t address) { return first_behind(ranges, count, sizeof *ranges, address); }
 
 static struct range *find(const void *address) {
   size_t at = place((uintptr_t)address);
@@ -373,17 +379,8 @@ int gputrain_unregister(void *start) {
 
 // --- Virtual memory management
 
-// The first mapping that ends behind the address.
 static size_t mapping_place(uintptr_t address) {
-  size_t low = 0, high = mapping_count;
-  while (low < high) {
-    size_t middle = (low + high) / 2;
-    if (mappings[middle].start + mappings[middle].bytes <= address)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low;
+  return first_behind(mappings, mapping_count, sizeof *mappings, address);
 }
 
 // The number of mappings from this one on that fill these addresses without a gap, whole or to their middle; 0 where they
