@@ -31,10 +31,6 @@ struct state {
 // host that the program registered.
 enum how { ALLOCATED, RESERVED, REGISTERED };
 
-struct extent { // how both a range and a mapping begin
-  uintptr_t start;
-  size_t bytes;
-};
 struct range {
   uintptr_t start;
   size_t bytes;
@@ -93,8 +89,8 @@ static size_t first_behind(const void *entries, size_t used, size_t size, uintpt
   size_t low = 0, high = used;
   while (low < high) {
     size_t middle = (low + high) / 2;
-    const struct extent *entry = (const struct extent *)((const char *)entries + middle * size);
-    if (entry->start + entry->bytes <= address)
+    const uintptr_t *entry = (const uintptr_t *)((const char *)entries + middle * size);
+    if (entry[0] + entry[1] <= address)
       low = middle + 1;
     else
       high = middle;
