@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from . import random_numbers, rules, sizes, sparse
+from . import device_asserts, random_numbers, rules, sizes, sparse
 from .collectives import Exchanges
 from .contents import Contents, Known, is_small, on_host
 from .evaluation import Values, flat
@@ -153,6 +153,8 @@ class Operators:
         operator = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
         written = [index for index, argument in enumerate(operator._schema.arguments) if _is_written(argument)]
         run = self._replacement(operator, qualified, base, name, written)
+        if namespace == "aten" and device_asserts.checks(base):
+            run = device_asserts.asserting(self.contents, base, run or _original(qualified))
         if self._observer is not None and base not in _VIEWS and qualified not in _WITHOUT_PYTHON:
             run = self._observing(self._observer, run or _original(qualified), f"{namespace}.{base}")
         if run is not None:

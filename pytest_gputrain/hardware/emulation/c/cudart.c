@@ -20,6 +20,11 @@ static int check(int status) {
   return status;
 }
 
+// After a kernel has asserted, each call that asks the GPU for something gives this error, for as long as the process lives.
+static volatile int asserted;
+void gputrain_assert(void) { asserted = ASSERTED; }
+static int asked(int status) { return check(asserted ? ASSERTED : gputrain_forked() ? NOT_INITIALIZED : status); }
+
 // --- Devices
 
 int cudaGetDeviceCount(int *devices) {
@@ -110,11 +115,11 @@ int cudaGetDeviceProperties_v2(struct properties *to, int device) { return get_p
 // --- Errors
 
 int cudaGetLastError(void) {
-  int error = last_error;
+  int error = asserted ? asserted : last_error;
   last_error = OK;
   return error;
 }
-int cudaPeekAtLastError(void) { return last_error; }
+int cudaPeekAtLastError(void) { return asserted ? asserted : last_error; }
 const char *cudaGetErrorName(int error) {
   switch (error) {
   case OK:
@@ -139,6 +144,8 @@ const char *cudaGetErrorName(int error) {
     return "cudaErrorInvalidDevice";
   case NOT_SUPPORTED:
     return "cudaErrorNotSupported";
+  case ASSERTED:
+    return "cudaErrorAssert";
   case CAPTURE_UNSUPPORTED:
     return "cudaErrorStreamCaptureUnsupported";
   default:
@@ -170,6 +177,8 @@ const char *cudaGetErrorString(int error) {
     return "invalid device ordinal";
   case NOT_SUPPORTED:
     return refusal;
+  case ASSERTED:
+    return "device-side assert triggered";
   case CAPTURE_UNSUPPORTED:
     return "an emulated GPU captures no CUDA graphs; switch them off, for torch.compile by another mode than "
            "reduce-overhead "
@@ -184,7 +193,7 @@ const char *cudaGetErrorString(int error) {
 
 static int take(void **out, size_t bytes, int kind, const char *function) {
   gputrain_count("mallocs", function, bytes);
-  return check(gputrain_allocate(out, bytes, kind));
+  return asserted ? asked(OK) : check(gputrain_allocate(out, bytes, kind));
 }
 static int give(void *start, const char *function) {
   if (start)
@@ -230,12 +239,12 @@ static void count_copy(const void *to, const void *from, size_t bytes, const cha
 }
 int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int direction, void *stream) {
   count_copy(to, from, bytes, "cudaMemcpyAsync");
-  return check(gputrain_copy(to, from, bytes));
+  return asked(gputrain_copy(to, from, bytes));
 }
 int cudaMemcpy(void *to, const void *from, size_t bytes, int direction) {
   gputrain_count("waits", "cudaMemcpy", 0);
   count_copy(to, from, bytes, "cudaMemcpy");
-  return check(gputrain_copy(to, from, bytes));
+  return asked(gputrain_copy(to, from, bytes));
 }
 int cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, void *stream) {
   return cudaMemcpyAsync(to, from, bytes, 0, stream);
@@ -243,11 +252,11 @@ int cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_devi
 int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height,
                       int direction, void *stream) {
   count_copy(to, from, width * height, "cudaMemcpy2DAsync");
-  return check(gputrain_copy_rows(to, to_pitch, from, from_pitch, width, height));
+  return asked(gputrain_copy_rows(to, to_pitch, from, from_pitch, width, height));
 }
 int cudaMemset(void *start, int value, size_t bytes) {
   gputrain_count("memsets", "cudaMemset", bytes);
-  return check(gputrain_set(start, value, bytes));
+  return asked(gputrain_set(start, value, bytes));
 }
 int cudaMemsetAsync(void *start, int value, size_t bytes, void *stream) { return cudaMemset(start, value, bytes); }
 
@@ -358,7 +367,7 @@ int cudaEventRecord(struct timespec *event, void *stream) {
   if (!gputrain_is_handle(event) || !is_stream(stream))
     return check(INVALID_HANDLE);
   clock_gettime(CLOCK_MONOTONIC, event);
-  return OK;
+  return asked(OK);
 }
 int cudaEventRecordWithFlags(struct timespec *event, void *stream, unsigned flags) { return cudaEventRecord(event, stream); }
 int cudaEventElapsedTime(float *milliseconds, const struct timespec *from, const struct timespec *to) {
@@ -372,7 +381,7 @@ int cudaEventElapsedTime(float *milliseconds, const struct timespec *from, const
 
 static int wait(const char *function) {
   gputrain_count("waits", function, 0);
-  return gputrain_forked() ? check(NOT_INITIALIZED) : OK;
+  return asked(OK);
 }
 int cudaStreamSynchronize(void *stream) { return wait("cudaStreamSynchronize"); }
 int cudaDeviceSynchronize(void) { return wait("cudaDeviceSynchronize"); }
@@ -417,7 +426,7 @@ static int launch(const void *function, struct dim3 blocks) {
   uint64_t count = (uint64_t)blocks.x * blocks.y * blocks.z;
   gputrain_launched(count);
   gputrain_count("launches", function, count);
-  return OK;
+  return asked(OK);
 }
 int cudaLaunchKernel(const void *function, struct dim3 blocks, struct dim3 threads) { return launch(function, blocks); }
 int __cudaLaunchKernel(const void *function, struct dim3 blocks, struct dim3 threads) { return launch(function, blocks); }
