@@ -279,7 +279,7 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
         if process.assumed:
             yield f"  {ASSUMPTION}, by {_lines(process.assumed)}"
         if process.unknown_reads:
-            yield f"  zeros were read where a GPU would have computed a value, by {_lines(process.unknown_reads)}"
+            yield f"  made-up values were read where a GPU would have computed them, by {_lines(process.unknown_reads)}"
 
 
 def _lines(happened: Sequence[AtLine]) -> str:

@@ -105,7 +105,7 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     unknown: tuple[str, ...] = ()
     """Memory of libraries that is not known and not counted."""
     unknown_reads: tuple[AtLine, ...] = ()
-    """The lines that read values that no kernel computed, and got zeros. Most first."""
+    """The lines that read values that no kernel computed, and got made-up ones. Most first."""
     not_exchanged: tuple[NotExchanged, ...] = ()
     """What NCCL did not exchange."""
     dealt: tuple[AtLine, ...] = ()

@@ -194,16 +194,16 @@ def _own_rests_on(reads: Mapping[str, Sequence[Mapping[str, str | int]]]) -> Ite
     return rests_on(reads["dealt"], reads["assumed"], msgspec.convert(list(not_exchanged()), list[NotExchanged]))
 
 
-def read_as_zeros(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
+def read_though_unknown(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
     """Yield what a script has read, and may have gone by, though nothing computed it."""
     if reads:
-        yield f"zeros were read where a GPU would have computed a value, by {_places(reads)}"
+        yield f"made-up values were read where a GPU would have computed them, by {_places(reads)}"
 
 
 def gone_by(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
     """Yield what the program went by although nothing computed it: it may have gone another way than on a GPU."""
     if chosen := [one for one in reads if str(one["what"]).startswith(A_TRUTH_VALUE)]:
-        yield f"what the steps ask of the GPU rests on values that nobody computed, read as zeros: {_places(chosen)}"
+        yield f"what the steps ask of the GPU rests on values that nobody computed: {_places(chosen)}"
 
 
 def _places(happened: Sequence[Mapping[str, str | int]]) -> str:

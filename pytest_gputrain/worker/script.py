@@ -18,7 +18,7 @@ from pytest_gputrain.records.emulation import NotExchanged
 from pytest_gputrain.utils.linux import end_with_parent
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import Accelerator
-from pytest_gputrain.worker.emulated import conditions, read_as_zeros, rests_on
+from pytest_gputrain.worker.emulated import conditions, read_though_unknown, rests_on
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.group import ALONE
 from pytest_gputrain.worker.progress import Progress
@@ -116,7 +116,7 @@ def _reply(task: Task, status: int, recorded: list[_Recorded], stderr: Path) -> 
         if full is None:
             _check_steps(name, process, _LEAST_STEPS)
         resting = rests_on(process.dealt, process.assumed, process.not_exchanged)
-        notes = (_NOT_LOOKED_AT, *resting, *read_as_zeros(process.unknown_reads))
+        notes = (_NOT_LOOKED_AT, *resting, *read_though_unknown(process.unknown_reads))
         unknown = tuple(process.unknown)
         return EmulatedRun(**conditions(task, device), **fits, **peaks, not_counted=unknown, notes=notes)
     environment = environment_of(device, ALONE)

@@ -125,4 +125,4 @@ def test_a_script_s_choices_among_unknown_scores_are_dealt_in_turn(tmp_path, run
     _, results = run_tests()
     notes = "\n".join(results["test"]["reply"]["notes"])
     assert re.search("^balanced routing is assumed: unknown scores were distributed evenly", notes, re.MULTILINE)
-    assert re.search(r"^zeros were read.*choosing\.py:14", notes, re.MULTILINE)
+    assert re.search(r"^made-up values were read.*choosing\.py:14", notes, re.MULTILINE)

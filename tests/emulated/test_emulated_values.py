@@ -78,33 +78,33 @@ def test_a_worker_below_gputrain_emulate_replaces_no_operator_twice(emulate_part
         after = torch.empty(5, device="cuda")
         after.copy_(torch.arange(5.0))
         print((before + after).tolist())
-        print((torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")).sum().item())
+        (torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")).sum().item()
         print(len(tracking.report()["unknown_reads"]))
     """)
-    assert out.splitlines() == ["[0.0, 2.0, 4.0, 6.0, 8.0]", "0.0", "1"]
+    assert out.splitlines() == ["[0.0, 2.0, 4.0, 6.0, 8.0]", "1"]
     assert len(process["unknown_reads"]) == 1
 
 
-def test_unknown_values_are_zero_and_are_told_with_their_line_but_for_checks_for_nan_which_do_not_fire(emulate_parts):
+def test_unknown_values_are_made_up_and_are_told_with_their_line_but_for_checks_for_nan_which_do_not_fire(emulate_parts):
     out, told, process = emulate_parts("""
         import torch
         x = torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")
         print(bool(torch.isfinite(x).all()), bool(torch.isnan(x).any()), bool(torch.isinf(x).any()), bool(x.sum().isnan()))
-        print(x.sum().item())
-        print(x.cpu().abs().sum().item())
+        print(0 < x.sum().item() < 1)
+        print(x.cpu().isfinite().all().item())
         known = torch.arange(64, device="cuda")
         del known
         print(torch.empty(64, dtype=torch.long, device="cuda").cpu().sum().item())  # the same block
         known = torch.ones(64, 64, device="cuda")
         known @= x
-        print(known.sum().item())
+        print(0 < known.sum().item() < 1)
     """)
-    assert out.split() == ["True", *["False"] * 3, "0.0", "0.0", "0", "0.0"]
+    assert out.split() == ["True", *["False"] * 3, "True", "True", "0", "True"]
     assert {one["where"] for one in process["unknown_reads"]} == {f"train.py:{line} in <module>" for line in (5, 6, 9, 12)}
     assert {one["what"] for one in process["unknown_reads"] if one["where"].startswith("train.py:6")} == {
         "a copy to the host"
     }
-    assert "zeros were read where a GPU would have computed a value, by" in told
+    assert "made-up values were read where a GPU would have computed them, by" in told
 
 
 SOUND = {

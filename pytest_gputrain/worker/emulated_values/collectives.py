@@ -16,7 +16,7 @@ from .evaluation import flat
 _EXCHANGED_BYTES: Final = 1 << 20
 """The most bytes of all ranks together, as in nccl.c."""
 
-_FROM_ANOTHER: Final = ("broadcast_", "recv_", "recv_any_source_", "scatter_")
+FROM_ANOTHER: Final = ("broadcast_", "recv_", "recv_any_source_", "scatter_")
 """Whether what they tell is known, another rank knows."""
 
 _UNKNOWN, _KNOWN, _STILL_WAITS = 0, 1, 2
@@ -56,7 +56,7 @@ class Exchanges:
                 count_collective(name, max(sides))
                 return original(keys, *arguments, **keywords)
             sent, heard = (list(flat([arguments[place] for place in places])) for places in (own, others or own))
-            from_another = name in _FROM_ANOTHER
+            from_another = name in FROM_ANOTHER
             return self._run(original, (keys, *arguments), keywords, sent, lambda _: heard, from_another=from_another)
 
         return run

@@ -9,6 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from .pieces import Pieces
+
 MOST_BYTES: Final = 1 << 20
 """The most bytes of a computed tensor of integers or booleans."""
 
@@ -47,6 +49,9 @@ class Contents:
     """The contents that are known, by the first address of the block that torch's allocator gave.
 
     A block that torch frees becomes unknown, so one that is used again starts so.
+
+    Attributes:
+        pieces: where the values come from that are not known.
     """
 
     def __init__(self) -> None:
@@ -57,6 +62,7 @@ class Contents:
         stand_ins.gputrain_is_watched.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
         stand_ins.gputrain_tracer.restype = ctypes.c_void_p
         self._watch, self._is_watched = stand_ins.gputrain_watch, stand_ins.gputrain_is_watched
+        self.pieces = Pieces(self._watch, self._is_watched)
         torch_core = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
         # c10::impl::GPUTrace::set_trace, for compute-sanitizer's like of torch: it is told of each block that is freed.
         torch_core["_ZN3c104impl8GPUTrace9set_traceEPKNS0_13PyInterpreterE"](ctypes.c_void_p(stand_ins.gputrain_tracer()))
@@ -85,9 +91,14 @@ class Contents:
         return known
 
     def forget(self, tensor: Tensor) -> None:
+        """Note that unknown values were written to this tensor."""
         if tensor.layout is not torch.strided:
             return  # its parts are tensors of their own, which operators write
-        self._blocks.pop(tensor.data_ptr() - int(tensor.storage_offset()) * tensor.itemsize, None)
+        start = tensor.data_ptr()
+        base = start - int(tensor.storage_offset()) * tensor.itemsize
+        self._blocks.pop(base, None)
+        if base in self.pieces.blocks:
+            self.pieces.drop(base, start, start + extent(tensor))
 
     def written(self, tensor: Tensor, *, dealt: bool = False) -> None:
         """Note that this tensor's contents were written to its memory."""
@@ -102,6 +113,8 @@ class Contents:
         base = start - int(tensor.storage_offset()) * tensor.itemsize
         bytes_ = extent(tensor)
         low, high = start, start + bytes_
+        if base in self.pieces.blocks:
+            self.pieces.drop(base, low, high)
         before = self._blocks.get(base)
         if before is not None and not (self._is_watched(base, before.number) and _same(before.value, value)):
             before = None

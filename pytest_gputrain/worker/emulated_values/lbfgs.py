@@ -1,7 +1,7 @@
 """Lets L-BFGS go on where nothing computed the numbers that it would stop by.
 
-L-BFGS keeps two vectors of the size of all parameters for each iteration that makes progress. If it read zeros, it would
-find no progress, and its history would stay empty.
+L-BFGS keeps two vectors of the size of all parameters for each iteration that makes progress. If it went by made-up numbers,
+it would find no progress, and its history would stay empty.
 """
 
 from __future__ import annotations
@@ -80,4 +80,4 @@ class Lbfgs:
         found = isinstance(other, Tensor) if name == "le" else name == "gt" and isinstance(other, float) and other > 0
         if found:
             self._note(_ASSUMED)
-        return found or None
+        return found

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from . import device_asserts, random_numbers, rules, sizes, sparse
-from .collectives import Exchanges
+from .collectives import FROM_ANOTHER, Exchanges
 from .contents import Contents, Known, is_small, on_host
 from .evaluation import Values, flat
 from .hooks import follow_libraries, follow_triton
 from .lbfgs import Lbfgs
+from .looks import Looks
 from .program_lines import CountsByLine
 
 _Kernel = Callable[..., Any]
@@ -44,7 +45,6 @@ _LARGE: Final = (
     "_scaled_dot_product", "_transform", "convolution", "_convolution", "conv_", "_conv", "slow_conv", "miopen", "native_",
     "_native", "_fused", "_thnn", "_batch_norm", "batch_norm", "_cslt", "_weight_int", "_mixed", "_addmm", "_int_mm",
     "_embedding_bag", "embedding_dense_backward", "avg_pool", "max_pool", "adaptive", "upsample", "_upsample", "grid_sample",
-    "_foreach_norm",
 )  # fmt: skip
 """Beginnings of names of operators whose results are never small and known. Those that write to their arguments are replaced
 all the same."""
@@ -56,6 +56,9 @@ _SAME_FOR_ALL: Final = frozenset((
     "all", "all.dim", "all.dims", "any", "any.dim", "any.dims", "amax", "amin", "max", "min",
 ))  # fmt: skip
 """Reductions of equal elements to an element that equals them."""
+
+_ZERO_OF_ZEROS: Final = frozenset(("sum", "mean", "linalg_vector_norm"))
+"""Reductions that are zero for zeros, as the difference of equal tensors has them."""
 
 
 A_TRUTH_VALUE: Final = "a truth value for the host"
@@ -119,6 +122,7 @@ class Operators:
         self._unanswered = ctypes.c_uint64.in_dll(self._stand_ins, "gputrain_unanswered_reads")
         self.values = Values(self.contents)
         self._exchanges = Exchanges(self.contents)
+        self._looks = Looks(self.contents, self.values)
         self._answering = threading.local()
         self._libraries: dict[str, Any] = {}
         self._too_low: dict[bytes, bytes] = {}
@@ -186,7 +190,8 @@ class Operators:
 
     def _replacement(self, operator: Any, qualified: str, base: str, name: str, written: list[int]) -> _Kernel | None:
         if qualified.startswith("c10d::"):
-            return self._exchanges.operator(operator, _original(qualified))
+            run = self._exchanges.operator(operator, _original(qualified))
+            return run if base in FROM_ANOTHER else self._looks.exchanged(operator, run)
         if not qualified.startswith("aten::"):
             return self._custom(operator, _original(qualified), written) if written else None
         if qualified in _WITHOUT_PYTHON:
@@ -240,7 +245,7 @@ class Operators:
         by_lbfgs = base in ("gt", "le")
         compare = self._lbfgs.compared if by_lbfgs else rules.compared if base in ("eq", "ne", "isnan") else None
         fresh = all(one.alias_info is None for one in operator._schema.returns)
-        numbers, computes = _places_of_tensors(operator), not _is_random(operator)
+        numbers, random = _places_of_tensors(operator), _is_random(operator)
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             if numbers:
@@ -257,14 +262,17 @@ class Operators:
                     break  # most are large and unknown
             if fresh:
                 self._forget(output, arguments)
-            if known is not None and computes and (known := find_all(arguments, keywords)) is not None:
-                return compute(operator, known, arguments, keywords, output, elementwise=elementwise)
+            if known is not None and not random and (known := find_all(arguments, keywords)) is not None:
+                same = elementwise or (base in _ZERO_OF_ZEROS and all(_is_zero(one) for one in known))
+                return compute(operator, known, arguments, keywords, output, elementwise=same)
             if deals:
                 self._deal(name, arguments, keywords, output)
             elif compare is not None and (value := compare(base, arguments)) is not None:
                 self.values.fill(output, torch.tensor(value))
             elif decides is not None and self.values.are_all(decides, arguments, output):
                 self.values.fill(output, torch.tensor(decides))
+            elif not random:
+                self._looks.follow(base, arguments, keywords, output)
             return output
 
         return run
@@ -306,11 +314,17 @@ class Operators:
             if known is None or not self.values.compute_in_place(
                 operator, known, arguments, keywords, tensors, elementwise=elementwise
             ):
-                decided = decides is not None and self.values.are_all(decides, arguments, tensors[0])
-                for tensor in tensors:
-                    contents.forget(tensor)
-                if decided:
+                if decides is not None and self.values.are_all(decides, arguments, tensors[0]):
+                    contents.forget(tensors[0])
                     self.values.fill(tensors[0], torch.tensor(decides))
+                elif len(tensors) == 1 and not (random or is_out):
+                    self._looks.follow_in_place(base, arguments, keywords, tensors[0])
+                else:
+                    for tensor in tensors:
+                        contents.forget(tensor)
+                    if is_out and not random:
+                        others = {name: value for name, value in keywords.items() if name not in names}
+                        self._looks.follow(base, arguments, others, targets)
             return output
 
         return run
@@ -359,12 +373,15 @@ class Operators:
                 if known is None:
                     if source.numel():
                         self.reads.note("a copy to the host")
+                        self._looks.copied_to_host(to, source)
                 elif known.value is not None:
                     to.fill_(known.value.item())
                 elif source.numel():
                     to.copy_(on_host(source))
             elif known is None or not to.numel():
                 contents.forget(to)
+                if to.numel():
+                    self._looks.copied(to, source)
             elif known.value is not None:
                 self.values.fill(to, known.value)
             elif is_small(to, dealt=known.dealt):
@@ -372,6 +389,8 @@ class Operators:
                 contents.written(to, dealt=known.dealt)
             else:
                 contents.forget(to)
+                if not source.is_cuda:
+                    self._looks.copied_to_gpu(to, source)
             return to
 
         return run
@@ -386,6 +405,7 @@ class Operators:
             if known is None:
                 if answered or getattr(self._answering, "now", False):
                     return number
+                number = self._looks.read(tensor, number)
                 return self._read_truth(number) if tensor.dtype == torch.bool else self._read_number(number)
             return on_host(tensor).item() if known.value is None else known.value.item()
 
@@ -455,6 +475,7 @@ class Operators:
     def _run_equal(self, operator: Any, original: _Kernel, keys: Any, tensors: Any) -> Any:
         """Run an operator that reads its own result from the device."""
         known = self.values.find_all(tensors, {})
+        same = known is None and self._looks.are_equal(*tensors)
         self._answering.now = True
         try:
             output = original(keys, *tensors)
@@ -462,7 +483,7 @@ class Operators:
             self._answering.now = False
             self._stand_ins.gputrain_take_unanswered()
         if known is None:
-            return self._read_truth(output)
+            return same or self._read_truth(output)
         return self.values.compute(operator, known, tensors, {}, output, elementwise=False)
 
     def _run(self, original: _Kernel, name: str, keys: Any, arguments: Any, keywords: Any) -> Any:
@@ -589,6 +610,10 @@ def _is_written(argument: Any) -> bool:
 
 def _is_random(operator: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def _is_zero(known: Known) -> bool:
+    return known.value is not None and not known.value.item()
 
 
 def _places_of_tensors(operator: Any) -> list[int]:

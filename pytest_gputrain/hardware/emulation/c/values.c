@@ -113,7 +113,9 @@ uint64_t gputrain_watch(uintptr_t address) {
   struct block *block = slot(address);
   used += !block->address;
   block->address = address;
-  uint64_t number = block->number = ++last_number;
+  if (!block->number)
+    block->number = ++last_number;
+  uint64_t number = block->number;
   pthread_mutex_unlock(&lock);
   return number;
 }

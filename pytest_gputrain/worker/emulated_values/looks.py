@@ -1,0 +1,382 @@
+"""Answers programs that look at values that nobody computed: whether weights changed, whether two tensors are equal.
+
+A tensor equals its clone, and results of the same values are the same, until something is written to it. After that it
+differs, in all its elements. A number that the host reads is made up from where the values come from: positive, finite,
+the same for the same values, and another one for others. At each line these numbers fall slowly, so that a loop that
+waits until a number is small ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import operator
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .contents import Contents, extent, on_host
+from .evaluation import Values, flat
+from .pieces import Origin
+from .program_lines import line_of
+
+_COMPARING: Final = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+
+_LOOKING: Final = frozenset((
+    *_COMPARING, "sub", "abs", "linalg_vector_norm", "_foreach_norm", "norm", "dot", "vdot", "sum",
+    "mean", "std", "var", "var_mean", "prod", "amax", "amin", "aminmax", "max", "min", "any", "all", "count_nonzero", "cat",
+    "stack", "logical_not", "logical_and", "logical_or", "bitwise_not", "bitwise_and", "bitwise_or", "is_nonzero",
+))  # fmt: skip
+"""Operators by which programs compare tensors. What others compute of values that were looked at is followed as well."""
+
+_PASSING: Final = frozenset(("any", "all", "max", "min", "amax", "amin", "sum", "mean", "count_nonzero", "cat", "stack"))
+"""They make of equal truth values one that says the same."""
+
+_ORDERS: Final[Mapping[str, Callable[[float, float], bool]]] = {
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+}  # fmt: skip
+
+_FALL: Final = 0.99
+_LEAST: Final = 1e-12
+_MOST: Final = 1 << 16
+"""The most numbers, and truth values, that are kept."""
+
+_MARKS: Final = 16
+"""The first bytes of a copy on the host that tell it from others, so that types with few digits differ, too."""
+
+_ALL_BYTES: Final = 256 << 10
+_SAMPLES: Final = 64
+_SAMPLE_BYTES: Final = 512
+
+_CALL: Final = torch.nn.Module._call_impl.__code__
+_CLIP: Final = inspect.unwrap(torch.nn.utils.clip_grad_norm_).__code__
+"""Python code below which each step computes new values, of which programs compare few: modules, and the function that
+scales gradients and so writes to what it has looked at."""
+
+_Identity = tuple[Any, ...]
+
+
+class Looks:
+    """What is known about values that nobody computed.
+
+    Args:
+        contents: the values that are known.
+        values: writes known values.
+    """
+
+    def __init__(self, contents: Contents, values: Values) -> None:
+        self._contents, self._values, self._pieces = contents, values, contents.pieces
+        self._truths: dict[int, bool] = {}
+        self._numbers: dict[_Identity, float] = {}
+        self._copies: dict[int, tuple[Origin, ...]] = {}
+        self._read: Counter[str] = Counter()
+
+    # --- What operators do to them
+
+    def follow(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> None:
+        """Note where the output of an operator comes from, some of whose inputs are not known.
+
+        Args:
+            name: of the operator, without its overload.
+        """
+        if _in_backward():
+            return  # gradients differ in each step, and to follow what a backward pass computes takes time
+        first = arguments[0] if arguments else None
+        if name not in _LOOKING and not (isinstance(first, Tensor) and first.is_cuda and self._pieces.any_in(first)):
+            return
+        if name not in _COMPARING and self._pass_by(arguments):
+            return
+        if name.startswith("_foreach_") and isinstance(output, list):
+            for number, one in enumerate(output):
+                self._derive(name, [first[number] if first else None, *arguments[1:]], keywords, one)
+        elif not (isinstance(output, Tensor) and self._compare(name, arguments, keywords, output)):
+            self._derive(name, arguments, keywords, output)
+
+    def follow_in_place(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], target: Tensor) -> None:
+        """Note what an operator has written to its first argument, which others of its arguments make unknown.
+
+        Sums of norms and comparisons are built so. Larger targets just hold other values than before.
+        """
+        if target.dtype != torch.bool and target.numel() != 1:
+            self._contents.forget(target)
+            return
+        truth = self._truth_of_result(name.removesuffix("_"), arguments)
+        if truth is not None and self._truth(target) == truth and self._contents.find(target) is not None:
+            return  # it stays known
+        origin = self._hash(name, arguments, keywords)
+        self._contents.forget(target)
+        self._put(target, origin, truth)
+
+    def copied(self, to: Tensor, source: Tensor) -> None:
+        """Note that unknown values were copied on the GPU."""
+        if _in_backward() and not self._pieces.any_in(source):
+            return  # as in follow
+        if to.dtype == source.dtype and _linear(to, source):
+            self._pieces.put(to, to.nbytes, self._pieces.of(source, source.nbytes))
+        elif not _in_pass():
+            self._put(to, self._hash(f"copy to {to.dtype}", [source, to.stride()], {}), self._truth(source))
+
+    def copied_to_host(self, to: Tensor, source: Tensor) -> None:
+        """Make up the numbers of unknown values that were copied to the host."""
+        truth = self._truth(source)
+        floats = source.dtype.is_floating_point and to.dtype.is_floating_point
+        identity = self.identity(source)
+        if truth is not None:
+            to.fill_(truth)
+        elif floats:
+            to.fill_(self._number(identity))
+        if to.dtype != source.dtype or not _linear(to, source) or not to.is_contiguous():
+            return
+        # torch.save copies bytes, of whatever type. These are numbers between 0 and 2 in each of them.
+        if truth is None and to.nbytes >= _MARKS and (floats or to.dtype == torch.uint8):
+            mixed = _mixed(identity)
+            marks = b"".join(bytes((mixed >> 7 * place & 0x7F, 0x3F)) for place in range(_MARKS // 2))
+            ctypes.memmove(to.data_ptr(), marks, _MARKS)
+            _limit(self._copies)
+            self._copies[_sum_of(to)] = self._pieces.of(source, source.nbytes)
+
+    def copied_to_gpu(self, to: Tensor, source: Tensor) -> None:
+        """Note where values come from that are on the host, but too many to be known: two copies of them are equal."""
+        if not source.is_contiguous() or not to.is_contiguous() or not to.numel():
+            return
+        sum_ = _sum_of(source)
+        before = self._copies.get(sum_) if to.dtype == source.dtype else None
+        if before is not None and sum(length for _, _, length in before) == to.nbytes:
+            self._pieces.put(to, to.nbytes, before)
+        else:
+            self._put(to, hash((sum_, _sum(str(to.dtype)))), None)
+
+    def exchanged(self, operator: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a collective after which what a rank heard is another if what it sent is: others send alike."""
+        names = [argument.name for argument in operator._schema.arguments]
+        own = [place for place, name in enumerate(names) if name.startswith(("input", "tensor"))]
+        others = [place for place, name in enumerate(names) if name.startswith("output")] or own
+        name = operator._schema.name
+
+        def run_and_note(keys: Any, *arguments: Any, **keywords: Any) -> Any:
+            origin = self._hash(name, [arguments[place] for place in own], {})
+            output = run(keys, *arguments, **keywords)
+            for place, tensor in enumerate(flat([arguments[place] for place in others])):
+                if tensor.is_cuda and self._contents.find(tensor) is None:
+                    self._put(tensor, hash((origin, place)), None)
+            return output
+
+        return run_and_note
+
+    # --- What the host reads
+
+    def read(self, tensor: Tensor, zero: Any) -> Any:
+        """Make up a number that the host reads; ``zero`` for integers, which can be sizes."""
+        truth = self._truth(tensor)
+        if truth is not None:
+            return type(zero)(truth)
+        return type(zero)(self._number(self.identity(tensor))) if isinstance(zero, (float, complex)) else zero
+
+    def are_equal(self, one: Tensor, other: Tensor) -> bool:
+        """Tell whether two tensors, of which at least one is unknown, hold the same values."""
+        return one.dtype == other.dtype and one.size() == other.size() and self.identity(one) == self.identity(other)
+
+    def identity(self, tensor: Tensor) -> _Identity:
+        """Return what tensors with the same values have in common."""
+        if tensor.layout is not torch.strided:
+            return (self._pieces.fresh(),)
+        if not tensor.numel():
+            return ()
+        known = self._contents.find(tensor) if tensor.is_cuda else None
+        if known is not None and known.value is not None:
+            return -1, _sum(repr(known.value.item()))
+        if known is not None or not tensor.is_cuda:
+            held = on_host(tensor) if tensor.is_cuda else tensor
+            sum_ = _sum_of(held.contiguous())
+            return (*self._copies[sum_], ()) if sum_ in self._copies else (-2, sum_)
+        if tensor.is_contiguous():
+            return *self._pieces.of(tensor, tensor.nbytes), tensor.is_conj(), tensor.is_neg()
+        return (
+            *self._pieces.of(tensor, extent(tensor)),
+            tensor.is_conj(),
+            tensor.is_neg(),
+            tuple(tensor.size()),
+            tensor.stride(),
+        )
+
+    # --- The rules
+
+    def _compare(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], output: Tensor) -> bool:
+        """Write a result that is the same for all values; tell whether there is one."""
+        one, other = arguments[0], arguments[1] if len(arguments) > 1 else None
+        if not (isinstance(one, Tensor) and isinstance(other, Tensor) and one.is_cuda and other.is_cuda):
+            return False
+        if name not in ("eq", "ne", "sub", *_ORDERS) or keywords or len(arguments) > 2 or not self.are_equal(one, other):
+            return False
+        self._values.fill(output, torch.tensor(name in ("eq", "le", "ge"), dtype=output.dtype))
+        return True
+
+    def _truth_of_result(self, name: str, arguments: Sequence[Any]) -> bool | None:
+        first = arguments[0]
+        if name in ("eq", "ne", *_ORDERS):
+            return self._truth_of_comparison(name, first, arguments[1])
+        if name in ("logical_not", "bitwise_not"):
+            truth = self._truth(first)
+            return None if truth is None else not truth
+        if name in ("logical_and", "bitwise_and", "logical_or", "bitwise_or"):
+            truths = [self._truth(first), self._truth(arguments[1])]
+            decisive = name.endswith("or")
+            return decisive if decisive in truths else None if None in truths else not decisive
+        if name in _PASSING:
+            truths = [self._truth(one) for one in flat([first])]
+            return truths[0] if truths and len(set(truths)) == 1 else None
+        return None
+
+    def _truth_of_comparison(self, name: str, one: Any, other: Any) -> bool | None:
+        if not isinstance(one, Tensor) or not one.is_cuda:
+            return None
+        if isinstance(other, Tensor):
+            if self.are_equal(one, other):
+                return name in ("eq", "le", "ge")
+            if name in ("eq", "ne"):
+                return name == "ne"
+            if name == "le":  # as isclose asks: whether the difference of two tensors is as small as is allowed
+                return False
+            if one.numel() != 1 or other.numel() != 1:
+                return None
+        floats = one.dtype.is_floating_point and (not isinstance(other, Tensor) or other.dtype.is_floating_point)
+        if not floats or isinstance(other, complex):
+            return None
+        if name in ("eq", "ne"):
+            return name == "ne"
+        return _ORDERS[name](self._number_of(one), self._number_of(other))
+
+    def _number_of(self, value: Any) -> float:
+        if not isinstance(value, Tensor):
+            return float(value)
+        known = self._contents.find(value) if value.is_cuda else None
+        if known is None and value.is_cuda:
+            return self._number(self.identity(value))
+        held = (
+            value if not value.is_cuda else known.value if known is not None and known.value is not None else on_host(value)
+        )
+        return float(held.reshape(-1)[0])
+
+    def _truth(self, tensor: Any) -> bool | None:
+        """Return what all elements of a tensor of truth values are, or would be as such; None if that is not said."""
+        if not isinstance(tensor, Tensor) or not tensor.is_cuda or not tensor.numel():
+            return None
+        known = self._contents.find(tensor)
+        if known is None:
+            if not self._pieces.any_in(tensor):
+                return None
+            truths = {self._truths.get(origin) for origin, _, _ in self._pieces.of(tensor, extent(tensor))}
+            return truths.pop() if len(truths) == 1 else None
+        if tensor.dtype != torch.bool:
+            return None
+        if known.value is not None:
+            return bool(known.value.item())
+        held = on_host(tensor)
+        return True if bool(held.all()) else None if bool(held.any()) else False
+
+    def _derive(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> None:
+        origin = self._hash(name, arguments, keywords)
+        truth = self._truth_of_result(name, arguments)
+        for place, tensor in enumerate(flat([output])):
+            if tensor.is_cuda:
+                self._put(tensor, hash((origin, place)), truth)
+
+    def _pass_by(self, arguments: Sequence[Any]) -> bool:
+        """Tell whether an operator of a pass has an argument that is no weight, and that nothing looked at yet.
+
+        Each pass makes other ones, and programs look at few of them, so it would take time for nothing to follow them all.
+        """
+        for tensor in flat(arguments):
+            if not tensor.is_cuda or (tensor.requires_grad and tensor.is_leaf) or self._pieces.any_in(tensor):
+                continue
+            if self._contents.find(tensor) is None:
+                return _in_pass()
+        return False
+
+    def _put(self, tensor: Tensor, origin: int, truth: bool | None) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        bytes_ = extent(tensor)
+        if not bytes_ or bytes_ != tensor.nbytes:
+            return
+        self._pieces.put(tensor, bytes_, ((origin, 0, bytes_),))
+        if truth is not None:
+            _limit(self._truths)
+            self._truths[origin] = truth
+
+    def _hash(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> int:
+        """Return the number of what an operator makes of these values, the same in each process."""
+        parts: list[Any] = [_sum(name)]
+        for value in (*arguments, *keywords.values()):
+            tensors = [value] if isinstance(value, Tensor) else list(flat(value)) if type(value) in (list, tuple) else ()
+            if not tensors:
+                parts.append(_sum(repr(value)))
+            for tensor in tensors:
+                parts += self.identity(tensor), tensor.size()
+        return hash(tuple(parts))
+
+    def _number(self, identity: _Identity) -> float:
+        number = self._numbers.get(identity)
+        if number is None:
+            _limit(self._numbers)
+            line = line_of(sys._getframe(1))
+            fallen: float = _FALL ** self._read[line]
+            self._read[line] += 1
+            number = self._numbers[identity] = max(fallen, _LEAST) * (0.75 - _mixed(identity) / (1 << 72))
+        return number
+
+
+def _mixed(identity: _Identity) -> int:
+    """Return 64 bits that differ in all places for other values."""
+    return int.from_bytes(
+        zlib.crc32(repr(identity).encode()).to_bytes(4) + zlib.adler32(repr(identity).encode()).to_bytes(4)
+    )
+
+
+def _limit(kept: dict[Any, Any]) -> None:
+    if len(kept) >= _MOST:
+        kept.clear()
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _in_pass() -> bool:
+    """Tell whether a module runs, or gradients are clipped."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is _CALL or code is _CLIP:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@functools.lru_cache(1 << 10)
+def _sum(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def _sum_of(tensor: Tensor) -> int:
+    """Return a checksum of the values of a contiguous tensor on the host, of samples if it is large."""
+    start, bytes_ = tensor.data_ptr(), tensor.nbytes
+    if bytes_ <= _ALL_BYTES:
+        return hash((bytes_, zlib.crc32(ctypes.string_at(start, bytes_))))
+    step = (bytes_ - _SAMPLE_BYTES) / (_SAMPLES - 1)
+    samples = [ctypes.string_at(start + int(number * step), _SAMPLE_BYTES) for number in range(_SAMPLES)]
+    return hash((bytes_, zlib.crc32(b"".join(samples))))
+
+
+def _linear(one: Tensor, other: Tensor) -> bool:
+    """Tell whether the elements of two tensors lie in the same order, without gaps."""
+    if one.is_contiguous() and other.is_contiguous():
+        return one.numel() == other.numel()
+    return one.size() == other.size() and one.stride() == other.stride() and extent(one) == one.nbytes
