@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from . import device_asserts, random_numbers, rules, sizes, sparse
+from . import busy_streams, device_asserts, random_numbers, rules, sizes, sparse
 from .collectives import FROM_ANOTHER, Exchanges
 from .contents import Contents, Known, is_small, on_host
 from .evaluation import Values, flat
@@ -196,16 +196,16 @@ class Operators:
             return self._custom(operator, _original(qualified), written) if written else None
         if qualified in _WITHOUT_PYTHON:
             return None
-        if base == "_local_scalar_dense":
-            return self._read_scalar(_original(qualified))
-        if base == "copy_":
-            return self._copy(_original(qualified))
-        if base == "_is_all_true":
-            return self._holds(_original(qualified))
-        if base == "_amp_foreach_non_finite_check_and_unscale_":
-            return self._unscale(_original(qualified))
-        if base == "masked_scatter_backward":
-            return self._scatter_backward(_original(qualified))
+        apart: dict[str, Callable[[_Kernel], _Kernel]] = {
+            "record_stream": busy_streams.following,
+            "_local_scalar_dense": self._read_scalar,
+            "copy_": self._copy,
+            "_is_all_true": self._holds,
+            "_amp_foreach_non_finite_check_and_unscale_": self._unscale,
+            "masked_scatter_backward": self._scatter_backward,
+        }
+        if base in apart:
+            return apart[base](_original(qualified))
         if name in random_numbers.DRAWN:
             return self._draw(_original(qualified), name)
         if base in _VIEWS or base in _ALLOCATING:

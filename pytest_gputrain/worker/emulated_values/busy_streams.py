@@ -1,0 +1,57 @@
+"""Notes that a program lets several streams of a GPU use the same memory, which is then kept for longer than here.
+
+A GPU keeps a block that the program gives back while a stream that `record_stream` named has work for it. On an emulated
+GPU no stream has work, so the block is free at once, and the peak can be lower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .program_lines import BACKWARD, line_of
+
+_texts: Final[list[ctypes.Array[ctypes.c_char]]] = []
+"""What the stand-ins have noted, which has to stay. One is enough for a program."""
+
+
+def following(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the operator `record_stream`, which notes its first use for another stream than that of the block."""
+    decided: set[tuple[str, int]] = set()
+
+    def run(keys: Any, tensor: Tensor, stream: torch.Stream) -> None:
+        original(keys, tensor, stream)
+        if _texts:
+            return
+        line = line_of(sys._getframe(1)) or BACKWARD
+        if (line, stream.stream_id) in decided:
+            return  # to find the stream of a block takes time
+        decided.add((line, stream.stream_id))
+        if _is_of_another(tensor, stream):
+            _texts.append(
+                ctypes.create_string_buffer(f"blocks that record_stream keeps for another stream ({line})".encode())
+            )
+            stand_ins: Any = ctypes.CDLL(None)
+            stand_ins.gputrain_unknown(_texts[0])
+
+    return run
+
+
+def _is_of_another(tensor: Tensor, stream: torch.Stream) -> bool:
+    """Tell whether the block of a tensor was allocated for another stream than this one."""
+    take: Any = torch.cuda.memory_snapshot
+    try:
+        segments = take(include_traces=False)
+    except TypeError:  # torch before 2.11 always gives them
+        segments = take()
+    own = torch.cuda.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+    address = tensor.untyped_storage().data_ptr()
+    for segment in segments:
+        if segment["address"] <= address < segment["address"] + segment["total_size"]:
+            return bool(segment["stream"] != own.cuda_stream)
+    return False
