@@ -78,6 +78,9 @@ def _fail(reason: str) -> NoReturn:
 def _outside(indices: Tensor | None, least: int, size: int) -> str | None:
     if indices is None or indices.dtype in (torch.bool, torch.uint8):  # masks, whose sizes torch compares
         return None
+    for dimension, stride in enumerate(indices.stride()):
+        if not stride:  # the same indices again and again, as those of an embedding
+            indices = indices.narrow(dimension, 0, 1)
     low, high = (int(end) for end in indices.aminmax())
     if least <= low and high < size:
         return None

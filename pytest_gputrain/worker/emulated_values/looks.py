@@ -89,9 +89,10 @@ class Looks:
         if _in_backward():
             return  # gradients differ in each step, and to follow what a backward pass computes takes time
         first = arguments[0] if arguments else None
-        if name not in _LOOKING and not (isinstance(first, Tensor) and first.is_cuda and self._pieces.any_in(first)):
-            return
-        if name not in _COMPARING and self._pass_by(arguments):
+        if name not in _LOOKING:
+            if not (isinstance(first, Tensor) and first.is_cuda and self._pieces.any_in(first)) or _in_pass():
+                return
+        elif name not in _COMPARING and self._pass_by(arguments):
             return
         if name.startswith("_foreach_") and isinstance(output, list):
             for number, one in enumerate(output):
