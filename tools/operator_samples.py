@@ -83,10 +83,8 @@ class Told:
 
     def __init__(self) -> None:
         report: dict[str, Any] = dict(tracking.report())
-        reads = report.pop("unknown_reads")
-        self.reads = sum(int(row["count"]) for row in reads)
-        sizes = [row for row in reads if str(row["what"]).startswith("the size")]
-        self.assumptions = sum(int(row["count"]) for rows in (sizes, *report.values()) for row in rows)
+        self.reads = sum(int(row["count"]) for row in report.pop("unknown_reads"))
+        self.assumptions = sum(int(row["count"]) for rows in report.values() for row in rows)
 
 
 class Ran(NamedTuple):
@@ -123,7 +121,8 @@ def signature(value: Any) -> Any:
             strides = zip(value.size(), value.stride(), strict=True)
             return [*described, [stride if size != 1 else 0 for size, stride in strides] if value.numel() else []]
         if value.layout == torch.sparse_coo:
-            return [*described, signature(value._indices()), signature(value._values())]
+            # The strides of indices are what torch's code for CUDA makes them, and a CPU's code makes others.
+            return [*described, list(value._indices().size()), signature(value._values())]
         rows = value.layout in (torch.sparse_csr, torch.sparse_bsr)
         compressed = value.crow_indices() if rows else value.ccol_indices()
         plain = value.col_indices() if rows else value.row_indices()
@@ -397,7 +396,7 @@ def run_optimizer(info: Any, name: str) -> Iterator[Outcome]:
 
 
 def compare_state(info: Any, options: dict[str, Any], sizes: Sequence[tuple[int, ...]], make: Any) -> Outcome:
-    def train(make: Any, options: dict[str, Any]) -> tuple[Any, int, int]:
+    def train(make: Any, options: dict[str, Any], steps: int = _MEMORY_STEPS) -> tuple[Any, int, int]:
         torch.manual_seed(0)
         parameters = [torch.nn.Parameter(make(torch.rand(size))) for size in sizes]
         targets = [make(torch.rand(size)) for size in sizes]
@@ -420,7 +419,7 @@ def compare_state(info: Any, options: dict[str, Any], sizes: Sequence[tuple[int,
         del loss
         gc.collect()
         before = torch.cuda.memory_allocated()
-        for _ in range(_MEMORY_STEPS):
+        for _ in range(steps):
             closure()
             optimizer.step(closure if info.step_requires_closure else None)
         gc.collect()
@@ -440,7 +439,7 @@ def compare_state(info: Any, options: dict[str, Any], sizes: Sequence[tuple[int,
     told = Told()
     label = ", ".join(f"{key}={value}" for key, value in options.items() if value) or "defaults"
     try:
-        train(make, options)  # libraries take their workspaces at first
+        train(make, options, steps=1)  # libraries take their workspaces at first
         state, grown, held = train(make, options)
     except Exception as error:
         return Outcome("optimizer", "", RAISED, f"{label}: {text_of(error)}")

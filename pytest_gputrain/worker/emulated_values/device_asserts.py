@@ -1,7 +1,8 @@
 """Raises what torch raises where a kernel would assert: for an index out of range, a label of no class and the like.
 
 On a GPU the error comes at the next call that waits for it. Here it comes at the operator, as with CUDA_LAUNCH_BLOCKING=1,
-and stays: each later call that asks the GPU for something fails as well. Only values that are known are checked.
+and stays: each later call that asks the GPU for something fails as well. Only values that are known are checked, and no
+choices that were dealt.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def asserting(contents: Contents, name: str, run: _Kernel) -> _Kernel:
         if not tensor.is_cuda:
             return tensor
         known = contents.find(tensor)
-        if known is None:
+        if known is None or known.dealt:
             return None
         return on_host(tensor) if known.value is None else known.value
 

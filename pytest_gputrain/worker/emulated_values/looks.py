@@ -109,7 +109,7 @@ class Looks:
             self._contents.forget(target)
             return
         truth = self._truth_of_result(name.removesuffix("_"), arguments)
-        if truth is not None and self._truth(target) == truth and self._contents.find(target) is not None:
+        if truth is not None and self.truth(target) == truth and self._contents.find(target) is not None:
             return  # it stays known
         origin = self._hash(name, arguments, keywords)
         self._contents.forget(target)
@@ -122,11 +122,11 @@ class Looks:
         if to.dtype == source.dtype and _linear(to, source):
             self._pieces.put(to, to.nbytes, self._pieces.of(source, source.nbytes))
         elif not _in_pass():
-            self._put(to, self._hash(f"copy to {to.dtype}", [source, to.stride()], {}), self._truth(source))
+            self._put(to, self._hash(f"copy to {to.dtype}", [source, to.stride()], {}), self.truth(source))
 
     def copied_to_host(self, to: Tensor, source: Tensor) -> None:
         """Make up the numbers of unknown values that were copied to the host."""
-        truth = self._truth(source)
+        truth = self.truth(source)
         floats = source.dtype.is_floating_point and to.dtype.is_floating_point
         identity = self.identity(source)
         if truth is not None:
@@ -175,7 +175,7 @@ class Looks:
 
     def read(self, tensor: Tensor, zero: Any) -> Any:
         """Make up a number that the host reads; ``zero`` for integers, which can be sizes."""
-        truth = self._truth(tensor)
+        truth = self.truth(tensor)
         if truth is not None:
             return type(zero)(truth)
         return type(zero)(self._number(self.identity(tensor))) if isinstance(zero, (float, complex)) else zero
@@ -183,6 +183,13 @@ class Looks:
     def are_equal(self, one: Tensor, other: Tensor) -> bool:
         """Tell whether two tensors, of which at least one is unknown, hold the same values."""
         return one.dtype == other.dtype and one.size() == other.size() and self.identity(one) == self.identity(other)
+
+    def equal(self, one: Tensor, other: Tensor) -> bool | None:
+        """Tell whether all elements of two tensors are equal; None if that is not said."""
+        if self.are_equal(one, other):
+            return True
+        truths = [self.truth(one), self.truth(other)] if one.dtype == other.dtype == torch.bool else [None]
+        return None if None in truths else truths[0] == truths[1]
 
     def identity(self, tensor: Tensor) -> _Identity:
         """Return what tensors with the same values have in common."""
@@ -224,14 +231,14 @@ class Looks:
         if name in ("eq", "ne", *_ORDERS):
             return self._truth_of_comparison(name, first, arguments[1])
         if name in ("logical_not", "bitwise_not"):
-            truth = self._truth(first)
+            truth = self.truth(first)
             return None if truth is None else not truth
         if name in ("logical_and", "bitwise_and", "logical_or", "bitwise_or"):
-            truths = [self._truth(first), self._truth(arguments[1])]
+            truths = [self.truth(first), self.truth(arguments[1])]
             decisive = name.endswith("or")
             return decisive if decisive in truths else None if None in truths else not decisive
         if name in _PASSING:
-            truths = [self._truth(one) for one in flat([first])]
+            truths = [self.truth(one) for one in flat([first])]
             return truths[0] if truths and len(set(truths)) == 1 else None
         return None
 
@@ -265,7 +272,7 @@ class Looks:
         )
         return float(held.reshape(-1)[0])
 
-    def _truth(self, tensor: Any) -> bool | None:
+    def truth(self, tensor: Any) -> bool | None:
         """Return what all elements of a tensor of truth values are, or would be as such; None if that is not said."""
         if not isinstance(tensor, Tensor) or not tensor.is_cuda or not tensor.numel():
             return None

@@ -64,15 +64,15 @@ _ZERO_OF_ZEROS: Final = frozenset(("sum", "mean", "linalg_vector_norm"))
 A_TRUTH_VALUE: Final = "a truth value for the host"
 """What a program reads to go by it: what it does then depends on values that nobody has computed."""
 
-_CHECKS: Final[Mapping[str, bool]] = {
+_CHECKS: Final[Mapping[str, bool | None]] = {
     "normal": True,
-    "cov": True,
+    "cov": None,
     "segment_reduce": True,
     "allclose": True,
     "istft": False,
 }
 """What the truth values are that operators read to check what they are given, and pass it. A derivative compares by the one
-that is no such operator."""
+that is no such operator. One compares with zero twice, and positive numbers, as they are made up, pass both."""
 
 _LARGER: Final = frozenset(("bincount", "one_hot", "_ctc_loss", "_padded_dense_to_jagged_forward"))
 """The operators whose output is as large as the largest value that they read."""
@@ -405,8 +405,9 @@ class Operators:
             if known is None:
                 if answered or getattr(self._answering, "now", False):
                     return number
-                number = self._looks.read(tensor, number)
-                return self._read_truth(number) if tensor.dtype == torch.bool else self._read_number(number)
+                if tensor.dtype == torch.bool:
+                    return self._read_truth(self._looks.truth(tensor))
+                return self._read_number(self._looks.read(tensor, number))
             return on_host(tensor).item() if known.value is None else known.value.item()
 
         return run
@@ -420,15 +421,15 @@ class Operators:
         self.reads.note(f"a number for {_shown(operator) or 'the host'}")
         return number
 
-    def _read_truth(self, truth: Any) -> Any:
-        """Return a truth value that nobody knows: false, or that which passes a check of torch's own."""
+    def _read_truth(self, truth: bool | None) -> bool:
+        """Return a truth value that nobody knows: what follows from others, false, or what passes a check of torch's."""
         operator = self._asking_operator()
         for name, passing in _CHECKS.items():
             if operator.startswith(name):
                 self.assumed.note(f"a check of {name}")
-                return passing
+                return truth is not False if passing is None else passing
         self.reads.note(A_TRUTH_VALUE)
-        return truth
+        return bool(truth)
 
     def _asking_operator(self) -> str:
         """Return the name of torch's operator that reads a value for itself; empty where the program reads it."""
@@ -475,7 +476,7 @@ class Operators:
     def _run_equal(self, operator: Any, original: _Kernel, keys: Any, tensors: Any) -> Any:
         """Run an operator that reads its own result from the device."""
         known = self.values.find_all(tensors, {})
-        same = known is None and self._looks.are_equal(*tensors)
+        same = self._looks.equal(*tensors) if known is None else None
         self._answering.now = True
         try:
             output = original(keys, *tensors)
@@ -483,7 +484,7 @@ class Operators:
             self._answering.now = False
             self._stand_ins.gputrain_take_unanswered()
         if known is None:
-            return same or self._read_truth(output)
+            return same or self._read_truth(same)
         return self.values.compute(operator, known, tensors, {}, output, elementwise=False)
 
     def _run(self, original: _Kernel, name: str, keys: Any, arguments: Any, keywords: Any) -> Any:
