@@ -1,6 +1,6 @@
 """Runs what CI runs: the README's test command, and then each part that takes longer or needs more to be installed.
 
-    .ci/run                  everything but `operators` and `newest`, at most 85 minutes
+    .ci/run                  everything but `operators`, `weekly` and `newest`, at most 85 minutes
     .ci/run slow newest      these parts alone
 
 A test that fails, or a part that takes longer than it may, fails the run. What cannot be installed (no network, no root, no
@@ -65,6 +65,7 @@ PARTS: Final = (
     Part("foreign", 14, {"cc": "gcc"}),
     Part("oldest", 24),
     Part("operators", 80, {"cc": "gcc"}, by_name=True),
+    Part("weekly", 150, by_name=True),
     # What is released tomorrow must not turn a change red today.
     Part("newest", 20, by_name=True),
 )

@@ -49,7 +49,7 @@ def has_defaults(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.every_config
+@pytest.mark.weekly
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 @pytest.mark.parametrize("kind", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(ENCODERS)))
 def test_every_class_trains_and_is_predicted_to_the_byte_or_says_why_not(tmp_path, kind, method):

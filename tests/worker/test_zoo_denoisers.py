@@ -140,6 +140,7 @@ PUBLISHED = {
 """Counts as published, in the name of the model or where it is said."""
 
 QUICK = {"qwen-image", "ltx-video", "stable-cascade-prior"}
+WEEKLY = [pytest.mark.slow, pytest.mark.weekly]
 COSMOS = [pytest.mark.slow, pytest.mark.recipes]
 """Diffusers resizes a mask of Cosmos by torchvision, which `tox -e recipes` installs."""
 
@@ -148,7 +149,7 @@ def marked(name, *marks):
     return pytest.param(name, marks=COSMOS if CONFIGS[name][0] == "CosmosTransformer3DModel" else marks, id=name)
 
 
-MODELS = [marked(name, *[] if name in QUICK else [pytest.mark.slow]) for name in CONFIGS]
+MODELS = [marked(name, *[] if name in QUICK else WEEKLY) for name in CONFIGS]
 
 
 def case_of(name, method="full", **knobs):
@@ -253,7 +254,7 @@ RUN_WHOLE = {"pixart-alpha", "pixart-sigma", "sana-1.6b", "sana-sprint", "sana-v
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [marked(name) for name in REPEATING])
+@pytest.mark.parametrize("name", [marked(name, *[] if name in QUICK else WEEKLY) for name in REPEATING])
 def test_a_deep_model_shows_what_follows_from_shallow_ones(name):
     case = case_of(name, activation_checkpointing=True)
     load(case, predicted=True)
@@ -274,7 +275,9 @@ OF_THE_ZOO = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("class_name", "keys"), OF_THE_ZOO)
+@pytest.mark.parametrize(
+    ("class_name", "keys"), [*OF_THE_ZOO[-2:], *(pytest.param(*one, marks=WEEKLY) for one in OF_THE_ZOO[:-2])]
+)
 def test_the_config_of_a_model_of_the_zoo_trains_with_what_it_is_conditioned_on_and_without(class_name, keys):
     case = case_with(class_name, keys, **{"frames": 9} if "frames" in denoisers()[class_name].needs else {})
     if "_unknown" in keys:
