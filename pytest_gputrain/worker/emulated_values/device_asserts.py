@@ -37,13 +37,14 @@ def checks(name: str) -> bool:
     return name in _CHECKS
 
 
-def asserting(contents: Contents, name: str, run: _Kernel) -> _Kernel:
+def asserting(contents: Contents, name: str, run: _Kernel, original: _Kernel) -> _Kernel:
     """Return the kernel, before which the values are checked that this operator's kernel checks on a GPU.
 
     Args:
         contents: what is known.
         name: of the operator, without its overload.
-        run: the kernel.
+        run: the kernel, and what computes its values.
+        original: the kernel alone.
     """
     check = _CHECKS[name]
 
@@ -59,6 +60,7 @@ def asserting(contents: Contents, name: str, run: _Kernel) -> _Kernel:
 
     def run_checked(keys: Any, *arguments: Any, **keywords: Any) -> Any:
         if wrong := check(look, arguments):
+            original(keys, *arguments, **keywords)  # the host's own checks come first
             _fail(f"{name} at {line_of(sys._getframe(1)) or BACKWARD}: {wrong}")
         return run(keys, *arguments, **keywords)
 

@@ -158,7 +158,8 @@ class Operators:
         written = [index for index, argument in enumerate(operator._schema.arguments) if _is_written(argument)]
         run = self._replacement(operator, qualified, base, name, written)
         if namespace == "aten" and device_asserts.checks(base):
-            run = device_asserts.asserting(self.contents, base, run or _original(qualified))
+            original = _original(qualified)
+            run = device_asserts.asserting(self.contents, base, run or original, original)
         if self._observer is not None and base not in _VIEWS and qualified not in _WITHOUT_PYTHON:
             run = self._observing(self._observer, run or _original(qualified), f"{namespace}.{base}")
         if run is not None:
