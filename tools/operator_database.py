@@ -1,6 +1,6 @@
 """Runs torch's own databases of operators, modules and optimizers on an emulated GPU, and prints a table in Markdown.
 
-    python tools/operator_database.py                        all of it, which takes about half an hour on two cores
+    python tools/operator_database.py                        all of it, which takes about ten minutes on two cores
     python tools/operator_database.py --sample 20 --seed 1   a part that is drawn by this seed
     python tools/operator_database.py --only operator:isin   these alone
 

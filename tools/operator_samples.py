@@ -32,6 +32,7 @@ _GRANULE_BYTES: Final = 512
 
 ALSO_ON_A_GPU: Final = re.compile(
     r"cudnn RNN backward can only be called in training mode|`driver` other than `gels` is not supported on CUDA"
+    r"|Could not run 'aten::_sparse_mm_reduce_impl'"
 )
 """Errors of a GPU that neither a CPU nor FakeTensor knows."""
 
@@ -261,20 +262,20 @@ def with_other_numbers(run: Callable[[], Ran]) -> Ran:
 
 def compare_values(name: str, found: Ran, expected: Ran, again: Callable[[], Ran]) -> Iterator[Outcome]:
     """Compare the values that the emulation takes as known with those of the CPU, unless they are random."""
-    pairs = list(zip(tensors_of(found.values), tensors_of(expected.values), strict=True))
+    rights = [one.detach().cpu() for one in tensors_of(expected.values)]
     others = None
-    for index, (tensor, right) in enumerate(pairs):
-        if tensor.layout != torch.strided or not tensor.is_cuda or not tensor.numel():
+    for index, (tensor, right) in enumerate(zip(tensors_of(found.values), rights, strict=True)):
+        if tensor.layout != torch.strided or not tensor.is_cuda or not tensor.numel() or tensor.size() != right.size():
             continue
         before = Told()
         values = tensor.detach().to("cpu")
         if Told().reads > before.reads:
             yield Outcome("value", name, LEFT_OUT)
-        elif same_values(values, right.detach()):
+        elif same_values(values, right):
             yield Outcome("value", name, AGREES)
         else:
             others = others or again()
-            if others.error is None and same_values(tensors_of(others.values)[index].detach(), right.detach()):
+            if others.error is None and same_values(tensors_of(others.values)[index].detach().cpu(), right):
                 zero = not values.any() and right.any()
                 yield Outcome("value", name, WRONG, "zero" if zero else "another value")
 
@@ -404,10 +405,10 @@ def compare_state(info: Any, options: dict[str, Any], sizes: Sequence[tuple[int,
             key: one.to("cuda") if isinstance(one, torch.Tensor) and make is not on_cpu else one
             for key, one in options.items()
         }
-        optimizer = info.optim_cls(parameters, **moved)
 
         def closure() -> Any:
-            optimizer.zero_grad(set_to_none=False)
+            for one in parameters:
+                one.grad = None
             loss = sum(((one - target) ** 2).sum() for one, target in zip(parameters, targets, strict=True))
             loss.backward(create_graph=False)
             if info.only_supports_sparse_grads:
@@ -419,14 +420,18 @@ def compare_state(info: Any, options: dict[str, Any], sizes: Sequence[tuple[int,
         del loss
         gc.collect()
         before = torch.cuda.memory_allocated()
+        optimizer = info.optim_cls(parameters, **moved)
         for _ in range(steps):
             closure()
             optimizer.step(closure if info.step_requires_closure else None)
         gc.collect()
         state = optimizer.state_dict()["state"]
         grown = torch.cuda.memory_allocated() - before
+        given = {one.untyped_storage().data_ptr() for one in tensors_of(moved)}
         storages = {
-            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors_of(state) if one.is_cuda
+            one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+            for one in tensors_of(state)
+            if one.is_cuda and one.untyped_storage().data_ptr() not in given
         }
         return (
             signature(

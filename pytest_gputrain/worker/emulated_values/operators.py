@@ -408,19 +408,19 @@ class Operators:
                     return number
                 if tensor.dtype == torch.bool:
                     return self._read_truth(self._looks.truth(tensor))
-                return self._read_number(self._looks.read(tensor, number))
+                return self._read_number(tensor, number)
             return on_host(tensor).item() if known.value is None else known.value.item()
 
         return run
 
-    def _read_number(self, number: Any) -> Any:
-        """Tell of a number that nobody knows, and of figures that are too low by it."""
+    def _read_number(self, tensor: Tensor, zero: Any) -> Any:
+        """Return a number that nobody knows, tell of it, and of figures that are too low by it."""
         if (operator := self._asking_operator()) in _LARGER:
             what = f"the sizes that {_shown(operator)} reads from values".encode()
             self._too_low.setdefault(what, what)
             self._stand_ins.gputrain_unknown(self._too_low[what])
         self.reads.note(f"a number for {_shown(operator) or 'the host'}")
-        return number
+        return zero if operator else self._looks.read(tensor, zero)  # ranges of made-up numbers would be in no order
 
     def _read_truth(self, truth: bool | None) -> bool:
         """Return a truth value that nobody knows: what follows from others, false, or what passes a check of torch's."""
