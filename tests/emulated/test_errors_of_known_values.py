@@ -74,7 +74,7 @@ WRONG = {
     ),
     "bernoulli": ("floats(0.5, 1.5).bernoulli()", "a value is not between 0 and 1"),
     "poisson": ("torch.poisson(floats(-1))", "a rate is negative"),
-    "repeat_interleave": ("numbers(2).repeat_interleave(ints(1, -1))", "a number of repetitions is negative"),
+    "repeat_interleave": ("numbers(2).repeat_interleave(ints(1, -1), output_size=3)", "a number of repetitions is negative"),
     "masked_scatter": (
         "numbers(3).masked_scatter_(floats(1, 1, 1) > 0, numbers(2))",
         "the mask chooses 3 elements, and the source has 2",
