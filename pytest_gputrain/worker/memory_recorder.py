@@ -9,6 +9,7 @@ import atexit
 import ctypes
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -141,31 +142,28 @@ def tracked_values(*, notes: bool = False) -> Any:
 
 def unknown() -> Iterator[str]:
     """Return memory of libraries that the stand-ins know nothing of."""
-    try:
-        at = ctypes.CDLL(None).gputrain_unknown_at
-    except AttributeError:
-        return
-    at.restype = ctypes.c_char_p
-    for number in range(1000):
-        text = at(number)
-        if text is None:
-            return
-        yield text.decode()
+    return _listed("gputrain_unknown_at")
 
 
 def not_exchanged() -> Iterator[dict[str, Any]]:
     """Return what NCCL did not exchange: functions, with their calls and the most bytes of one."""
+    calls, most = ctypes.c_uint64(), ctypes.c_uint64()
+    for function in _listed("gputrain_not_exchanged_at", ctypes.byref(calls), ctypes.byref(most)):
+        yield {"function": function, "calls": calls.value, "bytes": most.value}
+
+
+def _listed(name: str, *written: Any) -> Iterator[str]:
+    """Yield what a function of the stand-ins, if they are there, returns for 0, 1, and so on. It writes to ``written``."""
     try:
-        at = ctypes.CDLL(None).gputrain_not_exchanged_at
+        at = getattr(ctypes.CDLL(None), name)
     except AttributeError:
         return
     at.restype = ctypes.c_char_p
-    calls, most = ctypes.c_uint64(), ctypes.c_uint64()
-    for number in range(1000):
-        function = at(number, ctypes.byref(calls), ctypes.byref(most))
-        if function is None:
+    for number in itertools.count():
+        text = at(number, *written)
+        if text is None:
             return
-        yield {"function": function.decode(), "calls": calls.value, "bytes": most.value}
+        yield text.decode()
 
 
 def _device(index: int, peaks: Counter[str], snapshot: dict[str, Any]) -> dict[str, Any]:
