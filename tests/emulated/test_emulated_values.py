@@ -37,6 +37,10 @@ SAME_AS_ON_THE_CPU = {
     "row by row": "[[row.fill_(i) for i, row in enumerate(rows)] and rows for rows in [torch.empty(3, 2, device=d)]]",
     "many ones": "bool((torch.zeros(4000, 4000, device=d) + 1 == 1).all())",
     "lists of tensors": "torch._foreach_add([torch.tensor(1, device=d), torch.tensor(2, device=d)], 1)",
+    "the order of a packed sequence": "rnn_utils.pack_padded_sequence(torch.zeros(5, 3, 2, device=d), "
+    "torch.tensor([2, 5, 3]), enforce_sorted=False).unsorted_indices",
+    "all places written": "torch.empty(3, dtype=torch.long, device=d).index_copy_(0, torch.tensor([1, 2, 0], device=d), "
+    "torch.arange(3, device=d))",
     "isin": "torch.isin(torch.arange(5, device=d), torch.tensor([1, 3], device=d))",
     "in a thread": "in_thread(lambda: (torch.arange(5, device=d) > 2).nonzero())",
 }
@@ -46,6 +50,7 @@ def test_small_operators_compute_what_they_compute_on_the_cpu(emulate_parts):
     out, _, process = emulate_parts(
         """
         import threading, torch
+        import torch.nn.utils.rnn as rnn_utils
         from torch.utils._pytree import tree_map_only
         def in_thread(function):
             results = []

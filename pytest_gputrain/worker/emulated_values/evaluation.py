@@ -107,6 +107,26 @@ class Values:
             self.fill(targets[0], value)
         return value is not None
 
+    def place_all(self, operator: Any, arguments: Any, keywords: Any, target: Tensor) -> bool:
+        """Compute an operator that writes known values to known places, if these are all places of an unknown target.
+
+        Then what was there before does not matter, as two trials show.
+        """
+        known = self.find_all(arguments, keywords, without=[target])
+        dealt = any(one.dealt for one in known or ())
+        if known is None or not all(is_small(one, dealt=dealt) for one in (target, *flat(arguments)) if one.is_cuda):
+            return False
+        host, trials = on_host(target), []
+        for before in (0, 1):
+            host.fill_(before)
+            if self.run(operator, arguments, keywords, [target]) is None:
+                return False
+            trials.append(host.clone())
+        if not torch.equal(*trials):
+            return False
+        self._contents.written(target, dealt=dealt)
+        return True
+
     def run(self, operator: Any, arguments: Any, keywords: Any, targets: Sequence[Tensor] = ()) -> Any:
         """Run an operator on the host's view of the device's memory; None where the CPU has no such operator."""
 

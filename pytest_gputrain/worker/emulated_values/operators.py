@@ -52,6 +52,9 @@ all the same."""
 _OVERWRITING: Final = frozenset(("fill_", "zero_", "copy_"))
 """They write each element of their first argument, and do not read it."""
 
+_PLACING: Final = frozenset(("scatter_", "index_copy_", "_index_put_impl_", "put_"))
+"""They write to the places that indices name, which can be all of them."""
+
 _SAME_FOR_ALL: Final = frozenset((
     "all", "all.dim", "all.dims", "any", "any.dim", "any.dims", "amax", "amin", "max", "min",
 ))  # fmt: skip
@@ -293,7 +296,7 @@ class Operators:
         random = _is_random(operator)
         names = [operator._schema.arguments[index].name for index in written]
         is_out = any(operator._schema.arguments[index].kwarg_only for index in written)
-        fresh = is_out or base in _OVERWRITING
+        fresh, places = is_out or base in _OVERWRITING, base in _PLACING
         elementwise = torch.Tag.pointwise in operator.tags or base in ("fill_", "zero_")
         decides = rules.DECIDING.get(base.rstrip("_"))
         numbers = _places_of_tensors(operator)
@@ -312,6 +315,8 @@ class Operators:
             known = None
             if not random:
                 known = self.values.find_all(arguments, keywords, without=tensors if fresh else ())
+            if places and known is None and self.values.place_all(operator, arguments, keywords, tensors[0]):
+                return output
             if known is None or not self.values.compute_in_place(
                 operator, known, arguments, keywords, tensors, elementwise=elementwise
             ):
