@@ -140,6 +140,62 @@ def test_weights_that_were_saved_and_loaded_are_equal_until_they_are_trained(emu
     )
 
 
+def test_what_was_saved_equals_what_is_loaded_on_the_host_and_on_the_gpu_however_large_it_is(emulate):
+    assert (
+        looked(
+            emulate,
+            """
+            layers.register_parameter("scale", torch.nn.Parameter(torch.ones((), device="cuda") * weights[0].norm()))
+            held = layers.bfloat16().state_dict()
+            file = io.BytesIO()
+            torch.save(held, file)
+            for device in ("cpu", "cuda"):
+                file.seek(0)
+                loaded = torch.load(file, map_location=device)
+                print({torch.equal(loaded[name], held[name].to(device)) for name in held})
+                print({torch.equal(loaded[name].cpu(), held[name].cpu()) for name in held})
+            print(loaded["scale"].item() == held["scale"].item() == held["scale"].cpu().item())
+            """,
+        )
+        == "{True}\n{True}\n{True}\n{True}\nTrue\n"
+    )
+
+
+def test_large_tensors_of_the_host_count_as_different_if_one_element_or_their_order_differs(emulate):
+    assert (
+        looked(
+            emulate,
+            """
+            host = torch.randn(1000, 1001)
+            other = host.clone()
+            other[3, 7] += 1
+            last = host.clone()
+            last[-1, -1] += 1
+            print([torch.equal(host.cuda(), one.cuda()) for one in (host.clone(), other, last, host.flip(1))])
+            """,
+        )
+        == "[True, False, False, False]\n"
+    )
+
+
+def test_large_random_tensors_are_equal_if_they_are_drawn_from_the_same_state(emulate):
+    assert (
+        looked(
+            emulate,
+            """
+            def drawn(seed, draw):
+                torch.manual_seed(seed)
+                return draw(torch.empty(1000, 1000, device="cuda"))
+
+            for draw in (torch.randn_like, torch.nn.init.kaiming_uniform_, lambda tensor: tensor.bernoulli_(0.5)):
+                print(torch.equal(drawn(1, draw), drawn(1, draw)), torch.equal(drawn(1, draw), drawn(2, draw)))
+            print(torch.equal(drawn(1, lambda one: one.uniform_(0, 1)), drawn(1, lambda one: one.uniform_(0, 2))))
+            """,
+        )
+        == "True False\n" * 3 + "False\n"
+    )
+
+
 def test_a_loop_that_waits_for_a_small_number_ends(emulate):
     assert (
         looked(

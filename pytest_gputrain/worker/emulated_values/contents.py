@@ -172,9 +172,18 @@ def on_host(tensor: Tensor) -> Tensor:
     empty = torch.empty(0, dtype=tensor.dtype)
     if not bytes_:
         return empty.reshape(tensor.size())
-    construct: Any = torch._C._construct_storage_from_data_pointer
-    host = empty.set_(construct(tensor.data_ptr(), _CPU, bytes_), 0, tensor.size(), tensor.stride())
+    host = empty.set_(_storage(tensor.data_ptr(), bytes_), 0, tensor.size(), tensor.stride())
     return _turned(tensor, host)
+
+
+def host_bytes(start: int, bytes_: int) -> Tensor:
+    """Make a tensor of the CPU of so many bytes at an address."""
+    return torch.empty(0, dtype=torch.uint8).set_(_storage(start, bytes_), 0, (bytes_,), (1,))
+
+
+def _storage(start: int, bytes_: int) -> Any:
+    construct: Any = torch._C._construct_storage_from_data_pointer
+    return construct(start, _CPU, bytes_)
 
 
 def count_collective(operator: str, size: int) -> None:

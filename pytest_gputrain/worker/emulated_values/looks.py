@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .contents import Contents, extent, on_host
+from .contents import Contents, extent, host_bytes, on_host
 from .evaluation import Values, flat
 from .pieces import Origin
 from .program_lines import line_of
@@ -52,8 +52,12 @@ _MARKS: Final = 16
 """The first bytes of a copy on the host that tell it from others, so that types with few digits differ, too."""
 
 _ALL_BYTES: Final = 256 << 10
+_SUMMED_BYTES: Final = 32 << 10
 _SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 512
+
+_SAVE: Final = frozenset((torch.serialization._save.__code__, torch.serialization._legacy_save.__code__))
+"""Python code that copies the bytes of a storage, and holds the types of its tensors."""
 
 _CALL: Final = torch.nn.Module._call_impl.__code__
 _CLIP: Final = inspect.unwrap(torch.nn.utils.clip_grad_norm_).__code__
@@ -115,6 +119,11 @@ class Looks:
         self._contents.forget(target)
         self._put(target, origin, truth)
 
+    def drawn(self, name: str, to: Tensor, state: Tensor, inputs: Sequence[Any]) -> None:
+        """Note that random numbers were drawn, which are the same from the same state of a generator."""
+        self._contents.forget(to)
+        self._put(to, self._hash(name, [state, *inputs, to.dtype, to.size(), to.stride()], {}), None)
+
     def copied(self, to: Tensor, source: Tensor) -> None:
         """Note that unknown values were copied on the GPU."""
         if _in_backward() and not self._pieces.any_in(source):
@@ -126,6 +135,9 @@ class Looks:
 
     def copied_to_host(self, to: Tensor, source: Tensor) -> None:
         """Make up the numbers of unknown values that were copied to the host."""
+        saved = _saved_type(source) if source.dtype == torch.uint8 else None
+        if saved is not None and saved.is_floating_point and source.nbytes % saved.itemsize == 0:
+            source, to = source.view(saved), to.view(saved)  # so that what is loaded equals another copy on the host
         truth = self.truth(source)
         floats = source.dtype.is_floating_point and to.dtype.is_floating_point
         identity = self.identity(source)
@@ -135,11 +147,12 @@ class Looks:
             to.fill_(self._number(identity))
         if to.dtype != source.dtype or not _linear(to, source) or not to.is_contiguous():
             return
-        # torch.save copies bytes, of whatever type. These are numbers between 0 and 2 in each of them.
-        if truth is None and to.nbytes >= _MARKS and (floats or to.dtype == torch.uint8):
-            mixed = _mixed(identity)
-            marks = b"".join(bytes((mixed >> 7 * place & 0x7F, 0x3F)) for place in range(_MARKS // 2))
-            ctypes.memmove(to.data_ptr(), marks, _MARKS)
+        long = to.nbytes >= _MARKS
+        if truth is None and (floats or (long and saved is None and to.dtype == torch.uint8)):
+            if long:  # in each type, numbers between 0 and 2
+                mixed = _mixed(identity)
+                marks = b"".join(bytes((mixed >> 7 * place & 0x7F, 0x3F)) for place in range(_MARKS // 2))
+                ctypes.memmove(to.data_ptr(), marks, _MARKS)
             _limit(self._copies)
             self._copies[_sum_of(to)] = self._pieces.of(source, source.nbytes)
 
@@ -178,7 +191,9 @@ class Looks:
         truth = self.truth(tensor)
         if truth is not None:
             return type(zero)(truth)
-        return type(zero)(self._number(self.identity(tensor))) if isinstance(zero, (float, complex)) else zero
+        if not isinstance(zero, (float, complex)):
+            return zero
+        return torch.tensor(self._number(self.identity(tensor)), dtype=tensor.dtype).item()  # as a copy on the host has it
 
     def are_equal(self, one: Tensor, other: Tensor) -> bool:
         """Tell whether two tensors, of which at least one is unknown, hold the same values."""
@@ -203,7 +218,7 @@ class Looks:
         if known is not None or not tensor.is_cuda:
             held = on_host(tensor) if tensor.is_cuda else tensor
             sum_ = _sum_of(held.contiguous())
-            return (*self._copies[sum_], ()) if sum_ in self._copies else (-2, sum_)
+            return (*self._copies[sum_], False, False) if sum_ in self._copies else (-2, sum_)
         if tensor.is_contiguous():
             return *self._pieces.of(tensor, tensor.nbytes), tensor.is_conj(), tensor.is_neg()
         return (
@@ -368,19 +383,37 @@ def _in_pass() -> bool:
     return False
 
 
+def _saved_type(source: Tensor) -> torch.dtype | None:
+    """Return the type of the tensor whose bytes torch.save copies; None if it does not run."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _SAVE:
+            dtype: torch.dtype | None = frame.f_locals.get("storage_dtypes", {}).get(source.data_ptr())
+            return dtype
+        frame = frame.f_back
+    return None
+
+
 @functools.lru_cache(1 << 10)
 def _sum(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
 def _sum_of(tensor: Tensor) -> int:
-    """Return a checksum of the values of a contiguous tensor on the host, of samples if it is large."""
+    """Return a checksum of the values of a contiguous tensor on the host.
+
+    That of a large one consists of sums, which any other element changes, and of samples, which another order changes.
+    """
     start, bytes_ = tensor.data_ptr(), tensor.nbytes
     if bytes_ <= _ALL_BYTES:
-        return hash((bytes_, zlib.crc32(ctypes.string_at(start, bytes_))))
+        return hash((bytes_, zlib.crc32((ctypes.c_char * bytes_).from_address(start))))
     step = (bytes_ - _SAMPLE_BYTES) / (_SAMPLES - 1)
     samples = [ctypes.string_at(start + int(number * step), _SAMPLE_BYTES) for number in range(_SAMPLES)]
-    return hash((bytes_, zlib.crc32(b"".join(samples))))
+    data = host_bytes(start, bytes_)
+    rows = bytes_ // _SUMMED_BYTES
+    sums = data[: rows * _SUMMED_BYTES].view(torch.int64).view(rows, -1).sum(1)
+    rest = ctypes.string_at(start + rows * _SUMMED_BYTES, bytes_ % _SUMMED_BYTES)
+    return hash((bytes_, zlib.crc32(b"".join((*samples, rest, ctypes.string_at(sums.data_ptr(), sums.nbytes))))))
 
 
 def _linear(one: Tensor, other: Tensor) -> bool:

@@ -344,7 +344,7 @@ class Operators:
             given = [*arguments, *keywords.values()]
             first = next(tensor for tensor in flat(given) if tensor.is_cuda)
             state = None
-            if first.numel() <= random_numbers.MOST_DRAWN_BYTES:
+            if in_place or first.numel() <= random_numbers.MOST_DRAWN_BYTES:
                 generator = next((one for one in given if isinstance(one, torch.Generator)), None)
                 state = random_numbers.state_of(generator, first.device)
             if "out" in keywords:
@@ -360,6 +360,10 @@ class Operators:
             for to, value in zip(targets, drawn, strict=True):
                 if value is not None:
                     self.values.write([to], value, dealt=False)
+                elif in_place and state is not None:
+                    self._looks.drawn(
+                        name, to, state, [one for one in arguments[1:] if not isinstance(one, torch.Generator)]
+                    )
                 elif in_place:
                     contents.forget(to)
             if name in rules.DEALT and contents.find(targets[0]) is None:
