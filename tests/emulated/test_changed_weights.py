@@ -196,6 +196,30 @@ def test_large_random_tensors_are_equal_if_they_are_drawn_from_the_same_state(em
     )
 
 
+def test_batch_normalization_changes_its_running_statistics_in_training_and_not_in_evaluation(emulate):
+    assert (
+        looked(
+            emulate,
+            """
+            images = torch.randn(4, 3, 8, 8, device="cuda")
+            for run in (
+                torch.nn.BatchNorm2d(3).cuda(), torch.nn.BatchNorm2d(3, dtype=torch.float64).cuda(),
+                torch.nn.InstanceNorm2d(3, track_running_stats=True).cuda(),
+            ):
+                for training in (False, True):
+                    run.train(training)
+                    mean, variance = run.running_mean.clone(), run.running_var.clone()
+                    run(images.to(mean.dtype))
+                    print(torch.equal(run.running_mean, mean), torch.equal(run.running_var, variance))
+            mean = torch.zeros(3, device="cuda")
+            torch.batch_norm_update_stats(images, mean, torch.ones_like(mean), 0.1)
+            print((mean == 0).all().item())
+            """,
+        )
+        == "True True\nFalse False\n" * 3 + "False\n"
+    )
+
+
 def test_a_loop_that_waits_for_a_small_number_ends(emulate):
     assert (
         looked(

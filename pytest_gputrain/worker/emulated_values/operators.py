@@ -52,6 +52,12 @@ all the same."""
 _OVERWRITING: Final = frozenset(("fill_", "zero_", "copy_"))
 """They write each element of their first argument, and do not read it."""
 
+_UPDATING: Final = frozenset((
+    "native_batch_norm", "cudnn_batch_norm", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
+    "batch_norm_update_stats",
+))  # fmt: skip
+"""They write to the running mean and variance in training, and their schemas do not say so."""
+
 _PLACING: Final = frozenset(("scatter_", "index_copy_", "_index_put_impl_", "put_"))
 """They write to the places that indices name, which can be all of them."""
 
@@ -215,7 +221,7 @@ class Operators:
         if base in _VIEWS or base in _ALLOCATING:
             return None
         if not written and base.startswith(_LARGE):
-            return self._unknown(_original(qualified), base)
+            return self._unknown(operator, _original(qualified), base)
         if written:
             return self._in_place(operator, _original(qualified), base, written)
         return self._functional(operator, _original(qualified), name)
@@ -281,12 +287,18 @@ class Operators:
 
         return run
 
-    def _unknown(self, original: _Kernel, name: str) -> _Kernel:
+    def _unknown(self, operator: Any, original: _Kernel, name: str) -> _Kernel:
         """Follow an operator whose results are never known."""
+        names = [argument.name for argument in operator._schema.arguments] if name in _UPDATING else []
+        updated = [place for place, one in enumerate(names) if one.startswith("running_")]
+        training = names.index("training") if "training" in names else None
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             output = self._run(original, name, keys, arguments, keywords)
             self._forget(output, arguments)
+            if updated and (training is None or arguments[training]):
+                for tensor in flat([arguments[place] for place in updated]):
+                    self.contents.forget(tensor)
             return output
 
         return run
