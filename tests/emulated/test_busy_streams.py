@@ -38,6 +38,12 @@ def test_streams_that_share_no_block_make_none(emulate, line):
     assert report["processes"][0]["unknown"] == [], done.stderr
 
 
+def test_a_function_that_uses_blocks_of_its_own_stream_first_makes_one_of_another_stream_known(emulate):
+    used = program("[one.record_stream(torch.cuda.current_stream()) for one in (on_gpu + 1, on_gpu)]")
+    _, report = emulate(used + "\ntrain()\n")
+    assert len(report["processes"][0]["unknown"]) == 1
+
+
 CASE = """
     def build(setup):
         model = torch.nn.Linear(8, 8).to(setup.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -16,22 +17,31 @@ from torch import Tensor
 
 from .program_lines import BACKWARD, line_of
 
+_SEGMENT_BYTES: Final = 2 << 20
+"""All blocks in as many bytes are of one stream."""
+
+_MOST_TRIES: Final = 256
+"""The most blocks that are looked up for a line, which may be a function that is called for blocks of any stream."""
+
 _texts: Final[list[ctypes.Array[ctypes.c_char]]] = []
 """What the stand-ins have noted, which has to stay. One is enough for a program."""
 
 
 def following(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return the operator `record_stream`, which notes its first use for another stream than that of the block."""
-    decided: set[tuple[str, int]] = set()
+    decided: set[tuple[str, int, int]] = set()
+    tries: Counter[str] = Counter()
 
     def run(keys: Any, tensor: Tensor, stream: torch.Stream) -> None:
         original(keys, tensor, stream)
         if _texts:
             return
         line = line_of(sys._getframe(1)) or BACKWARD
-        if (line, stream.stream_id) in decided:
+        place = line, stream.stream_id, tensor.untyped_storage().data_ptr() // _SEGMENT_BYTES
+        if place in decided or tries[line] == _MOST_TRIES:
             return  # to find the stream of a block takes time
-        decided.add((line, stream.stream_id))
+        decided.add(place)
+        tries[line] += 1
         if _is_of_another(tensor, stream):
             _texts.append(
                 ctypes.create_string_buffer(f"blocks that record_stream keeps for another stream ({line})".encode())
