@@ -254,3 +254,41 @@ def test_what_others_write_is_unknown(emulate_parts):
     """)
     assert out == f"{[0] * 8} {[0] * 8} {[0] * 8} {[1] * 8}\n"
     assert sum(one["count"] for one in process["unknown_reads"]) == 3
+
+
+OTHER_LIBRARY = r"""
+    #include <stddef.h>
+    struct dim3 { unsigned x, y, z; };
+    struct accessor { float *data; long sizes[2], strides[2]; };
+    int cudaLaunchKernel(const void *, struct dim3, struct dim3, void **, size_t, void *);
+    void __cudaRegisterFunction(void **, const void *, char *, const char *);
+    void keep(const long *read, struct accessor written, int count) {
+      void *arguments[] = {&read, &written, &count};
+      cudaLaunchKernel(keep, (struct dim3){1, 1, 1}, (struct dim3){32, 1, 1}, arguments, 0, NULL);
+    }
+    __attribute__((constructor)) static void begin(void) {
+      static void *handle[1];
+      __cudaRegisterFunction(handle, keep, "keep", "keep");
+    }
+    void launch(const long *read, float *written) { keep(read, (struct accessor){written, {2, 8}, {8, 1}}, 16); }
+"""
+
+
+def test_zeros_that_are_given_to_a_kernel_of_another_library_are_unknown(emulate, tmp_path):
+    (tmp_path / "other.c").write_text(OTHER_LIBRARY)
+    _, process = emulate("""
+        import ctypes, subprocess, torch
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", "other.so", "other.c"], check=True)
+        launch = ctypes.CDLL("./other.so").launch
+        launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        lengths = torch.tensor([3, 4], device="cuda")
+        before, given, untouched = (torch.zeros(16, device="cuda") for _ in range(3))
+        launch(lengths.data_ptr(), given[8:].data_ptr())
+        assert lengths.tolist() == [3, 4]
+        assert untouched.sum().item() == before.sum().item() == 0
+        assert torch.zeros(16, device="cuda").sum().item() == 0
+        print(given.sum().item())
+        given.zero_()
+        assert given.sum().item() == 0
+    """)
+    assert [one["where"] for one in process["processes"][0]["unknown_reads"]] == ["train.py:12 in <module>"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import os
 from typing import Any, Final
@@ -21,6 +22,8 @@ MOST_DEALT_BYTES: Final = 256 << 20
 """The most bytes of a tensor that follows from the choice of experts: the loops over experts read masks of tokens by
 experts."""
 
+_NUMBER_BYTES: Final = 8
+
 _CPU: Final = torch.device("cpu")
 
 
@@ -33,12 +36,16 @@ class Known:
         value: what all elements of its type are, in place of contents in memory; None where these are in memory.
         dealt: it follows from where tokens were dealt.
         number: of the block, until torch frees it.
+        noted: how many addresses that other libraries may have written to were compared with this range.
     """
 
-    __slots__ = ("dealt", "high", "low", "number", "value")
+    __slots__ = ("dealt", "high", "low", "noted", "number", "value")
 
-    def __init__(self, low: int, high: int, value: Tensor | None = None, *, dealt: bool = False, number: int = 0) -> None:
+    def __init__(
+        self, low: int, high: int, value: Tensor | None = None, *, dealt: bool = False, number: int = 0, noted: int = 0
+    ) -> None:
         self.number = number
+        self.noted = noted
         self.low = low
         self.high = high
         self.value = value
@@ -63,6 +70,12 @@ class Contents:
         stand_ins.gputrain_tracer.restype = ctypes.c_void_p
         self._watch, self._is_watched = stand_ins.gputrain_watch, stand_ins.gputrain_is_watched
         self.pieces = Pieces(self._watch, self._is_watched)
+        stand_ins.gputrain_noted_at.argtypes = [ctypes.c_uint64]
+        stand_ins.gputrain_noted_at.restype = ctypes.c_size_t
+        self._noted_at, self._noted = stand_ins.gputrain_noted_at, ctypes.c_uint64.in_dll(stand_ins, "gputrain_noted")
+        self._last_noted: dict[int, int] = {}
+        self._addresses: list[int] = []
+        self._taken = 0
         torch_core = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
         # c10::impl::GPUTrace::set_trace, for compute-sanitizer's like of torch: it is told of each block that is freed.
         torch_core["_ZN3c104impl8GPUTrace9set_traceEPKNS0_13PyInterpreterE"](ctypes.c_void_p(stand_ins.gputrain_tracer()))
@@ -77,7 +90,7 @@ class Contents:
         known = self._blocks.get(base)
         if known is None:
             return _EMPTY if tensor.numel() == 0 else None
-        if not self._is_watched(base, known.number):
+        if not self._is_watched(base, known.number) or self._overwritten(known):
             self._blocks.pop(base, None)
             return None
         if start < known.low or start + extent(tensor) > known.high:
@@ -116,7 +129,9 @@ class Contents:
         if base in self.pieces.blocks:
             self.pieces.drop(base, low, high)
         before = self._blocks.get(base)
-        if before is not None and not (self._is_watched(base, before.number) and _same(before.value, value)):
+        if before is not None and not (
+            self._is_watched(base, before.number) and _same(before.value, value) and not self._overwritten(before)
+        ):
             before = None
         if before is not None and before.low <= low and high <= before.high:
             before.dealt = before.dealt or dealt
@@ -127,7 +142,36 @@ class Contents:
         if before is not None and low <= before.high and before.low <= high:
             low, high, dealt = min(low, before.low), max(high, before.high), dealt or before.dealt
         if base:
-            self._blocks[base] = Known(low, high, value, dealt=dealt, number=self._watch(base))
+            noted = self._noted.value
+            self._blocks[base] = Known(low, high, value, dealt=dealt, number=self._watch(base), noted=noted)
+
+    def _overwritten(self, known: Known) -> bool:
+        """Tell whether a kernel of another library may have written to a range that was filled with one value.
+
+        Results are prepared so. Other values, as lengths that the host computed, are read by most kernels, and stay known.
+        """
+        count = self._noted.value
+        if known.dealt or known.noted == count:
+            return False
+        for number in range(self._taken, count):
+            if address := self._noted_at(number):
+                if address not in self._last_noted:
+                    bisect.insort(self._addresses, address)
+                self._last_noted[address] = number
+        self._taken = count
+        first, end = (bisect.bisect_left(self._addresses, at) for at in (known.low, known.high))
+        if any(self._last_noted[address] >= known.noted for address in self._addresses[first:end]) and _is_filled(known):
+            return True
+        known.noted = count
+        return False
+
+
+def _is_filled(known: Known) -> bool:
+    """Tell whether all of a range is one value, and more than one number or zero."""
+    if known.value is not None:
+        return True
+    held = ctypes.string_at(known.low, known.high - known.low)
+    return not any(held) or (len(held) > _NUMBER_BYTES and held[_NUMBER_BYTES:] == held[:-_NUMBER_BYTES])
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -398,6 +398,7 @@ struct dim3 {
 };
 void __cudaRegisterFunction(void **binary, const void *function, char *device_function, const char *name) {
   gputrain_name(function, name);
+  gputrain_kernel_of(function, __builtin_return_address(0));
 }
 
 // A launch that is written <<<...>>> leaves its configuration here, where the kernel's own function on the host finds it.
@@ -420,18 +421,27 @@ int __cudaPopCallConfiguration(struct dim3 *blocks, struct dim3 *threads, size_t
   *stream = last->stream;
   return OK;
 }
-static int launch(const void *function, struct dim3 blocks) {
+static int launch(const void *function, struct dim3 blocks, void **arguments) {
   if (gputrain_forked())
     return check(NOT_INITIALIZED);
   uint64_t count = (uint64_t)blocks.x * blocks.y * blocks.z;
   gputrain_launched(count);
   gputrain_count("launches", function, count);
+  gputrain_may_write(function, arguments);
   return asked(OK);
 }
-int cudaLaunchKernel(const void *function, struct dim3 blocks, struct dim3 threads) { return launch(function, blocks); }
-int __cudaLaunchKernel(const void *function, struct dim3 blocks, struct dim3 threads) { return launch(function, blocks); }
-int cudaLaunchKernelExC(const struct dim3 *config, const void *function) { return launch(function, *config); }
-int cudaLaunchCooperativeKernel(const void *function, struct dim3 blocks) { return launch(function, blocks); }
+int cudaLaunchKernel(const void *function, struct dim3 blocks, struct dim3 threads, void **arguments) {
+  return launch(function, blocks, arguments);
+}
+int __cudaLaunchKernel(const void *function, struct dim3 blocks, struct dim3 threads, void **arguments) {
+  return launch(function, blocks, arguments);
+}
+int cudaLaunchKernelExC(const struct dim3 *config, const void *function, void **arguments) {
+  return launch(function, *config, arguments);
+}
+int cudaLaunchCooperativeKernel(const void *function, struct dim3 blocks, struct dim3 threads, void **arguments) {
+  return launch(function, blocks, arguments);
+}
 
 void **__cudaRegisterFatBinary(void *binary) {
   static void *handle[1];

@@ -1,5 +1,6 @@
 // What the worker's package emulated_values needs to track values: which blocks of memory are still those that it wrote to,
 // and what the host reads of a device.
+#define _GNU_SOURCE
 #include "emulated.h"
 #include <dlfcn.h>
 #include <execinfo.h>
@@ -132,6 +133,92 @@ static void freed(uintptr_t address) {
   if (room)
     slot(address)->number = 0;
   pthread_mutex_unlock(&lock);
+}
+
+// --- What kernels of other libraries may have written: the addresses of GPUs among their arguments. Where a kernel takes
+// them, and which of them it writes to, is compiled code. Its arguments lie on the stack of the function that launches it, so
+// whatever lies there is looked at, and an address that was no argument makes only less known than is.
+
+enum { MOST_LIBRARIES = 64, MOST_ARGUMENTS = 64, ARGUMENT_WORDS = 16, MOST_NOTED = 1 << 16 };
+static struct library {
+  const void *base;
+  uintptr_t low, high; // addresses of its kernels' functions
+} libraries[MOST_LIBRARIES];
+static pthread_mutex_t noting = PTHREAD_MUTEX_INITIALIZER;
+static uintptr_t *noted; // the last ones, in a ring
+uint64_t gputrain_noted; // how many so far
+GPUTRAIN_HOLD_WHILE_FORKING(noting)
+
+void gputrain_kernel_of(const void *function, const void *caller) {
+  Dl_info at;
+  if (!dladdr(caller, &at) || !at.dli_fname || strstr(at.dli_fname, "libtorch_cuda"))
+    return;
+  uintptr_t address = (uintptr_t)function;
+  pthread_mutex_lock(&noting);
+  for (struct library *one = libraries; one < libraries + MOST_LIBRARIES; one++) {
+    if (one->base && one->base != at.dli_fbase)
+      continue;
+    if (!one->base)
+      *one = (struct library){at.dli_fbase, address, address};
+    one->low = address < one->low ? address : one->low;
+    one->high = address > one->high ? address : one->high;
+    break;
+  }
+  pthread_mutex_unlock(&noting);
+}
+
+static int is_of_another(const void *function) {
+  for (const struct library *one = libraries; one < libraries + MOST_LIBRARIES && one->base; one++)
+    if (one->low <= (uintptr_t)function && (uintptr_t)function <= one->high)
+      return 1;
+  return 0;
+}
+
+static uintptr_t end_of_stack(void) {
+  static __thread uintptr_t end;
+  pthread_attr_t attributes;
+  void *start;
+  size_t bytes;
+  if (!end && !pthread_getattr_np(pthread_self(), &attributes)) {
+    if (!pthread_attr_getstack(&attributes, &start, &bytes))
+      end = (uintptr_t)start + bytes;
+    pthread_attr_destroy(&attributes);
+  }
+  return end;
+}
+
+__attribute__((no_sanitize("address"))) void gputrain_may_write(const void *function, void **arguments) {
+  if (!__atomic_load_n(&tracked, __ATOMIC_RELAXED) || !is_of_another(function))
+    return;
+  uintptr_t low = (uintptr_t)__builtin_frame_address(0), high = end_of_stack();
+  if ((uintptr_t)arguments < low)
+    return; // not on the stack
+  for (int i = 0; i < MOST_ARGUMENTS && (uintptr_t)(arguments + i + 1) <= high; i++) {
+    uintptr_t argument = (uintptr_t)arguments[i];
+    if (argument < low || argument >= high || argument % 4)
+      break; // behind the last one
+    for (int word = 0; word < ARGUMENT_WORDS && argument + (word + 1) * sizeof(uintptr_t) <= high; word++) {
+      uintptr_t address;
+      int device;
+      memcpy(&address, (char *)argument + word * sizeof address, sizeof address);
+      if (gputrain_kind((void *)address, &device) != DEVICE)
+        continue;
+      pthread_mutex_lock(&noting);
+      if (!noted && !(noted = calloc(MOST_NOTED, sizeof *noted)))
+        abort();
+      noted[gputrain_noted % MOST_NOTED] = address;
+      __atomic_add_fetch(&gputrain_noted, 1, __ATOMIC_RELAXED);
+      pthread_mutex_unlock(&noting);
+    }
+  }
+}
+
+// Returns the address with this number; 0 if it was too long ago.
+uintptr_t gputrain_noted_at(uint64_t number) {
+  pthread_mutex_lock(&noting);
+  uintptr_t address = number < gputrain_noted && gputrain_noted - number <= MOST_NOTED ? noted[number % MOST_NOTED] : 0;
+  pthread_mutex_unlock(&noting);
+  return address;
 }
 
 // --- torch tells its sanitizer what its allocator does, by virtual functions of an object of Python's. This one stands in
