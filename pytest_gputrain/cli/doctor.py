@@ -298,7 +298,7 @@ def _cuda_of_driver() -> tuple[int, int] | None:
 def _compiler() -> Iterator[Check]:
     """Look for what torch.compile and DeepSpeed build their kernels with."""
     with contextlib.suppress(CannotEmulate):
-        yield Check("compiler", "ok", shutil.which(find_compiler()[0]) or "")
+        yield Check("compiler", "ok", shutil.which(find_compiler(packaged=False)[0]) or "")
         return
     looked = f"CC={os.environ['CC']}" if os.environ.get("CC") else ", ".join(COMPILERS)
     yield Check(

@@ -21,8 +21,9 @@ from typing import Any, Final
 
 import msgspec
 
+from pytest_gputrain.cli import emulate_install
 from pytest_gputrain.hardware.emulation import boards, build, libraries
-from pytest_gputrain.hardware.emulation.environment import STARTUP, TORCH, emulated_environment
+from pytest_gputrain.hardware.emulation.environment import TORCH, emulated_environment, with_startup
 from pytest_gputrain.hardware.targets import CONTEXT_BYTES
 from pytest_gputrain.records.emulation import (
     ASSUMPTION,
@@ -71,7 +72,7 @@ def add_to(commands: Any) -> None:
         "rights, as it would without gputrain. The exit status is that of the program, or 2 if the GPU cannot be emulated. "
         "Example: gputrain emulate --gpu h100 -- python train.py",
     )
-    emulate.add_argument("--gpu", required=True, metavar="MARKER", help=f"the GPU: {', '.join(boards.emulated_markers())}")
+    emulate.add_argument("--gpu", metavar="MARKER", help=f"the GPU: {', '.join(boards.emulated_markers())}")
     emulate.add_argument(
         "--gpus",
         type=_number_of_gpus,
@@ -83,6 +84,7 @@ def add_to(commands: Any) -> None:
     emulate.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page with a picture of memory; this needs the extra 'report'"
     )
+    emulate_install.add_options(emulate)
     emulate.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program and its arguments")
 
 
@@ -95,6 +97,11 @@ def _number_of_gpus(text: str) -> int:
 def main(options: argparse.Namespace) -> int:
     """Run the program, and return its exit status."""
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if emulate_install.is_asked(options):
+        return emulate_install.main(options, program)
+    if options.gpu is None:
+        console.say("name the GPU to emulate: gputrain emulate --gpu h100 -- python train.py")
+        return 2
     if not program:
         console.say("name the program to run: gputrain emulate --gpu h100 -- python train.py")
         return 2
@@ -110,7 +117,7 @@ def main(options: argparse.Namespace) -> int:
             description = boards.describe(board, kernels=kernels, devices=options.gpus)
             environ = emulated_environment(os.environ, stand_ins, description, state=state)
             environ[TORCH] = str(torch.folder)
-            environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), environ.get("PYTHONPATH", "")]))
+            environ["PYTHONPATH"] = with_startup(environ)
             status = _run(program, environ)
             report = Emulation(
                 gpu=board.name,
@@ -118,6 +125,7 @@ def main(options: argparse.Namespace) -> int:
                 gpus=options.gpus,
                 memory_bytes=board.memory_bytes,
                 torch=torch.version,
+                origin=torch.origin,
                 command=tuple(program),
                 status=status,
                 processes=tuple(_processes(state)),

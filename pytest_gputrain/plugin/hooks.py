@@ -71,6 +71,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         torch = libraries.find_torch()
     except CannotEmulate:
         return  # the session says so
+    if torch.environment is not None:
+        return  # pytest and its tests import the user's own, which needs none of them
     try:
         importable.make_importable(torch)
     except CannotEmulate as error:

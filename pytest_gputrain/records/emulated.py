@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, UnsetType, field
 
 from pytest_gputrain.records.counts import Counts
 from pytest_gputrain.records.prediction import (
@@ -40,6 +40,8 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
     """The version of CUDA that torch was built for."""
     packages: dict[str, str]
     """The version of every training library whose code the case runs."""
+    torch_build: str | UnsetType = UNSET
+    """The version of torch and the wheel that it came from, if ``gputrain emulate --install`` has installed it."""
     processes: Whole = 1
     """The number of processes of the case."""
     allocated_by_rank: tuple[Whole, ...] = ()
@@ -101,6 +103,7 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
         """Return the run as baselines keep it, without the names of lines, which move."""
         return msgspec.structs.replace(
             self,
+            torch_build=UNSET,  # other builds of the version have the same figures
             largest=without_lines(self.largest),
             operators={name: work.without_lines() for name, work in self.operators.items()},
             counts=self.counts.as_stored() if self.counts else None,

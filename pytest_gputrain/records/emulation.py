@@ -134,6 +134,8 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     """The size of each tensor."""
     torch: str
+    origin: str = ""
+    """The wheel that torch came from, if ``gputrain emulate --install`` has installed it."""
     command: tuple[str, ...]
     status: int
     """The program's own exit status; 128 and the number of the signal that ended it."""

@@ -17,5 +17,9 @@ class OtherPlatform(CannotRun):
     """The case is for machines of another platform."""
 
 
+class WrongTorch(ImportError):
+    """A worker imported another torch than the one that it is for; the sentence."""
+
+
 class CannotEmulate(OneLineError):
     """A GPU cannot be emulated here; the sentence says why and what to do."""

@@ -24,6 +24,8 @@ _MOST_BYTES: Final = 1 << 30
 _PART: Final = ".part"
 _WRITABLE: Final = 0o222
 _WRITABLE_BY_OTHERS: Final = 0o022
+_NOBODY: Final = 65534
+"""The owner that a folder has in a container that does not know the user; there nobody can be this one."""
 _MARKER: Final = re.compile(rb"^(?:<{7}|\|{7}|={7}|>{7})(?=[ \r\n]|\Z)", re.MULTILINE)
 
 
@@ -183,6 +185,39 @@ def make_own(folder: Path) -> None:
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _WRITABLE_BY_OTHERS:
         raise PermissionError(errno.EACCES, "it is not a folder of this user alone; remove it")
+
+
+def cache_folder(name: str) -> Path:
+    """Return the folder of this name in the user's cache, below ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / name
+
+
+def writable_ancestor(folder: Path) -> Path | None:
+    """Find a folder above this one in which another user could replace what leads to it; None where there is none.
+
+    In a sticky folder, such as that for temporary files, nobody can. The group that has only this user may write.
+    """
+    for above in folder.resolve().parents:
+        with contextlib.suppress(FileNotFoundError):
+            status = above.stat()
+            by_others = status.st_mode & (stat.S_IWOTH if _is_own_group(status.st_gid) else _WRITABLE_BY_OTHERS)
+            foreign = status.st_uid not in (0, os.geteuid(), _NOBODY)
+            if foreign or (by_others and not status.st_mode & stat.S_ISVTX):
+                return above
+    return None
+
+
+def _is_own_group(number: int) -> bool:
+    """Tell whether this group is the one that was made for this user, or root's."""
+    import grp
+    import pwd
+
+    try:
+        group = grp.getgrgid(number)
+        return number == 0 or (group.gr_name == pwd.getpwuid(os.geteuid()).pw_name and len(group.gr_mem) <= 1)
+    except KeyError:
+        return False
 
 
 _PATIENCE_SECONDS: Final = 60.0

@@ -21,6 +21,7 @@ import msgspec
 from pytest_gputrain.cases.libraries import how_to_install, missing
 from pytest_gputrain.records import FORMAT, Crashed, EmulatedRun, Measurement, Prediction, Reply, Served, Task
 from pytest_gputrain.records.node_protocol import write_record
+from pytest_gputrain.utils.errors import WrongTorch
 from pytest_gputrain.utils.linux import die_with_parent
 from pytest_gputrain.worker.progress import Progress
 
@@ -97,6 +98,8 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
 
 def _cannot_import(task: Task, error: ImportError) -> str:
     """Say which libraries are not installed, all at once; or which one is broken."""
+    if isinstance(error, WrongTorch):
+        return str(error)
     if names := missing([task.case]):
         return f"{sys.executable} cannot import {' and '.join(names)}; {how_to_install(names)} (or pytest-gputrain[suite])"
     return f"{sys.executable} cannot import {error.name or 'torch'} ({error}); install it, or pytest-gputrain[suite]"

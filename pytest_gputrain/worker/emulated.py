@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
@@ -10,6 +11,7 @@ from unittest import mock
 import msgspec
 import torch
 import torch.distributed as dist
+from msgspec import UNSET
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +19,7 @@ from pytest_gputrain.cases.libraries import packages_of
 from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.records.emulated import NOT_MADE
 from pytest_gputrain.records.emulation import ASSUMPTION, NotExchanged, not_exchanged_sentence
+from pytest_gputrain.utils.torch_beside import ORIGIN_VARIABLE
 from pytest_gputrain.worker.device import Accelerator, Device
 from pytest_gputrain.worker.device_allocations import DeviceAllocations
 from pytest_gputrain.worker.emulated_values import tracking
@@ -168,7 +171,9 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
 def conditions(task: Task, device: Device) -> dict[str, Any]:
     """Return the fields of a run on an emulated GPU that say what it depends on."""
     properties = torch.cuda.get_device_properties(device.torch_device)
+    origin = os.environ.get(ORIGIN_VARIABLE)
     return {
+        "torch_build": f"{torch.__version__} of {origin}" if origin else UNSET,
         "device_name": properties.name,
         "device_memory_bytes": properties.total_memory,
         "runtime": torch.version.cuda,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
@@ -14,6 +16,8 @@ from pytest_gputrain.cases.libraries import missing
 from pytest_gputrain.cases.model_config import declare
 from pytest_gputrain.cases.validation import ADAPTING, EIGHT_BIT
 from pytest_gputrain.records import Case, Task
+from pytest_gputrain.utils.errors import WrongTorch
+from pytest_gputrain.utils.torch_beside import LOCK, SITE, SITE_VARIABLE
 
 
 def load_for(task: Task, *, to_be_forked: bool = False) -> None:
@@ -32,6 +36,28 @@ def load_for(task: Task, *, to_be_forked: bool = False) -> None:
         beside_gpu=to_be_forked and bool(task.emulated),
         model_config=task.model_config,
     )
+    _check_torch(emulated=bool(task.emulated))
+
+
+def _check_torch(*, emulated: bool) -> None:
+    """Check that torch comes from the build that was installed for emulated GPUs if and only if such a GPU is to use it.
+
+    Raises:
+        WrongTorch: otherwise.
+    """
+    import torch
+
+    site = Path(torch.__file__).resolve().parents[1]
+    expected = os.environ.get(SITE_VARIABLE)
+    if emulated and expected and site != Path(expected).resolve():
+        raise WrongTorch(
+            f"the emulated GPU is for the torch in {expected}, and this worker imported the one in {site}; a test that sets "
+            "PYTHONPATH has to keep what is in it, and gputrain emulate --install mends what was removed"
+        )
+    if not emulated and site.name == SITE and (site.parent / LOCK).exists():
+        raise WrongTorch(
+            f"this worker imported the torch in {site}, which is for emulated GPUs alone; take it out of PYTHONPATH"
+        )
 
 
 def load(

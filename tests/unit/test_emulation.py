@@ -240,14 +240,33 @@ def test_what_cannot_be_emulated_is_told_with_what_to_do(monkeypatch, tmp_path, 
     said["no compiler"] = refusal(build.find_compiler)
     monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
     said["no torch"] = refusal(libraries.find_torch)
-    for system, machine in (("darwin", "arm64"), ("linux", "aarch64")):
-        monkeypatch.setattr(build.sys, "platform", system)
-        monkeypatch.setattr(build.platform, "machine", lambda machine=machine: machine)
-        said[f"{system} {machine}"] = refusal(build.stand_ins, torch)
+    for system, platform, machine in (
+        ("Darwin", "darwin", "arm64"),
+        ("Windows", "win32", "AMD64"),
+        ("Linux", "linux", "s390x"),
+    ):
+        monkeypatch.setattr(libraries.sys, "platform", platform)
+        monkeypatch.setattr(libraries.platform, "system", lambda system=system: system)
+        monkeypatch.setattr(libraries.platform, "machine", lambda machine=machine: machine)
+        said[system] = refusal(build.stand_ins, torch)
+        assert refusal(libraries.find_torch) == said[system]
     listed = ", ".join(boards.emulated_markers())
     assert {
         what: sentence.replace(str(tmp_path), "...").replace(listed, "(all of them)") for what, sentence in said.items()
     } == snapshot
+
+
+def test_the_compiler_of_ziglang_serves_where_the_host_has_none_and_none_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    (tmp_path / "ziglang").mkdir()
+    (tmp_path / "ziglang" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert build.find_compiler() == [sys.executable, "-P", "-m", "ziglang", "cc"]
+    with pytest.raises(CannotEmulate):
+        build.find_compiler(packaged=False)
+    (tmp_path / "gcc").touch(mode=0o755)
+    assert build.find_compiler() == [str(tmp_path / "gcc")]
 
 
 def test_stubs_succeed_make_handles_or_refuse_to_make_up_a_size():
@@ -350,4 +369,4 @@ def test_an_emulation_within_another_finds_nothing_of_it(tmp_path, environ):
 def test_builds_are_kept_where_the_user_says(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert build.cache_folder() == tmp_path / ".cache" / "pytest-gputrain-emulation"
+    assert build.stand_ins_folder() == tmp_path / ".cache" / "pytest-gputrain-emulation"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -24,12 +24,13 @@ from pytest_gputrain.hardware.emulation.libraries import (
     Functions,
     Torch,
     architectures,
+    check_machine,
     needed_functions,
     users_of_cuda,
 )
 from pytest_gputrain.hardware.emulation.stubs import stubs_text, version_script
 from pytest_gputrain.utils.errors import CannotEmulate
-from pytest_gputrain.utils.files import locked, make_own
+from pytest_gputrain.utils.files import cache_folder, locked, make_own
 
 SOURCES: Final = Path(__file__).with_name("c")
 
@@ -65,7 +66,10 @@ class StandIns:
         libraries: their paths, in the order in which they are to be loaded: before torch, by their absolute paths, since
             torch's own search path comes before that of the environment.
         architectures: of GPUs that torch has kernels for.
+        torch: the one that they were built for; None if nobody said.
     """
+
+    torch: Torch | None = None
 
     def __init__(self, folder: Path) -> None:
         """Read them from their folder.
@@ -89,13 +93,9 @@ def stand_ins(torch: Torch) -> StandIns:
     Raises:
         CannotEmulate: they cannot be built or kept here.
     """
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise CannotEmulate(
-            f"a GPU is emulated on Linux x86-64 only, and this is {platform.system()} {platform.machine()}; "
-            "run it in a Linux container, or predict memory on this machine by --gpu-predict"
-        )
+    check_machine()
     users = users_of_cuda(torch)
-    folder = cache_folder() / _key(torch, users)
+    folder = stand_ins_folder() / _key(torch, users)
     try:
         make_own(folder.parent)
         with locked(folder):
@@ -104,6 +104,7 @@ def stand_ins(torch: Torch) -> StandIns:
                 found = _build(folder, torch, users)
                 _sweep(folder)
             os.utime(folder)
+            found.torch = torch
             return found
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -113,10 +114,9 @@ def stand_ins(torch: Torch) -> StandIns:
         ) from None
 
 
-def cache_folder() -> Path:
+def stand_ins_folder() -> Path:
     """Return the folder of this user's that stand-ins are kept in."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pytest-gputrain-emulation"
+    return cache_folder("pytest-gputrain-emulation")
 
 
 def _key(torch: Torch, users: Iterable[Path]) -> str:
@@ -165,8 +165,11 @@ def _sweep(new: Path) -> None:
                 shutil.rmtree(folder)
 
 
-def find_compiler() -> list[str]:
-    """Find the host's C compiler: the one that CC names, or the system's.
+def find_compiler(*, packaged: bool = True) -> list[str]:
+    """Find a C compiler: the one that CC names, the system's, or that of the package ziglang.
+
+    Args:
+        packaged: whether that package will do, which only this one asks for.
 
     Raises:
         CannotEmulate: there is none.
@@ -179,9 +182,11 @@ def find_compiler() -> list[str]:
     for name in COMPILERS:
         if path := shutil.which(name):
             return [path]
+    if packaged and importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-P", "-m", "ziglang", "cc"]
     raise CannotEmulate(
-        "emulating a GPU needs a C compiler, and there is no cc, gcc or clang; install one (apt-get install gcc libc6-dev, "
-        "or conda install gcc_linux-64) or name it in CC"
+        "emulating a GPU needs a C compiler, and there is no cc, gcc or clang; install one (apt-get install gcc libc6-dev), "
+        "name it in CC, or install the one that pip has (pip install ziglang)"
     )
 
 
@@ -200,7 +205,7 @@ def compile_all(
     options = [*flags, *_FLAGS, *_versions(torch), f"-I{SOURCES}"]
     core = folder / CORE
     sources = [str(SOURCES / name) for name in _CORE_SOURCES]
-    _run([*compiler, *options, f"-Wl,-soname,{CORE}", "-o", str(core), *sources, "-lpthread", "-ldl"])
+    _run(compiler, *options, f"-Wl,-soname,{CORE}", "-o", str(core), *sources, "-lpthread", "-ldl")
     driver = next(name for name in needed if name.startswith("libcuda.so."))
 
     def compile_one(soname: str, *others: Path) -> None:
@@ -233,16 +238,8 @@ def _compile_one(
         parts, written = [], set()
         if source.exists():
             written_part = Path(scratch) / "written.o"
-            _run(
-                [
-                    *compiler,
-                    *(option for option in options if option != "-shared"),
-                    "-c",
-                    str(source),
-                    "-o",
-                    str(written_part),
-                ]
-            )
+            compiling = (option for option in options if option != "-shared")
+            _run(compiler, *compiling, "-c", str(source), "-o", str(written_part))
             with Elf(written_part) as part:
                 written = part.defined()
             parts.append(str(written_part))
@@ -252,10 +249,11 @@ def _compile_one(
         script.write_text(version_script(functions))
         versioned = [f"-Wl,--version-script={script}"] if script.stat().st_size else []
         linked = [*versioned, f"-Wl,-soname,{soname}", "-Wl,-rpath,$ORIGIN", *map(str, others), "-ldl", "-lm"]
-        _run([*compiler, *options, "-o", str(folder / soname), str(stubs), *parts, *linked])
+        _run(compiler, *options, "-o", str(folder / soname), str(stubs), *parts, *linked)
 
 
-def _run(command: list[str]) -> None:
+def _run(compiler: list[str], *arguments: str) -> None:
+    command = [*compiler, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -264,5 +262,5 @@ def _run(command: list[str]) -> None:
         lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
         raise CannotEmulate(
             f"the C compiler fails: {lines[0] if lines else f'exit status {done.returncode}'} "
-            f"({shlex.join(command[:1])}); name another in CC, or install the C library's headers (libc6-dev)"
+            f"({shlex.join(compiler)}); name another in CC, or install the C library's headers (libc6-dev)"
         )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from pytest_gputrain.hardware.emulation.build import CORE, StandIns
+from pytest_gputrain.hardware.emulation.installed import this_python
 from pytest_gputrain.utils.errors import CannotEmulate
+from pytest_gputrain.utils.torch_beside import ORIGIN_VARIABLE, PYTHON_VARIABLE, SITE_VARIABLE
 
 DEVICE: Final = "GPUTRAIN_EMULATED_DEVICE"
 """Environment variable: what the stand-ins are told of the GPUs."""
@@ -65,7 +68,22 @@ def emulated_environment(
     emulated.setdefault(_KERNELS, f"{compiled.parent}{_KEPT_KERNELS}")
     # With it, Inductor measures fused kernels to choose among them, and times mean nothing here.
     emulated["TORCHINDUCTOR_BENCHMARK_EPILOGUE_FUSION"] = "0"
+    torch = libraries.torch
+    if torch is not None and torch.environment is not None:
+        emulated |= {SITE_VARIABLE: str(torch.site), PYTHON_VARIABLE: this_environment(), ORIGIN_VARIABLE: torch.origin}
+        emulated[_MODULES] = with_startup(environ)
     return emulated
+
+
+def this_environment() -> str:
+    """Return the ABI of this Python and its environment, as the ``sitecustomize`` names them."""
+    return f"{this_python()} {sys.prefix}"
+
+
+def with_startup(environ: Mapping[str, str]) -> str:
+    """Return the PYTHONPATH with the folder of the ``sitecustomize`` as the first."""
+    others = (path for path in environ.get(_MODULES, "").split(os.pathsep) if path and path != str(STARTUP))
+    return os.pathsep.join([str(STARTUP), *others])
 
 
 def _without_emulation(environ: Mapping[str, str]) -> dict[str, str]:
@@ -78,7 +96,7 @@ def _without_emulation(environ: Mapping[str, str]) -> dict[str, str]:
     folders = {os.path.dirname(path) for path in preloaded if os.path.basename(path) == CORE}
     bare = {
         **environ,
-        **dict.fromkeys((DEVICE, STATE, TORCH), ""),
+        **dict.fromkeys((DEVICE, STATE, TORCH, SITE_VARIABLE, PYTHON_VARIABLE, ORIGIN_VARIABLE), ""),
         _PRELOAD: ":".join(path for path in preloaded if os.path.dirname(path) not in folders),
         _MODULES: os.pathsep.join(path for path in modules if path != str(STARTUP)),
         _COMPILED: before if before != kernels else environ.get(_COMPILED, ""),

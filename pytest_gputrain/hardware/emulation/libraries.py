@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import platform
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from pytest_gputrain.hardware.emulation import installed
 from pytest_gputrain.hardware.emulation.elf import Elf, NotElf
+from pytest_gputrain.hardware.emulation.wheels import PACKAGES
 from pytest_gputrain.utils.errors import CannotEmulate
 
 PREFIXES: Final = {
@@ -49,6 +54,10 @@ Functions = dict[str, str]
 """Names of functions, with the version of each; empty where the library has no versions."""
 
 
+MACHINES: Final = ("x86_64", "aarch64")
+"""The processors that the stand-ins are compiled for."""
+
+
 class Torch(NamedTuple):
     """An installed CUDA build of torch."""
 
@@ -57,23 +66,72 @@ class Torch(NamedTuple):
     cuda: tuple[int, int]
     cudnn: tuple[int, int, int]
     nccl: tuple[int, int, int]
+    environment: Path | None = None
+    """The folder of the user's packages, where torch lies in another one, of `installed`."""
+    origin: str = ""
+    """The wheel that such a torch came from."""
 
     @property
     def site(self) -> Path:
-        """The folder that other packages lie in, too."""
+        """The folder that torch lies in, with other packages."""
         return self.folder.parent
 
 
-def find_torch() -> Torch:
-    """Find the torch that this Python would import.
+def check_machine() -> None:
+    """Check that a GPU can be emulated on this machine.
 
     Raises:
-        CannotEmulate: there is none, or it is no CUDA build.
+        CannotEmulate: it is none of Linux, or has another processor.
+    """
+    if sys.platform != "linux" or platform.machine() not in MACHINES:
+        raise CannotEmulate(
+            f"a GPU is emulated on Linux only, on {' or '.join(MACHINES)}, and this is {platform.system()} "
+            f"{platform.machine()}; run it in a Linux container, as docs/containers.md shows"
+        )
+
+
+def find_torch() -> Torch:
+    """Find the torch that this Python would import, or the CUDA build of the same version that was installed beside it.
+
+    Raises:
+        CannotEmulate: there is none, or there is no CUDA build, or this machine is none for it.
+    """
+    check_machine()
+    folder = torch_folder()
+    try:
+        return read_torch(folder)
+    except CannotEmulate:
+        build = installed.find(version_of(folder), folder.parent)
+        if build is None:
+            raise
+        found = read_torch(build.site / "torch")
+        return found._replace(environment=folder.parent, origin=build.origin)
+
+
+def torch_folder() -> Path:
+    """Find the folder of the torch that this Python would import.
+
+    Raises:
+        CannotEmulate: there is none.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise CannotEmulate("there is no torch to emulate a GPU for; install it in this environment (pip install torch)")
-    return read_torch(Path(spec.origin).parent)
+    return Path(spec.origin).parent
+
+
+def version_of(folder: Path) -> str:
+    """Return the version of the torch in this folder.
+
+    Raises:
+        CannotEmulate: it does not say.
+    """
+    try:
+        return version_file(folder)["__version__"]
+    except OSError as error:
+        raise CannotEmulate(f"torch in {folder} does not say its version: {error.strerror}") from None
+    except KeyError:
+        raise CannotEmulate(f"torch in {folder} does not say its version") from None
 
 
 def version_file(folder: Path) -> dict[str, str]:
@@ -92,16 +150,12 @@ def read_torch(folder: Path) -> Torch:
     Raises:
         CannotEmulate: it is no CUDA build.
     """
-    try:
-        about = version_file(folder)
-    except OSError as error:
-        raise CannotEmulate(f"torch in {folder} does not say its version: {error.strerror}") from None
-    version, cuda = about.get("__version__"), re.fullmatch(r"(\d+)\.(\d+)", about.get("cuda", ""))
-    if version is None or cuda is None or not (folder / "lib" / "libtorch_cuda.so").exists():
-        name = f"torch {version}" if version else "torch"
+    version = version_of(folder)
+    cuda = re.fullmatch(r"(\d+)\.(\d+)", version_file(folder).get("cuda", ""))
+    if cuda is None or not (folder / "lib" / "libtorch_cuda.so").exists():
         raise CannotEmulate(
-            f"{name} in {folder} is not a CUDA build; install PyPI's torch for Linux, which is one, in a new environment "
-            "(its nvidia-* packages are not needed, so they may be left out)"
+            f"torch {version} in {folder} is not a CUDA build; {installed.MEND} puts one beside it for emulated GPUs "
+            "alone (about 0.8 GB to download and 2 GB on disk), and leaves this environment as it is"
         )
     requires = _requirements(folder)
     return Torch(
@@ -137,14 +191,40 @@ def users_of_cuda(torch: Torch) -> list[Path]:
     if not of_torch:
         raise CannotEmulate(f"no library of torch in {torch.folder} needs CUDA's, so there is nothing to stand in for")
     versions = {_stem(soname): soname for sonames in of_torch.values() for soname in sonames}
-    others = {path for pattern in ("*.so", "*/*.so", "*/lib/*.so") for path in torch.site.glob(pattern)} - of_torch.keys()
+    others = set(_of_packages(torch.site)) - of_torch.keys()
+    if torch.environment is not None:
+        hidden = {path.name for path in torch.site.iterdir()}
+        others |= {path for path in _of_packages(torch.environment) if _package(path, torch.environment) not in hidden}
     # bitsandbytes has a library for each version of CUDA, and loads the one of torch's.
     fitting = [
         path
         for path in sorted(others)
         if (sonames := _sonames(path)) and all(versions.get(_stem(name), name) == name for name in sonames)
     ]
-    return [*of_torch, *(path for path in fitting if path.relative_to(torch.site).parts[0] != "nvidia")]
+    folders = [folder for folder in (torch.site, torch.environment) if folder is not None]
+    return [*of_torch, *(path for path in fitting if all(_package(path, folder) != "nvidia" for folder in folders))]
+
+
+def _of_packages(site: Path) -> Iterator[Path]:
+    """Yield the libraries of the packages in a folder, where packages have them."""
+    for pattern in ("*.so", "*/*.so", "*/lib/*.so"):
+        yield from site.glob(pattern)
+
+
+def _package(path: Path, site: Path) -> str:
+    """Return the name of the package in this folder that a file belongs to; empty where it lies elsewhere."""
+    return path.relative_to(site).parts[0] if path.is_relative_to(site) else ""
+
+
+def compiled_for_cpu(environment: Path) -> list[str]:
+    """Find the packages whose libraries were compiled against torch, and not against its CUDA build."""
+    packages = set()
+    for path in _of_packages(environment):
+        with contextlib.suppress(NotElf, OSError), Elf(path) as library:
+            needed = library.needed()
+            if any(name.startswith("libtorch") for name in needed) and not any("cuda" in name for name in needed):
+                packages.add(_package(path, environment))
+    return sorted(packages - {name for names in PACKAGES.values() for name in names})
 
 
 def _sonames(path: Path) -> list[str]:

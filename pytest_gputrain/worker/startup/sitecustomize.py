@@ -1,5 +1,8 @@
 """Makes torch record its memory in every Python process of a program that `gputrain emulate` or a test of a script runs.
 
+Where a CUDA build of torch was installed beside the user's, it also has workers and programs find that build, if they run in
+the Python that it was installed for.
+
 Python imports this module when it starts, before the program. It then imports the module of the same name that it hides, and
 does nothing else until the program imports torch. It runs in the program's environment, which may lack this package's
 dependencies.
@@ -11,6 +14,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from importlib import machinery
 from types import ModuleType
 from typing import Any
 
@@ -19,13 +23,25 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 def _check(torch: ModuleType) -> None:
     """Refuse another torch than the one whose libraries have stand-ins."""
-    expected = os.environ.get("GPUTRAIN_EMULATED_TORCH")
+    expected = os.environ.get("GPUTRAIN_EMULATED_TORCH") or (_SITE and os.path.join(_SITE, "torch"))
     found = os.path.dirname(torch.__file__ or "")
     if expected and os.path.realpath(found) != os.path.realpath(expected):
         raise ImportError(
             f"gputrain emulates a GPU for the torch in {expected}, and this program imports the one in {found}; "
             "run the gputrain that is installed beside it"
         )
+
+
+def _add(site: str) -> None:
+    """Have this process find the packages of that folder first, and keep them from being removed as long as it lives."""
+    import fcntl
+
+    try:
+        lock = os.open(os.path.join(os.path.dirname(site), "in-use.lock"), os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_SH)  # until the process and those forked from it have ended
+    except OSError:
+        return  # it was removed, and whoever imports another torch is told so
+    sys.path.insert(0, site)
 
 
 def _record(torch: ModuleType) -> None:
@@ -58,5 +74,10 @@ def _import_hidden() -> None:
             sys.modules["sitecustomize"] = own
 
 
-_load("emulated_values/after_import").after_import("torch", _record, before=_check)
+_SITE = os.environ.get("GPUTRAIN_EMULATED_SITE", "")
+if _SITE and os.environ.get("GPUTRAIN_EMULATED_PYTHON") == f"{machinery.EXTENSION_SUFFIXES[0]} {sys.prefix}":
+    _add(_SITE)
+# Workers record by themselves.
+if "GPUTRAIN_EMULATED_TORCH" in os.environ or "GPUTRAIN_SCRIPT_STATE" in os.environ:
+    _load("emulated_values/after_import").after_import("torch", _record, before=_check)
 _import_hidden()
