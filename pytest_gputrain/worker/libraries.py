@@ -47,9 +47,9 @@ def _check_torch(*, emulated: bool) -> None:
     """
     import torch
 
-    site = Path(torch.__file__).resolve().parents[1]
+    site = Path(torch.__file__).parents[1]
     expected = os.environ.get(SITE_VARIABLE)
-    if emulated and expected and site != Path(expected).resolve():
+    if emulated and expected and (site / "torch").resolve() != Path(expected, "torch").resolve():
         raise WrongTorch(
             f"the emulated GPU is for the torch in {expected}, and this worker imported the one in {site}; a test that sets "
             "PYTHONPATH has to keep what is in it, and gputrain emulate --install mends what was removed"

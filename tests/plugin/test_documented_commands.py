@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from plugin_project import H100
 
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.cli import main
+from pytest_gputrain.cli import emulate_install, main
 from pytest_gputrain.plugin.options import OPTIONS
 
 COMMANDS = list(commands())
@@ -126,8 +126,8 @@ def check_gputrain(command, command_project):
         assert exit_info.value.code == 0
         return
     options, rest = main.command_parser().parse_known_args(words)
-    if options.command == "emulate":  # needs a CUDA build of torch
-        assert options.program
+    if options.command == "emulate":  # needs a CUDA build of torch, or downloads one
+        assert bool(options.program) != emulate_install.is_asked(options)
     elif options.command == "ab":
         command_project.run(*rest)
     elif options.command == "predict":
@@ -201,8 +201,14 @@ def check_docker(command, command_project):
         return
     assert subcommand == "run"
     images = {f"gputrain-{path.stem}" for path in (ROOT / "docker").glob("*.Dockerfile")}
-    (image,) = (number for number, word in enumerate(words) if word in images)
-    if inside := words[image + 1 :]:
+    (image,) = (number for number, word in enumerate(words) if word in {*images, "python:3.12"})
+    inside = words[image + 1 :]
+    if inside[:2] == ["sh", "-c"]:
+        for part in inside[2].split(" && "):
+            tool, *rest = part.split()
+            assert tool in ("pip", "gputrain")
+            RULES[tool](Command(command.page, (tool, *rest)), command_project)
+    elif inside:
         assert inside[0] == "pytest"
         check_pytest(Command(command.page, tuple(inside)), command_project)
 
