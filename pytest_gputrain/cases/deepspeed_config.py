@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import msgspec
 
+from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.records import Case
 from pytest_gputrain.utils.errors import BadCase
 
@@ -28,6 +29,14 @@ _FOREIGN: Final = {
 
 _ADAMW: Final = ("Adam", "AdamW")
 """The names of AdamW in DeepSpeed: its Adam decays weights as AdamW does by default."""
+
+_ZERO: Final = "zero_optimization"
+
+_DROPPING: Final = (_ZERO, "fp16", "bf16")
+"""Sections of which DeepSpeed drops options that are ``"auto"``, and takes its own default."""
+
+_HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
+"""Keys of a config for what transformers calls ``hidden_size``."""
 
 _OFFLOADED: Final = ("offload_optimizer", "offload_param")
 """Sections of ``zero_optimization`` and knobs of the case."""
@@ -95,6 +104,8 @@ def _further(case: Case, content: Options) -> Iterator[tuple[tuple[str, ...], An
     unused = [f"zero_optimization.{section}" for section in _OFFLOADED if not getattr(case, section)]
     for path, value in _leaves(content):
         key = ".".join(path)
+        if path[0] == "scheduler" and _is_left_open(content["scheduler"]):
+            continue
         if path[0] == "optimizer" and (value == "auto" or (key == "optimizer.type" and value in _ADAMW and is_adamw)):
             continue
         if path[0] in _FOREIGN:
@@ -104,17 +115,59 @@ def _further(case: Case, content: Options) -> Iterator[tuple[tuple[str, ...], An
         if key not in decided and any(key.startswith(f"{section}.") for section in unused):
             continue
         if key not in decided:
-            if value == "auto":
-                raise _Wrong(f"has {key}='auto', which only transformers fills in; write its value")
             if isinstance(value, str) and _is_number(value):
                 raise _Wrong(f"has {key}={_shown(value)}, which is text; write the number without quotes")
-            yield path, value
+            if value != "auto":
+                yield path, value
+            elif (filled := _filled_in(case, key)) is not None:
+                yield path, filled
         elif value not in ("auto", decided[key][1]):
             knob, expected = decided[key]
             raise _Wrong(
                 f"has {key}={_shown(value)}, which contradicts the case, whose {knob} makes it {_shown(expected)}; change "
                 "the case, or leave it out of the file"
             )
+
+
+def _is_left_open(scheduler: Any) -> bool:
+    """Tell whether transformers fills in all parameters of the scheduler, so that it is the Trainer's own."""
+    parameters = scheduler.get("params") if isinstance(scheduler, dict) else None
+    return bool(parameters) and isinstance(parameters, dict) and set(map(str, parameters.values())) == {"auto"}
+
+
+def _filled_in(case: Case, key: str) -> int | None:
+    """Return what transformers fills in for an option that is ``"auto"``; None where DeepSpeed takes its default.
+
+    Raises:
+        _Wrong: neither does anything of the kind, or the model has no hidden size.
+    """
+    sizes: dict[str, Callable[[int], int]] = {f"{_ZERO}.reduce_bucket_size": lambda hidden: hidden * hidden}
+    if case.parallel == "zero3":
+        sizes[f"{_ZERO}.stage3_prefetch_bucket_size"] = lambda hidden: int(0.9 * hidden * hidden)
+        sizes[f"{_ZERO}.stage3_param_persistence_threshold"] = lambda hidden: 10 * hidden
+    if key in sizes:
+        hidden = _hidden_size(architectures()[case.model].trained_part.config)
+        if hidden is None:
+            raise _Wrong(
+                f"has {key}='auto', which transformers computes from the hidden size, and the config of {case.model} names "
+                "none; write the value"
+            )
+        return sizes[key](hidden)
+    if key.partition(".")[0] not in _DROPPING:
+        raise _Wrong(f"has {key}='auto', which neither transformers nor DeepSpeed fills in; write its value")
+    return None
+
+
+def _hidden_size(config: Mapping[str, Any]) -> int | None:
+    """Return the hidden size as transformers reads it for DeepSpeed: the largest where there are several."""
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            sizes = [part.get(key) for key in _HIDDEN]
+            several = part.get("hidden_sizes")
+            sizes += [max(several)] if isinstance(several, list) and several else []
+            if found := next((size for size in sizes if isinstance(size, int)), None):
+                return found
+    return None
 
 
 def _is_number(text: str) -> bool:
@@ -128,7 +181,7 @@ def _is_number(text: str) -> bool:
 def _decided(case: Case) -> dict[str, tuple[str, Any]]:
     """Return the options that fields of the case decide, each with the fields' names and the value that follows from
     them."""
-    zero = "zero_optimization"
+    zero = _ZERO
     samples = case.batch_size * case.gradient_accumulation
     options: dict[str, tuple[str, Any]] = {
         "train_micro_batch_size_per_gpu": ("batch_size", case.batch_size),

@@ -88,6 +88,54 @@ def test_a_file_for_transformers_is_taken(tmp_path):
             read(tmp_path, content, changed)
 
 
+PANGU_HIDDEN = 1024
+SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+COMMON = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "min_loss_scale": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+}
+"""What the files for stage 2 and 3 of LLaMA-Factory, axolotl and transformers have in common."""
+PASSED_ON = {"zero_allow_untested_optimizer": True, "fp16": {"loss_scale": 0, "loss_scale_window": 1000}}
+AUTO = dict.fromkeys(SIZES, "auto")
+
+
+def test_auto_is_what_transformers_and_deepspeed_make_of_it(tmp_path):
+    """As trainer_config_finalize of transformers.integrations.deepspeed does; DeepSpeedConfigModel drops the others."""
+    case = CASE.replace(parallel="zero3", offload_optimizer=False, pin_memory=False)
+    zero = {"stage": 3, "sub_group_size": 1e9, "stage3_max_live_parameters": "auto", "overlap_comm": "auto", **AUTO}
+    square = PANGU_HIDDEN * PANGU_HIDDEN
+    filled = dict(zip(SIZES, (square, int(0.9 * square), 10 * PANGU_HIDDEN), strict=True))
+    assert further(tmp_path, COMMON | {"zero_optimization": zero}, case) == {
+        **PASSED_ON,
+        "zero_optimization": {"sub_group_size": 1e9, **filled},
+    }
+    # What the case sets counts before what transformers fills in.
+    given = further(tmp_path, COMMON | {"zero_optimization": zero}, case.replace(reduce_bucket_size=7))
+    assert "reduce_bucket_size" not in given["zero_optimization"]
+    # transformers leaves the sizes of stage 3 alone in other stages.
+    stage2 = {"zero_optimization": {"stage": 2, **AUTO}}
+    assert further(tmp_path, stage2) == {"zero_optimization": {"reduce_bucket_size": square}}
+
+
+@pytest.mark.parametrize(
+    ("model", "hidden"), [("transformer-big", 1024), ("resnet-50", 2048), ("gemma-3-4b", 2560), ("llama-3.1-8b", 4096)]
+)
+def test_the_hidden_size_is_found_as_transformers_finds_it(tmp_path, model, hidden):
+    case = CASE.replace(model=model)
+    options = further(tmp_path, {"zero_optimization": {"reduce_bucket_size": "auto"}}, case)
+    assert options == {"zero_optimization": {"reduce_bucket_size": hidden * hidden}}
+
+
 def test_another_content_is_another_case_and_another_order_is_not(tmp_path):
     first, options = read(tmp_path, {"steps_per_print": 1, "prescale_gradients": True})
     assert with_config(first, tmp_path) == (first, options), "a case with a digest is read anew"
@@ -112,7 +160,9 @@ CONTRADICTING = [
     {"zero_optimization": {"offload_param": {"device": "cpu"}}},
     {"zero_optimization": {"offload_optimizer": None}},
     {"zero_optimization": True},
-    {"zero_optimization": {"reduce_bucket_size": "auto"}},
+    {"steps_per_print": "auto"},
+    {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": "auto"}}},
+    {"scheduler": {"type": "WarmupLR"}},
     {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
     {"activation_checkpointing": {"cpu_checkpointing": True}},
 ]
@@ -130,6 +180,8 @@ def test_what_contradicts_and_what_is_no_file_is_told(tmp_path, snapshot):
 
     for content in CONTRADICTING:
         refuse(str(content), lambda content=content: read(tmp_path, content))
+    without = CASE.replace(model="sd-1.5")
+    refuse("no hidden size", lambda: read(tmp_path, {"zero_optimization": {"reduce_bucket_size": "auto"}}, without))
     for name in NO_FILES:
         refuse(name, lambda name=name: with_config(CASE.replace(deepspeed_config=name), tmp_path))
     assert said == snapshot
