@@ -9,7 +9,6 @@ import itertools
 import operator
 import os
 import re
-import shlex
 import shutil
 import signal
 import struct
@@ -22,6 +21,8 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain.cli import emulate_install
+from pytest_gputrain.gate.emulated_program import judge
+from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.environment import TORCH, emulated_environment, with_startup
 from pytest_gputrain.hardware.targets import CONTEXT_BYTES
@@ -57,6 +58,9 @@ _PROCESS: Final = re.compile(r"[0-9]{1,10}")
 _NAMED: Final = 3
 """Lines of the program that are named of one kind."""
 
+_STATUS: Final = {"fits": 0, "does not fit": 1, "incomplete": 2}
+"""The exit statuses of ``--must-fit``."""
+
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _SIGNALLED = 128
 
@@ -69,16 +73,23 @@ def add_to(commands: Any) -> None:
         description="Run a program on an emulated GPU. This needs no GPU. torch's own allocator and CUDA operators "
         "decide how "
         "much memory is allocated. Kernels compute nothing, so losses and times mean nothing. The program runs with your "
-        "rights, as it would without gputrain. The exit status is that of the program, or 2 if the GPU cannot be emulated. "
+        "rights, as it would without gputrain. The last line says whether the program fits, does not fit, or whether that "
+        "is not known (incomplete). The exit status is that of the program, or 2 if the GPU cannot be emulated. "
         "Example: gputrain emulate --gpu h100 -- python train.py",
     )
-    emulate.add_argument("--gpu", metavar="MARKER", help=f"the GPU: {', '.join(boards.emulated_markers())}")
+    emulate.add_argument("--gpu", metavar="MARKER", help=f"the GPU: {', '.join(PLATFORMS)}")
     emulate.add_argument(
         "--gpus",
         type=_number_of_gpus,
         default=1,
         metavar="N",
         help="the number of GPUs, for torchrun and similar programs (default: 1)",
+    )
+    emulate.add_argument(
+        "--must-fit",
+        action="store_true",
+        help="exit with the verdict instead of the program's status: 0 if it fits, 1 if it does not fit, 2 if that is not "
+        "known",
     )
     emulate.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this JSON file")
     emulate.add_argument(
@@ -119,8 +130,10 @@ def main(options: argparse.Namespace) -> int:
             environ[TORCH] = str(torch.folder)
             environ["PYTHONPATH"] = with_startup(environ)
             status = _run(program, environ)
+            processes, use = tuple(_processes(state)), tuple(_use(state))
+            other = boards.other_kernels(board, kernels)
             report = Emulation(
-                gpu=board.name,
+                gpu=other.name if other else board.name,
                 marker=board.marker,
                 gpus=options.gpus,
                 memory_bytes=board.memory_bytes,
@@ -128,19 +141,34 @@ def main(options: argparse.Namespace) -> int:
                 origin=torch.origin,
                 command=tuple(program),
                 status=status,
-                processes=tuple(_processes(state)),
-                use=tuple(_use(state)),
+                processes=processes,
+                use=use,
+                fit=judge(program, status, board.memory_bytes, processes, use),
+                notes=tuple(filter(None, [other.sentence if other else "", _capacity(board)])),
             )
     except CannotEmulate as error:
         console.say(error)
         return 2
     for line in _report_lines(report):
         console.say(line)
+    if options.must_fit:
+        status = _STATUS[report.fit.verdict]
     if options.json is not None and not _written(options.json, msgspec.json.format(msgspec.json.encode(report)) + b"\n"):
         return status or 2
     if options.html is not None and not _written(options.html, page.page_of_emulation(report).encode()):
         return status or 2
     return status
+
+
+def _capacity(board: boards.Board) -> str:
+    """Say that the capacity of a board is computed; empty where a driver has reported it."""
+    platform = PLATFORMS[board.marker]
+    if not platform.usable_is_computed:
+        return ""
+    return (
+        f"no report of a driver about the memory of {board.title} is known: {format_bytes(board.memory_bytes)} are computed "
+        f"from the {format_bytes(platform.memory_bytes)} that it is sold with, rather too low than too high"
+    )
 
 
 def _written(path: Path, data: bytes) -> bool:
@@ -222,18 +250,19 @@ def _use(state: Path) -> Iterator[DeviceUse]:
 
 
 def _report_lines(report: Emulation) -> Iterator[str]:
-    """Render the report as lines."""
-    if not report.use:
-        yield (
-            f"{shlex.join(report.command)} never used the GPU, so there are no figures; perhaps an option chooses its "
-            "device, or it ended before"
-        )
-        return
+    """Render the report as lines, the verdict last."""
+    if report.use:
+        yield from _lines_of_figures(report)
+    yield f"{report.fit.verdict}: {report.fit.sentence}"
+
+
+def _lines_of_figures(report: Emulation) -> Iterator[str]:
     many = f"{report.gpus} x " if report.gpus > 1 else ""
     yield (
-        f"emulated {many}{report.gpu} ({format_bytes(report.memory_bytes)}), torch {report.torch}; its kernels computed "
+        f"emulated {many}{report.gpu} ({format_bytes(report.memory_bytes)}), {report.versions}; its kernels computed "
         "nothing, so losses, scores and times above mean nothing"
     )
+    yield from report.notes
     by_process = {process.process: process for process in report.processes}
     for use in report.use:
         yield from _lines_of_use(use, by_process.get(use.process), report, whole=use is max(report.use, key=_peak))

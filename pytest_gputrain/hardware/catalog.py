@@ -29,11 +29,16 @@ class Platform:
     title: str
     pattern: str
     """Regular expression for the driver's name of such a device, case ignored."""
+    driver_name: str
+    """The name that NVIDIA's driver reports of it; empty for an AMD device."""
     memory_bytes: int
     """The nominal memory of the board."""
     usable_bytes: int
     """The total capacity that torch reports: less than it is sold with, as the driver and error correction take their
     part."""
+    usable_is_computed: bool
+    """Whether no report of that capacity is known, so that it is computed from the nominal memory, rather too low than too
+    high."""
     capability: tuple[int, int]
     """CUDA's compute capability, which decides on kernels. Of an AMD device one whose kernels take the same inputs."""
     target: str
@@ -81,9 +86,10 @@ _MOST_MEMORY: Final = 1.02
 """The share of a board's nominal memory that a driver may report: it was 0.937 of it, where error correction takes a
 sixteenth, to 1.000. Anything else is another board, or a part of one."""
 
-_USABLE_SHARE: Final = 0.975
-"""The usable share of the memory of a device whose capacity is not known: no known one without inline error correction has
-less."""
+_LEAST_SHARE: Final = 0.975
+_MOST_RESERVED: Final = 0.6
+"""What is usable of the memory of a device whose capacity is not known: this share of it, or all but so many GiB, whichever
+is less. No known device without inline error correction has less."""
 
 _AMD_CAPABILITY: Final = (9, 0)
 
@@ -97,7 +103,8 @@ def _platforms() -> Iterator[Platform]:
             figures |= figures_there
         if "bf16" in figures:
             figures.setdefault("fp16", figures["bf16"])
-        usable = figures.get("usable", figures["memory"] * _USABLE_SHARE)
+        memory = figures["memory"]
+        computed = min(memory * _LEAST_SHARE, memory - _MOST_RESERVED)
         target = figures["capability"]
         major, _, minor = target.partition(".")
         is_amd = target.startswith("gfx")
@@ -105,8 +112,10 @@ def _platforms() -> Iterator[Platform]:
             marker=marker,
             title=board["title"],
             pattern=f"{_FAMILY}(?:{board['name']})",
-            memory_bytes=figures["memory"] * GiB,
-            usable_bytes=int(usable * GiB),
+            driver_name="" if is_amd else board.get("driver", f"NVIDIA {board['name']}"),
+            memory_bytes=memory * GiB,
+            usable_bytes=figures.get("usable_bytes", int(figures.get("usable", computed) * GiB)),
+            usable_is_computed=figures.keys().isdisjoint(("usable", "usable_bytes")),
             capability=_AMD_CAPABILITY if is_amd else (int(major), int(minor)),
             target=target if is_amd else f"sm_{major}{minor}",
             multiprocessors=figures["multiprocessors"],

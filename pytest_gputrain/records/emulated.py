@@ -33,7 +33,8 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
     _described = "a run on an emulated GPU"
 
     device_name: str
-    """The name that the emulated driver reports."""
+    """The name that the driver of such a GPU reports. For a GPU that runs on kernels for another one: which GPU is emulated,
+    and by which kernels."""
     device_memory_bytes: Whole
     """The memory of the emulated GPU."""
     runtime: str | None

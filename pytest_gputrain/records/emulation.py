@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -11,6 +11,43 @@ from pytest_gputrain.utils.units import format_bytes
 
 ASSUMPTION: Final = "unknown values are assumed to differ from each other and from zero, and to pass torch's checks"
 """What sizes and checks rest on where nothing computed the values that they depend on."""
+
+
+class OtherKernels(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU that is emulated by CUDA's kernels for another one."""
+
+    title: str
+    kernels: int
+    """90 for those that were compiled for ``sm_90``."""
+    is_amd: bool
+
+    @property
+    def name(self) -> str:
+        """The emulated GPU, as records, sentences and tables name it."""
+        return f"{self.title}, by CUDA's kernels for sm_{self.kernels}"
+
+    @property
+    def sentence(self) -> str:
+        """What that means for its figures."""
+        other = f"the kernels for sm_{self.kernels} decided what was allocated"
+        if self.is_amd:
+            return (
+                f"{other}: torch for ROCm has its own kernels and libraries, which can take more or less than those of CUDA "
+                f"on a real {self.title}"
+            )
+        return f"{other}: this torch has none for {self.title} and does not run on it; another torch can take more or less"
+
+    def fields(self) -> dict[str, str]:
+        """Return what `of_description` finds in the description of the GPU for its stand-ins."""
+        return {"title": self.title, "amd": str(int(self.is_amd))}
+
+    @classmethod
+    def of_description(cls, description: str) -> OtherKernels | None:
+        """Return what the description of a GPU for its stand-ins says; None for a GPU that has kernels of its own."""
+        fields = dict(field.split("=", 1) for field in description.split(","))
+        if "title" not in fields:
+            return None
+        return cls(title=fields["title"], kernels=int(fields["kernels"]), is_amd=fields["amd"] == "1")
 
 
 class Tensors(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +149,8 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Choices among unknown scores that were dealt in turn, such as those of experts by a router."""
     assumed: tuple[AtLine, ...] = ()
     """Operators that assume of unknown values that all differ and none is zero, and checks that are assumed to pass."""
+    packages: dict[str, str] = {}
+    """The training libraries that the process imported, with their versions."""
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,15 +163,29 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
     """The peak of managed memory (``cudaMallocManaged``), which is assumed to be on the GPU as far as it fits."""
 
 
+class ProgramFit(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the program fits the emulated GPUs."""
+
+    verdict: Literal["fits", "does not fit", "incomplete"]
+    """``incomplete`` where the program ended early, or something that it took is not known."""
+    headroom_bytes: int | None
+    """The memory of the fullest GPU that was left at its peak. Negative where that was too little: at least so much is
+    missing. None where the program never used a GPU."""
+    sentence: str
+    """The reason."""
+
+
 class Emulation(msgspec.Struct, frozen=True, kw_only=True):
     """The report of ``gputrain emulate --json``."""
 
     gpu: str
+    """The name that the driver of such a GPU reports. For a GPU that runs on kernels for another one: which GPU is emulated,
+    and by which kernels."""
     marker: str
     gpus: int
     """The number of GPUs that the program found."""
     memory_bytes: int
-    """The size of each tensor."""
+    """The memory of each GPU."""
     torch: str
     origin: str = ""
     """The wheel that torch came from, if ``gputrain emulate --install`` has installed it."""
@@ -142,3 +195,14 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[EmulatedProcess, ...]
     use: tuple[DeviceUse, ...]
     """Empty where the program never used the GPU."""
+    fit: ProgramFit
+    notes: tuple[str, ...] = ()
+    """What the figures rest on beside the program: kernels for another GPU, a capacity that is computed."""
+
+    @property
+    def versions(self) -> str:
+        """The training libraries that some process imported, with their versions."""
+        versions = {"torch": self.torch}
+        for process in self.processes:
+            versions |= {name: version for name, version in process.packages.items() if name != "torch"}
+        return ", ".join(f"{name} {version}" for name, version in versions.items())

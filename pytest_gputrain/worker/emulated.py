@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pytest_gputrain.cases.libraries import packages_of
 from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.records.emulated import NOT_MADE
-from pytest_gputrain.records.emulation import ASSUMPTION, NotExchanged, not_exchanged_sentence
+from pytest_gputrain.records.emulation import ASSUMPTION, NotExchanged, OtherKernels, not_exchanged_sentence
 from pytest_gputrain.utils.torch_beside import ORIGIN_VARIABLE
 from pytest_gputrain.worker.device import Accelerator, Device
 from pytest_gputrain.worker.device_allocations import DeviceAllocations
@@ -174,7 +174,7 @@ def conditions(task: Task, device: Device) -> dict[str, Any]:
     origin = os.environ.get(ORIGIN_VARIABLE)
     return {
         "torch_build": f"{torch.__version__} of {origin}" if origin else UNSET,
-        "device_name": properties.name,
+        "device_name": other.name if (other := _other_kernels()) else properties.name,
         "device_memory_bytes": properties.total_memory,
         "runtime": torch.version.cuda,
         "packages": packages_of(task.case),
@@ -182,10 +182,17 @@ def conditions(task: Task, device: Device) -> dict[str, Any]:
     }
 
 
+def _other_kernels() -> OtherKernels | None:
+    return OtherKernels.of_description(os.environ["GPUTRAIN_EMULATED_DEVICE"])
+
+
 def rests_on(
     dealt: Sequence[Mapping[str, str | int]], assumed: Sequence[Mapping[str, str | int]], calls: Sequence[NotExchanged]
 ) -> Iterator[str]:
-    """Yield what the figures rest on where nothing computed or exchanged the values that they depend on."""
+    """Yield what the figures rest on where nothing computed or exchanged the values that they depend on, or the kernels are
+    those of another GPU."""
+    if other := _other_kernels():
+        yield other.sentence
     if dealt:
         yield f"balanced routing is assumed: unknown scores were distributed evenly, by {_places(dealt)}"
     if assumed:

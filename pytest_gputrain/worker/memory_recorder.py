@@ -6,8 +6,10 @@ It runs inside the program that `gputrain emulate` starts, loaded by its path: i
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import importlib
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -35,6 +37,19 @@ _MOST_POINTS: Final = 400
 _CHANGES: Final = {"alloc": 1, "free_completed": -1}
 _CHANGES_OF_RESERVED: Final = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 """Whether an event adds its bytes or takes them away."""
+
+PACKAGES: Final = (
+    "torch",
+    "transformers",
+    "diffusers",
+    "peft",
+    "accelerate",
+    "trl",
+    "lightning",
+    "bitsandbytes",
+    "deepspeed",
+)
+"""Training libraries whose code decides what is allocated."""
 
 Trace = list[dict[str, Any]]
 """Events of torch's memory history."""
@@ -105,6 +120,7 @@ class Recorder:
             "devices": [device for device in devices if device["peak_allocated"] or device["refused"]],
             "unknown": list(unknown()),
             "not_exchanged": list(not_exchanged()),
+            "packages": packages(),
             **self._values.report(),
         }
         path = Path(folder, f"{os.getpid()}.json")
@@ -116,6 +132,16 @@ class Recorder:
 def _gpu(torch: ModuleType, device: int) -> int:
     """Return the number among all emulated GPUs, which ends the UUID of each."""
     return int(str(torch.cuda.get_device_properties(device).uuid)[-2:], 16)
+
+
+def packages() -> dict[str, str]:
+    """Return the versions of the training libraries that this process has imported."""
+    versions: dict[str, str] = {}
+    for name in PACKAGES:
+        if name in sys.modules:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def tracked_values(*, notes: bool = False) -> Any:

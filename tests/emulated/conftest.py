@@ -47,10 +47,10 @@ def _run(folder, command, variables, text=None):
 def emulate(stand_ins, tmp_path):
     """Run a program on an emulated GPU: its completed process, and the report."""
 
-    def run(code, *arguments, gpu="h100", gpus=1, **variables):
+    def run(code, *arguments, gpu="h100", gpus=1, options=(), **variables):
         script, report = tmp_path / "train.py", tmp_path / "report.json"
         script.write_text(textwrap.dedent(code))
-        command = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", gpu, f"--gpus={gpus}"]
+        command = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", gpu, f"--gpus={gpus}", *options]
         program = ["--json", str(report), "--", sys.executable, script.name, *arguments]
         done = _run(tmp_path, [*command, *program], variables)
         return done, json.loads(report.read_bytes()) if report.exists() else None

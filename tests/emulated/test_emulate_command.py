@@ -1,6 +1,7 @@
 """`gputrain emulate` with real programs. Needs a CUDA build of torch, and no GPU."""
 
 import importlib.machinery
+import importlib.metadata
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import pytest_gputrain
+from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.hardware.emulation import boards, build
 from pytest_gputrain.hardware.targets import CONTEXT_BYTES
 
@@ -254,11 +256,11 @@ def test_no_figure_of_an_emulated_gpu_is_taken_for_a_measurement(emulate, tmp_pa
     assert list(tmp_path.glob("baselines/**/*.json")) == []
 
 
-OFTEN = ("h100", "t4", "v100")
+OFTEN = ("h100", "t4", "v100", "mi300x")
 
 
 @pytest.mark.parametrize(
-    "marker", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in boards.emulated_markers()]
+    "marker", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in PLATFORMS]
 )
 def test_torch_sees_each_gpu_of_the_catalog(emulate, stand_ins, marker, torch):
     board = boards.board(marker)
@@ -271,17 +273,54 @@ def test_torch_sees_each_gpu_of_the_catalog(emulate, stand_ins, marker, torch):
         (x @ x).sum().backward()
         x.nonzero(), x.topk(5), x.sort(), x.cumsum(0)  # by CUB, which takes its algorithms by the kernels' architecture
     """
-    done, _ = emulate(code, gpu=marker)
-    major, minor = board.capability
-    if not {f"sm_{major}{older}" for older in range(minor + 1)} & set(stand_ins.architectures):
-        assert done.returncode == 2
-        assert f"torch {torch.version} has no kernels for {board.name}" in done.stderr
-        return
+    done, report = emulate(code, gpu=marker)
+    kernels = boards.find_kernels(board, stand_ins.architectures, torch.version)
+    (major, minor), driver_name = board.capability, board.name
+    if report["gpu"] != board.name:  # torch has no kernels for it
+        assert report["gpu"] == f"{board.title}, by CUDA's kernels for sm_{kernels}"
+        assert f"the kernels for sm_{kernels} decided what was allocated" in done.stderr
+        (major, minor), driver_name = divmod(kernels, 10), "NVIDIA Graphics Device"
     assert done.returncode == 0, done.stderr
     figures, name = done.stdout.splitlines()
     *numbers, uuid = figures.split()
     assert list(map(int, numbers)) == [board.memory_bytes, board.multiprocessors, major, minor]
-    assert (name, uuid[:9]) == (board.name, "656d756c-")
+    assert (name, uuid[:9]) == (driver_name, "656d756c-")
+    assert ("computed from the" in done.stderr) == PLATFORMS[marker].usable_is_computed
+
+
+VERDICTS = {
+    "fits": ("fits", (0, 0), ""),
+    "does not fit": ("does not fit", (1, 1), "torch.empty(90 << 30, dtype=torch.uint8, device='cuda')"),
+    "went on": (
+        "does not fit",
+        (0, 1),
+        "try: torch.empty(90 << 30, dtype=torch.uint8, device='cuda')\nexcept torch.OutOfMemoryError: pass",
+    ),
+    "failed": ("incomplete", (3, 2), "sys.exit(3)"),
+    "ended without Python's own end": ("incomplete", (0, 2), "os._exit(0)"),
+}
+
+
+@pytest.mark.parametrize(("verdict", "statuses", "end"), VERDICTS.values(), ids=VERDICTS)
+def test_the_last_line_is_the_verdict_and_so_is_the_status_of_must_fit(emulate, verdict, statuses, end):
+    code = f"import os, sys, torch\nx = torch.empty(1 << 30, dtype=torch.uint8, device='cuda')\n{end}"
+    runs = [emulate(code, options=options) for options in ((), ("--must-fit",))]
+    assert tuple(done.returncode for done, _ in runs) == statuses
+    for done, report in runs:
+        assert done.stderr.splitlines()[-1] == f"gputrain: {verdict}: {report['fit']['sentence']}"
+        assert report["fit"]["verdict"] == verdict
+    left = boards.board("h100").memory_bytes - GIB - CONTEXT_BYTES
+    assert runs[0][1]["fit"]["headroom_bytes"] == (left - 90 * GIB if verdict == "does not fit" else left)
+
+
+def test_the_versions_are_those_of_the_libraries_that_the_program_imports(emulate, torch):
+    code = "import torch, {}; torch.ones(1, device='cuda')"
+    none, one = (emulate(code.format(module)) for module in ("sys", "transformers"))
+    assert f"torch {torch.version}; its kernels" in none[0].stderr
+    (process,) = one[1]["processes"]
+    version = importlib.metadata.version("transformers")
+    assert process["packages"] == {"torch": importlib.metadata.version("torch"), "transformers": version}
+    assert f"torch {torch.version}, transformers {version}; its kernels" in one[0].stderr
 
 
 ENDS = {

@@ -15,6 +15,7 @@ from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.elf import Elf, Import, NotElf
 from pytest_gputrain.hardware.emulation.environment import STARTUP, TORCH, emulated_environment
 from pytest_gputrain.hardware.emulation.stubs import stubs_text
+from pytest_gputrain.records.emulation import OtherKernels
 from pytest_gputrain.utils.errors import CannotEmulate
 
 COMPILER = next((path for path in map(shutil.which, ("cc", "gcc", "clang")) if path), None)
@@ -226,9 +227,8 @@ def test_a_build_that_fails_leaves_nothing(site, cache, monkeypatch, tmp_path, s
 
 def test_what_cannot_be_emulated_is_told_with_what_to_do(monkeypatch, tmp_path, snapshot):
     torch = libraries.Torch(tmp_path, "2.13.0", (13, 0), (9, 20, 0), (2, 29, 7))
-    said = {f"the GPU {marker}": refusal(boards.board, marker) for marker in ("h1000", "mi300x")}
-    for marker, compiled in {"v100": "sm_75 sm_90", "h100": "sm_80 sm_90a sm_100", "a100": "sm_86", "l4": ""}.items():
-        said[f"{compiled} for {marker}"] = refusal(boards.find_kernels, boards.board(marker), compiled.split(), "2.13.0")
+    said = {"the GPU h1000": refusal(boards.board, "h1000")}
+    said["kernels for nothing"] = refusal(boards.find_kernels, boards.board("l4"), [], "2.13.0")
     for name in ("with space", "with:colon"):
         said[f"a path {name}"] = refusal(emulated_environment, {}, made_up_stand_ins(tmp_path / name), "")
     (tmp_path / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
@@ -250,7 +250,7 @@ def test_what_cannot_be_emulated_is_told_with_what_to_do(monkeypatch, tmp_path, 
         monkeypatch.setattr(libraries.platform, "machine", lambda machine=machine: machine)
         said[system] = refusal(build.stand_ins, torch)
         assert refusal(libraries.find_torch) == said[system]
-    listed = ", ".join(boards.emulated_markers())
+    listed = ", ".join(PLATFORMS)
     assert {
         what: sentence.replace(str(tmp_path), "...").replace(listed, "(all of them)") for what, sentence in said.items()
     } == snapshot
@@ -288,13 +288,19 @@ def test_what_no_rule_knows_fails_with_its_name_in_libraries_that_compute_nothin
     assert 'gputrain_missing("ncclCreateTomorrow", 5)' in stubs_text("nccl", ["ncclCreateTomorrow"])
 
 
-def test_every_nvidia_gpu_of_the_catalog_can_be_emulated_and_is_known_by_its_name():
-    markers = boards.emulated_markers()
-    assert {marker for marker in PLATFORMS if not marker.startswith("mi")} == set(markers)
-    for chosen in map(boards.board, markers):
-        assert "," not in chosen.name
-        assert f"name={chosen.name}" in boards.describe(chosen, kernels=90)
-    assert [marker_of(boards.board(marker).name) for marker in markers] == list(markers)
+def test_every_gpu_of_the_catalog_can_be_emulated_and_nvidias_are_known_by_their_names():
+    for marker, platform in PLATFORMS.items():
+        chosen = boards.board(marker)
+        kernels = boards.find_kernels(chosen, ["sm_70", "sm_75", "sm_80", "sm_90", "sm_100", "sm_120"], "2.13.0")
+        described = boards.describe(chosen, kernels=kernels)
+        assert f"memory={platform.usable_bytes}," in described
+        if marker.startswith("mi"):
+            assert "name=NVIDIA Graphics Device," in described
+            assert marker_of("NVIDIA Graphics Device") is None
+        else:
+            assert described.endswith(f",name={chosen.name}")
+            assert marker_of(chosen.name, platform.usable_bytes) == marker
+            assert OtherKernels.of_description(described) is None
 
 
 @pytest.mark.parametrize(
@@ -309,7 +315,37 @@ def test_every_nvidia_gpu_of_the_catalog_can_be_emulated_and_is_known_by_its_nam
     ],
 )
 def test_the_newest_kernels_of_the_generation_run(marker, compiled, kernels):
-    assert boards.find_kernels(boards.board(marker), compiled.split(), "2.13.0") == kernels
+    chosen = boards.board(marker)
+    assert boards.find_kernels(chosen, compiled.split(), "2.13.0") == kernels
+    assert boards.other_kernels(chosen, kernels) is None
+
+
+@pytest.mark.parametrize(
+    ("marker", "compiled", "kernels", "name"),
+    [
+        ("v100", "sm_75 sm_80 sm_90", 75, "V100, by CUDA's kernels for sm_75"),
+        ("mi300x", "sm_75 sm_80 sm_90 sm_100", 90, "MI300X, by CUDA's kernels for sm_90"),
+        ("mi300x", "sm_75 sm_86", 86, "MI300X, by CUDA's kernels for sm_86"),
+        ("h100", "sm_80 sm_90a sm_100 sm_120", 80, "H100, by CUDA's kernels for sm_80"),
+        ("a100", "sm_86", 86, "A100, by CUDA's kernels for sm_86"),
+        ("b200", "sm_35 sm_86 sm_90", 90, "B200, by CUDA's kernels for sm_90"),
+    ],
+)
+def test_a_gpu_without_kernels_of_its_own_runs_on_those_of_the_nearest_capability_and_is_named_so(
+    marker, compiled, kernels, name
+):
+    chosen = boards.board(marker)
+    assert boards.find_kernels(chosen, compiled.split(), "2.13.0") == kernels
+    other = boards.other_kernels(chosen, kernels)
+    assert other.name == name
+    described = boards.describe(chosen, kernels=kernels)
+    assert f"major={kernels // 10},minor={kernels % 10},kernels={kernels}," in described
+    assert f"memory={chosen.memory_bytes}," in described
+    assert f"multiprocessors={chosen.multiprocessors}," in described
+    assert "name=NVIDIA Graphics Device," in described
+    assert OtherKernels.of_description(described) == other
+    assert f"the kernels for sm_{kernels} decided what was allocated" in other.sentence
+    assert ("ROCm" in other.sentence) == marker.startswith("mi")
 
 
 def test_the_command_says_why_it_cannot_emulate_and_runs_nothing(capsys, monkeypatch, tmp_path):

@@ -9,7 +9,16 @@ from test_html import Reader, squeezed
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from pytest_gputrain.records.emulation import EmulatedDevice, EmulatedProcess, Emulation, Part, Peak, Refused, Tensors
+from pytest_gputrain.records.emulation import (
+    EmulatedDevice,
+    EmulatedProcess,
+    Emulation,
+    Part,
+    Peak,
+    ProgramFit,
+    Refused,
+    Tensors,
+)
 from pytest_gputrain.report.html import page
 
 GIB = 1 << 30
@@ -42,8 +51,18 @@ def report(**changes):
         torch="2.13.0",
         command=("python", "train.py", "--name=<script>alert(1)</script>"),
         status=0,
-        processes=(EmulatedProcess(process=77, rank="2", devices=(device,), unknown=("cuDNN's workspaces",)),),
+        processes=(
+            EmulatedProcess(
+                process=77,
+                rank="2",
+                devices=(device,),
+                unknown=("cuDNN's workspaces",),
+                packages={"torch": "2.13.0", "peft": "0.20.0"},
+            ),
+        ),
         use=(),
+        fit=ProgramFit(verdict="does not fit", headroom_bytes=-10 * GIB, sentence="70.0 GiB were asked for"),
+        notes=("the kernels for sm_80 decided what was allocated",),
     )
 
 

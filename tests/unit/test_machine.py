@@ -235,6 +235,39 @@ WHOLE = [
     ("GeForce RTX 3090", 24576, "rtx_3090"),
     ("NVIDIA GeForce RTX 4090", 24564, "rtx_4090"),
     ("NVIDIA GeForce RTX 5090", 32607, "rtx_5090"),
+    ("NVIDIA RTX PRO 5000 72GB Blackwell", 0, "rtx_pro_5000_72gb"),
+    ("NVIDIA RTX PRO 5000 Blackwell", 48935, "rtx_pro_5000"),
+    ("NVIDIA RTX PRO 4500 Blackwell", 32623, "rtx_pro_4500"),
+    ("NVIDIA RTX PRO 4000 Blackwell", 24467, "rtx_pro_4000"),
+    ("NVIDIA RTX 5000 Ada Generation", 32760, "rtx_5000_ada"),
+    ("NVIDIA RTX 4500 Ada Generation", 24570, "rtx_4500_ada"),
+    ("NVIDIA RTX 4000 Ada Generation", 20475, "rtx_4000_ada"),
+    ("NVIDIA RTX 4000 SFF Ada Generation", 20475, "rtx_4000_sff_ada"),
+    ("NVIDIA RTX A5500", 24564, "rtx_a5500"),
+    ("NVIDIA RTX A5000", 24564, "rtx_a5000"),
+    ("NVIDIA RTX A4500", 20470, "rtx_a4500"),
+    ("NVIDIA RTX A4000", 16376, "rtx_a4000"),
+    ("NVIDIA GeForce RTX 5080", 16303, "rtx_5080"),
+    ("NVIDIA GeForce RTX 5070 Ti", 16303, "rtx_5070_ti"),
+    ("NVIDIA GeForce RTX 5070", 12227, "rtx_5070"),
+    ("NVIDIA GeForce RTX 5060 Ti", 8151, "rtx_5060_ti"),
+    ("NVIDIA GeForce RTX 5060 Ti", 16311, "rtx_5060_ti_16gb"),
+    ("NVIDIA GeForce RTX 4080 SUPER", 16376, "rtx_4080_super"),
+    ("NVIDIA GeForce RTX 4080", 16376, "rtx_4080"),
+    ("NVIDIA GeForce RTX 4070 Ti SUPER", 16376, "rtx_4070_ti_super"),
+    ("NVIDIA GeForce RTX 4070 Ti", 12282, "rtx_4070_ti"),
+    ("NVIDIA GeForce RTX 4070 SUPER", 12282, "rtx_4070_super"),
+    ("NVIDIA GeForce RTX 4070", 12282, "rtx_4070"),
+    ("NVIDIA GeForce RTX 4060 Ti", 8188, "rtx_4060_ti"),
+    ("NVIDIA GeForce RTX 4060 Ti", 16380, "rtx_4060_ti_16gb"),
+    ("NVIDIA GeForce RTX 3090 Ti", 24564, "rtx_3090_ti"),
+    ("NVIDIA GeForce RTX 3080 Ti", 12288, "rtx_3080_ti"),
+    ("NVIDIA GeForce RTX 3080", 12288, "rtx_3080_12gb"),
+    ("NVIDIA GeForce RTX 3080", 10240, "rtx_3080"),
+    ("NVIDIA GeForce RTX 3070 Ti", 8192, "rtx_3070_ti"),
+    ("NVIDIA GeForce RTX 3070", 8192, "rtx_3070"),
+    ("NVIDIA GeForce RTX 3060 Ti", 8192, "rtx_3060_ti"),
+    ("NVIDIA GeForce RTX 3060", 12288, "rtx_3060"),
     ("AMD Instinct MI355X", 294896, "mi355x"),
     ("AMD Instinct MI325X", 262128, "mi325x"),
     ("AMD Instinct Mi325X VF", 262128, "mi325x"),
@@ -265,10 +298,11 @@ OTHERS = (
     "NVIDIA H100 64GB HBM2, NVIDIA H100 96GB HBM3, NVIDIA A100-SXM-64GB, NVIDIA A800 40GB Active, NVIDIA H800 NVL, "
     "Tesla V100-SXM3-32GB, Tesla V100-FHHL-16GB, NVIDIA L20, NVIDIA T4G, NVIDIA T400, NVIDIA A1000, "
     "NVIDIA RTX PRO 6000 Blackwell, NVIDIA GeForce RTX 5090 D v2, NVIDIA GeForce RTX 5090 Laptop GPU, "
-    "NVIDIA GeForce RTX 3090 Ti, Orin (nvgpu), NVIDIA Thor, AMD Instinct MI308X OAM, AMD Instinct MI300X HF, "
+    "NVIDIA RTX A5000 Laptop GPU, NVIDIA GeForce RTX 4060 Ti, NVIDIA GeForce RTX 3080, Orin (nvgpu), NVIDIA Thor, "
+    "AMD Instinct MI308X OAM, AMD Instinct MI300X HF, "
     "AMD Radeon Graphics, Graphics Device, cpu, "
 )
-"""Other boards of that family, and no board."""
+"""Other boards of that family, names that two boards have, and no board."""
 
 
 @pytest.mark.parametrize("name", [*PARTS.split(", "), *OTHERS.split(", ")])
@@ -285,6 +319,7 @@ def test_what_is_no_whole_board_of_the_catalog_has_no_marker(name):
         ("NVIDIA H100 80GB HBM3", 81.7, False),
         ("AMD Instinct MI300X VF", 96, False),
         ("NVIDIA H100 80GB HBM3", 0, True),
+        ("NVIDIA GeForce RTX 3060", 8, False),
     ],
 )
 def test_a_board_with_other_memory_is_another(name, gib, known):
@@ -332,14 +367,26 @@ def test_every_figure_of_a_platform_is_in_its_unit(marker):
 
 def test_every_figure_and_document_of_the_catalog_is_read():
     written = tomllib.loads(catalog.BOARDS.read_text())
-    read = {"memory", "usable", "bandwidth", "fp32", "bf16", "fp16", "multiprocessors", "capability"}
+    read = {"memory", "usable", "usable_bytes", "bandwidth", "fp32", "bf16", "fp16", "multiprocessors", "capability"}
     for board in written["boards"].values():
-        assert board.keys() == {"title", "name", "from"}
+        assert board.keys() - {"driver"} == {"title", "name", "from"}
         told = [figure for figures in board["from"].values() for figure in figures]
         assert set(told) <= read
         assert len(told) == len(set(told))
     used = {document for board in written["boards"].values() for document in board["from"]}
     assert written["documents"].keys() == used
+
+
+def test_a_capacity_that_no_driver_reported_is_marked_and_no_higher_than_a_known_one_of_its_size():
+    known = {"rtx_3090_ti": 25_291_849_728, "rtx_pro_5000_72gb": 76_374_540_288}
+    assert {marker: PLATFORMS[marker].usable_bytes for marker in known} == known
+    computed = [platform for platform in PLATFORMS.values() if platform.usable_is_computed]
+    assert {"rtx_5060_ti", "h800", "mi250"} <= {platform.marker for platform in computed}
+    for one in PLATFORMS.values():
+        same = [other for other in computed if other.memory_bytes == one.memory_bytes]
+        # Inline error correction, and a host that shares its memory, take more than a driver.
+        if not one.usable_is_computed and one.marker not in ("l4", "l40", "l40s", "a10", "a10g", "t4", "gb10"):
+            assert all(other.usable_bytes <= one.usable_bytes for other in same)
 
 
 def test_only_hardware_before_ampere_lacks_bf16():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.hardware.targets import CONTEXT_BYTES
+from pytest_gputrain.records.emulation import OtherKernels
 from pytest_gputrain.utils.errors import CannotEmulate
 from pytest_gputrain.utils.suggest import did_you_mean
 from pytest_gputrain.utils.units import KiB, MiB
@@ -44,58 +46,18 @@ _MULTIPROCESSORS: Final = {
     (12, 1): _Multiprocessor(100, 99, 1536, 24, 24),
 }
 
-_NAMES: Final = {
-    "a10": "NVIDIA A10",
-    "a100": "NVIDIA A100-SXM4-80GB",
-    "a100_40gb": "NVIDIA A100-SXM4-40GB",
-    "a100_pcie": "NVIDIA A100 80GB PCIe",
-    "a100_pcie_40gb": "NVIDIA A100-PCIE-40GB",
-    "a10g": "NVIDIA A10G",
-    "a800": "NVIDIA A800-SXM4-80GB",
-    "a800_pcie": "NVIDIA A800 80GB PCIe",
-    "b200": "NVIDIA B200",
-    "b300": "NVIDIA B300 SXM6 AC",
-    "gb10": "NVIDIA GB10",
-    "gb200": "NVIDIA GB200",
-    "gb300": "NVIDIA GB300",
-    "gh200": "NVIDIA GH200 480GB",
-    "gh200_144gb": "NVIDIA GH200 144G HBM3e",
-    "h100": "NVIDIA H100 80GB HBM3",
-    "h100_nvl": "NVIDIA H100 NVL",
-    "h100_pcie": "NVIDIA H100 PCIe",
-    "h20": "NVIDIA H20",
-    "h200": "NVIDIA H200",
-    "h200_nvl": "NVIDIA H200 NVL",
-    "h20_3e": "NVIDIA H20-3e",
-    "h800": "NVIDIA H800",
-    "h800_pcie": "NVIDIA H800 PCIe",
-    "l4": "NVIDIA L4",
-    "l40": "NVIDIA L40",
-    "l40s": "NVIDIA L40S",
-    "rtx_3090": "NVIDIA GeForce RTX 3090",
-    "rtx_4090": "NVIDIA GeForce RTX 4090",
-    "rtx_5090": "NVIDIA GeForce RTX 5090",
-    "rtx_6000_ada": "NVIDIA RTX 6000 Ada Generation",
-    "rtx_a6000": "NVIDIA RTX A6000",
-    "rtx_pro_6000": "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
-    "rtx_pro_6000_maxq": "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
-    "rtx_pro_6000_server": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
-    "t4": "Tesla T4",
-    "v100": "Tesla V100-SXM2-16GB",
-    "v100_32gb": "Tesla V100-SXM2-32GB",
-    "v100_pcie": "Tesla V100-PCIE-16GB",
-    "v100_pcie_32gb": "Tesla V100-PCIE-32GB",
-    "v100s": "Tesla V100S-PCIE-32GB",
-}
-"""The boards' names by marker, as the driver reports them. An AMD device has none: torch's CUDA build has no kernels for
-it."""
+_UNNAMED: Final = "NVIDIA Graphics Device"
+"""The name that NVIDIA's driver has for a board that it does not know. A board that runs on kernels for another one gets it,
+so that no library takes it for a board with other kernels."""
 
 
 class Board(NamedTuple):
     """A model of GPU to emulate."""
 
     marker: str
+    title: str
     name: str
+    """The name that NVIDIA's driver reports; empty for an AMD device."""
     memory_bytes: int
     capability: tuple[int, int]
     multiprocessors: int
@@ -105,45 +67,58 @@ def board(marker: str) -> Board:
     """Find the model of GPU in the catalog.
 
     Raises:
-        CannotEmulate: the catalog has no such NVIDIA GPU.
+        CannotEmulate: the catalog has no such GPU.
     """
     if marker not in PLATFORMS:
-        raise CannotEmulate(f"the catalog has no GPU {marker!r}{did_you_mean(marker, PLATFORMS)}; it has {_listed()}")
-    if marker not in _NAMES:
-        raise CannotEmulate(f"{marker} is not an NVIDIA GPU that can be emulated; the catalog has {_listed()}")
+        listed = ", ".join(PLATFORMS)
+        raise CannotEmulate(f"the catalog has no GPU {marker!r}{did_you_mean(marker, PLATFORMS)}; it has {listed}")
     platform = PLATFORMS[marker]
-    return Board(marker, _NAMES[marker], platform.usable_bytes, platform.capability, platform.multiprocessors)
-
-
-def emulated_markers() -> list[str]:
-    """Return the markers of the GPUs that can be emulated, given a torch that has kernels for them."""
-    return [marker for marker in PLATFORMS if marker in _NAMES]
-
-
-def _listed() -> str:
-    return ", ".join(emulated_markers())
+    return Board(
+        marker,
+        platform.title,
+        platform.driver_name,
+        platform.usable_bytes,
+        platform.capability,
+        platform.multiprocessors,
+    )
 
 
 def find_kernels(chosen: Board, architectures: Iterable[str], torch_version: str) -> int:
-    """Find which of torch's kernels the GPU would run: 86 for those that were compiled for ``sm_86``.
+    """Find which of torch's kernels the GPU runs: 86 for those that were compiled for ``sm_86``.
 
-    They are those for its compute capability, or else for the newest older one of its generation.
+    They are those for its compute capability, or else for the newest older one of its generation. A GPU that torch has no
+    such kernels for gets those of the nearest capability.
 
     Raises:
-        CannotEmulate: torch has none, and would fail on the real GPU.
+        CannotEmulate: torch does not say which it has.
     """
-    major, minor = chosen.capability
-    names = list(architectures)
-    if not names:
+    compiled = [int(name.removeprefix("sm_")) for name in architectures if re.fullmatch(r"sm_\d+", name)]
+    if own := [number for number in compiled if _runs(chosen, number)]:
+        return max(own)
+    wanted = _number(chosen.capability)
+    known = [number for number in compiled if divmod(number, 10) in _MULTIPROCESSORS]
+    if not known:
         raise CannotEmulate(f"torch {torch_version} does not say for which GPUs it has kernels; install PyPI's build of it")
-    compiled = [int(name.removeprefix("sm_")) for name in names if name.startswith("sm_") and name[-1].isdigit()]
-    fitting = [number for number in compiled if number // 10 == major and number % 10 <= minor]
-    if not fitting:
-        raise CannotEmulate(
-            f"torch {torch_version} has no kernels for {chosen.name} (sm_{major}{minor}), only for {' '.join(names)}; "
-            "it would fail on the real one, too: choose another GPU, or a torch that was built for this one"
-        )
-    return max(fitting)
+    return min(known, key=lambda number: abs(number - wanted))
+
+
+def _number(capability: tuple[int, int]) -> int:
+    return 10 * capability[0] + capability[1]
+
+
+def _runs(chosen: Board, kernels: int) -> bool:
+    """Tell whether the real GPU runs these kernels of torch for CUDA."""
+    major, minor = divmod(kernels, 10)
+    return bool(chosen.name) and major == chosen.capability[0] and minor <= chosen.capability[1]
+
+
+def other_kernels(chosen: Board, kernels: int) -> OtherKernels | None:
+    """Return what there is to say of a GPU that runs on kernels for another one; None for a GPU that has its own.
+
+    Args:
+        kernels: those that run on it, from `find_kernels`.
+    """
+    return None if _runs(chosen, kernels) else OtherKernels(title=chosen.title, kernels=kernels, is_amd=not chosen.name)
 
 
 def describe(chosen: Board, *, kernels: int, devices: int = 1) -> str:
@@ -154,15 +129,18 @@ def describe(chosen: Board, *, kernels: int, devices: int = 1) -> str:
     Args:
         kernels: those that run on it, from `find_kernels`. CUB chooses its algorithms by them.
     """
-    multiprocessor = _MULTIPROCESSORS[chosen.capability]
+    # A GPU that runs on kernels for another one has their capability, so that no library chooses what these kernels lack.
+    other = other_kernels(chosen, kernels)
+    name, capability = (_UNNAMED, divmod(kernels, 10)) if other else (chosen.name, chosen.capability)
+    multiprocessor = _MULTIPROCESSORS[capability]
     # The last byte counts devices.
     identity = UUID_PREFIX + uuid.uuid4().bytes[len(UUID_PREFIX) : -1] + b"\0"
     fields = {
         "devices": devices,
         "memory": chosen.memory_bytes,
         "context": CONTEXT_BYTES,
-        "major": chosen.capability[0],
-        "minor": chosen.capability[1],
+        "major": capability[0],
+        "minor": capability[1],
         "kernels": kernels,
         "multiprocessors": chosen.multiprocessors,
         "shared_per_multiprocessor": multiprocessor.shared_kib * KiB,
@@ -171,6 +149,7 @@ def describe(chosen: Board, *, kernels: int, devices: int = 1) -> str:
         "blocks_per_multiprocessor": multiprocessor.blocks,
         "l2_bytes": multiprocessor.l2_mib * MiB,
         "uuid": identity.hex(),
-        "name": chosen.name,
+        "name": name,
+        **(other.fields() if other else {}),
     }
     return ",".join(f"{name}={value}" for name, value in fields.items())

@@ -31,7 +31,11 @@ def peaks(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
 
 
 def notes(report: Emulation) -> Iterator[str]:
-    """Return what is to be known beside the charts."""
+    """Return what is to be known beside the charts, the verdict first."""
+    yield f"{report.fit.verdict.capitalize()}: {report.fit.sentence}."
+    for note in report.notes:
+        yield f"{note[0].upper()}{note[1:]}."
+    yield f"Versions: {report.versions}."
     if not report.processes:
         yield "No process of the program that used the GPU ended by Python's own end, so there is nothing to draw."
     for process in report.processes:

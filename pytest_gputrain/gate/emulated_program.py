@@ -1,0 +1,81 @@
+"""Judges whether a program fits the GPUs that `gputrain emulate` ran it on."""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from pytest_gputrain.records.emulation import DeviceUse, EmulatedProcess, ProgramFit, Refused
+from pytest_gputrain.utils.units import format_bytes
+
+
+def judge(
+    command: Sequence[str],
+    status: int,
+    memory_bytes: int,
+    processes: Sequence[EmulatedProcess],
+    use: Sequence[DeviceUse],
+) -> ProgramFit:
+    """Judge by what the processes of the program took.
+
+    A request that was refused decides, whether or not the program went on after it. What is not known of the program, or
+    did not happen because it ended early, makes the answer incomplete.
+
+    Args:
+        status: the program's exit status.
+        memory_bytes: of each GPU.
+    """
+    refused = [one for process in processes for device in process.devices for one in device.refused]
+    if refused:
+        largest = max(refused, key=_missing)
+        return ProgramFit(verdict="does not fit", headroom_bytes=-_missing(largest), sentence=_refusal(largest, status))
+    if not use:
+        sentence = (
+            f"{shlex.join(command)} never used the GPU, so there are no figures; perhaps an option chooses its device, or "
+            "it ended before"
+        )
+        return ProgramFit(verdict="incomplete", headroom_bytes=None, sentence=sentence)
+    by_gpu: defaultdict[int, list[int]] = defaultdict(list)
+    for one in use:
+        by_gpu[one.gpu].append(one.peak_bytes)
+    fullest = max(by_gpu.values(), key=sum)
+    headroom = memory_bytes - sum(fullest)
+    of = f"of {format_bytes(memory_bytes)}" + (" on the fullest GPU" if len(by_gpu) > 1 else "")
+    if why := [*_unknown(status, processes, use)]:
+        left = f"at most {format_bytes(max(headroom, 0))} {of} are left"
+        return ProgramFit(verdict="incomplete", headroom_bytes=headroom, sentence=f"{left}, and {'; '.join(why)}")
+    if headroom < 0:
+        sentence = (
+            f"{len(fullest)} processes used one GPU, at most {format_bytes(sum(fullest))} {of} together; whether their "
+            "peaks come at one time is not known"
+        )
+        return ProgramFit(verdict="incomplete", headroom_bytes=headroom, sentence=sentence)
+    return ProgramFit(verdict="fits", headroom_bytes=headroom, sentence=f"{format_bytes(headroom)} {of} are left")
+
+
+def _missing(refused: Refused) -> int:
+    # Free memory in pieces does not serve a request.
+    return max(refused.bytes - refused.free, 0)
+
+
+def _refusal(refused: Refused, status: int) -> str:
+    asked = f"the {format_bytes(refused.bytes)} of {refused.where or 'a place without a Python line'}"
+    went_on = "" if status else "; the program went on after the error"
+    if missing := _missing(refused):
+        return f"at least {format_bytes(missing)} are missing for {asked}{went_on}"
+    return f"the memory that is free lies in pieces, none for {asked}{went_on}"
+
+
+def _unknown(status: int, processes: Sequence[EmulatedProcess], use: Sequence[DeviceUse]) -> Iterator[str]:
+    """Yield what is not known, as the end of a sentence."""
+    if status:
+        yield f"what comes after is not known: the program ended with exit status {status}"
+    recorded = {process.process for process in processes}
+    if unrecorded := sorted({str(one.process) for one in use if one.process not in recorded}):
+        yield (
+            f"whether a request was refused is not known of process {', '.join(unrecorded)}, which ended without Python's "
+            "own end, or ran without PYTHONPATH"
+        )
+    if unknown := dict.fromkeys(what for process in processes for what in process.unknown):
+        yield f"not counted: {', '.join(unknown)}"
