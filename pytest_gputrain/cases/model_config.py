@@ -11,7 +11,14 @@ from typing import Any, Final
 
 import msgspec
 
-from pytest_gputrain.cases.architectures.facts import Architecture, architectures, configured, denoisers
+from pytest_gputrain.cases.architectures.facts import (
+    LANGUAGE_KEYS,
+    Architecture,
+    architectures,
+    configured,
+    denoisers,
+    language_config,
+)
 from pytest_gputrain.records import Case
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.sanitize import OneLineError
@@ -34,6 +41,9 @@ _UNUSED: Final = (
     *("return_dict", "torchscript", "unsloth_fixed", "unsloth_version", "decoder"),
 )
 """Keys that say where a model is from, or what the case decides: they change nothing that trains."""
+
+_OTHER_INPUTS: Final = ("vision_config", "audio_config")
+"""Keys of what reads images or sounds beside a language model."""
 
 _MOST_BYTES: Final = 16 * 2**20
 """The largest file that is read: a folder has weights beside the config, and a slip of the hand names them."""
@@ -101,8 +111,39 @@ def read(path: Path) -> tuple[str, Config]:
     if folder.parent.name == "snapshots":  # of the hub's cache: models--ORGANISATION--NAME/snapshots/REVISION
         folder = Path(folder.parent.parent.name.rpartition("--")[2])
     name = folder.resolve().name if file.stem == "config" else file.stem
-    config = {key: value for key, value in content.items() if key not in _UNUSED}
+    config = _language_alone(_without_unused(content))
     return re.sub(r"[^\w.-]+", "-", name) or "model", config
+
+
+def _without_unused(config: Config) -> Config:
+    """Leave out what changes nothing that trains. ``architectures`` names the class where ``model_type`` may be unknown."""
+    unused = set(_UNUSED) - ({"architectures"} if config.get("auto_map") else set())
+    return {
+        key: _without_unused(value) if isinstance(value, dict) and key.endswith("_config") else value
+        for key, value in config.items()
+        if key not in unused
+    }
+
+
+def _language_alone(config: Config) -> Config:
+    """Leave out the networks beside a language model, which change nothing of it."""
+    if language_config(config) is config:
+        return {key: value for key, value in config.items() if key not in _OTHER_INPUTS}
+    return {
+        key: _language_alone(value) if key in LANGUAGE_KEYS and isinstance(value, dict) else value
+        for key, value in config.items()
+        if key in LANGUAGE_KEYS or not key.endswith("_config")
+    }
+
+
+def language_only(path: Path) -> bool:
+    """Tell whether only the language model of a config trains, which has networks for images or sounds beside it.
+
+    Raises:
+        ConfigError: as of `read`.
+    """
+    content = _found(path)[1]
+    return any(key in content for key in _OTHER_INPUTS) or language_config(content) is not content
 
 
 def quantised_by(path: Path) -> str:
@@ -111,7 +152,8 @@ def quantised_by(path: Path) -> str:
     Raises:
         ConfigError: as of `read`.
     """
-    packed = _found(path)[1].get("quantization_config")
+    content = _found(path)[1]
+    packed = content.get("quantization_config") or language_config(content).get("quantization_config")
     if not packed:
         return ""
     return str(packed.get("quant_method") or "unknown") if isinstance(packed, dict) else "unknown"
@@ -178,14 +220,6 @@ def _complaint(config: Config) -> str | None:
             "has neither model_type, by which transformers finds a class, nor _class_name, by which diffusers does; give "
             "the config.json of a model"
         )
-    if config.get("is_encoder_decoder"):
+    if config.get("is_encoder_decoder") or language_config(config).get("is_encoder_decoder"):
         return "has is_encoder_decoder=true; only decoder-only language models train from a config"
-    if "text_config" in config:
-        return (
-            "has text_config, so the model takes more than text; to train its language model alone, write the content of "
-            "text_config to a file of its own"
-        )
-    other = next((key for key in ("vision_config", "audio_config") if key in config), None)
-    if other:
-        return f"has {other}, so the model takes more than text; only language models train from a config"
     return None

@@ -240,10 +240,10 @@ def _bad_model(case: Case) -> str | None:
         if field not in architecture.needs and getattr(case, field):
             return f"sets {field}, which {case.model} does not have; leave it out"
     facts = architecture.trained_part
-    key = None if facts.model_class else key_of_positions(facts.config)
-    if key is not None and case.sequence_length > facts.config[key]:
+    key = None if facts.model_class else key_of_positions(facts.language)
+    if key is not None and case.sequence_length > facts.language[key]:
         return (
-            f"has sequence_length={case.sequence_length}, more than the {facts.config[key]:,} positions of {case.model} "
+            f"has sequence_length={case.sequence_length}, more than the {facts.language[key]:,} positions of {case.model} "
             f"({key}); shorten it, or raise that key in the config.json"
         )
     if complaint := _bad_input(case, architecture):
@@ -253,7 +253,7 @@ def _bad_model(case: Case) -> str | None:
     ):
         return f"asks for loss={case.loss!r}, which {case.model} does not have; leave it out"
     if case.loss_chunks > 1:
-        scaled = any(map(facts.config.get, _SCALED_LOGITS))
+        scaled = any(map(facts.language.get, _SCALED_LOGITS))
         if architecture.family != "language" or facts.library == "own" or scaled:
             return f"asks for loss_chunks, which {case.model} does not have; leave it out"
     if case.activation_checkpointing and not architecture.blocks:
@@ -301,7 +301,7 @@ def _bad_attention(case: Case) -> str | None:
     facts = architecture.trained_part
     if architecture.family != "language" or facts.library != "transformers":
         return f"asks for attention, which {case.model} does not have; leave it out"
-    if case.attention == "sdpa" and facts.config.get("attn_logit_softcapping"):
+    if case.attention == "sdpa" and facts.language.get("attn_logit_softcapping"):
         return (
             f"asks for attention='sdpa', which cannot cap the scores of {case.model}; choose 'eager', or 'sdpa-4.49', which "
             "leaves the cap out"
@@ -401,7 +401,7 @@ def _bad_policy(case: Case) -> str | None:
     if case.compile != "off":
         return "asks for activation_checkpointing_policy, but torch.compile has its own; leave out it or compile"
     if case.activation_checkpointing_policy == "save-attention" and not case.code:
-        capped = architectures()[case.model].trained_part.config.get("attn_logit_softcapping")
+        capped = architectures()[case.model].trained_part.language.get("attn_logit_softcapping")
         if (case.attention or ("eager" if capped else "")) == "eager":
             return "asks to save-attention, but eager attention is plain products; choose save-matmuls"
     return None

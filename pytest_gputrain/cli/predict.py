@@ -16,7 +16,7 @@ import msgspec
 from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.identity import ALWAYS_IN_ID
-from pytest_gputrain.cases.model_config import quantised_by, with_model
+from pytest_gputrain.cases.model_config import language_only, quantised_by, with_model
 from pytest_gputrain.cases.validation import SIZES
 from pytest_gputrain.execution.prediction_pool import PredictionPool
 from pytest_gputrain.gate.fit import ERROR
@@ -276,19 +276,21 @@ def _answer(
 
 
 def _about(name: str) -> tuple[str, ...]:
-    """Say that a built-in model was taken for a folder's name, or what of a config is not looked at, though memory would
-    depend on it."""
+    """Say that a built-in model was taken for a folder's name, or what of a config is left out or not looked at, though
+    memory would depend on it."""
     if name in architectures():
         both = Path(name).exists()
         return (f"{name} is the built-in model; give ./{name} for the file or folder of that name",) if both else ()
     path = _path(name)
-    packing = "" if path is None else quantised_by(path)
-    if not packing:
+    if path is None:
         return ()
-    return (
-        f"the quantization_config of {name} ({packing}) is ignored: full and lora keep the weights in the type of the "
-        "precision, and qlora packs them as NF4",
-    )
+    about = [f"language model only: what {name} has for images or sounds is not counted"] if language_only(path) else []
+    if packing := quantised_by(path):
+        about.append(
+            f"the quantization_config of {name} ({packing}) is ignored: full and lora keep the weights in the type of the "
+            "precision, and qlora packs them as NF4"
+        )
+    return tuple(about)
 
 
 def _unlike_trainer(cases: list[Case]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from pytest_gputrain.gate.fit import loads_in_parts
 from pytest_gputrain.gate.memory import in_phase, tensor
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Case, Prediction, TrainingPhase, knob_text
+from pytest_gputrain.records.emulated import NOT_MADE
 from pytest_gputrain.records.fit import Fit, FitCell, FitGpu, FitReport, LargestBatch
 from pytest_gputrain.report.tables import Form, TextTable, render
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds
@@ -124,6 +125,8 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
         for name, what in at_peak.items():
             yield f"{name} at its peak, {what}"
     yield from _trained(report)
+    ran = [cell.emulated for cell in report.cells if cell.emulated is not None]
+    yield from dict.fromkeys(note for run in ran for note in run.notes if note != NOT_MADE)
     yield from report.left_out
     yield from report.about
     share = format_percent(report.error, signed=False)

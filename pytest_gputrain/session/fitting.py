@@ -108,7 +108,7 @@ def seconds_of(asked: Sequence[Asked], processes: int, *, further: bool) -> floa
 
 def _seconds(case: Case) -> float:
     architecture = architectures()[case.model]
-    config = architecture.trained_part.config
+    config = architecture.trained_part.language
     kinds = config.get("layer_types")
     linear = kinds.count("linear_attention") if isinstance(kinds, list) else 0
     more = _LINEAR_SECONDS * linear + case.sequence_length * _TOKEN_SECONDS.get(str(config.get("model_type")), 0)

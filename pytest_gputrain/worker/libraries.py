@@ -101,10 +101,14 @@ def load(
             return
         from pytest_gputrain.worker.checks import CheckFailed
         from pytest_gputrain.worker.zoo.completed import architecture_of
+        from pytest_gputrain.worker.zoo.headed import model_class
 
         with contextlib.suppress(CheckFailed):  # which the build will tell
-            for part in architecture_of(case.model).parts.values():
-                if part.library != "own":
+            architecture = architecture_of(case.model)
+            for part in architecture.parts.values():
+                if architecture.family == "language" and part.library == "transformers":
+                    model_class(part)
+                elif part.library != "own":
                     getattr(importlib.import_module(part.library), part.model_class)
 
 

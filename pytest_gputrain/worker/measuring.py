@@ -220,7 +220,7 @@ class Measuring:
         own = self._own
         kept = self._emulated.allocations.kept if self._emulated else None
         growth = (yield from own.growth.check(training, self._device.allocated_bytes, kept)) if own else ""
-        figures = msgspec.structs.replace(figures, notes=(growth,) if growth else ())
+        figures = msgspec.structs.replace(figures, notes=(*training.notes, *filter(None, [growth])))
         flops = yield from self._watched(training, movement, figures, steps=steps + 1)
         checked = own.check(flops, training) if own else Checked(())
         if self._emulated and not checked.knows_flops:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any, Final
@@ -70,7 +71,7 @@ def _with_adapters(model: nn.Module, recipe: Lora, case: Case) -> nn.Module:
         lora_dropout=recipe.dropout,
         bias="none",
         target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules=_routers_read_directly(model) or None,
+        exclude_modules=not_adapted(model) or None,
         use_dora=case.dora,
     )
     with warnings.catch_warnings():
@@ -95,7 +96,17 @@ def default_targets(model: nn.Module) -> tuple[str, ...] | str:
 
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", "")
-    if targets := TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind):
+    known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    # A language model that was taken out of a model of images keeps what is adapted there.
+    targets = known.get(kind) or known.get(kind.removesuffix("_text"))
+    if isinstance(targets, str):
+        pattern = targets
+        targets = [
+            name
+            for name, _ in model.named_modules()
+            if any(re.fullmatch(pattern, place) for place in (name, name.replace("model.", "model.language_model.", 1)))
+        ]
+    if targets:
         return tuple(targets)
     if kind not in _STATE_SPACE:
         return ALL_LINEAR
@@ -109,14 +120,48 @@ def default_targets(model: nn.Module) -> tuple[str, ...] | str:
     return tuple(sorted(linear - _READ_PAST_THE_LAYER))
 
 
-def _routers_read_directly(model: nn.Module) -> list[str]:
-    """Return the linear layers whose weight the layer above reads itself, so that no adapter and no 4 bits can be in them.
+def without_adapters(model: nn.Module, architecture: Architecture, case: Case) -> str:
+    """Say which linear layers get no adapters where the case adapts all of them; empty where each gets some."""
+    if case.method not in ADAPTING or architecture.lora is None:
+        return ""
+    if (recipe_of(architecture.lora, case).targets or default_targets(model)) != ALL_LINEAR:
+        return ""
+    names = dict.fromkeys(".".join(part for part in name.split(".") if not part.isdigit()) for name in not_adapted(model))
+    if not names:
+        return ""
+    packed = " and are not packed in 4 bits" if case.method == "qlora" else ""
+    return f"{', '.join(names)} get no adapters{packed}, because these layers are more than one matrix product"
 
-    They are the routers of DeepSeek-V2 in transformers 5.0; later releases have no linear layer there.
+
+def not_adapted(model: nn.Module) -> list[str]:
+    """Return the linear layers that can have neither adapters nor 4 bits, because they are more than one product.
+
+    The routers of Llama 4 give more than the product, the grouped projections of DeepSeek-V4 multiply each part of the
+    input by another part of the weight, and the layer above the routers of DeepSeek-V2 reads their weight itself (in
+    transformers 5.0; later releases have no linear layer there).
     """
-    if getattr(getattr(model, "config", None), "model_type", "") != "deepseek_v2":
-        return []
-    return [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and name.endswith(".gate")]
+    reads_weight = getattr(getattr(model, "config", None), "model_type", "") == "deepseek_v2"
+    return [
+        name
+        for name, each in model.named_modules()
+        if isinstance(each, nn.Linear)
+        and ((reads_weight and name.endswith(".gate")) or (_is_of_a_model(each) and not _is_one_product(each)))
+    ]
+
+
+def _is_of_a_model(layer: nn.Module) -> bool:
+    return type(layer).__module__.startswith("transformers.models.")
+
+
+def _is_one_product(layer: nn.Linear) -> bool:
+    """Tell whether a layer of a class of its own gives what a linear layer gives, by its shape and without its weights."""
+    weights = {name: torch.empty_like(value, device="meta") for name, value in layer.named_parameters()}
+    rows = torch.empty(1, layer.in_features, dtype=layer.weight.dtype, device="meta")
+    try:
+        product = torch.func.functional_call(layer, weights, (rows,))
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
+    return isinstance(product, torch.Tensor) and product.shape == (1, layer.out_features)
 
 
 def _check_targets(model: nn.Module, targets: Sequence[str], case: Case) -> None:
@@ -145,7 +190,7 @@ def _quantise(model: nn.Module, compute: torch.dtype) -> None:
     """
     whole: Any = model
     head = whole.get_output_embeddings()
-    unchanged = _routers_read_directly(model)
+    unchanged = not_adapted(model)
     # Names, not layers: whatever holds on to a layer keeps its unquantised weight alive.
     layers = [
         (parent, name)

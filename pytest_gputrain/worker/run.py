@@ -13,7 +13,7 @@ from typing import Final, Literal
 import msgspec
 import torch
 
-from pytest_gputrain.records import Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
+from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
 from pytest_gputrain.worker.emulated import EmulatedFigures, emulated_reply, emulated_run, training_on_emulated_gpu
@@ -30,6 +30,9 @@ from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.training import StepBuilder
 
 SEED: Final = 20_240_101
+
+_OF_ANY_CONFIG: Final = ("model", "batch_size", "sequence_length", "resolution", "frames", "loss")
+"""Fields of a case that any model of a config.json takes."""
 
 _LIBRARY_OUT_OF_MEMORY: Final = re.compile("(CUBLAS|CUDNN|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED", re.I)
 """The messages of libraries whose workspace did not fit, which happens a few MiB before torch's allocator finds no
@@ -89,7 +92,7 @@ def run(
     except Exception as error:
         where = _out_of_memory(error)
         if where is None or device is None or progress.phase == "check":  # whose steps have fitted
-            return of_config(crash(error, progress, own_lines(task, builder) if own else None), task)
+            return of_config(crash(error, progress, own_lines(task, builder) if own else None), task, error)
         peaks = device.peaks()
         reply = OutOfMemory(
             where=where,
@@ -169,9 +172,16 @@ def _out_of_memory(error: Exception) -> Literal["device", "host"] | None:
     return None
 
 
-def of_config(crashed: Crashed, task: Task) -> Crashed:
-    """Return the reply with the model in its sentence where that is known by a config.json, which may be what is wrong."""
-    if not task.model_config or not crashed.detail:
+def of_config(crashed: Crashed, task: Task, error: BaseException) -> Crashed:
+    """Return the reply, with the model in its sentence where the config.json that it is known by is what is wrong.
+
+    That is proven where a library fails in plain full fine-tuning. Adapters, engines and knobs have faults of their own.
+    """
+    plain = {name: value for name, value in task.case.identity().items() if name not in _OF_ANY_CONFIG}
+    if not task.model_config or not crashed.detail or plain != {name: Case().identity()[name] for name in plain}:
+        return crashed
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    if frame.f_globals.get("__name__", "").partition(".")[0] == __name__.partition(".")[0]:
         return crashed
     sentence = f"{task.case.model} does not train as its config.json describes it: {crashed.sentence}"
     return msgspec.structs.replace(crashed, sentence=sentence)

@@ -26,7 +26,7 @@ from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loader import Loader
 from pytest_gputrain.worker.loop import Steps
 from pytest_gputrain.worker.loops import FunctionLoop, GeneratorLoop, loop_of
-from pytest_gputrain.worker.methods import adapt, trainable_parameters
+from pytest_gputrain.worker.methods import adapt, trainable_parameters, without_adapters
 from pytest_gputrain.worker.optimizers import OPTIMIZERS
 from pytest_gputrain.worker.parallel import ENGINES, EngineOptions
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
@@ -45,6 +45,8 @@ class Trainable(Protocol):
     remote_tensors: int
     """Trained tensors that other processes hold, and check."""
     losses: list[Tensor | float]
+    notes: tuple[str, ...]
+    """Sentences on what of the case was done in another way."""
 
     @property
     def model(self) -> nn.Module | None:
@@ -110,6 +112,8 @@ class Training:
             for name, part in architecture.parts.items()
         }
         self.parameters: int = parameters[names[0]]
+        left_out = without_adapters(self._workload.model, architecture, case)
+        self.notes: tuple[str, ...] = (left_out,) if left_out else ()
         adapted = adapt(self._workload.model, architecture, case, precision)
         expected = trainable_parameters(architecture, case, scale)
         self.trainable_parameters: int | None = check_trainable(adapted, case.method, expected)
@@ -271,6 +275,7 @@ class OwnCodeTraining:
         self.sequence_length = case.sequence_length
         self.tokens: int | None = None
         self.idle: tuple[str, ...] = ()
+        self.notes: tuple[str, ...] = ()
         self.remote_tensors = 0
         self.updates: int = 0
         self.losses: list[Tensor | float] = []

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pytest_gputrain import Case
-from pytest_gputrain.cases.model_config import config_of, quantised_by, with_model
+from pytest_gputrain.cases.model_config import config_of, language_only, quantised_by, with_model
 from pytest_gputrain.cases.validation import problem
 from pytest_gputrain.records import Task
 from pytest_gputrain.session.fitting import Asked, seconds_of
@@ -72,6 +72,39 @@ def test_a_pipeline_of_diffusers_gives_what_trains(tmp_path):
     assert config_of(cases[0])["num_layers"] == 24
 
 
+VISION = {"model_type": "qwen3_vl", "text_config": LLAMA | {"dtype": "bfloat16"}, "tie_word_embeddings": True}
+
+
+def test_of_a_model_of_images_only_what_describes_its_language_model_matters(tmp_path):
+    written(tmp_path / "a" / "m.json", VISION | {"vision_config": {"depth": 27}, "image_token_id": 7})
+    written(tmp_path / "b" / "m.json", VISION | {"vision_config": {"depth": 32}, "image_token_id": 7})
+    one, same = resolved(tmp_path, "a/m.json"), resolved(tmp_path, "b/m.json")
+    assert one == same
+    assert config_of(one) == {**VISION, "text_config": LLAMA, "image_token_id": 7}
+    assert "more than the 4,096 positions of m#" in problem(one.replace(sequence_length=4097), ())
+
+
+@pytest.mark.parametrize(
+    ("content", "only"),
+    [
+        (LLAMA, False),
+        (VISION, True),
+        (LLAMA | {"vision_config": {}}, True),  # as Qwen2.5-VL is published
+        ({"model_type": "internvl_chat", "llm_config": LLAMA}, True),
+    ],
+)
+def test_it_is_known_whether_only_the_language_model_trains(tmp_path, content, only):
+    assert language_only(written(tmp_path / "m.json", content)) is only
+
+
+def test_the_class_that_a_config_names_is_kept_where_its_type_may_be_unknown(tmp_path):
+    named = {"architectures": ["DeepseekV3ForCausalLM"]}
+    written(tmp_path / "own.json", LLAMA | named | {"auto_map": {"AutoConfig": "mine.Config"}})
+    written(tmp_path / "plain.json", LLAMA | named)
+    assert config_of(resolved(tmp_path, "own.json")) == LLAMA | named
+    assert config_of(resolved(tmp_path, "plain.json")) == LLAMA
+
+
 def test_a_name_of_the_zoo_and_own_code_are_no_paths(tmp_path):
     for case in (
         Case(model="llama-3.1-8b"),
@@ -89,8 +122,10 @@ def test_a_name_of_the_zoo_and_own_code_are_no_paths(tmp_path):
         ("[]", "is not a JSON object"),
         ({"hidden_size": 8}, "has neither model_type, by which transformers"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "has is_encoder_decoder=true; only decoder-only"),
-        ({"model_type": "gemma3", "text_config": {}}, "has text_config, so the model takes more than text"),
-        ({"model_type": "git", "vision_config": {}}, "has vision_config, so the model takes more than text; only language"),
+        (
+            {"model_type": "florence2", "text_config": {"is_encoder_decoder": True}},
+            "has is_encoder_decoder=true; only decoder-only",
+        ),
         ({"auto_map": {"AutoConfig": "mine.Config"}}, "has neither model_type, by which transformers"),
         (
             {"_class_name": "SD3Transformer3DModel"},
@@ -138,6 +173,8 @@ def test_how_published_weights_are_packed_is_told_and_changes_no_case(tmp_path, 
     written(tmp_path / "a" / "m.json", LLAMA | {"quantization_config": packed, "torch_dtype": "float16"})
     written(tmp_path / "b" / "m.json")
     assert quantised_by(tmp_path / "a" / "m.json") == by
+    inside = {"model_type": "kimi_k25", "text_config": LLAMA | {"quantization_config": packed}}
+    assert quantised_by(written(tmp_path / "c" / "m.json", inside)) == by
     assert resolved(tmp_path, "a/m.json") == resolved(tmp_path, "b/m.json")
 
 

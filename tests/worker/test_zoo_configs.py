@@ -1,5 +1,7 @@
 """Models that are known by their config.json: what the worker finds out about them, and that they train so."""
 
+from unittest import mock
+
 import msgspec
 import pytest
 import torch
@@ -13,6 +15,7 @@ from pytest_gputrain.records import Crashed
 from pytest_gputrain.worker import methods, zoo
 from pytest_gputrain.worker.flops import count_flops, formulas
 from pytest_gputrain.worker.precision import PRECISIONS
+from pytest_gputrain.worker.training import Training
 from pytest_gputrain.worker.zoo.completed import architecture_of
 
 PUBLISHED = msgspec.json.decode(facts._PUBLISHED.read_bytes(), type=dict[str, facts.Published])
@@ -192,6 +195,69 @@ def test_layers_that_a_class_derives_of_another_key_are_counted_by_that():
     assert part.facts("tiny")["num_layers"] == 2
 
 
+QWEN3_8B = sizes(4096, 36, 32, num_key_value_heads=8, head_dim=128, intermediate_size=12288, vocab_size=151936)
+QWEN2_7B = sizes(3584, 28, 28, num_key_value_heads=4, intermediate_size=18944, vocab_size=152064)
+GEMMA_3_4B = sizes(2560, 34, 8, num_key_value_heads=4, head_dim=256, intermediate_size=10240, vocab_size=262208)
+DEEPSEEK_V3 = {"hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 129280}
+OF_MORE_THAN_TEXT = {
+    "a text model without a head": ("qwen3_vl", {"text_config": QWEN3_8B}, 8_190_735_360),
+    "keys that lie beside those of images": ("qwen2_5_vl", QWEN2_7B | {"vision_config": {"depth": 32}}, 7_615_616_512),
+    "a class of its own, and tied": ("gemma3", {"text_config": GEMMA_3_4B}, 3_880_263_168),
+    "sizes that are the class's own": (
+        "llava",
+        {"text_config": {"model_type": "llama", "vocab_size": 32064}},
+        6_738_939_904,
+    ),
+    "a type that only the hub has": ("internvl_chat", {"llm_config": {"model_type": "qwen2", **QWEN2_7B}}, 7_615_616_512),
+    "a class that architectures name": (
+        "kimi_k2",
+        DEEPSEEK_V3 | {"architectures": ["DeepseekV3ForCausalLM"]},
+        671_026_404_352,
+    ),
+}
+"""Models and the published count of parameters of their language models, which are those of models of text."""
+
+
+@pytest.mark.parametrize(("kind", "config", "parameters"), OF_MORE_THAN_TEXT.values(), ids=OF_MORE_THAN_TEXT)
+def test_the_language_model_is_found(kind, config, parameters):
+    assert architecture_of(declared(kind, config)).trained_part.parameters["full"] == parameters
+
+
+def test_a_text_model_trains_with_the_head_of_its_whole_model():
+    for tied in (True, False):
+        config = {"text_config": QWEN, "tie_word_embeddings": tied}
+        case = config_case("qwen3_vl", config, activation_checkpointing=True)
+        compare(case)
+        model = zoo.build(case, "tiny").model
+        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) is tied
+
+
+LLAMA_4 = {"text_config": sizes(5120, 48, 40, num_key_value_heads=8, intermediate_size=8192, vocab_size=202048)}
+LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "targets", "found", "without"),
+    [
+        # peft's default for the whole model, though its text model has another type.
+        ("llama4", LLAMA_4, "", {"q_proj", "v_proj"}, LAYERS - {"q_proj", "v_proj"}),
+        ("llama4", LLAMA_4, "all-linear", LAYERS, {"router"}),
+        ("gemma4", {"text_config": {"num_hidden_layers": 30, "hidden_size": 1536}}, "", {"q_proj"}, {"o_proj", "up_proj"}),
+        ("deepseek_v4", sizes(4096, 43, 64, vocab_size=129280), "", {"o_b_proj"}, {"o_a_proj"}),
+        # A class of its own that multiplies as any linear layer does.
+        ("falcon", sizes(4544, 32, 71, vocab_size=65024), "", {"query_key_value"}, set()),
+    ],
+)
+def test_adapters_are_where_peft_has_them_but_on_no_layer_of_another_arithmetic(kind, config, targets, found, without):
+    case = config_case(kind, config, "lora", lora_targets=targets)
+    training = Training(case, "tiny", torch.device("cpu"))
+    adapted = {name.split(".")[-1] for name, module in training.model.named_modules() if "lora_A" in module._modules}
+    assert adapted >= found
+    assert not adapted & without
+    left_out = " ".join(training.notes)
+    assert bool(left_out) == any(name in left_out for name in without), "the layers are named"
+
+
 LLAMA = {"num_hidden_layers": 2, "hidden_size": 64}
 NOT_BUILT = "cannot be built from its config.json: "
 
@@ -252,3 +318,16 @@ def test_what_fails_in_a_step_is_told_with_the_model():
         reply = answer(case, model_config=config_of(case))
         assert isinstance(reply, Crashed)
         assert reply.sentence.startswith(f"{case.model} does not train as its config.json describes it: TypeError: ")
+
+
+def test_a_config_is_blamed_only_where_plain_full_fine_tuning_fails_in_a_library():
+    config = {"hidden_size": 256, "num_hidden_layers": 2, "n_routed_experts": 16, "num_experts_per_tok": None}
+    plain = Case(model=declared("deepseek_v2", config), sequence_length=128)
+    for case in (plain.replace(method="lora"), plain.replace(activation_checkpointing=True)):
+        reply = run(case, model_config=config_of(case))
+        assert isinstance(reply, Crashed)
+        assert reply.sentence.startswith("TypeError: ")
+    with mock.patch("pytest_gputrain.worker.zoo.language.next_token_labels", None):  # a fault of ours
+        reply = run(plain, model_config=config_of(plain))
+    assert isinstance(reply, Crashed)
+    assert "config.json" not in reply.sentence

@@ -41,6 +41,21 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return the hyper-parameters at this scale."""
         return self.config if scale == "full" else {**self.config, **self.tiny}
 
+    @property
+    def language(self) -> dict[str, Any]:
+        """The keys of ``config`` that describe its language model."""
+        return language_config(self.config)
+
+
+LANGUAGE_KEYS: Final = ("thinker_config", "text_config", "llm_config", "language_config")
+"""Keys that hold the language model of a config of more than text."""
+
+
+def language_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that describes its language model; the config itself where it has no such part."""
+    inner = next((config[key] for key in LANGUAGE_KEYS if isinstance(config.get(key), dict)), None)
+    return config if inner is None else language_config(inner)
+
 
 class Lora(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The published LoRA recipe (arXiv:2106.09685) of a model."""

@@ -63,7 +63,7 @@ def predict(
         return _prediction(task, observed or PredictionRun(task, progress, builder).run())
     except Exception as error:
         crashed = refusal(error, progress, own_code=is_own_code(task.case, builder))
-        return crashed if sentence_of_fakes(error) else of_config(crashed, task)
+        return crashed if sentence_of_fakes(error) else of_config(crashed, task, error)
     finally:
         if freezes:
             gc.unfreeze()

@@ -18,10 +18,18 @@ import msgspec
 import torch
 from torch import nn
 
-from pytest_gputrain.cases.architectures.facts import Architecture, Part, architectures, denoisers, with_layers
+from pytest_gputrain.cases.architectures.facts import (
+    Architecture,
+    Part,
+    architectures,
+    denoisers,
+    language_config,
+    with_layers,
+)
 from pytest_gputrain.records import Scale
 from pytest_gputrain.utils.suggest import did_you_mean
 from pytest_gputrain.worker.checks import CheckFailed, described
+from pytest_gputrain.worker.zoo.headed import language_model, text_models
 from pytest_gputrain.worker.zoo.tiny import tiny_denoiser, tiny_language_model
 
 _REQUIRED: Final = ("num_hidden_layers", "hidden_size")
@@ -36,6 +44,12 @@ _COUNTS: Final = {
     "intermediate_size": 10**7,
 }
 """Keys that are counts, and the most that is built. Classes take others without complaint, and there would be a figure."""
+
+_OF_FILES: Final = ("model_type", "transformers_version", "dtype")
+"""Keys that a class writes into a file and takes nothing from."""
+
+_OF_OTHER_INPUTS: Final = {"vision_config", "audio_config"}
+"""Parts of a class that reads images or sounds."""
 
 SCALES: Final[tuple[Scale, ...]] = ("full", "tiny")
 
@@ -82,34 +96,15 @@ def _key_of(config: dict[str, Any], value: object) -> str | None:
 
 
 def _language_model(name: str, architecture: Architecture) -> Architecture:
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    )
-
     part = architecture.trained_part
-    # Copied, because classes write into the dictionaries that they are given.
-    given = copy.deepcopy({key: value for key, value in part.config.items() if key != "model_type"})
-    kind: str = part.config["model_type"]
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        release = f"transformers {transformers.__version__}"
-        if kind in CONFIG_MAPPING:
-            raise CheckFailed(f"{name} has model_type={kind!r}, which in {release} is not a decoder-only language model")
-        hint = did_you_mean(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        raise CheckFailed(
-            f"{name} has model_type={kind!r}, which {release} does not have{hint}; install a release that has it: code that "
-            "a config names by auto_map is never run"
-        )
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
-    config_class = CONFIG_MAPPING[kind]
-    _check_spelling(name, config_class, given)
-    for key in _REQUIRED:
+    stated, given, config_class = _stated(name, part.config)
+    model_class = _class_of(name, config_class, alone=stated is given)
+    _check_spelling(name, config_class, stated)
+    for key in _REQUIRED if stated is given else ():
         if not _is_told(config_class, key, given.keys()):
             raise CheckFailed(f"{name} lacks the key {key} in its config.json, so its size is not known; add it")
     names: dict[str, str] = config_class.attribute_map
-    _check_counts(name, given, names)
+    _check_counts(name, stated, names)
     given, config = _config(config_class, config_class._decode_special_floats(given))
     layers_key = _layers_key(config)
     layers: int = getattr(config, layers_key)
@@ -140,6 +135,90 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
         parts={"model": completed},
         blocks=(path,),
         idle={"full": _IDLE, "tiny": _IDLE},
+    )
+
+
+def _stated(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """Return what a config states of its language model, what transformers makes of that, and the class for it.
+
+    Both are one dictionary for a model of text alone.
+
+    Raises:
+        CheckFailed: transformers does not know the model.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    # Copied, because classes write into the dictionaries that they are given.
+    stated = {key: value for key, value in copy.deepcopy(language_config(config)).items() if key != "model_type"}
+    kind: str = config["model_type"]
+    if kind not in CONFIG_MAPPING and language_config(config) is not config:
+        # A class that only the hub has may hold a language model that transformers has.
+        kind = language_config(config).get("model_type", kind)
+        config = language_config(config)
+    config_class: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else _by_architectures(name, kind, config)
+    if not config_class.sub_configs:
+        return stated, stated, config_class
+    without_type = {key: value for key, value in copy.deepcopy(config).items() if key != "model_type"}
+    whole = config_class(**config_class._decode_special_floats(without_type))
+    text = whole.get_text_config(decoder=True)
+    if text is not whole:
+        given = {key: value for key, value in text.to_diff_dict().items() if key not in _OF_FILES}
+        # The model that the head is a part of decides, which is the one that takes images, if it has one.
+        holders: tuple[Any, ...] = (whole, getattr(whole, "thinker_config", None), text)
+        tied = next(holder.tie_word_embeddings for holder in holders if hasattr(holder, "tie_word_embeddings"))
+        return stated, {**given, "tie_word_embeddings": tied}, type(text)
+    if _OF_OTHER_INPUTS & config_class.sub_configs.keys():
+        raise CheckFailed(
+            f"{name} has model_type={kind!r}, whose language model transformers does not separate from what reads images or "
+            "sounds"
+        )
+    return stated, stated, config_class
+
+
+def _by_architectures(name: str, kind: str, config: dict[str, Any]) -> Any:
+    """Return the class for a config whose ``model_type`` only the hub has, but which names a class of transformers.
+
+    Raises:
+        CheckFailed: it names none.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    named = config.get("architectures")
+    for known, model_class in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if isinstance(named, list) and model_class in named:
+            return CONFIG_MAPPING[known]
+    raise CheckFailed(
+        f"{name} has model_type={kind!r}, which transformers {transformers.__version__} does not have"
+        f"{did_you_mean(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}; install a release that has it: code that a config names "
+        "by auto_map is never run"
+    )
+
+
+def _class_of(name: str, config_class: Any, *, alone: bool) -> str:
+    """Return the name of the class for causal language modelling, or else of the text model that a head is put on.
+
+    Args:
+        alone: whether it is no part of a model that takes images or sounds.
+
+    Raises:
+        CheckFailed: transformers has neither.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    kind: str = config_class.model_type
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+    if not alone and (found := text_models(config_class)):
+        return found[0]
+    raise CheckFailed(
+        f"{name} has model_type={kind!r}, which in transformers {transformers.__version__} is not a decoder-only language "
+        "model"
     )
 
 
@@ -284,12 +363,10 @@ def _repeated_counts(counts: dict[str, int]) -> dict[str, int]:
 
 def _on_meta(part: Part) -> nn.Module:
     """Return the full-size model without memory."""
-    import transformers
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():
-        config = getattr(transformers, part.config_class)(**copy.deepcopy(part.config))
-        model: Any = getattr(transformers, part.model_class)(config)
+        model: Any = language_model(part, copy.deepcopy(part.config))
     model.tie_weights()
     module: nn.Module = model
     return module

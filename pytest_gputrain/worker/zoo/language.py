@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from pytest_gputrain.cases.architectures.facts import Architecture
+from pytest_gputrain.cases.architectures.facts import Architecture, Part
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.zoo.attention import named_attention
+from pytest_gputrain.worker.zoo.headed import language_model
 from pytest_gputrain.worker.zoo.pangu import PanGu
 from pytest_gputrain.worker.zoo.samples import packed_positions, real_tokens, spread_lengths
 from pytest_gputrain.worker.zoo.workload import Batch, Workload, checkpointed
@@ -38,6 +39,11 @@ class LanguageModel(Workload):
             whole: Any = self.model
             head = whole.get_output_embeddings()
             head.forward = self._loss_in_place_of_logits(head.forward)
+
+    def _built(self, part: Part) -> nn.Module:
+        if part.library == "transformers":
+            return language_model(part, part.facts(self.scale))
+        return super()._built(part)
 
     def checkpoint_activations(self, share: float) -> None:
         if (
