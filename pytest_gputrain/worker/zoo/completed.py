@@ -165,7 +165,7 @@ def _stated(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str
         given = {key: value for key, value in text.to_diff_dict().items() if key not in _OF_FILES}
         # The model that the head is a part of decides, which is the one that takes images, if it has one.
         holders: tuple[Any, ...] = (whole, getattr(whole, "thinker_config", None), text)
-        tied = next(holder.tie_word_embeddings for holder in holders if hasattr(holder, "tie_word_embeddings"))
+        tied = next((one.tie_word_embeddings for one in holders if hasattr(one, "tie_word_embeddings")), False)
         return stated, {**given, "tie_word_embeddings": tied}, type(text)
     if _OF_OTHER_INPUTS & config_class.sub_configs.keys():
         raise CheckFailed(

@@ -46,6 +46,7 @@ def text_models(config_class: Any) -> list[str]:
         if value.__module__ == module.__name__
         and value.config_class is config_class
         and not value.__name__.endswith("PreTrainedModel")
+        and "Encoder" not in value.__name__  # of a model that does not go from token to token
         and ("ForCausalLM" in value.__name__ or not _has_head(value))
     ]
     return [each.__name__ for each in sorted(found, key=_has_head, reverse=True)]
