@@ -212,10 +212,12 @@ def _class_of(name: str, config_class: Any, *, alone: bool) -> str:
     )
 
     kind: str = config_class.model_type
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
-    if not alone and (found := text_models(config_class)):
-        return found[0]
+    if kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+        found = text_models(config_class)
+        if found and (not alone or found[0].endswith("ForCausalLM")):  # Mistral 4, whose type stands for its whole model
+            return found[0]
     raise CheckFailed(
         f"{name} has model_type={kind!r}, which in transformers {transformers.__version__} is not a decoder-only language "
         "model"
