@@ -234,6 +234,29 @@ def test_a_compiled_case_takes_the_same_memory_whatever_was_compiled_before(run_
         assert judged["test_compiled"]["reply"] == recorded["test_compiled"]["reply"]
 
 
+def test_a_run_on_kernels_for_another_gpu_is_named_so_in_the_record_the_sentences_and_the_baseline(run_tests, tmp_path):
+    (tmp_path / "test_own.py").write_text(
+        textwrap.dedent("""
+            import torch
+
+            def build(setup):
+                assert torch.cuda.get_device_name(0) == "NVIDIA Graphics Device"
+                weight = torch.ones(1024, 1024, device=setup.device, requires_grad=True)
+                return lambda: weight.square().sum().backward()
+
+            def test_own(gputrain):
+                gputrain.check(build, precision="fp32")
+        """)
+    )
+    done, results = run_tests("--gpu-platform=mi300x", "--gpu-baseline-update")
+    assert done.returncode == 0, done.stdout
+    reply = results["test_own"]["reply"]
+    assert reply["device_name"].startswith("MI300X, by CUDA's kernels for sm_")
+    assert f"emulated {reply['device_name']} with 192 GiB" in done.stdout
+    assert any("decided what was allocated: torch for ROCm" in note for note in reply["notes"])
+    assert reply["device_name"] in next(tmp_path.glob("baselines/emulated/mi300x/*.json")).read_text()
+
+
 def test_what_does_not_fit_fails_with_the_allocators_sentence(run):
     done, results = run("-k", "large and not one")
     assert done.returncode == 1
