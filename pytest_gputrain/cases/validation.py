@@ -63,6 +63,7 @@ gradients nor how far the training is.
 _ENGINES_OF_KNOBS: Final = {
     "cpu_offload": ("fsdp",),
     "reshard_after_forward": ("fsdp",),
+    "unquantized_fp32": ("single", "ddp", "fsdp"),  # DeepSpeed converts all weights to its own type
     "offload_optimizer": ("zero1", "zero2", "zero3"),
     "offload_param": ("zero3",),
     "pin_memory": ("zero1", "zero2", "zero3"),
@@ -114,6 +115,7 @@ _NOT_OF_OWN_CODE: Final = {
     "loss_chunks": "but own code computes its own loss; compute it in chunks there",
     "master_weights": "but own code makes its own optimizer; keep master weights in it",
     "quantized_compute": "but own code quantises its own weights; set the type there",
+    "unquantized_fp32": "but own code prepares its own model; call peft's prepare_model_for_kbit_training there",
 }
 """Knobs that nobody but own code itself can follow, and what to do instead."""
 
@@ -164,6 +166,7 @@ def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
         or (None if case.code else _bad_model(case))
         or _bad_attention(case)
         or _bad_quantized_compute(case)
+        or _bad_unquantized(case)
         or _bad_parallelism(case)
         or _bad_arithmetic(case)
     )
@@ -318,6 +321,16 @@ def _bad_quantized_compute(case: Case) -> str | None:
         return (
             f"asks for quantized_compute, which autocast of {case.precision!r} overrides; choose precision='bf16' or 'fp32'"
         )
+    return None
+
+
+def _bad_unquantized(case: Case) -> str | None:
+    if case.unquantized_fp32 is None:
+        return None
+    if case.method != "qlora":
+        return f"sets unquantized_fp32, which the method {case.method!r} does not have; choose qlora, or leave it out"
+    if case.precision == "fp32":
+        return "sets unquantized_fp32, but precision='fp32' stores all weights in fp32 that are not packed; leave it out"
     return None
 
 

@@ -46,8 +46,9 @@ def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary 
 def _utilization(case: Case, platform: str, run: Measurement, seconds: float) -> float | None:
     """Compute the time that the FLOPs of a step would take at their peak rates, as a share of its time."""
     peak = catalog.peak_flops(platform, case.precision, tf32=bool(case.tf32))
-    # Products of two types have no peak together.
-    if peak is None or run.flops_per_step is None or case.quantized_compute not in ("", case.precision):
+    # Products of two types have no peak together. Without autocast, those of a head in fp32 are in fp32.
+    of_two_types = case.quantized_compute not in ("", case.precision) or (case.unquantized_fp32 and case.precision == "bf16")
+    if peak is None or run.flops_per_step is None or of_two_types:
         return None
     in_tf32 = run.tf32_share if run.tf32_share and case.precision == "fp32" and not case.tf32 else 0.0
     peak_of_tf32 = catalog.peak_flops(platform, "fp32", tf32=True)

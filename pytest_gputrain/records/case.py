@@ -91,6 +91,10 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     quantized_compute: str = ""
     """The type in which packed weights are multiplied (``qlora``): ``fp32`` or ``bf16``. Empty takes that of the
     precision."""
+    unquantized_fp32: bool | None = None
+    """Whether peft's ``prepare_model_for_kbit_training`` is called, which converts the weights that are not packed
+    (embeddings, head, norms) to fp32 (``qlora``). With True or False the model is built in the type that the precision
+    computes in, as programs load it. None builds it in the type of the precision's weights, and calls nothing."""
     attention: str = ""
     """The attention of a language model of transformers: ``eager``, ``sdpa`` or ``sdpa-4.49``. The last calls sdpa as
     transformers 4.49 did: it repeats keys and values for the heads that share them, and leaves out Gemma 2's cap of the

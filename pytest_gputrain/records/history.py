@@ -123,6 +123,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     lora_targets: str
     dora: bool
     quantized_compute: str
+    unquantized_fp32: bool | None
     attention: str
     optimizer: str
     compile: str

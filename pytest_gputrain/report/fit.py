@@ -125,6 +125,7 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
         for name, what in at_peak.items():
             yield f"{name} at its peak, {what}"
     yield from _trained(report)
+    yield from _unquantized(report)
     ran = [cell.emulated for cell in report.cells if cell.emulated is not None]
     yield from dict.fromkeys(note for run in ran for note in run.notes if note != NOT_MADE)
     yield from report.left_out
@@ -165,6 +166,26 @@ def _trained(report: FitReport) -> Iterator[str]:
     if counts:
         yield f"{', '.join(counts.values())}; --set lora_rank=... and --set lora_targets=... change that"
 
+
+def _unquantized(report: FitReport) -> Iterator[str]:
+    """Yield in which type qlora keeps what it does not pack, and whether peft has converted it."""
+    cases = [cell.case for cell in report.cells if cell.case.method == "qlora"]
+    for precision, called in dict.fromkeys((case.precision, case.unquantized_fp32) for case in cases):
+        knob = "" if called is None else f" and unquantized_fp32={knob_text(called)}"
+        in_fp32 = called or (called is None and precision != "bf16")
+        yield (
+            f"qlora with precision={precision}{knob} keeps embeddings, head and norms in {'fp32' if in_fp32 else '16 bits'}"
+            + _OF_PREPARED[called, in_fp32]
+        )
+
+
+_OF_PREPARED: Final = {
+    (True, True): ", because peft's prepare_model_for_kbit_training is called",
+    (False, False): ", because peft's prepare_model_for_kbit_training is not called",
+    (None, True): ", as after peft's prepare_model_for_kbit_training",
+    (None, False): ", as without peft's prepare_model_for_kbit_training; --set unquantized_fp32=true calls it",
+}
+"""How the type came about, by the knob ``unquantized_fp32`` and by whether it is fp32."""
 
 _ORIGINS: Final[dict[TrainingPhase, str]] = {
     "build": "weights",

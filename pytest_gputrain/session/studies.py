@@ -20,6 +20,8 @@ Launch = Callable[[Task], Reply]
 
 COMPARED: Final = ("fp32", "bf16-amp", "fp16-amp")
 """Precisions of the loss curves, beside the case's own. fp32 first: the others are compared with it."""
+_OF_ONE_PRECISION: Final = {"tf32": None, "quantized_compute": "", "unquantized_fp32": None, "master_weights": False}
+"""Knobs that one precision has and another has not, as they are in a case without them."""
 
 
 class SearchedBatch(NamedTuple):
@@ -76,8 +78,8 @@ def record_losses(task: Task, steps: int, platform: str, launch: Launch) -> Reco
     case = task.case.replace(steps=steps, warmup=0)
 
     def task_of(precision: str) -> Task:
-        # Knobs of one precision are none of another's: fp32, which the others are compared with, is all of it fp32.
-        plain = {} if precision == case.precision else {"tf32": None, "quantized_compute": "", "master_weights": False}
+        # fp32, which the others are compared with, is all of it fp32.
+        plain = {} if precision == case.precision else _OF_ONE_PRECISION
         return msgspec.structs.replace(task, case=case.replace(precision=precision, **plain), curve=True)
 
     curves: dict[str, LossCurve] = {}

@@ -18,6 +18,11 @@ from pytest_gputrain.worker.checks import CheckFailed, described
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
 
 
+def stored(case: Case, precision: Precision) -> torch.dtype:
+    """Return the type in which the case's model is built."""
+    return precision.weights if case.unquantized_fp32 is None else precision.compute
+
+
 def adapt(model: nn.Module, architecture: Architecture, case: Case, precision: Precision) -> nn.Module:
     """Return ``model`` ready to be trained by the case's method.
 
@@ -27,7 +32,15 @@ def adapt(model: nn.Module, architecture: Architecture, case: Case, precision: P
     if case.method in ADAPTING:
         assert architecture.lora is not None, "a model with the method has the recipe"
         if case.method == "qlora":
-            _quantise(model, PRECISIONS.get(case.quantized_compute, precision).compute)
+            # FSDP2 of older releases of torch converts all weights to the type of its mixed precision, packed ones too. So
+            # they are stored as that type, as bitsandbytes advises.
+            storage = precision.compute if case.parallel == "fsdp" else torch.uint8
+            _quantise(model, PRECISIONS.get(case.quantized_compute, precision).compute, storage)
+            if case.unquantized_fp32:
+                from peft import prepare_model_for_kbit_training
+
+                # Whether blocks are recomputed, and by which variant, is for the case's own knobs to say.
+                prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         return _with_adapters(model, recipe_of(architecture.lora, case), case)
     trained = architecture.trains.get(case.method)
     if trained is not None:
@@ -180,7 +193,7 @@ def _check_targets(model: nn.Module, targets: Sequence[str], case: Case) -> None
             )
 
 
-def _quantise(model: nn.Module, compute: torch.dtype) -> None:
+def _quantise(model: nn.Module, compute: torch.dtype, storage: torch.dtype) -> None:
     """Store all linear layers but the head as NF4 with double quantisation, by bitsandbytes, as QLoRA (arXiv:2305.14314).
 
     It does not matter which of them get adapters: transformers, too, packs all when it loads in 4 bits.
@@ -200,12 +213,12 @@ def _quantise(model: nn.Module, compute: torch.dtype) -> None:
     ]
     del head
     for parent, name in layers:
-        setattr(parent, name, _quantised(getattr(parent, name), compute))
+        setattr(parent, name, _quantised(getattr(parent, name), compute, storage))
     # What transformers sets on a model that it loads in 4 bits: peft then takes its own 4-bit layer.
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
 
 
-def _quantised(linear: nn.Linear, compute: torch.dtype) -> nn.Module:
+def _quantised(linear: nn.Linear, compute: torch.dtype, storage: torch.dtype) -> nn.Module:
     import bitsandbytes as bnb
 
     quantised: Any = bnb.nn.Linear4bit(
@@ -215,10 +228,16 @@ def _quantised(linear: nn.Linear, compute: torch.dtype) -> nn.Module:
         compute_dtype=compute,
         compress_statistics=True,
         quant_type="nf4",
+        quant_storage=storage,
         device="meta",
     )
     quantised.weight = bnb.nn.Params4bit(
-        linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=quantised
+        linear.weight.data,
+        requires_grad=False,
+        compress_statistics=True,
+        quant_type="nf4",
+        quant_storage=storage,
+        module=quantised,
     )
     if linear.bias is not None:
         quantised.bias = nn.Parameter(linear.bias.data, requires_grad=False)

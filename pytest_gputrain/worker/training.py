@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -26,7 +27,7 @@ from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loader import Loader
 from pytest_gputrain.worker.loop import Steps
 from pytest_gputrain.worker.loops import FunctionLoop, GeneratorLoop, loop_of
-from pytest_gputrain.worker.methods import adapt, trainable_parameters, without_adapters
+from pytest_gputrain.worker.methods import adapt, stored, trainable_parameters, without_adapters
 from pytest_gputrain.worker.optimizers import OPTIMIZERS
 from pytest_gputrain.worker.parallel import ENGINES, EngineOptions
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
@@ -101,7 +102,8 @@ class Training:
         precision = PRECISIONS[case.precision]
         seed = torch.initial_seed()
         # A model that is to be kept on the host may not fit anywhere else.
-        with torch.device("cpu") if case.cpu_offload else device, _default_dtype(precision.weights):
+        place = torch.device("cpu") if case.cpu_offload else device
+        with place, _default_dtype(stored(case, precision)), _apart(case, device):
             self._workload = zoo.build(case, scale, architecture)
         names = list(architecture.parts)
         built = dict(zip(names, [self._workload.model, *self._workload.encoders.values()], strict=True))
@@ -384,6 +386,17 @@ def _loaded(path: Path) -> ModuleType:
     sys.modules[module_name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _apart(case: Case, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of a build none of whose weights stay: QLoRA packs them, and FSDP2 takes shards of them.
+
+    In a memory pool of its own, because torch's allocator would else put shards into the holes that packed weights leave,
+    and could give back none of these. Programs that load one part of the model at a time have no such holes.
+    """
+    if case.method == "qlora" and case.parallel == "fsdp" and is_gpu(device) and not case.cpu_offload:
+        return torch.cuda.use_mem_pool(torch.cuda.MemPool())
+    return contextlib.nullcontext()
 
 
 class _default_dtype:

@@ -230,6 +230,22 @@ def test_what_is_said_of_a_cell(snapshot):
 
 
 @pytest.mark.parametrize(
+    ("precision", "called", "said"),
+    [
+        ("bf16", None, "bf16 keeps embeddings, head and norms in 16 bits, as without"),
+        ("bf16", True, "bf16 and unquantized_fp32=true keeps embeddings, head and norms in fp32, because"),
+        ("bf16-amp", None, "bf16-amp keeps embeddings, head and norms in fp32, as after"),
+        ("bf16-amp", False, "bf16-amp and unquantized_fp32=false keeps embeddings, head and norms in 16 bits, because"),
+    ],
+)
+def test_the_answer_says_what_is_in_fp32_under_qlora(precision, called, said):
+    case = LORA.replace(method="qlora", precision=precision, unquantized_fp32=called)
+    notes = [*fit.notes(report(cell("fits"), cell("fits", case=case)))]
+    (note,) = (note for note in notes if "prepare_model_for_kbit_training" in note)
+    assert note.startswith(f"qlora with precision={said}")
+
+
+@pytest.mark.parametrize(
     ("fields", "text"),
     [
         ({"batch_size": 7, "needed_bytes": 70 * GiB}, "7 (70.0 GiB)"),

@@ -3,6 +3,7 @@
 import bitsandbytes
 import peft
 import pytest
+import torch
 from several_processes import measured as measured_by_workers
 from torch import nn
 from zoo_examples import H100, example, measured, predicted, refused, trained
@@ -80,6 +81,29 @@ def test_dropout_is_the_case_s(dropout, kinds):
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_it_trains(method, knobs):
     losses = measured(LLAMA.replace(method=method, precision="fp32", learning_rate=1e-2, steps=3, warmup=1, **knobs)).losses
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("precision", "called", "quantized_from", "unquantized"),
+    [
+        ("bf16", None, torch.bfloat16, torch.bfloat16),
+        ("bf16", True, torch.bfloat16, torch.float32),
+        ("bf16-amp", None, torch.float32, torch.float32),
+        ("bf16-amp", True, torch.bfloat16, torch.float32),
+        ("bf16-amp", False, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_what_is_not_packed_is_in_fp32_where_peft_has_converted_it(precision, called, quantized_from, unquantized):
+    case = LLAMA.replace(method="qlora", precision=precision, unquantized_fp32=called)
+    model = trained(case).model
+    packed = [module for module in model.modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
+    assert {module.weight.quant_state.dtype for module in packed} == {quantized_from}
+    weights = {name: value for name, value in model.named_parameters() if value.dtype != torch.uint8}
+    assert {value.dtype for name, value in weights.items() if "lora_" not in name} == {unquantized}
+    assert {value.dtype for name, value in weights.items() if "lora_" in name} == {torch.float32}
+    assert {name for name, value in weights.items() if value.requires_grad} == {name for name in weights if "lora_" in name}
+    losses = measured(case.replace(learning_rate=1e-2, steps=3, warmup=1)).losses
     assert losses[-1] < losses[0]
 
 

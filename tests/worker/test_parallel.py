@@ -34,6 +34,7 @@ REENTRANT = {"activation_checkpointing": True, "reentrant_checkpointing": True}
     [
         *map(engine, ("ddp", "fsdp", "zero0", "zero1", "zero3")),
         engine("fsdp", cpu_offload=True),
+        engine("fsdp", method="qlora", lora_dropout=0.0),
         engine("zero2", offload_optimizer=True),
         engine("zero3", offload_optimizer=True, offload_param=True),
         *(engine(name, **CLIPPED) for name in ("ddp", "fsdp", "zero0", "zero1", "zero2", "zero3")),
