@@ -63,7 +63,7 @@ gradients nor how far the training is.
 _ENGINES_OF_KNOBS: Final = {
     "cpu_offload": ("fsdp",),
     "reshard_after_forward": ("fsdp",),
-    "unquantized_fp32": ("single", "ddp", "fsdp"),  # DeepSpeed converts all weights to its own type
+    "unquantized_fp32": ("single", "ddp", "fsdp"),  # DeepSpeed in bf16 undoes it
     "offload_optimizer": ("zero1", "zero2", "zero3"),
     "offload_param": ("zero3",),
     "pin_memory": ("zero1", "zero2", "zero3"),
