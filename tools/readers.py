@@ -35,9 +35,9 @@ from pytest_gputrain.report.trend.series import analyse
 from pytest_gputrain.storage import published
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.history import HistoryError, append
-from pytest_gputrain.storage.prediction_cache import PredictionCache
 from pytest_gputrain.storage.recorded import PredictionStore
 from pytest_gputrain.storage.reports import ReportStore, read_report, to_baseline
+from pytest_gputrain.storage.result_cache import ResultCache
 from pytest_gputrain.utils.files import UNREADABLE
 from pytest_gputrain.utils.git import RunInfo
 
@@ -224,7 +224,7 @@ def read_progress(data: bytes, scratch: Scratch, rng: random.Random) -> None:
 
 def read_cache(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     task = Task(case=CASE, scale="full", device_type="cpu", root="/")
-    cache = PredictionCache(scratch.folder)
+    cache = ResultCache(scratch.folder, Prediction)
     path = cache._path(task)
     if path is not None:
         scratch.file(path.name, data)

@@ -18,23 +18,21 @@ from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.identity import ALWAYS_IN_ID
 from pytest_gputrain.cases.model_config import language_only, quantised_by, with_model
 from pytest_gputrain.cases.validation import SIZES
-from pytest_gputrain.execution.prediction_pool import PredictionPool
 from pytest_gputrain.gate.fit import ERROR
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import PLATFORMS
+from pytest_gputrain.hardware.lease import emulated_gpus
 from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Case
 from pytest_gputrain.records.fit import FitGpu, FitReport
 from pytest_gputrain.report import fit, json_report
 from pytest_gputrain.report.html import fit as html
-from pytest_gputrain.session.fit_emulated import EmulatedFitting
+from pytest_gputrain.session.fit_engines import FitEngines
 from pytest_gputrain.session.fitting import Fitting, possible, seconds_of
 from pytest_gputrain.storage.hub_cache import cached_models, hub_cache, snapshot
-from pytest_gputrain.storage.prediction_cache import PredictionCache
 from pytest_gputrain.utils import console
-from pytest_gputrain.utils.errors import BadCase, CannotEmulate
+from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.files import write_atomically
-from pytest_gputrain.utils.host import usable_cores
 from pytest_gputrain.utils.suggest import did_you_mean
 
 _KNOBS: Final = {
@@ -58,8 +56,6 @@ _LANGUAGE: Final = ("language", "vision_language")
 """Families whose cases have a loss to choose."""
 _MOST_CELLS: Final = 2000
 _TIMEOUT_SECONDS: Final = 600.0
-_EMULATED_SECONDS: Final = 30.0
-"""The time of a combination on an emulated GPU: half of that for one billion parameters, several times that for seventy."""
 
 
 def add_to(commands: Any) -> None:
@@ -67,9 +63,9 @@ def add_to(commands: Any) -> None:
         "predict",
         help="predict whether a model fits a GPU, by which method, and up to which batch",
         description="Predict the memory of training a model on GPUs. The GPUs need not be here, because the training "
-        "runs on tensors without data. Each option takes several values, separated by commas, and all combinations are "
-        "predicted. The exit status is 0 whether anything fits or not, and 2 for bad input. Example: gputrain predict "
-        "llama-3.1-8b --method lora,qlora --gpu rtx_4090",
+        "runs on emulated ones, which compute nothing. Each option takes several values, separated by commas, and all "
+        "combinations are run. The exit status is 0 whether anything fits or not, and 2 for bad input. Example: gputrain "
+        "predict llama-3.1-8b --method lora,qlora --gpu rtx_4090",
     )
     predict.add_argument(
         "model",
@@ -90,11 +86,6 @@ def add_to(commands: Any) -> None:
         "--only-cells",
         action="store_true",
         help="do not search for the largest batches, or for changes that make the others fit",
-    )
-    predict.add_argument(
-        "--emulate",
-        action="store_true",
-        help="also run each combination on an emulated GPU; this takes minutes, and needs the CUDA build of torch",
     )
     predict.add_argument("--json", type=Path, metavar="FILE", help="write the whole answer to this JSON file")
     predict.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to this Markdown file")
@@ -124,7 +115,7 @@ def main(options: argparse.Namespace) -> int:
             options, base.model.partition("#")[0], cases, gpus, axes, (*_about(options.model), *_unlike_trainer(cases))
         )
         _write(options, report)
-    except (ValueError, BadCase, CannotEmulate) as error:
+    except (ValueError, BadCase) as error:
         console.say(error)
         return 2
     except OSError as error:
@@ -223,40 +214,26 @@ def _answer(
     axes: dict[str, tuple[Any, ...]],
     about: tuple[str, ...],
 ) -> FitReport:
-    """Predict, or emulate, all combinations.
+    """Answer all combinations.
 
     Args:
         about: sentences about the model.
 
     Raises:
-        ValueError: none of the combinations can be, or none has a prediction.
-        CannotEmulate: that is asked for, and a GPU cannot be emulated here.
+        ValueError: none of the combinations can be, or none has figures.
     """
-    emulated = EmulatedFitting(gpus, Path.cwd(), _TIMEOUT_SECONDS, os.environ) if options.emulate else None
     asked, left_out = possible(cases, gpus)
     if not asked:
         raise ValueError("; ".join(left_out))
-    processes = len(usable_cores())
+    processes = emulated_gpus()
     further = not options.only_cells
     seconds = seconds_of(asked, processes, further=further)
-    further_still = f", and about {len(asked) * _EMULATED_SECONDS:.0f} s on emulated GPUs" if emulated else ""
-    console.say(
-        f"{count(len(asked), 'combination')} on {count(processes, 'core')} may take about {seconds:.0f} s{further_still}"
-    )
-    environ = emulated.environment_of_predictions() if emulated else dict(os.environ)
-    pool = PredictionPool(processes, PredictionCache(_cache_folder()), _TIMEOUT_SECONDS, environ)
-    try:
-        with _progress() as note:
-            fitting = Fitting(pool, Path.cwd(), note)
-            cells = fitting.cells(asked, remedies=further)
-            largest = fitting.largest(cells) if further else []
-            if emulated is not None:
-                cells = list(emulated.cells(cells, note))
-    finally:
-        pool.close()
-        if emulated is not None:
-            emulated.close()
-    figures = [given for cell in cells for given in (cell.prediction, cell.emulated) if given is not None]
+    console.say(f"{count(len(asked), 'combination')} on {count(processes, 'core')} may take about {seconds:.0f} s")
+    engines = FitEngines(gpus, Path.cwd(), _TIMEOUT_SECONDS, os.environ, _cache_folder())
+    with _progress() as note, contextlib.closing(Fitting(engines, processes, note)) as fitting:
+        cells = fitting.cells(asked, remedies=further)
+        largest = fitting.largest(cells) if further else []
+    figures = [cell.figures for cell in cells if cell.figures is not None]
     if not figures:
         raise ValueError("; ".join(dict.fromkeys(cell.failure for cell in cells)))
     return FitReport(
@@ -271,7 +248,7 @@ def _answer(
         cells=tuple(cells),
         largest=tuple(largest),
         left_out=tuple(left_out),
-        about=about,
+        about=(*about, *engines.about),
     )
 
 

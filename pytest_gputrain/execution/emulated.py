@@ -80,6 +80,18 @@ class EmulatingExecutor(UnmeasuredExecutor[EmulatedReply]):
         except OSError as error:
             raise not_started(task.case, error) from None
 
+    def stand_ins(self) -> str:
+        """Name the stand-ins, by all that they were built from.
+
+        Raises:
+            CannotEmulate: they cannot be built, or torch has no kernels for the platform.
+        """
+        self.environment(1)
+        return build.stand_ins(self._torch).folder.name
+
+    def _identity(self, task: Task) -> bytes:
+        return msgspec.json.encode((super()._identity(task), task.limit, task.memory_only))
+
     def environment(self, gpus: int) -> dict[str, str]:
         """Return the variables of a process that sees so many emulated GPUs, the same for each.
 

@@ -14,8 +14,8 @@ from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.lease import lease_cores
 from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Crashed, Host, OutOfMemory, Prediction, Task, TimedOut
-from pytest_gputrain.storage.prediction_cache import PredictionCache
 from pytest_gputrain.storage.recorded import PREDICTED
+from pytest_gputrain.storage.result_cache import ResultCache
 
 PredictionReply = Prediction | OutOfMemory | Crashed | TimedOut
 """The failures are those of the process that was to predict."""
@@ -23,7 +23,7 @@ PredictionReply = Prediction | OutOfMemory | Crashed | TimedOut
 
 def predict(
     task: Task,
-    cache: PredictionCache,
+    cache: ResultCache[Prediction],
     *,
     timeout_seconds: float,
     environ: Mapping[str, str],
@@ -63,7 +63,7 @@ class PredictingExecutor(UnmeasuredExecutor[PredictionReply]):
     def __init__(
         self,
         platform: str,
-        cache: PredictionCache,
+        cache: ResultCache[Prediction],
         timeout_seconds: float,
         environ: Mapping[str, str],
         fork_server: ForkServer | None,

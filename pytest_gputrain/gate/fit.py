@@ -1,57 +1,71 @@
-"""Judges whether a predicted case fits a GPU, how sure that is, and up to which batch. Pure."""
+"""Judges whether a case fits a GPU, how sure that is, and up to which batch. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
-import msgspec
-
-from pytest_gputrain.gate.prediction import needed_bytes
-from pytest_gputrain.records import Case, EmulatedRun, Prediction, Target
+from pytest_gputrain.hardware.targets import CONTEXT_BYTES
+from pytest_gputrain.records import Case, EmulatedRun, Prediction
 from pytest_gputrain.records.fit import Fit
 
 ERROR: Final = 0.04
-"""The error of a prediction. Published peaks of cases on one GPU lay within 3.7 % of theirs
+"""The error of memory. Published peaks of cases on one GPU lay within 3.7 % of their predictions
 (docs/prediction-accuracy.md)."""
 
 _GUESSES: Final = 5
 """Batches that are guessed from a line, before the search goes on by halves."""
 
+Figures = Prediction | EmulatedRun
+"""What a case takes of a GPU."""
 
-def fit_of(prediction: Prediction, at: Callable[[int], Prediction]) -> Fit:
-    """Tell whether the case fits the GPU that it was predicted for, and whether an error of the prediction would change
-    that.
+At = Callable[[int], Figures]
+"""Gives the figures of a case on a GPU of so much memory, 0 for any amount."""
 
-    Near its capacity the allocator gives cached memory back, so what a case holds without limit is not what it needs. It is
-    predicted again for a GPU of a little more, or less, memory, unless its figures tell already.
 
-    Args:
-        at: predicts the same for a GPU with so much memory.
+class Judgement(NamedTuple):
+    """Whether a case fits a GPU, and what it takes of it."""
+
+    fit: Fit
+    needed_bytes: int | None
+    """The memory that nvidia-smi would show; if the case does not fit, that without a limit. None where it is not known."""
+
+
+def judge(case: Case, memory_bytes: int, at: At) -> Judgement:
+    """Tell whether the case fits the GPU, and whether an error of its figures would change that.
+
+    What the case takes without limit tells it for most. Near the capacity the allocator gives cached memory back, so there
+    the case is tried with the memory of the GPU, and with a little more or less.
     """
-    memory = prediction.target.memory_bytes
-    assert memory is not None, "a GPU of the catalog has a limit"
-    if prediction.fits:
-        sure = needed_bytes(prediction) * (1 + ERROR) <= memory or at(tight(memory)).fits
-        return "fits" if sure else "within-error"
-    peaks = (prediction.peak_allocated_bytes, *prediction.phase_peak_bytes.values())
-    least = max(peaks) + prediction.target.context_bytes
-    hopeless = least > (1 + ERROR) * memory or not at(round(memory * (1 + ERROR))).fits
-    return "does-not-fit" if hopeless else "within-error"
+    free = at(0)
+    if free.fits is False:  # more than an emulated GPU has addresses
+        return Judgement("does-not-fit", None)
+    needed, least = needed_bytes(free, case), _least_bytes(free, case)
+    if needed <= tight(memory_bytes):
+        return Judgement("fits", needed)
+    if least > (1 + ERROR) * memory_bytes:
+        return Judgement("does-not-fit", needed)
+    on_gpu = free if needed <= memory_bytes else at(memory_bytes)
+    if on_gpu is free or on_gpu.fits:
+        sure = at(tight(memory_bytes)).fits
+        return Judgement("fits" if sure else "within-error", needed_bytes(on_gpu, case))
+    maybe = at(round(memory_bytes * (1 + ERROR))).fits
+    return Judgement("within-error" if maybe else "does-not-fit", needed)
 
 
-def fit_of_emulated(run: EmulatedRun, target: Target, predicted: Fit | None) -> Fit:
-    """Tell whether a case fits that ran on an emulated GPU. The answer is sure where the prediction agrees, or far from the
-    limit.
+def needed_bytes(figures: Figures, case: Case) -> int:
+    """Tell how much of the memory of a GPU a case takes: that of its build too, unless programs load the model in parts."""
+    return max(figures.peak_reserved_bytes or 0, _highest(figures, case)) + CONTEXT_BYTES
 
-    Args:
-        predicted: None where there is no prediction, as of compiled code.
-    """
-    if not run.fits:
-        return "within-error" if predicted in ("fits", "within-error") else "does-not-fit"
-    assert target.memory_bytes is not None, "a GPU of the catalog has a limit"
-    far = run.peak_reserved_bytes + target.context_bytes <= tight(target.memory_bytes)
-    return "fits" if predicted == "fits" or (predicted is None and far) else "within-error"
+
+def _least_bytes(figures: Figures, case: Case) -> int:
+    """Tell what a case needs though the allocator gave back all that it caches."""
+    return max(figures.peak_allocated_bytes, _highest(figures, case)) + CONTEXT_BYTES
+
+
+def _highest(figures: Figures, case: Case) -> int:
+    left_out = ("build",) if loads_in_parts(case) else ()
+    return max((peak for phase, peak in figures.phase_peak_bytes.items() if phase not in left_out), default=0)
 
 
 def tight(memory_bytes: int) -> int:
@@ -69,29 +83,23 @@ def loads_in_parts(case: Case) -> bool:
     return (case.parallel == "fsdp" and not case.cpu_offload) or case.method == "qlora"
 
 
-def of_training(prediction: Prediction, target: Target) -> Prediction:
-    """Return the prediction as if the model was loaded in parts: it is judged by what training takes, without limit.
-
-    Args:
-        prediction: for the target, or one that has no limit.
-    """
-    assert target.memory_bytes is not None, "a GPU of the catalog has a limit"
-    held = (prediction.peak_reserved_bytes or 0) + target.context_bytes
-    fits = held <= target.memory_bytes if prediction.fits is None else prediction.fits
-    return msgspec.structs.replace(
-        prediction,
-        target=target,
-        fits=fits,
-        phase_peak_bytes={phase: peak for phase, peak in prediction.phase_peak_bytes.items() if phase != "build"},
-        largest={phase: rows for phase, rows in prediction.largest.items() if phase != "build"},
-    )
-
-
 class Need(NamedTuple):
     """The memory that is known of a batch."""
 
     fits: bool
+    """Surely, even if its figures are wrong by their error."""
     bytes: int
+
+
+def need_of(case: Case, memory_bytes: int, at: At) -> Need:
+    """Tell whether the case surely fits the GPU, and what it takes of it; without limit if it does not fit."""
+    free = at(0)
+    needed = needed_bytes(free, case)
+    if needed <= tight(memory_bytes):
+        return Need(bool(free.fits) or free.fits is None, needed)
+    if free.fits is False or _least_bytes(free, case) > tight(memory_bytes) or not at(tight(memory_bytes)).fits:
+        return Need(False, needed)
+    return Need(True, needed if needed <= memory_bytes else needed_bytes(at(memory_bytes), case))
 
 
 def largest_batch(need: Callable[[int], Need], known: Mapping[int, Need], capacity: int, most: int) -> int:

@@ -15,7 +15,7 @@ from pytest_gputrain.execution.predicted import PredictingExecutor
 from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.plugin.items import expression_of
-from pytest_gputrain.records import Reply
+from pytest_gputrain.records import Prediction, Reply
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.session.emulating import EmulatingRunner
 from pytest_gputrain.session.predicting import PredictingRunner
@@ -24,7 +24,7 @@ from pytest_gputrain.session.request import CaseRunner
 from pytest_gputrain.session.runner import Runner
 from pytest_gputrain.session.selection import platform_meant, platforms_named
 from pytest_gputrain.storage.forecast import Forecast
-from pytest_gputrain.storage.prediction_cache import PredictionCache
+from pytest_gputrain.storage.result_cache import ResultCache
 
 
 def case_runner(
@@ -106,7 +106,7 @@ def _predicting_executor(config: pytest.Config, settings: Settings, environment:
     with contextlib.suppress(OSError):  # a folder that cannot be written remembers nothing
         folder = None if cache is None else cache.mkdir("gputrain")
     return PredictingExecutor(
-        platform, PredictionCache(folder), settings.timeout_seconds, environment.began, _fork_server(settings)
+        platform, ResultCache(folder, Prediction), settings.timeout_seconds, environment.began, _fork_server(settings)
     )
 
 

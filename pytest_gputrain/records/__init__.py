@@ -6,7 +6,7 @@ Both sides of the process boundary import this module, so it needs neither pytes
 field is keyword-only and carries its unit in its name, and one definition serves the wire, the files and the JSON Schema.
 """
 
-from pytest_gputrain.records.case import FORMAT, Case, Scale, Task, knob_text
+from pytest_gputrain.records.case import FORMAT, Case, Limit, Scale, Task, knob_text
 from pytest_gputrain.records.counts import CountCause, CountFigure, CountName, Counts, Place, SlowClass, StepCounts
 from pytest_gputrain.records.emulated import EmulatedRun
 from pytest_gputrain.records.fleet import Conditions, Delivery, Host, Order
@@ -84,6 +84,7 @@ __all__ = [
     "HistoryLine",
     "Holder",
     "Host",
+    "Limit",
     "LimitVerdict",
     "LiveTensor",
     "LossStudy",

@@ -221,6 +221,15 @@ def knob_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+class Limit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The memory that an emulated GPU gives, in place of its own."""
+
+    bytes: Whole
+    """The memory, with the driver's context; 0 for any amount."""
+    of_steps: bool = False
+    """Whether it holds from the first step on, and not while the model is built."""
+
+
 class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The case file: everything a worker needs to know."""
 
@@ -254,6 +263,13 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Catalog marker of the GPU that is emulated; empty where the devices are real."""
     counts: bool = True
     """Whether it is counted what each step asks of an emulated GPU."""
+    limit: Limit | None = None
+    """The memory of an emulated GPU, if it is not to be its own."""
+    rates: Target | None = None
+    """The GPU whose peak rates give the least time of a step on an emulated one; None if nobody asks for it."""
+    memory_only: bool = False
+    """Whether nothing but the bytes that a case takes of an emulated GPU is asked for: no work of its operators, which takes
+    a further step, and no tensors at its peaks."""
     variables: dict[str, str | None] = {}
     """Environment variables that the test has changed since the session began, by name in order; None for a deleted one."""
 

@@ -63,6 +63,10 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
     ``build`` is the highest before the first step. Empty for a script, and in files that are older than the field."""
     largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = field(default_factory=dict)
     """The largest tensors at the peak of each phase."""
+    peak_bytes_by_origin: dict[TrainingPhase, Whole] = field(default_factory=dict)
+    """What lived at the peak of the steps, by the phase that made it: ``build`` makes weights, ``forward`` activations and
+    workspaces of matrix products, ``backward`` gradients and what is recomputed, ``optimizer`` its state. Not stored in
+    baselines."""
     parameters: Whole | None = None
     """The number of parameters. None if own code does not let the worker watch its model."""
     trainable_parameters: Whole | None = None
@@ -75,6 +79,9 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
     """Further operations that activation checkpointing repeats."""
     bytes_per_step: Whole | None = None
     """Bytes that the operators of one step read and write, in the step that FLOPs are counted in."""
+    roofline_seconds: float | None = None
+    """The least time of that step: the sum, over its operators, of the larger of arithmetic and memory traffic at the peak
+    rates of the GPU. Not stored in baselines."""
     operators: dict[str, WorkAtLines] = field(default_factory=dict)
     """The work of each operator in that step, including recomputation."""
     counts: Counts | None = None
@@ -108,6 +115,8 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
             largest=without_lines(self.largest),
             operators={name: work.without_lines() for name, work in self.operators.items()},
             counts=self.counts.as_stored() if self.counts else None,
+            peak_bytes_by_origin={},
+            roofline_seconds=None,
         )
 
 

@@ -12,7 +12,7 @@ from pytest_gputrain.records.prediction import Prediction
 from pytest_gputrain.records.whole import Whole
 
 Fit = Literal["fits", "within-error", "does-not-fit"]
-"""``within-error``: a prediction that is wrong by the error that predictions have would turn the answer."""
+"""``within-error``: figures that are wrong by their error would turn the answer."""
 
 
 class FitGpu(Struct, frozen=True, kw_only=True):
@@ -31,12 +31,12 @@ class FitCell(Struct, frozen=True, kw_only=True):
     gpu: str
     """Its marker."""
     fit: Fit | None
-    """The answer; None if there is no prediction."""
+    """The answer; None if there are no figures."""
     needed_bytes: Whole | None
     """The memory that nvidia-smi would show; if the case does not fit, that without a limit."""
-    prediction: Prediction | None
-    emulated: EmulatedRun | None = None
-    """The memory of the case on an emulated GPU, if requested; the other fields then follow from it, too."""
+    figures: EmulatedRun | Prediction | None
+    """The figures of the case on an emulated GPU that has as much memory as the case takes. A prediction by rules, where no
+    GPU can be emulated."""
     failure: str = ""
     """Why there are no figures."""
     remedy: str = ""
@@ -53,7 +53,6 @@ class LargestBatch(Struct, frozen=True, kw_only=True):
     """0 where not even one sample fits."""
     needed_bytes: Whole | None
     """The memory with that batch."""
-    roofline_seconds: float | None
     perhaps: Whole
     """The largest batch that was asked for and is within the error; 0 for none."""
     is_bound: bool
@@ -70,11 +69,11 @@ class FitReport(Struct, frozen=True, kw_only=True):
     model: str
     gpus: tuple[FitGpu, ...]
     error: float
-    """The error of predictions as a ratio, which decides ``within-error``."""
+    """The error of memory as a ratio, which decides ``within-error``."""
     knobs: tuple[str, ...]
     """Fields of the cases that tell the cells apart."""
     packages: dict[str, str]
-    """Versions of the libraries that the predictions belong to."""
+    """Versions of the libraries that the figures belong to."""
     cells: tuple[FitCell, ...]
     largest: tuple[LargestBatch, ...]
     left_out: tuple[str, ...]

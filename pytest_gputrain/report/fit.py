@@ -10,7 +10,7 @@ from pytest_gputrain.cases.validation import ADAPTING
 from pytest_gputrain.gate.fit import loads_in_parts
 from pytest_gputrain.gate.memory import in_phase, tensor
 from pytest_gputrain.gate.messages import count
-from pytest_gputrain.records import Case, Prediction, TrainingPhase, knob_text
+from pytest_gputrain.records import Case, EmulatedRun, Prediction, TrainingPhase, knob_text
 from pytest_gputrain.records.emulated import NOT_MADE
 from pytest_gputrain.records.fit import Fit, FitCell, FitGpu, FitReport, LargestBatch
 from pytest_gputrain.report.tables import Form, TextTable, render
@@ -91,7 +91,7 @@ def _common(report: FitReport) -> dict[str, object]:
 
 def _cell(cell: FitCell) -> str:
     if cell.fit is None:
-        return "no prediction"
+        return "no figures"
     if cell.needed_bytes is None:
         return WORDS[cell.fit]
     return f"{format_bytes(cell.needed_bytes)} {WORDS[cell.fit]}"
@@ -107,7 +107,7 @@ def _largest(found: LargestBatch) -> str:
 
 
 def _seconds(cell: FitCell) -> str:
-    seconds = None if cell.prediction is None else cell.prediction.roofline_seconds
+    seconds = None if cell.figures is None else cell.figures.roofline_seconds
     return "" if seconds is None else format_seconds(seconds)
 
 
@@ -126,14 +126,14 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
             yield f"{name} at its peak, {what}"
     yield from _trained(report)
     yield from _unquantized(report)
-    ran = [cell.emulated for cell in report.cells if cell.emulated is not None]
+    ran = [cell.figures for cell in report.cells if isinstance(cell.figures, EmulatedRun)]
     yield from dict.fromkeys(note for run in ran for note in run.notes if note != NOT_MADE)
     yield from report.left_out
     yield from report.about
     share = format_percent(report.error, signed=False)
     yield (
         "memory is what nvidia-smi would show of the process; 'within the error' means that an error of "
-        f"{share} in the prediction would change the answer"
+        f"{share} in it would change the answer"
     )
     yield (
         "the least time is a lower bound by the peak rates of the hardware, not a forecast: published steps on an H100 took "
@@ -146,22 +146,19 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
             "memory under fsdp and of qlora is that of training, for programs that load one part of the model at a time; a "
             "case of pytest-gputrain builds the whole model on the GPU first"
         )
-    if emulated := [cell.emulated for cell in report.cells if cell.emulated is not None]:
-        yield (
-            f"{count(len(emulated), 'combination')} ran on emulated GPUs (CUDA {emulated[0].runtime}), and the first table "
-            "has their memory there; if the prediction disagrees, the answer is 'within the error'; all else is predicted"
-        )
     versions = ", ".join(f"{name} {version}" for name, version in sorted(report.packages.items()))
     compiled = "" if any(cell.case.compile != "off" for cell in report.cells) else ", not compiled"
-    yield f"predicted for {versions}{compiled}; nothing was trained"
+    runtimes = dict.fromkeys(cell.figures.runtime for cell in report.cells if isinstance(cell.figures, EmulatedRun))
+    how = f"run on emulated GPUs (CUDA {', '.join(map(str, runtimes))}) with" if runtimes else "predicted by rules for"
+    yield f"{how} {versions}{compiled}; nothing was computed"
 
 
 def _trained(report: FitReport) -> Iterator[str]:
     """Yield how many parameters the methods train that adapt a model, as that follows from the layers that get adapters."""
     counts = {
-        case.method: f"{case.method} trains {prediction.trainable_parameters:,} parameters"
-        for case, prediction in ((cell.case, cell.prediction) for cell in report.cells)
-        if case.method in ADAPTING and prediction is not None and prediction.trainable_parameters
+        case.method: f"{case.method} trains {figures.trainable_parameters:,} parameters"
+        for case, figures in ((cell.case, cell.figures) for cell in report.cells)
+        if case.method in ADAPTING and figures is not None and figures.trainable_parameters
     }
     if counts:
         yield f"{', '.join(counts.values())}; --set lora_rank=... and --set lora_targets=... change that"
@@ -198,9 +195,9 @@ _ORIGINS: Final[dict[TrainingPhase, str]] = {
 _SHOWN_SHARE: Final = 0.01
 
 
-def origins(prediction: Prediction) -> list[tuple[str, int]]:
+def origins(figures: EmulatedRun | Prediction) -> list[tuple[str, int]]:
     """Describe what is at the peak, with its bytes; without what is below a hundredth."""
-    sizes = prediction.peak_bytes_by_origin
+    sizes = figures.peak_bytes_by_origin
     least = _SHOWN_SHARE * sum(sizes.values())
     return [(_ORIGINS[phase], size) for phase, size in sizes.items() if size >= least]
 
@@ -210,9 +207,8 @@ def peaks(report: FitReport) -> dict[str, str]:
     (...)``."""
     found = {}
     for cell in report.cells:
-        if cell.prediction is not None and str(cell.case) not in found:
-            phase = cell.prediction.peak_phase
-            made = ", ".join(f"{format_bytes(size)} {word}" for word, size in origins(cell.prediction))
-            largest = cell.prediction.largest.get(phase, ())[:_SHOWN_TENSORS]
+        if cell.figures is not None and (phase := cell.figures.peak_phase) and str(cell.case) not in found:
+            made = ", ".join(f"{format_bytes(size)} {word}" for word, size in origins(cell.figures))
+            largest = cell.figures.largest.get(phase, ())[:_SHOWN_TENSORS]
             found[str(cell.case)] = f"{in_phase(phase)}: {made}; largest {', '.join(map(tensor, largest))}"
     return found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
@@ -12,16 +13,13 @@ import msgspec
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.libraries import how_to_install, missing
 from pytest_gputrain.cases.validation import problem
-from pytest_gputrain.execution.prediction_pool import PredictionPool
-from pytest_gputrain.gate.fit import Need, fit_of, largest_batch, loads_in_parts, of_training, tight
-from pytest_gputrain.gate.messages import describe_failure
-from pytest_gputrain.gate.prediction import needed_bytes
+from pytest_gputrain.gate.fit import Figures, Need, judge, largest_batch, need_of, tight
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS
-from pytest_gputrain.hardware.targets import target_of, with_tf32
-from pytest_gputrain.records import Case, Crashed, Prediction
+from pytest_gputrain.hardware.targets import target_of
+from pytest_gputrain.records import Case
 from pytest_gputrain.records.fit import FitCell, LargestBatch
+from pytest_gputrain.session.fit_engines import FitEngine
 from pytest_gputrain.session.remedies import remedy
-from pytest_gputrain.session.tasks import full_size_task
 from pytest_gputrain.utils.errors import BadCase
 
 _Job = TypeVar("_Job")
@@ -124,22 +122,30 @@ class Fitting:
     """Answers for cases and GPUs.
 
     Args:
-        root: folder that files named by cases are relative to.
+        processes: how many cases run at the same time.
         note: called with a text about each step that is done, and how many of how many.
     """
 
-    def __init__(self, pool: PredictionPool, root: Path, note: Callable[[str, int, int], None]) -> None:
-        self._pool = pool
-        self._root = root
+    def __init__(self, engine: FitEngine, processes: int, note: Callable[[str, int, int], None]) -> None:
+        self._engine = engine
+        self._threads = ThreadPoolExecutor(processes, "fit")
         self._note = note
+        self._lock = threading.Lock()
+        self._known: dict[tuple[Case, str, int], Future[Figures]] = {}
+
+    def close(self) -> None:
+        """End what still runs."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._engine.close()
+        self._threads.shutdown(wait=True)
 
     def cells(self, asked: Sequence[Asked], *, remedies: bool) -> list[FitCell]:
-        """Predict each case for its GPU, in the order given.
+        """Answer each case for its GPU, in the order given.
 
         Args:
             remedies: whether to look for what makes the smallest batch surely fit of those that do not.
         """
-        cells = self._done(self._cell, asked, "predictions")
+        cells = self._done(self._cell, asked, "cases")
         unfit: dict[tuple[Case, str], int] = {}
         for number, cell in enumerate(cells):
             if cell.fit in ("does-not-fit", "within-error"):
@@ -157,94 +163,89 @@ class Fitting:
         """Find the largest batch of each case that fits each GPU, in the order of ``cells``, some of which are known."""
         known: defaultdict[tuple[Case, str], list[FitCell]] = defaultdict(list)
         for cell in cells:
-            if cell.prediction is not None:
+            if cell.figures is not None:
                 known[_without_batch(cell.case), cell.gpu].append(cell)
         return self._done(self._largest, list(known.values()), "largest batches")
 
     def _done(self, work: Callable[[_Job], _Answer], jobs: Iterable[_Job], what: str) -> list[_Answer]:
-        """Do the jobs, as many at once as the pool has processes, and return their answers in order."""
-        numbered = list(enumerate(jobs))
-        answers: dict[int, _Answer] = {}
-        if numbered:
-            self._note(what, 0, len(numbered))
-        for (number, _), answer in self._pool.map(lambda job: work(job[1]), numbered):
-            answers[number] = answer
-            self._note(what, len(answers), len(numbered))
-        return [answers[number] for number, _ in numbered]
+        """Do the jobs, some at once, and return their answers in order."""
+        futures = [self._threads.submit(work, job) for job in jobs]
+        if futures:
+            self._note(what, 0, len(futures))
+        for done, future in enumerate(as_completed(futures), start=1):
+            future.result()
+            self._note(what, done, len(futures))
+        return [future.result() for future in futures]
 
     def _cell(self, asked: Asked) -> FitCell:
         case, gpu = asked
         try:
-            prediction = self._predicted(case, gpu)
-            fit = fit_of(prediction, lambda memory: self._predicted(case, gpu, memory))
+            found = judge(case, _memory(gpu), lambda memory: self._figures(case, gpu, memory, memory_only=memory > 0))
         except BadCase as error:
-            return FitCell(case=case, gpu=gpu, fit=None, needed_bytes=None, prediction=None, failure=str(error))
-        return FitCell(case=case, gpu=gpu, fit=fit, needed_bytes=needed_bytes(prediction), prediction=prediction)
+            return FitCell(case=case, gpu=gpu, fit=None, needed_bytes=None, figures=None, failure=str(error))
+        return FitCell(case=case, gpu=gpu, fit=found.fit, needed_bytes=found.needed_bytes, figures=self._figures(case, gpu))
 
     def _with_remedy(self, cell: FitCell) -> FitCell:
-        def changed(case: Case) -> Prediction | None:
+        def changed(case: Case) -> Need | None:
             if problem(case, MARKERS):
                 return None
             try:
-                surely = self._predicted(case, cell.gpu, tight(_memory(cell.gpu)))
-                # What it takes is told of the whole GPU, where the allocator gives less back.
-                return self._predicted(case, cell.gpu) if surely.fits else surely
+                return self._need(case, cell.gpu)
             except BadCase:
                 return None
 
-        assert cell.prediction is not None
-        helps = remedy(cell.case, cell.prediction, changed, may_fit=cell.fit == "within-error")
+        assert cell.figures is not None
+        helps = remedy(cell.case, cell.figures, changed, may_fit=cell.fit == "within-error")
         return msgspec.structs.replace(cell, remedy=helps)
 
     def _largest(self, known: Sequence[FitCell]) -> LargestBatch:
         case, gpu = known[0].case, known[0].gpu
-
-        def need(batch: int) -> Need:
-            prediction = self._predicted(case.replace(batch_size=batch), gpu, tight(_memory(gpu)))
-            return Need(bool(prediction.fits), needed_bytes(prediction))
-
         tried = {
             cell.case.batch_size: Need(cell.fit == "fits", cell.needed_bytes)
             for cell in known
             if cell.needed_bytes is not None
         }
+        needs = dict(tried)
+
+        def need(batch: int) -> Need:
+            needs[batch] = self._need(case.replace(batch_size=batch), gpu)
+            return needs[batch]
+
         try:
-            batch = largest_batch(need, tried, tight(_memory(gpu)), MOST_BATCH)
-            # It fits with less memory, which `need` has found or a cell shows.
-            prediction, failure = self._predicted(case.replace(batch_size=batch), gpu) if batch else None, ""
+            batch, failure = largest_batch(need, tried, tight(_memory(gpu)), MOST_BATCH), ""
         except BadCase as error:
-            batch, prediction, failure = 0, None, str(error)
+            batch, failure = 0, str(error)
         return LargestBatch(
             case=case.replace(batch_size=max(1, batch)),
             gpu=gpu,
             batch_size=batch,
-            needed_bytes=None if prediction is None else needed_bytes(prediction),
-            roofline_seconds=None if prediction is None else prediction.roofline_seconds,
+            needed_bytes=needs[batch].bytes if batch else None,
             perhaps=max((cell.case.batch_size for cell in known if cell.fit == "within-error"), default=0),
             is_bound=batch >= MOST_BATCH,
             failure=failure,
         )
 
-    def _predicted(self, case: Case, gpu: str, memory_bytes: int | None = None) -> Prediction:
-        """Predict the case for the GPU, or for one that is alike but for its memory.
+    def _need(self, case: Case, gpu: str) -> Need:
+        return need_of(case, _memory(gpu), lambda memory: self._figures(case, gpu, memory, memory_only=True))
+
+    def _figures(self, case: Case, gpu: str, memory_bytes: int = 0, *, memory_only: bool = False) -> Figures:
+        """Return the figures of a case on a GPU of so much memory, which are found once.
 
         Raises:
-            BadCase: there is no prediction; one sentence.
+            BadCase: there are none; one sentence.
         """
-        target = target_of(gpu)
-        target = with_tf32(target, case.tf32)
-        if memory_bytes is not None:
-            target = msgspec.structs.replace(target, memory_bytes=memory_bytes)
-        reply = self._pool.predict(full_size_task(case, self._root, target=target))
-        in_parts = loads_in_parts(case)
-        if in_parts and isinstance(reply, Prediction) and reply.refused is not None and reply.refused.phase == "build":
-            unlimited = msgspec.structs.replace(target, memory_bytes=None)
-            reply = self._pool.predict(full_size_task(case, self._root, target=unlimited))
-        if isinstance(reply, Crashed) and reply.refused:
-            raise BadCase(reply.sentence)  # which names the model, and is the same for all of its cases
-        if not isinstance(reply, Prediction):
-            raise BadCase(f"{case} {describe_failure(reply, 'prediction')}")
-        return of_training(reply, target) if in_parts else reply
+        key = case, gpu, memory_bytes
+        with self._lock:
+            future = self._known.get(key)
+            is_first = future is None
+            if future is None:
+                future = self._known[key] = Future()
+        if is_first:
+            try:
+                future.set_result(self._engine.figures(case, gpu, memory_bytes, memory_only=memory_only))
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
 
 
 def _without_batch(case: Case) -> Case:

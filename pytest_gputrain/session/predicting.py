@@ -9,7 +9,8 @@ import msgspec
 
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.execution.predicted import PredictingExecutor
-from pytest_gputrain.gate.prediction import judge
+from pytest_gputrain.gate.fit import Need
+from pytest_gputrain.gate.prediction import judge, needed_bytes
 from pytest_gputrain.records import Case, Predicted, Prediction, Task, Verdict
 from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
@@ -57,10 +58,10 @@ class PredictingRunner(UnmeasuredRunner[Prediction]):
         helps = remedy(task.case, figures, functools.partial(self._predicted, task))
         return msgspec.structs.replace(verdict, sentence=f"{verdict.sentence}; {helps}"), {"remedy": helps}
 
-    def _predicted(self, task: Task, changed: Case) -> Prediction | None:
-        """Predict a changed case; None where there is no prediction."""
+    def _predicted(self, task: Task, changed: Case) -> Need | None:
+        """Predict the memory of a changed case; None where there is no prediction."""
         try:
             reply = self._reply(self._tasks.make(changed, task.module))
         except BadCase:  # which its file of options for DeepSpeed contradicts
             return None
-        return reply if isinstance(reply, Prediction) else None
+        return Need(bool(reply.fits), needed_bytes(reply)) if isinstance(reply, Prediction) else None

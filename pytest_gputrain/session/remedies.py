@@ -1,4 +1,4 @@
-"""Finds the change that makes a case fit which does not, by predicting candidates, the cheapest first."""
+"""Finds the change that makes a case fit which does not, by trying candidates, the cheapest first."""
 
 from __future__ import annotations
 
@@ -7,38 +7,37 @@ from typing import Any, Final
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.validation import problem
-from pytest_gputrain.gate.prediction import needed_bytes
-from pytest_gputrain.records import Case, Prediction
+from pytest_gputrain.gate.fit import Figures, Need
+from pytest_gputrain.records import Case
 from pytest_gputrain.utils.units import format_bytes
 
-Predict = Callable[[Case], Prediction | None]
-"""The prediction of a changed case; None where there is none."""
+Try = Callable[[Case], Need | None]
+"""The memory of a changed case; None where there is none."""
 
 
-def remedy(case: Case, prediction: Prediction, predict: Predict, *, may_fit: bool = False) -> str:
+def remedy(case: Case, figures: Figures, attempt: Try, *, may_fit: bool = False) -> str:
     """Return a sentence's end: the cheapest change under which the case fits, or that none of those tried is enough.
 
     Args:
-        prediction: of the case, which does not fit.
+        figures: of the case, which does not fit.
         may_fit: it may fit as it is, so it is no news that a change is not enough; then empty.
     """
-    hint = _hint(case, prediction)
+    hint = _hint(case, figures)
     tried: list[tuple[str, int]] = []
     for change in _changes(case, has_logits=bool(hint)):
-        changed = predict(case.replace(**change))
+        changed = attempt(case.replace(**change))
         if changed is None:
             continue
         change_text = ", ".join(f"{knob}={str(value).lower()}" for knob, value in change.items())
-        needed = needed_bytes(changed)
         if changed.fits:
-            return f"{change_text} makes it fit, in {format_bytes(needed)}{'' if 'loss_chunks' in change else hint}"
-        tried.append((change_text, needed))
+            return f"{change_text} makes it fit, in {format_bytes(changed.bytes)}{'' if 'loss_chunks' in change else hint}"
+        tried.append((change_text, changed.bytes))
     if may_fit:
         return ""
     spread = "spread it over more GPUs" + ("" if case.parallel in ("fsdp", "zero3") else " (parallel=fsdp)")
     if not tried:
         return f"{spread}{hint}"
-    least, needed = min(tried, key=lambda attempt: attempt[1])
+    least, needed = min(tried, key=lambda one: one[1])
     return f"not even {least} makes it fit, which needs {format_bytes(needed)}; {spread}{hint}"
 
 
@@ -70,11 +69,13 @@ def _changes(case: Case, *, has_logits: bool) -> Iterator[dict[str, Any]]:
         yield {"batch_size": 1, "gradient_accumulation": whole, **checkpointing}
 
 
-def _hint(case: Case, prediction: Prediction) -> str:
+def _hint(case: Case, figures: Figures) -> str:
     """Describe what only a change of code can do."""
     words = None if case.code else _vocabulary(case)
     logits = [
-        row for row in prediction.largest.get(prediction.peak_phase, ()) if words and row.shape and row.shape[-1] == words
+        row
+        for row in (figures.largest.get(figures.peak_phase, ()) if figures.peak_phase else ())
+        if words and row.shape and row.shape[-1] == words
     ]
     if not logits or logits[0].operator == "aten.t":
         return ""

@@ -55,6 +55,8 @@ class RecordedStore(SuiteStore[Recorded[FiguresT], FiguresT]):
     """Figures whose devices are platforms; an update replaces those under the same conditions."""
 
     shared = "conditions"
+    left_out: tuple[str, ...] = ()
+    """Fields that files have only where they have a value."""
     file_type = _File
 
     def _record(self, device: str, case: Case, scale: Scale, entries: tuple[FiguresT, ...]) -> Recorded[FiguresT]:
@@ -73,8 +75,7 @@ class RecordedStore(SuiteStore[Recorded[FiguresT], FiguresT]):
             reference: {
                 name: value
                 for name, value in fields.items()
-                # Files that are older than the counts have none, and are as an update writes them.
-                if name not in shared and (name, value) != ("counts", None)
+                if name not in shared and not (name in self.left_out and not value)
             }
             for reference, fields in every
         }
@@ -115,6 +116,8 @@ class EmulationStore(RecordedStore[EmulatedRun]):
     case_type = _EmulatedCase
     entry_type = EmulatedRun
     shared_type = EmulatedConditions
+    # Files that are older than the counts have none, and are as an update writes them.
+    left_out = ("counts", "peak_bytes_by_origin", "roofline_seconds")
 
     def _merged(self, before: Recorded[EmulatedRun] | None, new: Recorded[EmulatedRun]) -> Recorded[EmulatedRun]:
         return super()._merged(before, msgspec.structs.replace(new, figures=tuple(run.as_stored() for run in new.figures)))

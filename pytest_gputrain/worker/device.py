@@ -64,8 +64,8 @@ class Device(Protocol):
     def allocated_bytes(self) -> int | None:
         """Return the bytes in live tensors now, None where only a counted pass knows. It is called after each step."""
 
-    def lift_limit(self) -> None:
-        """Have an emulated GPU give more memory than it has from now on, for what only checks need; nothing elsewhere."""
+    def limit(self, memory_bytes: int) -> None:
+        """Have an emulated GPU give so much memory from now on, and 0 for any amount; nothing elsewhere."""
 
     def counting(self, line: Callable[[], str]) -> contextlib.AbstractContextManager[AllocationCounter | None]:
         """Provide a context in which tensor storages are counted one by one, where no allocator does it; else an empty one.
@@ -193,9 +193,9 @@ class Accelerator:
         self._keep_peaks()
         return torch.cuda.memory_allocated(self.torch_device)
 
-    def lift_limit(self) -> None:
+    def limit(self, memory_bytes: int) -> None:
         if not self.computes:
-            ctypes.CDLL(None).gputrain_lift_limit()
+            ctypes.CDLL(None).gputrain_limit(ctypes.c_size_t(memory_bytes or -1))
 
     def _keep_peaks(self) -> None:
         """Remember the peaks of torch's caching allocator, which whoever resets them would else take away."""
@@ -242,7 +242,7 @@ class Cpu:
     def allocated_bytes(self) -> int | None:
         return None
 
-    def lift_limit(self) -> None:
+    def limit(self, memory_bytes: int) -> None:
         """Do nothing: a host gives what it has."""
 
     @contextlib.contextmanager

@@ -64,9 +64,12 @@ class DeviceAllocations:
         device: the GPU.
         lines: finds the user's own lines.
         note_line: called with the line of each operator of a backward pass before it runs, and with none afterwards.
+        names_tensors: whether it is asked for what lived at the peaks.
     """
 
-    def __init__(self, device: Accelerator, lines: AutogradLines, note_line: Callable[[str], None]) -> None:
+    def __init__(
+        self, device: Accelerator, lines: AutogradLines, note_line: Callable[[str], None], *, names_tensors: bool = True
+    ) -> None:
         self._device, self._lines, self._note_line = device, lines, note_line
         self._trace = Trace(BLOCK)
         self._phases = Phases(self._entered)
@@ -84,7 +87,7 @@ class DeviceAllocations:
         self._firsts: list[int] = []
         """The number in the trace of the first allocation of each step."""
         self._largest: dict[TrainingPhase, tuple[LiveTensor, ...]] | None = None
-        self.why_unknown = ""
+        self.why_unknown = "" if names_tensors else "nobody asked for them"
         """The reason why it is not known what lived at the peaks."""
 
     @contextlib.contextmanager
@@ -207,6 +210,14 @@ class DeviceAllocations:
         if self._largest is None:
             self._largest = {} if self.why_unknown else self._trace.largest_at_peaks(peaks(self._trace), _ROWS)
         return self._largest
+
+    def peak_bytes_by_origin(self) -> dict[TrainingPhase, int]:
+        """Return the bytes that lived at the peak of the steps, by the phase that made them; nothing where that is not
+        known."""
+        if self.why_unknown:
+            return {}
+        of_trace = peaks(self._trace)
+        return self._trace.by_origin(of_trace.events[of_trace.phase])
 
     def kept(self) -> tuple[Counter[LiveTensor], int]:
         """Return what lives of what the steps have made, how many there are of each, and the number of these steps.

@@ -25,7 +25,7 @@ from pytest_gputrain.worker.device_allocations import DeviceAllocations
 from pytest_gputrain.worker.emulated_values import tracking
 from pytest_gputrain.worker.emulated_values.autograd_lines import AutogradLines
 from pytest_gputrain.worker.emulated_values.contents import count_collective
-from pytest_gputrain.worker.emulated_values.operators import A_TRUTH_VALUE
+from pytest_gputrain.worker.emulated_values.operators import A_TRUTH_VALUE, Observer
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.memory_recorder import not_exchanged, unknown
 from pytest_gputrain.worker.own_lines import OwnLines
@@ -45,29 +45,61 @@ class EmulatedFigures:
     Args:
         device: the GPU.
         lines: finds the user's own lines; None for a case without own code.
-        counts: whether to count what each timed step asks of the GPU.
+        task: what is asked for.
     """
 
-    def __init__(self, device: Accelerator, lines: OwnLines | None, *, counts: bool) -> None:
+    def __init__(self, device: Accelerator, lines: OwnLines | None, task: Task) -> None:
         self._lines = AutogradLines(lines.of_frame if lines else None)
-        self.counter = StepCounter(lines) if counts else None
-        self.allocations = DeviceAllocations(device, self._lines, self.counter.note if self.counter else lambda line: None)
+        self._rates = task.rates
+        self.counter = StepCounter(lines) if task.counts else None
+        self.allocations = DeviceAllocations(
+            device,
+            self._lines,
+            self.counter.note if self.counter else lambda line: None,
+            names_tensors=not task.memory_only,
+        )
         self.work: WorkCount | None = None
         """The work of the step whose FLOPs are counted; None before that step is over."""
 
     @contextlib.contextmanager
     def counting_work(self) -> Iterator[WorkCount]:
         """Provide a context for that step."""
-        work = WorkCount(self._lines.current)
+        work = WorkCount(self._lines.current, self._rates)
         with count_flops(work):
             yield work
         self.work = work
 
 
+class _Followed:
+    """Follows operators for a case that need not be known yet when they are replaced."""
+
+    def __init__(self) -> None:
+        self.by: Observer | None = None
+        self._is_enabled = False
+
+    def enable(self) -> None:
+        """Have the operators of this process, and of those that are forked from it, followed from now on."""
+        if not self._is_enabled:
+            tracking.enable(self)
+            self._is_enabled = True
+
+    def begin(self, operator: str) -> None:
+        if self.by is not None:
+            self.by.begin(operator)
+
+    def end(self, output: Any) -> None:
+        if self.by is not None:
+            self.by.end(output)
+
+
+FOLLOWED: Final = _Followed()
+
+
 @contextlib.contextmanager
 def training_on_emulated_gpu(case: Case, figures: EmulatedFigures) -> Iterator[None]:
     """Provide a context for all of a case on an emulated GPU, from its build to its last check."""
-    tracking.enable(figures.allocations)
+    FOLLOWED.by = figures.allocations
+    FOLLOWED.enable()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(DistributedDataParallel, "__init__", _make_answered))
         if case.cpu_offload or case.offload_optimizer or case.offload_param:
@@ -149,7 +181,9 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
         device_used_bytes=measured.device_used_bytes or 0,
         phase_peak_bytes=allocations.phase_peak_bytes,
         largest=allocations.largest(),
+        peak_bytes_by_origin=allocations.peak_bytes_by_origin(),
         bytes_per_step=work.bytes if work else None,
+        roofline_seconds=work.least_seconds if work else None,
         counts=counts,
         operators=work.by_operator() if work else {},
         parameters=measured.parameters,

@@ -95,7 +95,7 @@ class FlopCount(SharedMode):
         if formula is not None:
             share, flops = self.share(), formula(*args, **kwargs, out_val=result)
             share.total += flops
-            if not share.optimizers and (dtype := _type_of(args)):
+            if not share.optimizers and (dtype := type_of(args)):
                 share.by_type[dtype] += flops
                 share.in_tf32 += flops * (dtype == torch.float32 and _may_use_tf32(str(func.overloadpacket), args))
         self.count(func, args, kwargs, result, flops)
@@ -138,7 +138,7 @@ def _device_of(args: Any) -> str:
     return next((value.device.type for value in args if isinstance(value, torch.Tensor)), "cpu")
 
 
-def _type_of(args: Any) -> torch.dtype | None:
+def type_of(args: Any) -> torch.dtype | None:
     """Return the type of an operator's first tensor, which has that of all its operands."""
     dtype = next((value.dtype for value in args if isinstance(value, torch.Tensor)), None)
     return dtype.to_real() if dtype and dtype.is_complex else dtype

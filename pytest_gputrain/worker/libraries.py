@@ -75,8 +75,8 @@ def load(
     Args:
         predicted: by a prediction, which patches what is there, and cannot know what own code will import.
         counted: tensors are counted one by one, by a mode of torch whose first operator imports torch's compiler.
-        beside_gpu: by a process that is to be forked and sees a GPU: without libraries that use it when they are imported,
-            since a process that was forked afterwards could not.
+        beside_gpu: by a process that is to be forked and sees an emulated GPU, which it must not use: a process that was
+            forked afterwards could not.
         model_config: of the task, for a model that is no name of the zoo.
 
     Raises:
@@ -95,10 +95,8 @@ def load(
             importlib.import_module("torch.distributed.fsdp")
         if case.code:
             return
-        if not beside_gpu:
+        with _asking_no_driver() if beside_gpu else contextlib.nullcontext():
             _load_users_of_gpu(case)
-        elif model_config:
-            return
         from pytest_gputrain.worker.checks import CheckFailed
         from pytest_gputrain.worker.zoo.completed import architecture_of
         from pytest_gputrain.worker.zoo.headed import model_class
@@ -122,6 +120,31 @@ def _load_users_of_gpu(case: Case) -> None:
         importlib.import_module("transformers.optimization")
     if case.parallel.startswith("zero"):
         importlib.import_module("deepspeed")
+
+
+def track_for_forks() -> None:
+    """Have operators followed, for all emulated GPUs of processes that are forked from this one: it takes half a second."""
+    from pytest_gputrain.worker.emulated import FOLLOWED
+
+    FOLLOWED.enable()
+
+
+@contextlib.contextmanager
+def _asking_no_driver() -> Iterator[None]:
+    """Provide a context in which NVML tells of a GPU what a library asks when it is imported: bitsandbytes asks for the
+    capability, for which torch would use the GPU."""
+    import pynvml
+    import torch
+
+    def capability(device: Any = None) -> tuple[int, ...]:
+        return tuple(pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(0)))
+
+    pynvml.nvmlInit()
+    try:
+        with mock.patch.object(torch.cuda, "get_device_capability", capability):
+            yield
+    finally:
+        pynvml.nvmlShutdown()
 
 
 @contextlib.contextmanager

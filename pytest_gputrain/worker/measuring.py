@@ -94,6 +94,8 @@ class Measuring:
         compile_calls = CompileCalls()
         self._progress.enter("build")
         self._device.reset_peaks()
+        if limit := self._task.limit:
+            self._device.limit(0 if limit.of_steps else limit.bytes)
         with contextlib.ExitStack() as counting:
             counter = counting.enter_context(self._device.counting(own_lines(self._task, builder).current))
             if self._emulated:
@@ -142,6 +144,8 @@ class Measuring:
         # Libraries raise and catch exceptions when they are first used, whose frames hold what was being built.
         gc.collect()
         device.reset_peaks()
+        if task.limit and task.limit.of_steps:
+            device.limit(task.limit.bytes)
         if counter is not None:
             yield from self._count(training, counter)
         if not emulated:
@@ -221,6 +225,8 @@ class Measuring:
         kept = self._emulated.allocations.kept if self._emulated else None
         growth = (yield from own.growth.check(training, self._device.allocated_bytes, kept)) if own else ""
         figures = msgspec.structs.replace(figures, notes=(*training.notes, *filter(None, [growth])))
+        if self._task.memory_only:
+            return figures
         flops = yield from self._watched(training, movement, figures, steps=steps + 1)
         checked = own.check(flops, training) if own else Checked(())
         if self._emulated and not checked.knows_flops:
@@ -342,7 +348,7 @@ class Measuring:
         # maybe in more memory than there is.
         self._device.reset_peaks()
         if self._case.compile != "off" or self._emulated:
-            self._device.lift_limit()
+            self._device.limit(0)
             if self._group.size == 1:  # of several processes, the others would wait for the one that has no memory
                 self._check_without_step = functools.partial(_unwatched, figures, training, movement, steps=steps - 1)
         with (

@@ -8,6 +8,7 @@ What a worker leaves behind becomes a child of this process, which kills it when
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -22,7 +23,7 @@ import msgspec
 from pytest_gputrain.records import Task
 from pytest_gputrain.utils.linux import PARENT, adopt_orphans, die_with_parent
 from pytest_gputrain.worker.__main__ import CASE, main, redirect
-from pytest_gputrain.worker.libraries import load_for
+from pytest_gputrain.worker.libraries import load_for, track_for_forks
 
 _PRIVATE_READ: Final = 65_536
 _OF_DRIVERS: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
@@ -96,6 +97,8 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
         task = msgspec.json.decode((folder / CASE).read_bytes(), type=Task)
         is_own_code, is_emulated = bool(task.case.code), bool(task.emulated)
         load_for(task, to_be_forked=True)
+        if is_emulated:
+            track_for_forks()
     if len(os.listdir("/proc/self/task")) > 1 or _holds_gpu() or (is_emulated and _used_gpu()):
         return 0
     # Keeps the libraries' memory shared: a collection would write to all of it.
@@ -112,6 +115,8 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
         redirect(folder / f"rank{rank}")
         os.chdir(request["cwd"])
         os.environ.update({**request["variables"], PARENT: str(os.getppid())})
+        if is_emulated:
+            ctypes.CDLL(None).gputrain_read_gpu_again()
         sys.argv[1:] = [str(folder), str(rank)]
         main(folder, rank)
         code = 0

@@ -63,7 +63,7 @@ def run(
         device = Cpu() if on_cpu else Accelerator(group.local_rank, emulated=bool(task.emulated))
         if isinstance(device, Accelerator) and not device.computes:
             lines = own_lines(task, builder) if is_own_code(task.case, builder) else None
-            emulated = EmulatedFigures(device, lines, counts=task.counts)
+            emulated = EmulatedFigures(device, lines, task)
             keep = functools.partial(_keep_emulated, keep, task, device, emulated)
         torch.manual_seed(SEED)
         even_alone = task.case.parallel in NEEDS_GROUP

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -10,13 +12,15 @@ from typing import Any, Final
 
 import torch
 
-from pytest_gputrain.records import WorkAtLines
+from pytest_gputrain.records import Target, WorkAtLines
 from pytest_gputrain.worker.allocations import name_of, strided_parts
 from pytest_gputrain.worker.checks import local
-from pytest_gputrain.worker.flops import FlopCount
+from pytest_gputrain.worker.flops import FlopCount, is_convolution, type_of
 
 _MOST_LINES: Final = 20
 """Lines of an operator that are kept, those that move most."""
+_RATES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""The names of rates in the catalog."""
 
 
 class WorkCount(FlopCount):
@@ -27,11 +31,15 @@ class WorkCount(FlopCount):
 
     Args:
         line: tells which line of the user's own files runs.
+        rates: of the GPU, for the least time of the step; None if that is not asked for.
     """
 
-    def __init__(self, line: Callable[[], str]) -> None:
+    def __init__(self, line: Callable[[], str], rates: Target | None) -> None:
         super().__init__()
         self._line = line
+        self._of_flop = {name: 1 / rate for name, rate in rates.peak_flops.items()} if rates else {}
+        self._of_byte = 1 / rates.bandwidth if rates and rates.bandwidth else 0.0
+        self._seconds: defaultdict[int, list[float]] = defaultdict(list)
         self._rows: defaultdict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
         """Calls, FLOPs and bytes by thread, operator and line."""
 
@@ -42,6 +50,21 @@ class WorkCount(FlopCount):
             row[0] += 1
             row[1] += flops
             row[2] += moved
+            least = max(moved * self._of_byte, flops * self._seconds_of_flop(func, args) if flops else 0.0)
+            self._seconds[threading.get_ident()].append(least)
+
+    def _seconds_of_flop(self, func: Any, args: Any) -> float:
+        dtype = str(type_of(args)).removeprefix("torch.")
+        if dtype == "float32" and is_convolution(name_of(func)) and "tf32" in self._of_flop:
+            return self._of_flop["tf32"]
+        return self._of_flop.get(_RATES.get(dtype, ""), 0.0)
+
+    @property
+    def least_seconds(self) -> float | None:
+        """The sum, over the operators, of the larger of arithmetic and memory traffic at the peak rates of the GPU; None
+        where these are not known."""
+        # Exactly, so that it is the same in whatever order threads end.
+        return math.fsum(itertools.chain.from_iterable(self._seconds.values())) or None
 
     @property
     def bytes(self) -> int:

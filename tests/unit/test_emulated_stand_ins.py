@@ -196,7 +196,7 @@ def test_memory_that_is_not_touched_takes_none_of_the_host_and_a_lifted_limit_re
             runtime.cudaMemset(allocate(4 << 30), 0, 4 << 30)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         print(allocate(81 << 30))
-        core.gputrain_lift_limit()
+        core.gputrain_limit(c_size_t(-1))
         print(allocate(81 << 30) > 2, memory()[0])
     """)
     assert int(printed[0]) < 4096  # KiB

@@ -10,8 +10,9 @@ from pytest_gputrain import Case, GiB, Prediction
 from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.model_config import with_model
 from pytest_gputrain.cli.predict import _knobs, add_to
-from pytest_gputrain.gate.fit import ERROR, Need, fit_of, fit_of_emulated, largest_batch, loads_in_parts, of_training, tight
-from pytest_gputrain.records import EmulatedRun
+from pytest_gputrain.gate.fit import ERROR, Need, judge, largest_batch, loads_in_parts, need_of, tight
+from pytest_gputrain.hardware.targets import CONTEXT_BYTES
+from pytest_gputrain.records import EmulatedRun, LiveTensor
 from pytest_gputrain.records.fit import FitCell, FitGpu, FitReport, LargestBatch
 from pytest_gputrain.report import fit
 from pytest_gputrain.session.fitting import possible
@@ -28,94 +29,81 @@ def installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
 
-def predicted(needs, *, memory=80 * GiB, allocated=None, build=0):
-    """Of a GPU without a context."""
-    prediction = msgspec.json.decode(RECORDED.read_bytes(), type=Prediction)
-    target = msgspec.structs.replace(prediction.target, memory_bytes=memory, context_bytes=0)
-    return msgspec.structs.replace(
-        prediction,
-        target=target,
-        fits=needs <= memory,
-        peak_reserved_bytes=needs,
-        peak_allocated_bytes=needs if allocated is None else allocated,
-        phase_peak_bytes={"build": build, "backward": needs if allocated is None else allocated},
+LORA = Case(model="llama-3.1-8b", method="lora", sequence_length=2048, batch_size=4)
+MEMORY = 80 * GiB
+
+
+def emulated(held, *, allocated=None, fits=True, **fields):
+    """A run that took so much of a GPU, the driver's context included."""
+    fields = {
+        "phase_peak_bytes": {"backward": held - CONTEXT_BYTES if allocated is None else allocated - CONTEXT_BYTES}
+    } | fields
+    return EmulatedRun(
+        device_name="NVIDIA H100 80GB HBM3",
+        device_memory_bytes=MEMORY,
+        runtime="13.0",
+        packages={"torch": "2.13.0"},
+        fits=fits,
+        peak_allocated_bytes=(held if allocated is None else allocated) - CONTEXT_BYTES,
+        peak_reserved_bytes=held - CONTEXT_BYTES,
+        device_used_bytes=held,
+        **fields,
     )
+
+
+def of_any_memory(held, **fields):
+    """A case that takes so much, of which its allocator gives nothing back."""
+    return lambda memory: emulated(held, fits=not memory or held <= memory, **fields)
 
 
 @pytest.mark.parametrize(
     ("share", "expected"),
     [(0.95, "fits"), (1 - ERROR / 2, "within-error"), (1 + ERROR / 2, "within-error"), (1.05, "does-not-fit")],
 )
-def test_a_prediction_that_its_error_would_turn_is_within_the_error(share, expected):
-    needs = int(share * 80 * GiB)
-    assert fit_of(predicted(needs), lambda memory: predicted(needs, memory=memory)) == expected
-    assert tight(80 * GiB) * (1 + ERROR) <= 80 * GiB < (tight(80 * GiB) + 2) * (1 + ERROR)
+def test_figures_that_their_error_would_turn_are_within_the_error(share, expected):
+    needs = int(share * MEMORY)
+    assert judge(LORA, MEMORY, of_any_memory(needs)) == (expected, needs)
+    assert tight(MEMORY) * (1 + ERROR) <= MEMORY < (tight(MEMORY) + 2) * (1 + ERROR)
 
 
 def test_memory_that_the_allocator_would_give_back_is_not_needed():
-    """Held up to the capacity, and a GPU of less memory would do as well."""
+    """Held up to the capacity and beyond, and a GPU of less memory would do as well."""
 
     def at(memory):
-        return predicted(min(memory, 79 * GiB), memory=memory, allocated=60 * GiB)
+        return emulated(min(memory or 90 * GiB, 90 * GiB) - GiB, allocated=60 * GiB)
 
-    assert fit_of(at(80 * GiB), at) == "fits"
+    assert judge(LORA, MEMORY, at) == ("fits", 79 * GiB)
+    assert need_of(LORA, MEMORY, at) == (True, 79 * GiB)
 
 
-def test_figures_that_tell_already_cost_no_further_prediction():
+@pytest.mark.parametrize("held", [40 * GiB, 100 * GiB])
+def test_figures_that_tell_already_cost_no_further_run(held):
+    asked = []
+
     def at(memory):
-        raise AssertionError(memory)
+        asked.append(memory)
+        return emulated(held)
 
-    assert fit_of(predicted(40 * GiB), at) == "fits"
-    assert fit_of(predicted(100 * GiB), at) == "does-not-fit"
+    assert judge(LORA, MEMORY, at) == ("fits" if held < MEMORY else "does-not-fit", held)
+    assert need_of(LORA, MEMORY, at) == (held < MEMORY, held)
+    assert asked == [0, 0]
 
 
-def test_under_fsdp_training_counts_and_not_a_build_of_the_whole_model():
-    whole = predicted(30 * GiB, build=130 * GiB)
-    trained = of_training(whole, whole.target)
-    assert trained.fits
-    assert fit_of(trained, lambda memory: trained) == "fits"
-    assert of_training(predicted(90 * GiB), whole.target).fits is False
+def test_a_batch_that_fits_surely_would_fit_a_gpu_of_less_memory():
+    assert need_of(LORA, MEMORY, of_any_memory(79 * GiB)) == (False, 79 * GiB)
+    assert need_of(LORA, MEMORY, of_any_memory(75 * GiB)) == (True, 75 * GiB)
+
+
+def test_more_than_an_emulated_gpu_has_addresses_does_not_fit():
+    assert judge(LORA, MEMORY, lambda memory: emulated(79 * GiB, fits=False)) == ("does-not-fit", None)
+
+
+def test_what_programs_load_in_parts_is_judged_by_its_training_and_not_by_a_build_of_the_whole():
+    whole = of_any_memory(30 * GiB, phase_peak_bytes={"build": 130 * GiB, "backward": 20 * GiB})
+    assert judge(LORA.replace(method="qlora"), MEMORY, whole) == ("fits", 30 * GiB)
+    assert judge(LORA, MEMORY, whole) == ("does-not-fit", 130 * GiB + CONTEXT_BYTES)
     assert [loads_in_parts(Case(parallel=engine)) for engine in ("single", "zero3", "fsdp")] == [False, False, True]
     assert not loads_in_parts(Case(parallel="fsdp", cpu_offload=True))
-    assert loads_in_parts(Case(method="qlora"))
-    assert not loads_in_parts(Case(method="lora"))
-
-
-def test_near_the_capacity_the_allocator_decides_and_not_what_it_would_hold_without_limit():
-    limited = msgspec.structs.replace(predicted(79 * GiB, build=10 * GiB), fits=False)
-    assert not of_training(limited, limited.target).fits
-
-
-@pytest.mark.parametrize(
-    ("runs", "gib", "predicted_fit", "expected"),
-    [
-        (True, 40, "fits", "fits"),
-        (True, 79, "fits", "fits"),
-        (True, 40, "does-not-fit", "within-error"),
-        (True, 79, "within-error", "within-error"),
-        (False, 79, "fits", "within-error"),
-        (False, 79, "does-not-fit", "does-not-fit"),
-        (True, 40, None, "fits"),
-        (True, 79, None, "within-error"),
-        (False, 79, None, "does-not-fit"),
-    ],
-)
-def test_an_emulated_gpu_and_the_prediction_answer_together(runs, gib, predicted_fit, expected):
-    run = emulated(gib * GiB, fits=runs)
-    assert fit_of_emulated(run, predicted(0).target, predicted_fit) == expected
-
-
-def emulated(held, *, fits=True):
-    return EmulatedRun(
-        device_name="NVIDIA H100 80GB HBM3",
-        device_memory_bytes=80 * GiB,
-        runtime="13.0",
-        packages={"torch": "2.13.0"},
-        fits=fits,
-        peak_allocated_bytes=held,
-        peak_reserved_bytes=held,
-        device_used_bytes=held,
-    )
 
 
 @pytest.mark.parametrize("largest", [0, 1, 2, 3, 7, 27, 100, 511, 1023, 1024, 5000])
@@ -191,19 +179,21 @@ def report(*cells, **fields):
     return msgspec.convert({**given, **fields}, FitReport, from_attributes=True)
 
 
-LORA = Case(model="llama-3.1-8b", method="lora", sequence_length=2048, batch_size=4)
-
-
 def cell(kind, **fields):
-    prediction = msgspec.structs.replace(
-        predicted(30 * GiB), peak_bytes_by_origin={"build": 10**10, "forward": 10**10, "between": 8}
+    origins = {"build": 10**10, "forward": 10**10, "between": 8}
+    figures = emulated(
+        30 * GiB, trainable_parameters=11_430_825, peak_bytes_by_origin=origins, largest={"backward": (LARGE,)}
     )
-    given = {"case": LORA, "gpu": "h100", "fit": kind, "needed_bytes": 30 * GiB, "prediction": prediction}
+    given = {"case": LORA, "gpu": "h100", "fit": kind, "needed_bytes": 30 * GiB, "figures": figures}
     return FitCell(**{**given, **fields})
 
 
-COMPILED = cell("does-not-fit", prediction=None, needed_bytes=None, emulated=emulated(79 * GiB, fits=False))
-FAILED = cell(None, prediction=None, needed_bytes=None, failure="it crashed")
+LARGE = LiveTensor(
+    bytes=80 << 20, count=2, operator="aten.zeros_like", phase="optimizer", shape=(1 << 20, 10), dtype="float32"
+)
+UNKNOWN = cell("does-not-fit", needed_bytes=None)
+FAILED = cell(None, figures=None, needed_bytes=None, failure="it crashed")
+BY_RULES = cell("fits", figures=msgspec.json.decode(RECORDED.read_bytes(), type=Prediction))
 REPORTS = {
     "it fits": report(cell("fits")),
     "within the error": report(cell("within-error")),
@@ -214,8 +204,8 @@ REPORTS = {
         cell("within-error", remedy="activation_checkpointing=true makes it fit"),
         about=("its quantization is not looked at",),
     ),
-    "compiled code, on an emulated GPU": report(COMPILED),
-    "failures of one kind": report(FAILED, FAILED),
+    "more than can be told": report(UNKNOWN),
+    "failures of one kind": report(FAILED, FAILED, cell("fits", case=LORA.replace(batch_size=8))),
 }
 
 
@@ -227,6 +217,10 @@ def test_what_is_said_of_a_cell(snapshot):
         said[what] = [*fit.tables(written)[0].rows, *(note for note in notes if note not in of_all)]
         assert notes[-1] == of_all[-1]
     assert said == snapshot
+
+
+def test_figures_by_rules_are_told_as_such():
+    assert [*fit.notes(report(BY_RULES))][-1] == "predicted by rules for torch 2.13.0, not compiled; nothing was computed"
 
 
 @pytest.mark.parametrize(
@@ -256,7 +250,7 @@ def test_the_answer_says_what_is_in_fp32_under_qlora(precision, called, said):
     ],
 )
 def test_the_largest_batch_in_words(fields, text):
-    given = {"case": LORA, "gpu": "h100", "needed_bytes": None, "roofline_seconds": None, "perhaps": 0, "is_bound": False}
+    given = {"case": LORA, "gpu": "h100", "needed_bytes": None, "perhaps": 0, "is_bound": False}
     found = LargestBatch(**{**given, **fields})
     assert fit.tables(report(cell("fits"), largest=(found,)))[1].rows == (("lora", text),)
 
@@ -267,10 +261,10 @@ def test_the_largest_batch_in_words(fields, text):
 def test_a_case_that_may_fit_is_told_only_what_makes_it_surely_fit(checkpointed, told):
     def changed(case):
         gib = checkpointed if case.activation_checkpointing is True else 90
-        return msgspec.structs.replace(predicted(gib * GiB), fits=gib < 79)
+        return Need(gib < 79, gib * GiB)
 
     case = LORA.replace(batch_size=1, optimizer="sgd")
-    assert remedy(case, predicted(78 * GiB), changed, may_fit=True) == told
+    assert remedy(case, emulated(78 * GiB), changed, may_fit=True) == told
 
 
 @pytest.mark.usefixtures("installed")

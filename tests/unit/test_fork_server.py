@@ -17,6 +17,7 @@ from unit_examples import CASE, crashed, measurement, prediction
 from pytest_gputrain.execution.launch import fork_server, launcher, processes
 from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.execution.launch.processes import CASE_FOLDER
+from pytest_gputrain.hardware.emulation.environment import DEVICE
 from pytest_gputrain.records import Task
 
 TASK = Task(case=CASE, scale="tiny", device_type="cpu", root=".")
@@ -111,11 +112,39 @@ def test_a_source_serves_as_long_as_it_lives(wishes, source, children):
 
 
 def test_each_environment_and_own_code_have_a_source_of_their_own_and_few_are_kept(wishes, source, children):
-    first, second, third = _serving(source, A="1"), _serving(source, A="2"), _serving(source, A="2", task=OWN)
-    assert _serving(source, A="1") == first
-    assert children() == [first, second, third]
-    fourth = _serving(source, A="4")
+    def after(**fields):
+        _fork(source, **fields).wait()
+        return children()
+
+    (first,) = after(A="1")
+    _, second = after(A="2")
+    *_, third = after(A="2", task=OWN)
+    assert after(A="1") == [first, second, third]
+    *_, fourth = after(A="4")
     assert children() == [first, third, fourth], "the one that was not used for longest has ended"
+
+
+def test_a_source_is_kept_while_a_worker_of_it_runs(wishes, source, children):
+    busy = _serving(source, A="0")
+    for number in "123":
+        _fork(source, A=number).wait()
+    assert busy in children()
+    assert _fork(source, REFUSES, A="0") is None
+    assert busy in children()
+
+
+H100 = "devices=1,memory=5,major=9,minor=0,kernels=90,uuid=01,name=NVIDIA H100"
+H200 = "devices=1,memory=6,major=9,minor=0,kernels=90,uuid=02,name=NVIDIA H200"
+A100 = "devices=1,memory=5,major=8,minor=0,kernels=80,uuid=03,name=NVIDIA A100"
+
+
+def test_emulated_gpus_of_one_capability_have_one_source_and_each_worker_is_told_of_its_own(wishes, source, children):
+    emulated = msgspec.structs.replace(TASK, device_type="gpu", emulated="any")
+    for described in (H100, H200, A100):
+        _fork(source, task=emulated, **{DEVICE: described}).wait()
+    told = [json.loads(line)["variables"][DEVICE] for line in wishes.read_text().splitlines()]
+    assert told == [H100, H200, A100]
+    assert len(children()) == 2
 
 
 OWN = msgspec.structs.replace(TASK, case=CASE.replace(code="a.py::b", method="custom"))

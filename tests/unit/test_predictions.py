@@ -9,15 +9,16 @@ import msgspec
 import pytest
 from unit_examples import CASE, live_tensor, prediction, recorded
 
-from pytest_gputrain.gate.prediction import judge
-from pytest_gputrain.records import Case, Measurement, OperatorWork, Prediction, Task
+from pytest_gputrain.gate.fit import Need
+from pytest_gputrain.gate.prediction import judge, needed_bytes
+from pytest_gputrain.records import Case, EmulatedRun, Limit, Measurement, OperatorWork, Prediction, Task
 from pytest_gputrain.records.prediction import MEASURED_ONLY
 from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.session.remedies import remedy
-from pytest_gputrain.storage import prediction_cache as cache_module
+from pytest_gputrain.storage import result_cache as cache_module
 from pytest_gputrain.storage.forecast import Forecast
-from pytest_gputrain.storage.prediction_cache import PredictionCache
 from pytest_gputrain.storage.recorded import MOST_CONDITIONS, PredictionStore
+from pytest_gputrain.storage.result_cache import ResultCache
 from pytest_gputrain.utils.units import GiB, MiB
 
 TOLERANCE = MemoryTolerance(ratio=0.02)
@@ -152,10 +153,10 @@ TASK = Task(case=CASE, scale="full", device_type="cpu", root=".", target=predict
 
 
 def test_a_prediction_is_found_again_for_the_same_task_only(tmp_path):
-    PredictionCache(tmp_path).put(TASK, prediction())
+    ResultCache(tmp_path, Prediction).put(TASK, prediction())
     replace = msgspec.structs.replace
     for same in (TASK, replace(TASK, case=CASE.replace(steps=99))):
-        assert PredictionCache(tmp_path).get(same) == prediction()
+        assert ResultCache(tmp_path, Prediction).get(same) == prediction()
     for other in (
         replace(TASK, case=CASE.replace(batch_size=4)),
         replace(TASK, scale="tiny"),
@@ -163,10 +164,10 @@ def test_a_prediction_is_found_again_for_the_same_task_only(tmp_path):
         replace(TASK, variables={"FLAG": "1"}),
         replace(TASK, target=replace(prediction().target, capability=(7, 0))),
     ):
-        assert PredictionCache(tmp_path).get(other) is None
+        assert ResultCache(tmp_path, Prediction).get(other) is None
     for file in tmp_path.iterdir():
         file.write_bytes(b"{")
-    assert PredictionCache(tmp_path).get(TASK) is None, "nor in a broken cache"
+    assert ResultCache(tmp_path, Prediction).get(TASK) is None, "nor in a broken cache"
 
 
 @pytest.mark.parametrize(
@@ -182,27 +183,50 @@ def test_other_code_is_predicted_anew(tmp_path, monkeypatch, name, value):
     monkeypatch.setattr(cache_module, "library_versions", lambda case: {"torch": "2.13.0"})
     monkeypatch.setattr(cache_module, "_is_local", lambda name: False)
     monkeypatch.setattr(cache_module, "_files", lambda name: "these")
-    PredictionCache(tmp_path).put(TASK, prediction())
-    assert PredictionCache(tmp_path).get(TASK) is not None
+    ResultCache(tmp_path, Prediction).put(TASK, prediction())
+    assert ResultCache(tmp_path, Prediction).get(TASK) is not None
     monkeypatch.setattr(cache_module, name, value)
-    assert PredictionCache(tmp_path).get(TASK) is None
+    assert ResultCache(tmp_path, Prediction).get(TASK) is None
+
+
+def test_a_run_on_an_emulated_gpu_is_found_again_for_the_same_memory_and_stand_ins_only(tmp_path):
+    run = EmulatedRun(
+        **{"device_name": "NVIDIA H100 80GB HBM3", "device_memory_bytes": 80 * GiB, "runtime": "13.0", "packages": {}},
+        **{"fits": True, "peak_allocated_bytes": 1, "peak_reserved_bytes": 2, "device_used_bytes": 3},
+    )
+    task = msgspec.structs.replace(TASK, target=None, emulated="h100", limit=Limit(bytes=0))
+    cache = ResultCache(tmp_path, EmulatedRun, "these")
+    cache.put(task, run)
+    assert cache.get(task) == run
+    assert ResultCache(tmp_path, EmulatedRun, "others").get(task) is None
+    for other in (
+        {"limit": Limit(bytes=5)},
+        {"limit": Limit(bytes=0, of_steps=True)},
+        {"emulated": "h200"},
+        {"limit": None},
+    ):
+        assert cache.get(msgspec.structs.replace(task, **other)) is None
 
 
 def test_own_code_is_never_remembered(tmp_path):
     task = msgspec.structs.replace(TASK, case=Case(model="mine", method="custom", code="test_it.py::mine"))
-    PredictionCache(tmp_path).put(task, prediction())
+    ResultCache(tmp_path, Prediction).put(task, prediction())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_nobody_asked_for_in_a_month_is_forgotten(tmp_path):
     asked, forgotten, new = (msgspec.structs.replace(TASK, case=CASE.replace(batch_size=size)) for size in (2, 4, 8))
     for task in (asked, forgotten):
-        PredictionCache(tmp_path).put(task, prediction())
+        ResultCache(tmp_path, Prediction).put(task, prediction())
     for file in tmp_path.iterdir():
         os.utime(file, (0, 0))
-    assert PredictionCache(tmp_path).get(asked) is not None
-    PredictionCache(tmp_path).put(new, prediction())
-    assert [PredictionCache(tmp_path).get(task) is not None for task in (asked, forgotten, new)] == [True, False, True]
+    assert ResultCache(tmp_path, Prediction).get(asked) is not None
+    ResultCache(tmp_path, Prediction).put(new, prediction())
+    assert [ResultCache(tmp_path, Prediction).get(task) is not None for task in (asked, forgotten, new)] == [
+        True,
+        False,
+        True,
+    ]
 
 
 class Machine:
@@ -215,7 +239,7 @@ class Machine:
     def __call__(self, case):
         self.asked.append(case)
         fits = bool(self.cures) and all(getattr(case, knob) == value for knob, value in self.cures.items())
-        return prediction(fits=True) if fits else unfit()
+        return Need(fits, needed_bytes(prediction() if fits else unfit()))
 
 
 BIG = CASE.replace(batch_size=8, activation_checkpointing=False)

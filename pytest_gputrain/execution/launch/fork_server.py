@@ -13,12 +13,14 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pytest_gputrain.execution.launch.processes import CASE_FOLDER, LocalProcess
+from pytest_gputrain.hardware.emulation.environment import DEVICE
 from pytest_gputrain.records import Task
 
 _POLL_SECONDS: Final = 0.01
@@ -30,44 +32,56 @@ class ForkServer:
     """The processes that workers are forked from, one for each environment; they are started when needed."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._sources: dict[_Surroundings, _ForkingProcess] = {}
         """The one that was used last stands last."""
+        self._refusing: list[_ForkingProcess] = []
+        """Those that must not fork any more, and have workers."""
 
     def fork(
         self, task: Task, folder: Path, rank: int, environment: Mapping[str, str], timeout_seconds: float
     ) -> ForkedProcess | None:
-        """Fork rank ``rank`` of the case in ``folder``; None where only a fresh interpreter will do.
+        """Fork rank ``rank`` of the case in ``folder``; None where only a fresh interpreter will do. Threads may share this.
 
         Args:
             timeout_seconds: imports that take longer are given up.
         """
         if task.device_type != "cpu" and (task.case.code or not task.emulated):
             return None
-        surroundings = _Surroundings.of(task, environment)
+        with self._lock:
+            return self._fork(_Surroundings.of(task, environment), folder, rank, environment, timeout_seconds)
+
+    def _fork(
+        self, surroundings: _Surroundings, folder: Path, rank: int, environment: Mapping[str, str], timeout_seconds: float
+    ) -> ForkedProcess | None:
         source = self._sources.pop(surroundings, None)
         if source is not None and source.has_ended():
             source.close()
             source = None
         if source is None:
-            while len(self._sources) >= _MOST_SOURCES:
-                self._close(next(iter(self._sources)))
+            for idle in [of for of, other in self._sources.items() if not other.has_workers()]:
+                if len(self._sources) >= _MOST_SOURCES:
+                    self._sources.pop(idle).close()
             source = _ForkingProcess(environment)
         self._sources[surroundings] = source
-        forked = None
+        pid = None
         try:
-            forked = source.fork(folder, rank, timeout_seconds)
+            pid = source.fork(folder, rank, environment, timeout_seconds)
         finally:
-            if forked is None:
-                self._close(surroundings)  # an answer that nobody waited for would be taken for the next one
-        return forked
+            if not pid:
+                del self._sources[surroundings]
+            if pid is None or not (pid or source.has_workers()):
+                source.close()  # an answer that nobody waited for would be taken for the next one
+            elif not pid:
+                self._refusing.append(source)
+        return ForkedProcess(source, pid) if pid else None
 
     def close(self) -> None:
         """End the processes, and with them any that was forked from them."""
-        for surroundings in list(self._sources):
-            self._close(surroundings)
-
-    def _close(self, surroundings: _Surroundings) -> None:
-        self._sources.pop(surroundings).close()
+        for source in (*self._sources.values(), *self._refusing):
+            source.close()
+        self._sources.clear()
+        self._refusing.clear()
 
 
 class _Surroundings(NamedTuple):
@@ -82,7 +96,14 @@ class _Surroundings(NamedTuple):
     @classmethod
     def of(cls, task: Task, environment: Mapping[str, str]) -> _Surroundings:
         limits = tuple(resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_"))
-        return cls(bool(task.case.code), frozenset(environment.items()), limits, frozenset(os.sched_getaffinity(0)))
+        variables = {**environment, **({DEVICE: _asked_at_imports(environment[DEVICE])} if task.emulated else {})}
+        return cls(bool(task.case.code), frozenset(variables.items()), limits, frozenset(os.sched_getaffinity(0)))
+
+
+def _asked_at_imports(description: str) -> str:
+    """Return what libraries may ask of an emulated GPU when they are imported. Of the rest its forks are told."""
+    fields = ("devices=", "major=", "minor=", "kernels=")
+    return ",".join(field for field in description.split(",") if field.startswith(fields))
 
 
 class _ForkingProcess:
@@ -103,15 +124,19 @@ class _ForkingProcess:
         os.close(wishes_end)
         os.close(answers_end)
         self._unread = b""
+        self._hearing = threading.Lock()
         self._forked: list[int] = []
+        self._workers: set[int] = set()
         self._ended: dict[int, int] = {}
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def fork(self, folder: Path, rank: int, timeout_seconds: float) -> ForkedProcess | None:
+    def fork(self, folder: Path, rank: int, environment: Mapping[str, str], timeout_seconds: float) -> int | None:
+        """Return the pid of the new process; 0 where none may be forked from here, None where nothing was answered."""
         deadline = time.monotonic() + timeout_seconds
-        wish = {"folder": str(folder), "rank": rank, "cwd": os.getcwd(), "variables": {CASE_FOLDER: str(folder)}}
+        variables = {CASE_FOLDER: str(folder), **{name: environment[name] for name in (DEVICE,) if name in environment}}
+        wish = {"folder": str(folder), "rank": rank, "cwd": os.getcwd(), "variables": variables}
         try:
             os.write(self._wishes, json.dumps(wish).encode() + b"\n")
         except BrokenPipeError:
@@ -121,8 +146,11 @@ class _ForkingProcess:
                 return None
             time.sleep(_POLL_SECONDS)
             self._listen()
-        pid = self._forked.pop()
-        return ForkedProcess(self, pid) if pid else None
+        return self._forked.pop()
+
+    def has_workers(self) -> bool:
+        self._listen()
+        return bool(self._workers)
 
     def exit_code(self, pid: int) -> int | None:
         """Return the exit code of a process forked here; None while it runs."""
@@ -138,18 +166,21 @@ class _ForkingProcess:
         os.close(self._answers)
 
     def _listen(self) -> None:
-        try:
-            self._unread += os.read(self._answers, 65_536)
-        except BlockingIOError:
-            return
-        *lines, self._unread = self._unread.split(b"\n")
-        for said in map(json.loads, lines):
-            self._hear(said)
+        with self._hearing:
+            try:
+                self._unread += os.read(self._answers, 65_536)
+            except BlockingIOError:
+                return
+            *lines, self._unread = self._unread.split(b"\n")
+            for said in map(json.loads, lines):
+                self._hear(said)
 
     def _hear(self, said: dict[str, Any]) -> None:
         if "forked" in said:
             self._forked.append(said["forked"])
+            self._workers |= {said["forked"]} - {0}
         else:
+            self._workers.discard(said["ended"])
             self._ended[said["ended"]] = said["exit_code"]
 
 

@@ -46,6 +46,7 @@ struct gpu {
 };
 
 const struct gpu *gputrain_gpu(void);
+void gputrain_read_gpu_again(void); // for a child of fork that was told of another
 
 // Devices that CUDA_VISIBLE_DEVICES leaves, and the number among all of the one that this thread uses.
 int gputrain_visible(void);
@@ -66,7 +67,7 @@ int gputrain_unregister(void *start);
 int gputrain_kind(const void *address, int *device);
 size_t gputrain_extent(const void *address, void **start);
 size_t gputrain_left(int device);
-void gputrain_lift_limit(void);
+void gputrain_limit(size_t bytes);
 size_t gputrain_used_so_far(int device);
 
 // Virtual memory management: bytes of a device that have no address, and addresses without memory.

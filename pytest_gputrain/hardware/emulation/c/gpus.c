@@ -24,6 +24,7 @@ static size_t number(const char *text, const char *key) { return strtoull(field(
 
 static void read_visible(void) {
   const char *list = getenv("CUDA_VISIBLE_DEVICES");
+  visible_count = 0;
   if (!list) {
     for (visible_count = 0; visible_count < gpu.devices; visible_count++)
       visible[visible_count] = visible_count;
@@ -87,6 +88,7 @@ const struct gpu *gputrain_gpu(void) {
   pthread_once(&once, read_gpu);
   return &gpu;
 }
+void gputrain_read_gpu_again(void) { read_gpu(); }
 int gputrain_visible(void) { return gputrain_gpu()->devices ? visible_count : 0; }
 int gputrain_physical(int index) { return index >= 0 && index < gputrain_visible() ? visible[index] : -1; }
 int gputrain_current(void) { return current; }

@@ -63,7 +63,7 @@ static struct mapping *mappings; // by ascending address
 static size_t mapping_count, mapping_room;
 static uint64_t managed[MAX_DEVICES]; // bytes
 static int touched[MAX_DEVICES];
-static int unlimited; // whether devices give more memory than they have
+static size_t limit; // bytes that a device gives in place of its own; 0 for its own
 static int forked;
 
 // A child of fork has a copy of these, and its parent's file is not its own. The lock of the handles is taken under this
@@ -220,8 +220,8 @@ static void touch(int device) {
 
 static int take(int device, size_t bytes) {
   touch(device);
-  size_t total = gputrain_gpu()->memory, used = state->used[device];
-  if (bytes > SPAN || (!unlimited && (used > total || bytes > total - used))) {
+  size_t total = limit ? limit : gputrain_gpu()->memory, used = state->used[device];
+  if (bytes > SPAN || used > total || bytes > total - used) {
     state->refused++;
     state->refused_bytes = bytes;
     return OUT_OF_MEMORY;
@@ -233,10 +233,10 @@ static int take(int device, size_t bytes) {
 
 static void give(int device, size_t bytes) { state->used[device] -= bytes; }
 
-// For checks that a program would not make: what they take is no figure, and must not end it.
-void gputrain_lift_limit(void) {
+// From now on devices give so much memory, while they tell of as much as before.
+void gputrain_limit(size_t bytes) {
   pthread_mutex_lock(&lock);
-  unlimited = 1;
+  limit = bytes;
   pthread_mutex_unlock(&lock);
 }
 

@@ -1,4 +1,4 @@
-"""Caches predictions in pytest's cache folder, named by all that they depend on."""
+"""Caches predictions and runs on emulated GPUs in a folder, named by all that they depend on."""
 
 from __future__ import annotations
 
@@ -10,54 +10,59 @@ import platform
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
 from pytest_gputrain.cases.libraries import library_versions
-from pytest_gputrain.records import Case, Prediction, Task
+from pytest_gputrain.records import Case, EmulatedRun, Prediction, Task
 from pytest_gputrain.utils.files import UNREADABLE, write_atomically
 
 KEPT_SECONDS: Final = 30 * 24 * 3600.0
-"""Since a prediction was last asked for."""
+"""Since a result was last asked for."""
 
 _READ_BY_LIBRARIES: Final = ("TORCH", "PYTORCH_", "TRANSFORMERS_", "DIFFUSERS_", "HF_", "PEFT_", "BNB_", "DS_")
 """The beginnings of environment variables that change libraries."""
 
 
-class PredictionCache:
-    """A file for each prediction, named by all that it depends on: the task, this package's code, the libraries, their
+_ResultT = TypeVar("_ResultT", bound=Prediction | EmulatedRun)
+
+
+class ResultCache(Generic[_ResultT]):
+    """A file for each result, named by all that it depends on: the task, this package's code, the libraries, their
     environment variables.
 
     Args:
         folder: None to remember nothing.
+        result_type: of the results.
+        beside: names what else they depend on.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | None, result_type: type[_ResultT], beside: str = "") -> None:
+        self._folder, self._type, self._beside = folder, result_type, beside
 
-    def get(self, task: Task) -> Prediction | None:
-        """Return what was predicted for ``task``; None where nothing was, or where it cannot be read."""
+    def get(self, task: Task) -> _ResultT | None:
+        """Return the result of ``task``; None where there is none, or where it cannot be read."""
         path = self._path(task)
         if path is None:
             return None
         try:
-            prediction = msgspec.json.decode(path.read_bytes(), type=Prediction)
+            result = msgspec.json.decode(path.read_bytes(), type=self._type)
             os.utime(path)
         except (OSError, *UNREADABLE):
             return None
-        return prediction
+        return result
 
-    def put(self, task: Task, prediction: Prediction) -> None:
+    def put(self, task: Task, result: _ResultT) -> None:
         path = self._path(task)
         if path is not None:
             with contextlib.suppress(OSError):  # slower next time, and nothing else
-                write_atomically(path, msgspec.json.encode(prediction))
+                write_atomically(path, msgspec.json.encode(result))
                 self._forget_old(path.parent)
 
     @staticmethod
     def _forget_old(folder: Path) -> None:
-        """Delete predictions of code and libraries that nobody has any more."""
+        """Delete results of code and libraries that nobody has any more."""
         now = time.time()  # noqa: TID251 - as the files' dates
         for path in folder.glob("*.json"):
             if now - path.stat().st_mtime > KEPT_SECONDS:
@@ -69,6 +74,7 @@ class PredictionCache:
         depends = (
             task.case.identity(),
             (task.scale, task.processes, task.servers, task.target),
+            (task.emulated, task.limit, task.memory_only, task.counts, task.deepspeed, task.model_config, self._beside),
             {name: (version, _files(name)) for name, version in library_versions(task.case).items()},
             {name: value for name, value in os.environ.items() if name.startswith(_READ_BY_LIBRARIES)},
             task.variables,
@@ -104,6 +110,6 @@ def _own_code() -> str:
     """Return the hash of this package's files."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for path in sorted(file for kind in ("*.py", "*.json") for file in root.rglob(kind)):
+    for path in sorted(file for kind in ("*.py", "*.json", "*.toml", "*.c", "*.h") for file in root.rglob(kind)):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

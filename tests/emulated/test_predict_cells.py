@@ -1,0 +1,100 @@
+"""``gputrain predict`` on emulated GPUs: what a case takes, under which limit, and whatever ran before it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from pytest_gputrain import Case, GiB
+from pytest_gputrain.cli import predict
+from pytest_gputrain.cli.main import main
+from pytest_gputrain.execution.launch import launcher
+from pytest_gputrain.session.fit_engines import EmulatedCells
+
+SMALL = {
+    "model_type": "qwen3",
+    "vocab_size": 32_000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+QLORA = Case(
+    model="llama-3.1-8b", method="qlora", precision="bf16", sequence_length=512, activation_checkpointing=True, loss="fp32"
+)
+
+
+@pytest.fixture
+def answer(stand_ins, tmp_path, monkeypatch):
+    """Ask in a folder with the config of a small model and an empty cache."""
+    (tmp_path / "small.json").write_text(json.dumps(SMALL))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(predict, "_cache_folder", lambda: tmp_path / "cache")
+
+    def ask(*words):
+        assert main(["predict", "small.json", "--sequence=512", "--json=answer.json", *words]) == 0
+        return json.loads(Path("answer.json").read_bytes())
+
+    return ask
+
+
+@pytest.fixture
+def cells(stand_ins, tmp_path):
+    """Cases on emulated GPUs, of which none is remembered."""
+    made = EmulatedCells(["h100", "rtx_4090"], tmp_path, 300, os.environ, None)
+    yield made
+    made.close()
+
+
+def test_an_answer_is_of_emulated_gpus_and_remembered(answer, capsys, monkeypatch):
+    words = ("--method=lora", "--batch=1,64", "--gpu=h100", "--only-cells")
+    answered = answer(*words)
+    for cell in answered["cells"]:
+        figures = cell["figures"]
+        assert (figures["outcome"], figures["device_name"], cell["fit"]) == ("emulated", "NVIDIA H100 80GB HBM3", "fits")
+        assert sum(figures["peak_bytes_by_origin"].values()) == pytest.approx(figures["peak_allocated_bytes"], rel=0.05)
+        assert figures["roofline_seconds"] > 0
+    assert "run on emulated GPUs (CUDA " in capsys.readouterr().out
+    monkeypatch.setattr(launcher, "emulate", lambda *args, **fields: pytest.fail("run again"))
+    assert answer(*words) == answered
+
+
+def test_a_case_takes_what_it_takes_in_a_fresh_process_whatever_ran_before(cells):
+    case = Case(model="llama-3.2-1b", method="lora", precision="bf16", sequence_length=512, loss="fp32")
+    for batch in (4, 2):
+        cells.figures(case.replace(batch_size=batch), "h100")
+    forked = cells.figures(case, "h100")
+    cells._executors["h100"]._fork_server = None
+    cells._executors["h100"]._replies.clear()
+    assert cells.figures(case, "h100") == forked
+
+
+def test_what_is_built_whole_is_built_without_the_limit_that_its_steps_have(cells):
+    fitting = cells.figures(QLORA, "rtx_4090", 12 * GiB, memory_only=True)
+    assert fitting.fits
+    assert fitting.phase_peak_bytes["build"] > 12 * GiB > fitting.peak_reserved_bytes
+    assert not cells.figures(QLORA, "rtx_4090", 6 * GiB, memory_only=True).fits
+    needed = cells.figures(QLORA.replace(batch_size=64), "rtx_4090", memory_only=True)
+    assert needed.fits, "any amount"
+    assert needed.peak_reserved_bytes > 24 * GiB
+
+
+def test_the_largest_batch_fits_and_the_next_does_not(answer):
+    words = ("--method=full", "--gpu=rtx_4090")
+    (largest,) = answer(*words)["largest"]
+    batch = largest["batch_size"]
+    assert 1 < batch < 1024
+    around = answer(*words, f"--batch={batch},{batch + 1}", "--only-cells")["cells"]
+    assert [cell["fit"] == "fits" for cell in around] == [True, False]
+    assert around[0]["needed_bytes"] == largest["needed_bytes"]
+
+
+def test_a_change_makes_the_smallest_unfit_batch_fit(answer):
+    first, second = answer("--method=full", "--gpu=rtx_4090", "--batch=128,1024")["cells"]
+    assert {first["fit"], second["fit"]} == {"does-not-fit"}
+    assert "loss_chunks=16 makes it fit" in first["remedy"]
+    assert second["remedy"] == ""
