@@ -29,10 +29,8 @@ MOST_BATCH: Final = 1024
 """The largest batch that is tried."""
 
 _IMPORT_SECONDS: Final = 5.0
-_SHALLOW_SECONDS: Final = 1.7
-"""The time of a model that is predicted from three shallow ones (docs/predicted-cases.md)."""
-_BLOCK_SECONDS: Final = 0.15
-"""The time of a block of any other model, in addition to a second."""
+_BLOCK_SECONDS: Final = 0.1
+"""The CPU time of a block of a model, in addition to a second."""
 _TOKEN_SECONDS: Final = {
     **dict.fromkeys(("falcon_mamba", "mamba", "recurrent_gemma"), 0.045),
     **dict.fromkeys(("jamba", "rwkv"), 0.12),
@@ -43,7 +41,7 @@ _LINEAR_SECONDS: Final = 0.4
 _UNKNOWN_BLOCKS: Final = 40
 """The assumed number of blocks of a model whose blocks are not counted here."""
 _FURTHER: Final = 3
-"""Predictions that the largest batch of a case on a GPU takes, or a remedy."""
+"""Runs that the largest batch of a case on a GPU takes, or a remedy."""
 
 
 class Asked(NamedTuple):
@@ -113,8 +111,6 @@ def _seconds(case: Case) -> float:
     layers = architecture.repetitions or config.get("num_hidden_layers", 0)
     if not isinstance(layers, int):  # in a config.json that the worker will refuse
         layers = 0
-    if layers and case.parallel in ("single", "fsdp"):
-        return _SHALLOW_SECONDS + more
     return 1 + _BLOCK_SECONDS * (layers or _UNKNOWN_BLOCKS) + more
 
 
