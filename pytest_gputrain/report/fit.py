@@ -9,7 +9,6 @@ from typing import Final
 from pytest_gputrain.cases.validation import ADAPTING
 from pytest_gputrain.gate.fit import loads_in_parts
 from pytest_gputrain.gate.memory import in_phase, tensor
-from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Case, EmulatedRun, Prediction, TrainingPhase, knob_text
 from pytest_gputrain.records.emulated import NOT_MADE
 from pytest_gputrain.records.fit import Fit, FitCell, FitGpu, FitReport, LargestBatch
