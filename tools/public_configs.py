@@ -1,8 +1,9 @@
-"""Has models of 2024 to 2026 answered by an emulated GPU, from the config.json that each has in public.
+"""Has models of 2024 to 2026 answered by an emulated GPU, from a config.json in the form that each has in public.
 
 `public_configs.json` has one entry for each type of model with a language model: the keys that differ from the defaults of
-its class in transformers, which are the sizes of a published model for most types. An entry with ``architectures`` is the
-file as it is published, where transformers writes another form.
+its class in transformers. Neither these nor the defaults were compared with files on the hub, and the indexer of
+``qwen4-exp`` has sizes that nobody published. An entry with ``architectures`` is written as it is, where transformers writes
+another form.
 
 Usage: python tools/public_configs.py [--method lora] [--gpu h100] [--sequence 1024] [--results results.jsonl] [NAME ...]
 """
