@@ -257,11 +257,16 @@ def test_no_figure_of_an_emulated_gpu_is_taken_for_a_measurement(emulate, tmp_pa
 
 
 OFTEN = ("h100", "t4", "v100", "mi300x")
+OF_ITS_CAPABILITY = {boards.board(name).capability: name for name in PLATFORMS}.values()
 
 
-@pytest.mark.parametrize(
-    "marker", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in PLATFORMS]
-)
+def marks_of(marker):
+    if marker in OFTEN:
+        return ()
+    return pytest.mark.slow if marker in OF_ITS_CAPABILITY else (pytest.mark.slow, pytest.mark.weekly)
+
+
+@pytest.mark.parametrize("marker", [pytest.param(name, marks=marks_of(name)) for name in PLATFORMS])
 def test_torch_sees_each_gpu_of_the_catalog(emulate, stand_ins, marker, torch):
     board = boards.board(marker)
     code = """
