@@ -99,10 +99,9 @@ def emulated_baselines(project):
     [
         ([], "--gpu-emulate emulates one platform, and none is named; add *"),
         (["-m", "h100 or a100"], "--gpu-emulate emulates one platform, and -m names *"),
-        (["-m", "mi300x"], "mi300x is not an NVIDIA GPU that can be emulated; *"),
     ],
 )
-def test_it_takes_one_platform_of_nvidia(emulating, arguments, sentence):
+def test_it_takes_one_platform(emulating, arguments, sentence):
     assert_refused(emulating, sentence, *arguments, "--gpu-emulate")
 
 
@@ -171,7 +170,7 @@ def test_nothing_has_a_time_and_all_says_that_it_is_emulated(emulating):
     result.stdout.fnmatch_lines(["tuning on H100 x1 (emulated), full scale", emulated])
     (first, *_) = emulating.report()["results"]
     assert (first["kind"], first["device"]) == ("emulated", "emulated/h100")
-    assert not any("second" in name for name in first["reply"])
+    assert [name for name in first["reply"] if "second" in name] in ([], ["roofline_seconds"])  # a lower bound
     (line, *_) = map(json.loads, (emulating.path / "history.jsonl").read_text().splitlines())
     assert (line["kind"], line["outcome"], line["device"]) == ("emulation", "emulated", "emulated/h100")
     assert [name for name, value in line.items() if name.endswith(("_seconds", "_per_second", "_watts")) and value] == []

@@ -226,16 +226,16 @@ def test_quantising_frees_each_layer_before_the_next(monkeypatch):
         return Blocks(torch.nn.ModuleDict({"q_proj": torch.nn.Linear(64, 64)}) for _ in range(count))
 
     # On its first use bitsandbytes looks for a kernel in vain, and keeps the exception with the frames that it came through.
-    methods._quantise(blocks(1), torch.bfloat16)
+    methods._quantise(blocks(1), torch.bfloat16, torch.uint8)
     model, seen, plain = blocks(4), [], methods._quantised
     alive = [weakref.ref(block["q_proj"]) for block in model]
 
-    def watched(linear, compute):
+    def watched(linear, *types):
         seen.append(sum(reference() is not None for reference in alive))
-        return plain(linear, compute)
+        return plain(linear, *types)
 
     monkeypatch.setattr(methods, "_quantised", watched)
-    methods._quantise(model, torch.bfloat16)
+    methods._quantise(model, torch.bfloat16, torch.uint8)
     assert seen == [4, 3, 2, 1]
 
 

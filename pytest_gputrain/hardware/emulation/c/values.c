@@ -1,6 +1,5 @@
 // What the worker's package emulated_values needs to track values: which blocks of memory are still those that it wrote to,
 // and what the host reads of a device.
-#define _GNU_SOURCE
 #include "emulated.h"
 #include <dlfcn.h>
 #include <execinfo.h>
