@@ -394,7 +394,7 @@ def _apart(case: Case, device: torch.device) -> contextlib.AbstractContextManage
     In a memory pool of its own, because torch's allocator would else put shards into the holes that packed weights leave,
     and could give back none of these. Programs that load one part of the model at a time have no such holes.
     """
-    if case.method == "qlora" and case.parallel == "fsdp" and is_gpu(device) and not case.cpu_offload:
+    if case.method == "qlora" and case.parallel == "fsdp" and device.type == "cuda" and not case.cpu_offload:
         return torch.cuda.use_mem_pool(torch.cuda.MemPool())
     return contextlib.nullcontext()
 

@@ -8,6 +8,8 @@ from several_processes import measured as measured_by_workers
 from torch import nn
 from zoo_examples import H100, example, measured, predicted, refused, trained
 
+from pytest_gputrain.worker.training import _apart
+
 LLAMA = example("llama-3.1-8b", "lora", activation_checkpointing=True)
 BLOCKS, WIDTH, KEYS, INNER = 2, 64, 32, 128
 """Of tiny Llama."""
@@ -136,3 +138,9 @@ def test_two_processes_adapt_as_one(parallel, knobs):
     case = LLAMA.replace(precision="fp32", learning_rate=1e-2, lora_dropout=0.0, steps=3, warmup=1, gpus=2, **knobs)
     losses, expected = (measured_by_workers(case.replace(parallel=name)).losses for name in (parallel, "ddp"))
     assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_prediction_takes_no_pool_of_memory_from_a_gpu():
+    case = LLAMA.replace(method="qlora", parallel="fsdp", gpus=2)
+    with _apart(case, torch.device("cpu:0")):
+        assert torch.ones(1).item() == 1
