@@ -21,7 +21,10 @@ from pytest_gputrain.utils.files import UNREADABLE, write_atomically
 KEPT_SECONDS: Final = 30 * 24 * 3600.0
 """Since a result was last asked for."""
 
-_READ_BY_LIBRARIES: Final = ("TORCH", "PYTORCH_", "TRANSFORMERS_", "DIFFUSERS_", "HF_", "PEFT_", "BNB_", "DS_")
+_READ_BY_LIBRARIES: Final = (
+    *("TORCH", "PYTORCH_", "CUBLAS", "DISABLE_ADDMM_CUDA_LT", "TRITON_"),  # torch reads those of cuBLAS itself
+    *("TRANSFORMERS_", "DIFFUSERS_", "HF_", "PEFT_", "BNB_", "DS_"),
+)
 """The beginnings of environment variables that change libraries."""
 
 

@@ -189,6 +189,12 @@ def test_other_code_is_predicted_anew(tmp_path, monkeypatch, name, value):
     assert ResultCache(tmp_path, Prediction).get(TASK) is None
 
 
+def test_another_workspace_of_cublas_is_answered_anew(tmp_path, monkeypatch):
+    ResultCache(tmp_path, Prediction).put(TASK, prediction())
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert ResultCache(tmp_path, Prediction).get(TASK) is None
+
+
 def test_a_run_on_an_emulated_gpu_is_found_again_for_the_same_memory_and_stand_ins_only(tmp_path):
     run = EmulatedRun(
         **{"device_name": "NVIDIA H100 80GB HBM3", "device_memory_bytes": 80 * GiB, "runtime": "13.0", "packages": {}},
