@@ -84,6 +84,5 @@ def _hint(case: Case, figures: Figures) -> str:
 
 
 def _vocabulary(case: Case) -> int | None:
-    facts = architectures()[case.model].trained_part.config
-    words = facts.get("vocab_size") or facts.get("text_config", {}).get("vocab_size")
+    words = architectures()[case.model].trained_part.language.get("vocab_size")
     return words if isinstance(words, int) else None
