@@ -127,6 +127,9 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
     yield from _unquantized(report)
     ran = [cell.figures for cell in report.cells if isinstance(cell.figures, EmulatedRun)]
     yield from dict.fromkeys(note for run in ran for note in run.notes if note != NOT_MADE)
+    for what in dict.fromkeys(what for run in ran for what in run.not_counted):
+        gpus = dict.fromkeys(titles[cell.gpu] for cell in report.cells if _counts_not(cell, what))
+        yield f"{', '.join(gpus)}: at least this memory is needed; {what} are not known, and not counted"
     yield from report.left_out
     yield from report.about
     share = format_percent(report.error, signed=False)
@@ -150,6 +153,10 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
     runtimes = dict.fromkeys(cell.figures.runtime for cell in report.cells if isinstance(cell.figures, EmulatedRun))
     how = f"run on emulated GPUs (CUDA {', '.join(map(str, runtimes))}) with" if runtimes else "predicted by rules for"
     yield f"{how} {versions}{compiled}; nothing was computed"
+
+
+def _counts_not(cell: FitCell, what: str) -> bool:
+    return isinstance(cell.figures, EmulatedRun) and what in cell.figures.not_counted
 
 
 def _trained(report: FitReport) -> Iterator[str]:

@@ -223,6 +223,13 @@ def test_figures_by_rules_are_told_as_such():
     assert [*fit.notes(report(BY_RULES))][-1] == "predicted by rules for torch 2.13.0, not compiled; nothing was computed"
 
 
+def test_memory_that_is_not_counted_is_named_with_its_gpu():
+    figures = emulated(30 * GiB, not_counted=("cuDNN's workspaces",))
+    assert "H100: at least this memory is needed; cuDNN's workspaces are not known, and not counted" in [
+        *fit.notes(report(cell("fits"), cell("fits", figures=figures)))
+    ]
+
+
 @pytest.mark.parametrize(
     ("precision", "called", "said"),
     [
