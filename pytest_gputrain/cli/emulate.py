@@ -144,7 +144,7 @@ def main(options: argparse.Namespace) -> int:
                 processes=processes,
                 use=use,
                 fit=judge(program, status, board.memory_bytes, processes, use),
-                notes=tuple(filter(None, [other.sentence if other else "", _capacity(board)])),
+                notes=tuple(filter(None, [other.sentence if other else "", boards.computed_capacity(board)])),
             )
     except CannotEmulate as error:
         console.say(error)
@@ -158,17 +158,6 @@ def main(options: argparse.Namespace) -> int:
     if options.html is not None and not _written(options.html, page.page_of_emulation(report).encode()):
         return status or 2
     return status
-
-
-def _capacity(board: boards.Board) -> str:
-    """Say that the capacity of a board is computed; empty where a driver has reported it."""
-    platform = PLATFORMS[board.marker]
-    if not platform.usable_is_computed:
-        return ""
-    return (
-        f"no report of a driver about the memory of {board.title} is known: {format_bytes(board.memory_bytes)} are computed "
-        f"from the {format_bytes(platform.memory_bytes)} that it is sold with, rather too low than too high"
-    )
 
 
 def _written(path: Path, data: bytes) -> bool:

@@ -240,7 +240,7 @@ def _answer(
         generator=json_report.generator(),
         model=model,
         gpus=tuple(
-            FitGpu(marker=gpu, title=PLATFORMS[gpu].title, memory_bytes=target_of(gpu).memory_bytes or 0) for gpu in gpus
+            FitGpu(marker=gpu, title=engines.titles[gpu], memory_bytes=target_of(gpu).memory_bytes or 0) for gpu in gpus
         ),
         error=ERROR,
         knobs=_telling(axes),

@@ -20,6 +20,7 @@ class FitGpu(Struct, frozen=True, kw_only=True):
 
     marker: str
     title: str
+    """Its name. For a GPU that runs on kernels for another one, with these kernels."""
     memory_bytes: Whole
     """The memory that a program can use, including the driver's context."""
 
@@ -79,4 +80,4 @@ class FitReport(Struct, frozen=True, kw_only=True):
     left_out: tuple[str, ...]
     """Sentences about combinations that cannot be."""
     about: tuple[str, ...] = ()
-    """Sentences about the model."""
+    """Sentences about the model and the GPUs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -14,8 +14,11 @@ from pytest_gputrain.execution.predicted import predict
 from pytest_gputrain.gate.fit import Figures, loads_in_parts, needed_bytes
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.hardware.catalog import PLATFORMS
+from pytest_gputrain.hardware.emulation import boards
+from pytest_gputrain.hardware.emulation.environment import DEVICE
 from pytest_gputrain.hardware.targets import target_of, with_tf32
 from pytest_gputrain.records import Case, Crashed, EmulatedRun, Limit, Prediction, Task
+from pytest_gputrain.records.emulation import OtherKernels
 from pytest_gputrain.session.tasks import full_size_task
 from pytest_gputrain.storage.result_cache import ResultCache
 from pytest_gputrain.utils.errors import BadCase, CannotEmulate
@@ -51,7 +54,7 @@ class EmulatedCells:
         cache: folder of what was answered before.
 
     Attributes:
-        gpus: those that can be emulated.
+        titles: of those that can be emulated.
         refusals: the sentence for each of the others.
     """
 
@@ -62,6 +65,7 @@ class EmulatedCells:
         self._fork_server = ForkServer()
         self._executors: dict[str, EmulatingExecutor] = {}
         self._caches: dict[str, ResultCache[EmulatedRun]] = {}
+        self.titles: dict[str, str] = {}
         self.refusals: dict[str, str] = {}
         for gpu in gpus:
             try:
@@ -71,14 +75,8 @@ class EmulatedCells:
                 self.refusals[gpu] = str(error)
             else:
                 self._executors[gpu] = executor
-
-    @property
-    def gpus(self) -> list[str]:
-        return list(self._executors)
-
-    def environment_of_predictions(self) -> dict[str, str]:
-        """Return the variables of processes that see no GPU, and can import torch without NVIDIA's libraries."""
-        return {**next(iter(self._executors.values())).environment(1), "CUDA_VISIBLE_DEVICES": ""}
+                other = OtherKernels.of_description(executor.environment(1)[DEVICE])
+                self.titles[gpu] = other.name if other else PLATFORMS[gpu].title
 
     def figures(self, case: Case, gpu: str, memory_bytes: int = 0, *, memory_only: bool = False) -> EmulatedRun:
         if case.servers:
@@ -158,23 +156,26 @@ class FitEngines:
         gpus, root, timeout_seconds, environ, cache: as of `EmulatedCells`.
 
     Attributes:
-        about: sentences about the GPUs that are not emulated.
+        titles: of the GPUs, with the kernels that run on one that is emulated by those for another.
+        about: sentences about the GPUs that are not emulated, and those whose capacity is computed.
     """
 
     def __init__(
         self, gpus: list[str], root: Path, timeout_seconds: float, environ: Mapping[str, str], cache: Path | None
     ) -> None:
         emulated = EmulatedCells(gpus, root, timeout_seconds, environ, cache)
-        variables = emulated.environment_of_predictions() if emulated.gpus else environ
-        predicted = PredictedCells(root, timeout_seconds, variables, cache)
-        self.is_emulated: Callable[[str], bool] = emulated.gpus.__contains__
-        self._engines: dict[str, FitEngine] = {gpu: emulated if self.is_emulated(gpu) else predicted for gpu in gpus}
+        predicted = PredictedCells(root, timeout_seconds, environ, cache)
+        self._engines: dict[str, FitEngine] = {gpu: emulated if gpu in emulated.titles else predicted for gpu in gpus}
+        self.titles = {gpu: emulated.titles.get(gpu, PLATFORMS[gpu].title) for gpu in gpus}
         sentences: dict[str, list[str]] = {}
         for gpu, refusal in emulated.refusals.items():
             sentences.setdefault(refusal, []).append(PLATFORMS[gpu].title)
-        self.about = tuple(
-            f"memory of {', '.join(titles)} is predicted by rules, which is less sure: {refusal}"
-            for refusal, titles in sentences.items()
+        self.about = (
+            *(
+                f"memory of {', '.join(titles)} is predicted by rules, which is less sure: {refusal}"
+                for refusal, titles in sentences.items()
+            ),
+            *filter(None, (boards.computed_capacity(boards.board(gpu)) for gpu in gpus)),
         )
 
     def figures(self, case: Case, gpu: str, memory_bytes: int = 0, *, memory_only: bool = False) -> Figures:

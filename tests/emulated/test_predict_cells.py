@@ -10,7 +10,7 @@ from pytest_gputrain import Case, GiB
 from pytest_gputrain.cli import predict
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.execution.launch import launcher
-from pytest_gputrain.session.fit_engines import EmulatedCells
+from pytest_gputrain.session.fit_engines import EmulatedCells, FitEngines
 
 SMALL = {
     "model_type": "qwen3",
@@ -61,6 +61,14 @@ def test_an_answer_is_of_emulated_gpus_and_remembered(answer, capsys, monkeypatc
     assert "run on emulated GPUs (CUDA " in capsys.readouterr().out
     monkeypatch.setattr(launcher, "emulate", lambda *args, **fields: pytest.fail("run again"))
     assert answer(*words) == answered
+
+
+def test_kernels_for_another_gpu_and_capacities_that_are_computed_are_told(stand_ins, tmp_path):
+    engines = FitEngines(["h100", "mi300x", "rtx_5060_ti"], tmp_path, 300, os.environ, None)
+    engines.close()
+    assert [*engines.titles.values()] == ["H100", "MI300X, by CUDA's kernels for sm_90", "RTX 5060 Ti"]
+    (about,) = engines.about
+    assert about.startswith("no report of a driver about the memory of RTX 5060 Ti is known: 7.40 GiB are computed")
 
 
 def test_a_case_takes_what_it_takes_in_a_fresh_process_whatever_ran_before(cells):

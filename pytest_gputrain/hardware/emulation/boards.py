@@ -12,7 +12,7 @@ from pytest_gputrain.hardware.targets import CONTEXT_BYTES
 from pytest_gputrain.records.emulation import OtherKernels
 from pytest_gputrain.utils.errors import CannotEmulate
 from pytest_gputrain.utils.suggest import did_you_mean
-from pytest_gputrain.utils.units import KiB, MiB
+from pytest_gputrain.utils.units import KiB, MiB, format_bytes
 
 UUID_PREFIX: Final = bytes.fromhex("656d756c")
 """Begins the UUID of each emulated GPU (``emul`` in ASCII), so that it is never taken for a real one, in a lease say."""
@@ -80,6 +80,17 @@ def board(marker: str) -> Board:
         platform.usable_bytes,
         platform.capability,
         platform.multiprocessors,
+    )
+
+
+def computed_capacity(chosen: Board) -> str:
+    """Say that the capacity of a board is computed; empty where a driver has reported it."""
+    platform = PLATFORMS[chosen.marker]
+    if not platform.usable_is_computed:
+        return ""
+    return (
+        f"no report of a driver about the memory of {chosen.title} is known: {format_bytes(chosen.memory_bytes)} are "
+        f"computed from the {format_bytes(platform.memory_bytes)} that it is sold with, rather too low than too high"
     )
 
 
