@@ -62,8 +62,9 @@ def main(options: argparse.Namespace, program: Sequence[str]) -> int:
     if action != "install" and any(getattr(options, name) for name in _OF_INSTALL):
         console.say("--from, --index-url and --hash belong to gputrain emulate --install")
         return 2
-    if program or options.gpu is not None:
-        console.say(f"--{action} runs no program; leave out --gpu and the command, and run them afterwards")
+    of_a_program = program or options.gpu is not None or options.gpus != 1
+    if of_a_program or options.json or options.html or options.must_fit:
+        console.say(f"--{action} runs no program; leave out the command and its options such as --gpu, and run it later")
         return 2
     try:
         if action == "install":

@@ -755,8 +755,9 @@ def test_what_is_downloaded_is_told_before(beside):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--install", "--gpu", "h100"], "--install runs no program; leave out --gpu and the command"),
-        (["--uninstall", "--", "python"], "--uninstall runs no program; leave out --gpu and the command"),
+        (["--install", "--gpu", "h100"], "--install runs no program; leave out the command and its options"),
+        (["--install", "--json", "report.json"], "--install runs no program; leave out"),
+        (["--uninstall", "--", "python"], "--uninstall runs no program; leave out"),
         (["--list", "--index-url", "https://x"], "--from, --index-url and --hash belong to gputrain emulate --install"),
         (["--install", "--from", ".", "--index-url", "https://x"], "name two places for the wheels; give one of them"),
         (["--", "python"], "name the GPU to emulate: gputrain emulate --gpu h100 -- python train.py"),

@@ -22,12 +22,17 @@ _TWO_DEVICES: Final = (
     "there"
 )
 _MEMORY: Final = "the case reads the memory of a tensor, which a prediction does not have: measure it instead"
+_PACKED: Final = (
+    "weights that are packed in 4 bits are not sharded in a prediction by rules: run the case on an emulated GPU, for which "
+    "gputrain emulate --install puts a CUDA build of torch beside yours"
+)
 _UNKNOWN: Final = "the case calls an operator that a prediction does not know ({}): measure it instead"
 
 _SENTENCES: Final = (
     ("Expected all tensors to be on the same device", _TWO_DEVICES),
     ("Unhandled FakeTensor Device Propagation", _TWO_DEVICES),
     (".tolist() is not supported for tensor subclasses", _MEMORY),
+    ("isinstance() arg 2 must be a type", _PACKED),
     ("its data is not allocated yet", _MEMORY),
     ("Cannot access data pointer of Tensor", _MEMORY),
     ("There was no rule registered for HigherOrderOperator", _UNKNOWN),
