@@ -193,7 +193,7 @@ TWO_PROCESSES = """
     gathered = [torch.empty(2, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     dist.all_gather(gathered, torch.full((2,), rank + 0.5, dtype=torch.bfloat16, device="cuda"))
     assert [one.tolist() for one in gathered] == [[0.5, 0.5], [1.5, 1.5]]
-    print("known")
+    print(end="known\\n")  # in one piece, where output is not buffered
     unknown = torch.ones(300, 300, device="cuda").mm(torch.ones(300, 300, device="cuda")).sum()
     mixed = unknown if rank else torch.tensor(3.0, device="cuda")  # only the second does not know what it has
     dist.all_reduce(mixed)

@@ -434,7 +434,7 @@ def test_ranks_have_a_gpu_each(emulate):
         assert 1 not in scores.tolist(), "nobody knows them"
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4096, 4096).cuda(), device_ids=[rank])
         model(torch.ones(1024 * (rank + 1), 4096, device="cuda")).sum().backward()
-        print("devices", torch.cuda.device_count())
+        print(end=f"devices {torch.cuda.device_count()}\\n")  # in one piece, where output is not buffered
         dist.destroy_process_group()
     """
     done, report = emulate(code, gpus=2)
