@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Final
 
@@ -87,7 +88,11 @@ class EmulatingExecutor(UnmeasuredExecutor[EmulatedReply]):
             CannotEmulate: they cannot be built, or torch has no kernels for the platform.
         """
         self.environment(1)
-        return build.stand_ins(self._torch).folder.name
+        return self._stand_ins.folder.name
+
+    @functools.cached_property
+    def _stand_ins(self) -> build.StandIns:
+        return build.stand_ins(self._torch)
 
     def _identity(self, task: Task) -> bytes:
         return msgspec.json.encode((super()._identity(task), task.limit, task.memory_only))
@@ -99,11 +104,10 @@ class EmulatingExecutor(UnmeasuredExecutor[EmulatedReply]):
             CannotEmulate: the stand-ins cannot be built, or torch has no kernels for the platform.
         """
         if gpus not in self._environments:
-            stand_ins = build.stand_ins(self._torch)
-            kernels = boards.find_kernels(self._board, stand_ins.architectures, self._torch.version)
+            kernels = boards.find_kernels(self._board, self._stand_ins.architectures, self._torch.version)
             description = boards.describe(self._board, kernels=kernels, devices=gpus)
             self._environments[gpus] = {
-                **emulated_environment(self._environ, stand_ins, description),
+                **emulated_environment(self._environ, self._stand_ins, description),
                 **_CHECK_BY_NVML,
             }
         return self._environments[gpus]

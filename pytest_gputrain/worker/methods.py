@@ -178,7 +178,7 @@ def _is_one_product(layer: nn.Linear) -> bool:
 
 
 def _check_targets(model: nn.Module, targets: Sequence[str], case: Case) -> None:
-    """Check that linear layers have the names. peft is content where one of several is found.
+    """Check that linear layers have the names.
 
     Raises:
         CheckFailed: no linear layer has one of these names. peft is content where one of several is found.

@@ -160,7 +160,7 @@ class Looks:
 
     def copied_to_gpu(self, to: Tensor, source: Tensor) -> None:
         """Note where values come from that are on the host, but too many to be known: two copies of them are equal."""
-        if not source.is_contiguous() or not to.is_contiguous() or not to.numel():
+        if not source.is_contiguous() or not to.is_contiguous():
             return
         sum_ = _sum_of(source)
         before = self._copies.get(sum_) if to.dtype == source.dtype else None
@@ -281,13 +281,8 @@ class Looks:
     def _number_of(self, value: Any) -> float:
         if not isinstance(value, Tensor):
             return float(value)
-        known = self._contents.find(value) if value.is_cuda else None
-        if known is None and value.is_cuda:
-            return self._number(self.identity(value))
-        held = (
-            value if not value.is_cuda else known.value if known is not None and known.value is not None else on_host(value)
-        )
-        return float(held.reshape(-1)[0])
+        held = self._values.read(value)
+        return self._number(self.identity(value)) if held is None else float(held[(0,) * held.dim()])
 
     def truth(self, tensor: Any) -> bool | None:
         """Return what all elements of a tensor of truth values are, or would be as such; None if that is not said."""
