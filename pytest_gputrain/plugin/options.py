@@ -316,8 +316,8 @@ OPTIONS: Final = (
         metavar="auto|process|inline",
         help=(
             "where cases run: each in a fresh interpreter (process), or in the pytest process for a debugger (inline); "
-            "auto is process, except that a CPU forks from a process that has only imported the libraries of the "
-            "models, or torch for own code (default: auto)"
+            "auto is process, except that cases on a CPU or an emulated GPU are forked from a process that has only "
+            "imported the libraries of the models, or torch for own code (default: auto)"
         ),
     ),
     Option(

@@ -32,7 +32,7 @@ def load_for(task: Task, *, to_be_forked: bool = False) -> None:
     load(
         task.case,
         predicted=task.target is not None,
-        counted=task.target is None and task.device_type == "cpu",
+        trained=task.target is None and (task.device_type == "cpu" or bool(task.emulated)),
         beside_gpu=to_be_forked and bool(task.emulated),
         model_config=task.model_config,
     )
@@ -64,7 +64,7 @@ def load(
     case: Case,
     *,
     predicted: bool = False,
-    counted: bool = False,
+    trained: bool = False,
     beside_gpu: bool = False,
     model_config: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
@@ -74,7 +74,7 @@ def load(
 
     Args:
         predicted: by a prediction, which patches what is there, and cannot know what own code will import.
-        counted: tensors are counted one by one, by a mode of torch whose first operator imports torch's compiler.
+        trained: the first optimizer, or the first operator under a mode of torch, imports torch's compiler.
         beside_gpu: by a process that is to be forked and sees an emulated GPU, which it must not use: a process that was
             forked afterwards could not.
         model_config: of the task, for a model that is no name of the zoo.
@@ -86,17 +86,16 @@ def load(
         declare(case.model, dict(model_config))
     if names := missing([case]):
         raise ModuleNotFoundError(f"no module named {' or '.join(names)}")
-    with _uncollected():
+    with _uncollected(), _asking_no_driver() if beside_gpu else contextlib.nullcontext():
         import pytest_gputrain.worker.run  # noqa: F401
 
-        if counted:
+        if trained:
             importlib.import_module("torch._dynamo")
         if case.parallel == "fsdp" or (case.code and predicted):
             importlib.import_module("torch.distributed.fsdp")
         if case.code:
             return
-        with _asking_no_driver() if beside_gpu else contextlib.nullcontext():
-            _load_users_of_gpu(case)
+        _load_users_of_gpu(case)
         from pytest_gputrain.worker.checks import CheckFailed
         from pytest_gputrain.worker.zoo.completed import architecture_of
         from pytest_gputrain.worker.zoo.headed import model_class

@@ -362,3 +362,40 @@ def test_real_bindings_of_nvml_read_the_emulated_gpu(stand_ins):
     assert first == "h100 2 nvidia-h100-80gb-hbm3 2"
     assert second == "True X"
     assert third.startswith("Reading(")
+
+
+def test_own_cases_are_forked_and_take_what_they_take_in_fresh_processes(run_tests, tmp_path):
+    (tmp_path / "test_own.py").write_text(
+        textwrap.dedent("""
+        import os
+        import pytest
+        import torch
+
+        def build(setup):
+            with open(f"/proc/{os.getppid()}/cmdline") as parent:
+                assert ("worker.preload" in parent.read()) == (os.environ["ISOLATION"] == "auto")
+            net = torch.compile(torch.nn.Linear(setup.case.batch_size, 64, device=setup.device))
+            optimizer = torch.optim.AdamW(net.parameters())
+            batch = torch.randn(8, setup.case.batch_size, device=setup.device)
+
+            def step():
+                loss = net(batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss.item()
+
+            return step
+
+        @pytest.mark.parametrize("width", [32, 64])
+        def test_own(gputrain, width):
+            gputrain.check(build, precision="fp32", batch_size=width)
+        """)
+    )
+
+    def replies(isolation):
+        done, results = run_tests(f"--gpu-isolation={isolation}", ISOLATION=isolation)
+        assert done.returncode == 0, done.stdout
+        return {test: result["reply"] for test, result in results.items()}
+
+    assert replies("auto") == replies("process")

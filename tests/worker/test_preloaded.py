@@ -238,7 +238,7 @@ def test_imports_start_no_thread_and_ask_no_driver():
     code = (
         "import os; from pytest_gputrain import Case; from pytest_gputrain.worker.libraries import load; "
         "from pytest_gputrain.worker.preload import _holds_gpu; "
-        "load(Case(model='mine', method='custom', code='mine.py::build'), counted=True); "
+        "load(Case(model='mine', method='custom', code='mine.py::build'), trained=True); "
         "import torch; assert not torch.cuda.is_initialized(); "
         "assert not _holds_gpu(); assert len(os.listdir('/proc/self/task')) == 1"
     )

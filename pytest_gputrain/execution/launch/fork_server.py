@@ -1,6 +1,6 @@
 """Forks workers from a process that has imported their libraries: most of a tiny case's time is imports.
 
-Only for cases on a CPU, and for the zoo's on an emulated GPU. A process that has used OpenMP or a GPU must not be forked;
+Only for cases on a CPU and on an emulated GPU. A process that has used OpenMP or a GPU must not be forked;
 the ones here do nothing but import, and refuse to fork should they ever have a second thread or have asked a driver for its
 GPUs. Own code is forked from a process that has imported torch and nothing else that it may use, so that it finds what it
 would find in a fresh interpreter.
@@ -46,7 +46,7 @@ class ForkServer:
         Args:
             timeout_seconds: imports that take longer are given up.
         """
-        if task.device_type != "cpu" and (task.case.code or not task.emulated):
+        if task.device_type != "cpu" and not task.emulated:
             return None
         with self._lock:
             return self._fork(_Surroundings.of(task, environment), folder, rank, environment, timeout_seconds)
