@@ -31,13 +31,20 @@ PACKAGES = {
 BELOW = {"ppo": "in optimizer", "gan": "in build", "images": "in forward"}
 """The phase in which `below` is planted, where it is not between the backward pass and the optimizer."""
 
+EACH_TIME = {"detection", "gan", "images", "ppo"}
+"""The programs that CI runs each time: one for each phase of `below`. The others run once a week."""
+
 REPEATS = 3
 
 each_program = pytest.mark.parametrize(
     "program",
     [
         pytest.param(
-            program, marks=pytest.mark.skipif(not importlib.util.find_spec(package), reason=f"{package} is not installed")
+            program,
+            marks=[
+                pytest.mark.skipif(not importlib.util.find_spec(package), reason=f"{package} is not installed"),
+                *([] if program in EACH_TIME else [pytest.mark.weekly]),
+            ],
         )
         for program, package in PACKAGES.items()
     ],
@@ -45,9 +52,10 @@ each_program = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="session")
-def results(run_tests_in, tmp_path_factory):
+def results(run_tests_in, tmp_path_factory, request):
     """Train all programs at a time and return their results: first recorded, then repeated or with something planted."""
     folder = tmp_path_factory.mktemp("foreign")
+    programs = {item.callspec.params["program"] for item in request.session.items if item.path == Path(__file__)}
     shutil.copy(SOURCE, folder / "test_programs.py")
 
     @functools.cache
@@ -55,7 +63,7 @@ def results(run_tests_in, tmp_path_factory):
         options = ["--gpu-strict"] if planted or repeat else ["--gpu-baseline-update"]
         if options == ["--gpu-strict"]:
             train()
-        done, found = run_tests_in(folder, "-n", "2", *options, PLANTED=planted)
+        done, found = run_tests_in(folder, "-n", "2", "-k", " or ".join(programs), *options, PLANTED=planted)
         assert found, done.stdout + done.stderr
         return found
 
