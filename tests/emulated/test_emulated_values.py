@@ -261,14 +261,14 @@ OTHER_LIBRARY = r"""
     struct dim3 { unsigned x, y, z; };
     struct accessor { float *data; long sizes[2], strides[2]; };
     int cudaLaunchKernel(const void *, struct dim3, struct dim3, void **, size_t, void *);
+    void **__cudaRegisterFatBinary(void *);
     void __cudaRegisterFunction(void **, const void *, char *, const char *);
     void keep(const long *read, struct accessor written, int count) {
       void *arguments[] = {&read, &written, &count};
       cudaLaunchKernel(keep, (struct dim3){1, 1, 1}, (struct dim3){32, 1, 1}, arguments, 0, NULL);
     }
     __attribute__((constructor)) static void begin(void) {
-      static void *handle[1];
-      __cudaRegisterFunction(handle, keep, "keep", "keep");
+      __cudaRegisterFunction(__cudaRegisterFatBinary(NULL), keep, "keep", "keep");
     }
     void launch(const long *read, float *written) { keep(read, (struct accessor){written, {2, 8}, {8, 1}}, 16); }
 """

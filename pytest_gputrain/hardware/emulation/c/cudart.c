@@ -398,7 +398,7 @@ struct dim3 {
 };
 void __cudaRegisterFunction(void **binary, const void *function, char *device_function, const char *name) {
   gputrain_name(function, name);
-  gputrain_kernel_of(function, __builtin_return_address(0));
+  gputrain_kernel(function);
 }
 
 // A launch that is written <<<...>>> leaves its configuration here, where the kernel's own function on the host finds it.
@@ -445,6 +445,7 @@ int cudaLaunchCooperativeKernel(const void *function, struct dim3 blocks, struct
 
 void **__cudaRegisterFatBinary(void *binary) {
   static void *handle[1];
+  gputrain_registers_kernels(__builtin_return_address(0));
   return handle;
 }
 int __cudaGetKernel(void **kernel, const void *function) {

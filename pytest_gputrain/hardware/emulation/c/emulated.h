@@ -87,7 +87,8 @@ int gputrain_copy_rows(char *to, size_t to_pitch, const char *from, size_t from_
 int gputrain_set(void *to, int value, size_t bytes);
 int gputrain_read_value(void *to, size_t bytes);
 // Notes where a kernel may write that is in no library of torch's.
-void gputrain_kernel_of(const void *function, const void *caller);
+void gputrain_registers_kernels(const void *caller); // of the library that this is in, from now on on this thread
+void gputrain_kernel(const void *function);
 void gputrain_may_write(const void *function, void **arguments);
 
 // What NCCL exchanges: whether this thread sends known values, whether it heard only such, and how many calls still wait.

@@ -148,9 +148,18 @@ static uintptr_t *noted; // the last ones, in a ring
 uint64_t gputrain_noted; // how many so far
 GPUTRAIN_HOLD_WHILE_FORKING(noting)
 
-void gputrain_kernel_of(const void *function, const void *caller) {
-  Dl_info at;
-  if (!dladdr(caller, &at) || !at.dli_fname || strstr(at.dli_fname, "libtorch_cuda"))
+// The library whose kernels this thread registers. It is looked up once for each compiled file, which registers itself before
+// its kernels: to look it up for each of the kernels of libtorch_cuda takes two and a half seconds.
+static __thread Dl_info registering;
+
+void gputrain_registers_kernels(const void *caller) {
+  if (!dladdr(caller, &registering))
+    registering.dli_fname = NULL;
+}
+
+void gputrain_kernel(const void *function) {
+  const Dl_info at = registering;
+  if (!at.dli_fname || strstr(at.dli_fname, "libtorch_cuda"))
     return;
   uintptr_t address = (uintptr_t)function;
   pthread_mutex_lock(&noting);
