@@ -172,7 +172,8 @@ class DeviceAllocations:
             call.line = self._lines.current()
         else:
             self._note_line("")
-        call.outputs = list(_outputs(output))
+        if not self.why_unknown:
+            call.outputs = list(_outputs(output))
 
     # --- Steps
 

@@ -24,7 +24,7 @@ from pytest_gputrain.worker.device import Accelerator, Device
 from pytest_gputrain.worker.device_allocations import DeviceAllocations
 from pytest_gputrain.worker.emulated_values import tracking
 from pytest_gputrain.worker.emulated_values.autograd_lines import AutogradLines
-from pytest_gputrain.worker.emulated_values.contents import count_collective
+from pytest_gputrain.worker.emulated_values.contents import count_collective, is_small
 from pytest_gputrain.worker.emulated_values.operators import A_TRUTH_VALUE, Observer
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.memory_recorder import not_exchanged, unknown
@@ -102,6 +102,8 @@ def training_on_emulated_gpu(case: Case, figures: EmulatedFigures) -> Iterator[N
     FOLLOWED.enable()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(DistributedDataParallel, "__init__", _make_answered))
+        if not case.code:
+            stack.enter_context(mock.patch.object(torch.nn.init, "kaiming_uniform_", _draw_if_known))
         if case.cpu_offload or case.offload_optimizer or case.offload_param:
             stack.enter_context(UntouchedHost())
         if case.parallel.startswith("zero"):
@@ -109,6 +111,20 @@ def training_on_emulated_gpu(case: Case, figures: EmulatedFigures) -> Iterator[N
             stack.enter_context(mock.patch("deepspeed.ops.adam.fused_adam.FusedAdamBuilder", _InPlace))
             stack.enter_context(mock.patch("deepspeed.ops.adam.cpu_adam.CPUAdamBuilder", _InPlace))
         yield
+
+
+_draw: Final = torch.nn.init.kaiming_uniform_
+
+
+def _draw_if_known(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Draw the first values of a weight, unless it lies on the host and nothing knows them when it is moved to the GPU.
+
+    peft makes its adapters on the host, and draws those of 70B parameters for a second.
+    """
+    if not tensor.is_cpu or is_small(tensor):
+        return _draw(tensor, *args, **kwargs)
+    with torch.no_grad():
+        return tensor.zero_()
 
 
 class _InPlace(Kernels):

@@ -115,6 +115,9 @@ def _load_users_of_gpu(case: Case) -> None:
         _load_bitsandbytes()  # which peft imports too, where it is installed
     if case.method in ADAPTING:
         importlib.import_module("peft")
+        with contextlib.suppress(ImportError, AttributeError):  # older releases of transformers, which have none
+            # A table that peft asks for each model, and transformers makes when it is first asked.
+            importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("")
     if case.optimizer == "adafactor":
         importlib.import_module("transformers.optimization")
     if case.parallel.startswith("zero"):
