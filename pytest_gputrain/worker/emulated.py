@@ -29,6 +29,7 @@ from pytest_gputrain.worker.emulated_values.operators import A_TRUTH_VALUE, Obse
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.memory_recorder import not_exchanged, unknown
 from pytest_gputrain.worker.own_lines import OwnLines
+from pytest_gputrain.worker.parallel import sharding_rules
 from pytest_gputrain.worker.prediction.zero import Kernels
 from pytest_gputrain.worker.step_counts import StepCounter
 from pytest_gputrain.worker.untouched_host import UntouchedHost
@@ -104,6 +105,8 @@ def training_on_emulated_gpu(case: Case, figures: EmulatedFigures) -> Iterator[N
         stack.enter_context(mock.patch.object(DistributedDataParallel, "__init__", _make_answered))
         if not case.code:
             stack.enter_context(mock.patch.object(torch.nn.init, "kaiming_uniform_", _draw_if_known))
+        if case.parallel == "fsdp":
+            stack.enter_context(sharding_rules.found_in_linear_time())
         if case.cpu_offload or case.offload_optimizer or case.offload_param:
             stack.enter_context(UntouchedHost())
         if case.parallel.startswith("zero"):
