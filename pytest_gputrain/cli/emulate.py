@@ -43,9 +43,9 @@ from pytest_gputrain.utils.files import UNREADABLE, locked, write_atomically
 from pytest_gputrain.utils.linux import end_with_parent
 from pytest_gputrain.utils.units import format_bytes
 
-_STATE: Final = struct.Struct(f"={3 * boards.MOST_DEVICES + 2}Q")
-"""The state that the stand-ins share of a process: use and peak of each device, then refusals and the bytes of the last one,
-then the peak of managed memory of each device."""
+_STATE: Final = struct.Struct(f"={4 * boards.MOST_DEVICES}Q")
+"""The state that the stand-ins share of a process: of each device the use, the peak, what was missing for requests beside
+torch's allocator, and the peak of managed memory."""
 
 _FOLDERS: Final = "gputrain-emulated-"
 """Begins the name of the folder in which the program's processes leave what they took."""
@@ -232,10 +232,18 @@ def _use(state: Path) -> Iterator[DeviceUse]:
         # The program may leave files and folders of its own.
         if _PROCESS.fullmatch(path.name) and path.is_file() and path.stat().st_size == _STATE.size:
             figures = _STATE.unpack(path.read_bytes())
-            peaks, managed = figures[boards.MOST_DEVICES : 2 * boards.MOST_DEVICES], figures[-boards.MOST_DEVICES :]
+            _, peaks, missing, managed = (
+                figures[first : first + boards.MOST_DEVICES] for first in range(0, len(figures), boards.MOST_DEVICES)
+            )
             for gpu, peak in enumerate(peaks):
                 if peak:
-                    yield DeviceUse(process=int(path.name), gpu=gpu, peak_bytes=peak, managed_bytes=managed[gpu])
+                    yield DeviceUse(
+                        process=int(path.name),
+                        gpu=gpu,
+                        peak_bytes=peak,
+                        managed_bytes=managed[gpu],
+                        missing_beside_torch=missing[gpu],
+                    )
 
 
 def _report_lines(report: Emulation) -> Iterator[str]:

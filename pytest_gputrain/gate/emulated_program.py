@@ -5,9 +5,12 @@ from __future__ import annotations
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from pytest_gputrain.records.emulation import DeviceUse, EmulatedProcess, ProgramFit, Refused
 from pytest_gputrain.utils.units import format_bytes
+
+_WENT_ON: Final = "; the program went on after the error"
 
 
 def judge(
@@ -30,6 +33,10 @@ def judge(
     if refused:
         largest = max(refused, key=_missing)
         return ProgramFit(verdict="does not fit", headroom_bytes=-_missing(largest), sentence=_refusal(largest, status))
+    if beside := max((one.missing_beside_torch for one in use), default=0):
+        went_on = "" if status else _WENT_ON
+        sentence = f"at least {format_bytes(beside)} are missing for a request beside torch's allocator{went_on}"
+        return ProgramFit(verdict="does not fit", headroom_bytes=-beside, sentence=sentence)
     if not use:
         sentence = (
             f"{shlex.join(command)} never used the GPU, so there are no figures; perhaps an option chooses its device, or "
@@ -61,7 +68,7 @@ def _missing(refused: Refused) -> int:
 
 def _refusal(refused: Refused, status: int) -> str:
     asked = f"the {format_bytes(refused.bytes)} of {refused.where or 'a place without a Python line'}"
-    went_on = "" if status else "; the program went on after the error"
+    went_on = "" if status else _WENT_ON
     if missing := _missing(refused):
         return f"at least {format_bytes(missing)} are missing for {asked}{went_on}"
     return f"the memory that is free lies in pieces, none for {asked}{went_on}"

@@ -161,6 +161,9 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
     managed_bytes: int = 0
     """The peak of managed memory (``cudaMallocManaged``), which is assumed to be on the GPU as far as it fits."""
+    missing_beside_torch: int = 0
+    """The most bytes that were missing for a request of a library or of the program itself, which torch's allocator knows
+    nothing of; 0 if all had memory."""
 
 
 class ProgramFit(msgspec.Struct, frozen=True, kw_only=True):

@@ -201,6 +201,22 @@ def test_out_of_memory_is_told_with_what_was_asked(emulate):
     assert emulate(code, gpu="h200")[0].returncode == 0
 
 
+def test_memory_that_a_library_was_refused_does_not_fit_and_what_torch_asks_for_again_does(emulate):
+    done, report = emulate("""
+        import ctypes, torch
+        del (held := [torch.empty(60 << 30, dtype=torch.uint8, device="cuda")])[:]
+        torch.empty(70 << 30, dtype=torch.uint8, device="cuda")
+    """)
+    assert (done.returncode, report["fit"]["verdict"]) == (0, "fits")
+    done, report = emulate("""
+        import ctypes, torch
+        x = torch.empty(1, device="cuda")
+        assert ctypes.CDLL("libcudart.so.13").cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(100 << 30))
+    """)
+    assert (done.returncode, report["fit"]["verdict"]) == (0, "does not fit")
+    assert report["fit"]["sentence"].endswith("for a request beside torch's allocator; the program went on after the error")
+
+
 def test_a_program_that_ends_without_pythons_end_leaves_the_drivers_figures(emulate):
     done, report = emulate("import os, torch; x = torch.empty(1 << 30, device='cuda'); os._exit(3)")
     assert done.returncode == 3

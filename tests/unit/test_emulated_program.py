@@ -17,6 +17,10 @@ def use(gib, number=1, gpu=0):
     return DeviceUse(process=number, gpu=gpu, peak_bytes=gib * GIB)
 
 
+def beside(gib):
+    return DeviceUse(process=1, gpu=0, peak_bytes=79 * GIB, missing_beside_torch=gib * GIB)
+
+
 OOM = Refused(bytes=30 * GIB, free=18 * GIB, where="train.py:5 in grow")
 LARGER = Refused(bytes=50 * GIB, free=20 * GIB, where="train.py:7 in grow")
 SMALL = Refused(bytes=2 * GIB, free=18 * GIB, where="")
@@ -30,6 +34,8 @@ SCENES = {
     "refused, and the program went on": (0, [process(refused=[OOM])], [use(60)], -12),
     "refused in pieces": (1, [process(refused=[SMALL])], [use(60)], 0),
     "refused, and another did not say": (1, [process(refused=[OOM])], [use(60), use(60, 2, gpu=1)], -12),
+    "refused beside torch": (1, [process()], [beside(3)], -3),
+    "refused beside torch, and the program went on": (0, [process()], [beside(3)], -3),
     "never used": (0, [], [], None),
     "failed": (3, [process()], [use(60)], 20),
     "killed": (137, [], [use(60)], 20),

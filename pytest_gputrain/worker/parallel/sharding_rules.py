@@ -1,8 +1,8 @@
 """Makes torch find the shardings of an optimizer's many tensors in a time that is linear in their number.
 
-For each of the tensors that one call updates, torch 2.13 looks at all of them. That takes 5 seconds for the 448 adapters of a
-model of 8B parameters, and half a minute for the 1,120 of 70B. It happens once in a process. This does not matter to a real
-training, but is most of the time of a training on an emulated GPU. The result is the same, and no memory of a GPU is used.
+For each of the tensors that one call updates, torch 2.13 looks at all of them. That takes 5 seconds for the 448 adapters of
+a model of 8B parameters, and half a minute for the 1,120 of 70B. It happens once in a process. This does not matter to a
+real training, but is most of the time on an emulated GPU. The result is the same, and no memory of a GPU is used.
 """
 
 from __future__ import annotations

@@ -198,7 +198,10 @@ int cuMemGetAddressRange_v2(void **start, size_t *bytes, void *address) {
 }
 int cuMemAlloc_v2(void **out, size_t bytes) {
   gputrain_count("mallocs", "cuMemAlloc", bytes);
-  return gputrain_allocate(out, bytes, DEVICE);
+  int status = gputrain_allocate(out, bytes, DEVICE);
+  if (status == OUT_OF_MEMORY)
+    gputrain_refused(bytes, __builtin_return_address(0));
+  return status;
 }
 int cuMemFree_v2(void *start) {
   gputrain_count("frees", "cuMemFree", 0);

@@ -191,22 +191,30 @@ const char *cudaGetErrorString(int error) {
 
 // --- Memory
 
-static int take(void **out, size_t bytes, int kind, const char *function) {
+static int take(void **out, size_t bytes, int kind, const char *function, const void *caller) {
   gputrain_count("mallocs", function, bytes);
-  return asserted ? asked(OK) : check(gputrain_allocate(out, bytes, kind));
+  if (asserted)
+    return asked(OK);
+  int status = gputrain_allocate(out, bytes, kind);
+  if (status == OUT_OF_MEMORY && kind == DEVICE)
+    gputrain_refused(bytes, caller);
+  return check(status);
 }
 static int give(void *start, const char *function) {
   if (start)
     gputrain_count("frees", function, 0);
   return check(gputrain_free(start));
 }
-int cudaMalloc(void **out, size_t bytes) { return take(out, bytes, DEVICE, "cudaMalloc"); }
+#define CALLER __builtin_return_address(0)
+int cudaMalloc(void **out, size_t bytes) { return take(out, bytes, DEVICE, "cudaMalloc", CALLER); }
 int cudaFree(void *start) { return give(start, "cudaFree"); }
-int cudaMallocAsync(void **out, size_t bytes, void *stream) { return cudaMalloc(out, bytes); }
-int cudaMallocFromPoolAsync(void **out, size_t bytes, void *pool, void *stream) { return cudaMalloc(out, bytes); }
+int cudaMallocAsync(void **out, size_t bytes, void *stream) { return take(out, bytes, DEVICE, "cudaMalloc", CALLER); }
+int cudaMallocFromPoolAsync(void **out, size_t bytes, void *pool, void *stream) {
+  return take(out, bytes, DEVICE, "cudaMalloc", CALLER);
+}
 int cudaFreeAsync(void *start, void *stream) { return cudaFree(start); }
-int cudaMallocManaged(void **out, size_t bytes, unsigned flags) { return take(out, bytes, MANAGED, "cudaMallocManaged"); }
-int cudaHostAlloc(void **out, size_t bytes, unsigned flags) { return take(out, bytes, HOST, "cudaHostAlloc"); }
+int cudaMallocManaged(void **out, size_t bytes, unsigned flags) { return take(out, bytes, MANAGED, "cudaMallocManaged", CALLER); }
+int cudaHostAlloc(void **out, size_t bytes, unsigned flags) { return take(out, bytes, HOST, "cudaHostAlloc", CALLER); }
 int cudaMallocHost(void **out, size_t bytes) { return cudaHostAlloc(out, bytes, 0); }
 int cudaFreeHost(void *start) { return give(start, "cudaFreeHost"); }
 int cudaHostRegister(void *start, size_t bytes, unsigned flags) {

@@ -60,6 +60,7 @@ void gputrain_uuid(unsigned char uuid[16], int physical);
 int gputrain_forked(void);
 
 int gputrain_allocate(void **out, size_t bytes, int kind);
+void gputrain_refused(size_t bytes, const void *caller); // after a request for memory of a device did not fit
 int gputrain_free(void *start);
 void *gputrain_scratch(void); // managed memory for variables of kernels' code, which nothing reads and no figure counts
 int gputrain_register(void *start, size_t bytes);

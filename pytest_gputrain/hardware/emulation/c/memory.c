@@ -4,6 +4,7 @@
 // the lower of two free blocks of one size, so the addresses decide what it can reuse. No host memory is behind it but for
 // the pages that small copies touch.
 #include "emulated.h"
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,7 +24,7 @@ static const size_t RESERVATION = 32 << 20, FIRST_RESERVATION = 408 << 20;
 // What other processes read of this one, in a file of the folder GPUTRAIN_EMULATED_STATE that is named by its id.
 struct state {
   uint64_t used[MAX_DEVICES], peak[MAX_DEVICES]; // the peak includes managed memory, as far as it fits
-  uint64_t refused, refused_bytes;               // requests that did not fit, and the size of the last one
+  uint64_t beside[MAX_DEVICES];                  // the most bytes that were missing for a request beside torch's allocator
   uint64_t managed_peak[MAX_DEVICES];
 };
 
@@ -221,11 +222,8 @@ static void touch(int device) {
 static int take(int device, size_t bytes) {
   touch(device);
   size_t total = limit ? limit : gputrain_gpu()->memory, used = state->used[device];
-  if (bytes > SPAN || used > total || bytes > total - used) {
-    state->refused++;
-    state->refused_bytes = bytes;
+  if (bytes > SPAN || used > total || bytes > total - used)
     return OUT_OF_MEMORY;
-  }
   state->used[device] += bytes;
   note_peak(device);
   return OK;
@@ -303,6 +301,22 @@ int gputrain_allocate(void **out, size_t bytes, int kind) {
   }
   pthread_mutex_unlock(&lock);
   return status;
+}
+
+// torch's allocator tells of its own requests, and asks again after it has emptied its cache.
+void gputrain_refused(size_t bytes, const void *caller) {
+  Dl_info at;
+  int device = gputrain_physical(gputrain_current());
+  if (device < 0 || (dladdr(caller, &at) && at.dli_fname && strstr(at.dli_fname, "libc10_cuda")))
+    return;
+  if (bytes <= SPAN)
+    bytes = rounded(bytes, PAGE);
+  pthread_mutex_lock(&lock);
+  size_t total = limit ? limit : gputrain_gpu()->memory, used = state->used[device];
+  uint64_t missing = used < total && bytes > total - used ? bytes - (total - used) : bytes;
+  if (missing > state->beside[device])
+    state->beside[device] = missing;
+  pthread_mutex_unlock(&lock);
 }
 
 void *gputrain_scratch(void) {
