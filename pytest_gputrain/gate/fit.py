@@ -38,8 +38,14 @@ def judge(case: Case, memory_bytes: int, at: At) -> Judgement:
     the case is tried with the memory of the GPU, and with a little more or less.
     """
     free = at(0)
-    if free.fits is False:  # more than an emulated GPU has addresses
+    if _is_cut_short(free):
         return Judgement("does-not-fit", None)
+    found = _judged(case, memory_bytes, free, at)
+    is_incomplete = found.fit == "fits" and isinstance(free, EmulatedRun) and free.not_counted
+    return found._replace(fit="incomplete") if is_incomplete else found
+
+
+def _judged(case: Case, memory_bytes: int, free: Figures, at: At) -> Judgement:
     needed, least = needed_bytes(free, case), _least_bytes(free, case)
     if needed <= tight(memory_bytes):
         return Judgement("fits", needed)
@@ -51,6 +57,14 @@ def judge(case: Case, memory_bytes: int, at: At) -> Judgement:
         return Judgement("fits" if sure else "within-error", needed_bytes(on_gpu, case))
     maybe = at(round(memory_bytes * (1 + ERROR))).fits
     return Judgement("within-error" if maybe else "does-not-fit", needed)
+
+
+def _is_cut_short(free: Figures) -> bool:
+    """Tell whether a case that runs without limit has ended early, since it takes more than an emulated GPU has addresses.
+
+    Its figures are only those of what came before.
+    """
+    return free.fits is False
 
 
 def needed_bytes(figures: Figures, case: Case) -> int:
@@ -88,16 +102,19 @@ class Need(NamedTuple):
 
     fits: bool
     """Surely, even if its figures are wrong by their error."""
-    bytes: int
+    bytes: int | None
+    """None where it is not known, and more than any GPU has."""
 
 
 def need_of(case: Case, memory_bytes: int, at: At) -> Need:
     """Tell whether the case surely fits the GPU, and what it takes of it; without limit if it does not fit."""
     free = at(0)
+    if _is_cut_short(free):
+        return Need(False, None)
     needed = needed_bytes(free, case)
     if needed <= tight(memory_bytes):
-        return Need(bool(free.fits) or free.fits is None, needed)
-    if free.fits is False or _least_bytes(free, case) > tight(memory_bytes) or not at(tight(memory_bytes)).fits:
+        return Need(True, needed)
+    if _least_bytes(free, case) > tight(memory_bytes) or not at(tight(memory_bytes)).fits:
         return Need(False, needed)
     return Need(True, needed if needed <= memory_bytes else needed_bytes(at(memory_bytes), case))
 
@@ -127,10 +144,11 @@ def largest_batch(need: Callable[[int], Need], known: Mapping[int, Need], capaci
 
 def _on_line(tries: Mapping[int, Need], good: int, bad: int, capacity: int) -> int | None:
     """Find the batch whose memory is the capacity on the line through the two batches nearest to it; None without two."""
-    beside = sorted(tries, key=lambda batch: min(abs(batch - good), abs(batch - bad)))[:2]
+    known = {batch: tried.bytes for batch, tried in tries.items() if tried.bytes is not None}
+    beside = sorted(known, key=lambda batch: min(abs(batch - good), abs(batch - bad)))[:2]
     if len(beside) < 2:
         return None
-    (few, less), (many, more) = sorted((batch, tries[batch].bytes) for batch in beside)
+    (few, less), (many, more) = sorted((batch, known[batch]) for batch in beside)
     if more <= less:
         return None
     return few + int((capacity - less) * (many - few) / (more - less))

@@ -11,8 +11,9 @@ from pytest_gputrain.records.emulated import EmulatedRun
 from pytest_gputrain.records.prediction import Prediction
 from pytest_gputrain.records.whole import Whole
 
-Fit = Literal["fits", "within-error", "does-not-fit"]
-"""``within-error``: figures that are wrong by their error would turn the answer."""
+Fit = Literal["fits", "incomplete", "within-error", "does-not-fit"]
+"""``within-error``: figures that are wrong by their error would turn the answer. ``incomplete``: what is counted fits
+surely, and memory of a library is not known."""
 
 
 class FitGpu(Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from pytest_gputrain.utils.units import format_bytes, format_percent, format_sec
 
 WORDS: Final[dict[Fit, str]] = {
     "fits": "fits",
+    "incomplete": "or more, incomplete",
     "within-error": "within the error",
     "does-not-fit": "does not fit",
 }
@@ -129,7 +130,10 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
     yield from dict.fromkeys(note for run in ran for note in run.notes if note != NOT_MADE)
     for what in dict.fromkeys(what for run in ran for what in run.not_counted):
         gpus = dict.fromkeys(titles[cell.gpu] for cell in report.cells if _counts_not(cell, what))
-        yield f"{', '.join(gpus)}: at least this memory is needed; {what} are not known, and not counted"
+        yield (
+            f"{', '.join(gpus)}: {what} are not known, and not counted, so at least this memory is needed; what fits "
+            "without them is called incomplete, and the largest batches are upper bounds"
+        )
     yield from report.left_out
     yield from report.about
     share = format_percent(report.error, signed=False)

@@ -196,11 +196,7 @@ class Fitting:
 
     def _largest(self, known: Sequence[FitCell]) -> LargestBatch:
         case, gpu = known[0].case, known[0].gpu
-        tried = {
-            cell.case.batch_size: Need(cell.fit == "fits", cell.needed_bytes)
-            for cell in known
-            if cell.needed_bytes is not None
-        }
+        tried = {cell.case.batch_size: Need(cell.fit in ("fits", "incomplete"), cell.needed_bytes) for cell in known}
         needs = dict(tried)
 
         def need(batch: int) -> Need:

@@ -30,15 +30,17 @@ def remedy(case: Case, figures: Figures, attempt: Try, *, may_fit: bool = False)
             continue
         change_text = ", ".join(f"{knob}={str(value).lower()}" for knob, value in change.items())
         if changed.fits:
-            return f"{change_text} makes it fit, in {format_bytes(changed.bytes)}{'' if 'loss_chunks' in change else hint}"
-        tried.append((change_text, changed.bytes))
+            needed = "" if changed.bytes is None else f", in {format_bytes(changed.bytes)}"
+            return f"{change_text} makes it fit{needed}{'' if 'loss_chunks' in change else hint}"
+        if changed.bytes is not None:
+            tried.append((change_text, changed.bytes))
     if may_fit:
         return ""
     spread = "spread it over more GPUs" + ("" if case.parallel in ("fsdp", "zero3") else " (parallel=fsdp)")
     if not tried:
         return f"{spread}{hint}"
-    least, needed = min(tried, key=lambda one: one[1])
-    return f"not even {least} makes it fit, which needs {format_bytes(needed)}; {spread}{hint}"
+    least, bytes_ = min(tried, key=lambda one: one[1])
+    return f"not even {least} makes it fit, which needs {format_bytes(bytes_)}; {spread}{hint}"
 
 
 _CHUNKS: Final = 16

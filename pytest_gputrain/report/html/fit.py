@@ -10,7 +10,7 @@ from pytest_gputrain.report import fit
 from pytest_gputrain.report.html.page import hash_of, source, templates
 from pytest_gputrain.utils.sanitize import shown
 
-_TONES: Final[dict[Fit, str]] = {"fits": "good", "within-error": "doubt", "does-not-fit": "bad"}
+_TONES: Final[dict[Fit, str]] = {"fits": "good", "incomplete": "doubt", "within-error": "doubt", "does-not-fit": "bad"}
 
 
 def missing() -> str:
