@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +29,7 @@ from pytest_gputrain.records.fit import FitGpu, FitReport
 from pytest_gputrain.report import fit, json_report
 from pytest_gputrain.report.html import fit as html
 from pytest_gputrain.session.fit_engines import FitEngines
-from pytest_gputrain.session.fitting import Fitting, possible, seconds_of
+from pytest_gputrain.session.fitting import Fitting, computes_token_by_token, possible, seconds_of
 from pytest_gputrain.storage.hub_cache import cached_models, hub_cache, snapshot
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import BadCase
@@ -56,6 +57,7 @@ _LANGUAGE: Final = ("language", "vision_language")
 """Families whose cases have a loss to choose."""
 _MOST_CELLS: Final = 2000
 _TIMEOUT_SECONDS: Final = 600.0
+_SECONDS_BETWEEN_LINES: Final = 20.0
 
 
 def add_to(commands: Any) -> None:
@@ -229,6 +231,8 @@ def _answer(
     further = not options.only_cells
     seconds = seconds_of(asked, processes, further=further)
     console.say(f"{count(len(asked), 'combination')} on {count(processes, 'core')} may take about {seconds:.0f} s")
+    if any(computes_token_by_token(case) for case, _ in asked):
+        console.say(f"each run takes minutes, because transformers computes {model} one token after the other")
     engines = FitEngines(gpus, Path.cwd(), _TIMEOUT_SECONDS, os.environ, _cache_folder())
     with _progress() as note, contextlib.closing(Fitting(engines, processes, note)) as fitting:
         cells = fitting.cells(asked, remedies=further)
@@ -296,14 +300,16 @@ def _cache_folder() -> Path:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar on the terminal, if standard error is one."""
+    """Show a bar with the time on the terminal if standard error is one, and else a line from time to time."""
     if not sys.stderr.isatty():
-        yield lambda what, done, total: None
+        yield _lines()
         return
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress, TaskID, TimeElapsedColumn
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(
+        *Progress.get_default_columns(), TimeElapsedColumn(), console=Console(stderr=True), transient=True
+    ) as progress:
         bars: dict[str, TaskID] = {}
 
         def note(what: str, done: int, total: int) -> None:
@@ -312,6 +318,20 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
             progress.update(bars[what], completed=done)
 
         yield note
+
+
+def _lines() -> Callable[[str, int, int], None]:
+    """Return what prints how much is done and how long that took, if the last line is old enough."""
+    begun = said = time.monotonic()
+
+    def note(what: str, done: int, total: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= _SECONDS_BETWEEN_LINES:
+            said = now
+            console.say(f"{done} of {total} {what} are done after {now - begun:.0f} s")
+
+    return note
 
 
 def _write(options: argparse.Namespace, report: FitReport) -> None:

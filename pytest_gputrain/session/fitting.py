@@ -28,11 +28,13 @@ _Answer = TypeVar("_Answer")
 MOST_BATCH: Final = 1024
 """The largest batch that is tried."""
 
-_IMPORT_SECONDS: Final = 5.0
-_BLOCK_SECONDS: Final = 0.1
+_IMPORT_SECONDS: Final = 4.0
+_BLOCK_SECONDS: Final = 0.06
 """The CPU time of a block of a model, in addition to a second."""
+_SHARDED: Final = 3.5
+"""A block takes so many times as long if parameters are sharded."""
 _TOKEN_SECONDS: Final = {
-    **dict.fromkeys(("falcon_mamba", "mamba", "recurrent_gemma"), 0.045),
+    **dict.fromkeys(("falcon_mamba", "mamba", "recurrent_gemma", "xlstm"), 0.045),
     **dict.fromkeys(("jamba", "rwkv"), 0.12),
 }
 """The time of each token of a sequence, by ``model_type``: layers that transformers computes token by token in torch."""
@@ -102,16 +104,26 @@ def seconds_of(asked: Sequence[Asked], processes: int, *, further: bool) -> floa
     return _IMPORT_SECONDS + seconds / min(processes, len(asked))
 
 
+def computes_token_by_token(case: Case) -> bool:
+    """Tell whether the model has layers that transformers computes token by token, which takes minutes."""
+    return _token_seconds(case) > 0
+
+
+def _token_seconds(case: Case) -> float:
+    return _TOKEN_SECONDS.get(str(architectures()[case.model].trained_part.language.get("model_type")), 0.0)
+
+
 def _seconds(case: Case) -> float:
     architecture = architectures()[case.model]
     config = architecture.trained_part.language
     kinds = config.get("layer_types")
     linear = kinds.count("linear_attention") if isinstance(kinds, list) else 0
-    more = _LINEAR_SECONDS * linear + case.sequence_length * _TOKEN_SECONDS.get(str(config.get("model_type")), 0)
+    more = _LINEAR_SECONDS * linear + case.sequence_length * _token_seconds(case)
     layers = architecture.repetitions or config.get("num_hidden_layers", 0)
     if not isinstance(layers, int):  # in a config.json that the worker will refuse
         layers = 0
-    return 1 + _BLOCK_SECONDS * (layers or _UNKNOWN_BLOCKS) + more
+    sharded = _SHARDED if case.parallel in ("fsdp", "zero3") else 1
+    return 1 + sharded * _BLOCK_SECONDS * (layers or _UNKNOWN_BLOCKS) + more
 
 
 class Fitting:

@@ -1,6 +1,7 @@
 """Does a case fit: the judgement and its error, the search for the largest batch, and what the tables say. Pure."""
 
 import argparse
+import json
 from pathlib import Path
 
 import msgspec
@@ -9,13 +10,13 @@ import pytest
 from pytest_gputrain import Case, GiB, Prediction
 from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.model_config import with_model
-from pytest_gputrain.cli.predict import _knobs, add_to
+from pytest_gputrain.cli.predict import _knobs, _lines, add_to
 from pytest_gputrain.gate.fit import ERROR, Need, judge, largest_batch, loads_in_parts, need_of, tight
 from pytest_gputrain.hardware.targets import CONTEXT_BYTES
 from pytest_gputrain.records import EmulatedRun, LiveTensor
 from pytest_gputrain.records.fit import FitCell, FitGpu, FitReport, LargestBatch
 from pytest_gputrain.report import fit
-from pytest_gputrain.session.fitting import possible
+from pytest_gputrain.session.fitting import computes_token_by_token, possible
 from pytest_gputrain.session.remedies import remedy
 from pytest_gputrain.storage.hub_cache import cached_models, hub_cache
 from pytest_gputrain.storage.hub_cache import snapshot as snapshot_of
@@ -335,3 +336,20 @@ def test_a_model_of_the_hub_is_its_main_revision_or_any_other_that_was_fetched(h
     folder = snapshot_of("Qwen/Qwen3-8B", variables)
     assert folder.name == "aaa"
     assert with_model(Case(model=str(folder)), Path()).model.startswith("Qwen3-8B#")
+
+
+def test_without_a_terminal_a_line_tells_from_time_to_time_how_much_is_done(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    note = _lines()
+    for seconds, done in ((1, 0), (5, 1), (21, 2), (30, 3)):
+        now[0] = 100.0 + seconds
+        note("cases", done, 4)
+    assert capsys.readouterr().err == "gputrain: 2 of 4 cases are done after 21 s\n"
+
+
+def test_models_that_are_computed_token_by_token_are_known_by_their_type(tmp_path):
+    for kind in ("xlstm", "qwen3"):
+        (tmp_path / f"{kind}.json").write_text(json.dumps({"model_type": kind, "num_hidden_layers": 2}))
+    slow, quick = (with_model(Case(model=f"{kind}.json"), tmp_path) for kind in ("xlstm", "qwen3"))
+    assert [computes_token_by_token(case) for case in (slow, quick)] == [True, False]
