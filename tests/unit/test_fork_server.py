@@ -168,13 +168,24 @@ def test_what_must_not_be_forked_gets_a_fresh_interpreter(wishes, source, childr
     assert children() == []
 
 
-@pytest.mark.parametrize(("rank", "seconds"), [(REFUSES, 30), (DIES, 30), (HANGS, 0.3)])
+@pytest.mark.parametrize(("rank", "seconds"), [(DIES, 30), (HANGS, 0.3)])
 def test_a_source_that_does_not_fork_is_given_up(wishes, source, rank, seconds, children):
     before = os.listdir("/proc/self/fd")
     assert _fork(source, rank, seconds) is None
     assert children() == []
     assert os.listdir("/proc/self/fd") == before
     assert _fork(source) is not None, "the next gets another"
+
+
+def test_libraries_after_which_a_source_refuses_are_not_imported_again(wishes, source, children):
+    before = os.listdir("/proc/self/fd")
+    assert _fork(source, REFUSES) is None
+    assert _fork(source) is None
+    assert children() == []
+    assert os.listdir("/proc/self/fd") == before
+    assert len(wishes.read_text().splitlines()) == 1
+    other = msgspec.structs.replace(TASK, case=CASE.replace(method="full"))
+    assert _fork(source, task=other) is not None
 
 
 def test_a_worker_ends_with_its_source(wishes, source, children):

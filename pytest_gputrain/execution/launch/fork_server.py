@@ -37,6 +37,8 @@ class ForkServer:
         """The one that was used last stands last."""
         self._refusing: list[_ForkingProcess] = []
         """Those that must not fork any more, and have workers."""
+        self._refused: set[_Imports] = set()
+        """The imports after which no process may be forked."""
 
     def fork(
         self, task: Task, folder: Path, rank: int, environment: Mapping[str, str], timeout_seconds: float
@@ -48,12 +50,19 @@ class ForkServer:
         """
         if task.device_type != "cpu" and not task.emulated:
             return None
+        case = task.case
+        imports = _Imports(
+            _Surroundings.of(task, environment), (case.model, case.method, case.parallel, case.optimizer, case.compile)
+        )
         with self._lock:
-            return self._fork(_Surroundings.of(task, environment), folder, rank, environment, timeout_seconds)
+            if imports in self._refused:
+                return None  # another process would import the libraries only to refuse, too
+            return self._fork(imports, folder, rank, environment, timeout_seconds)
 
     def _fork(
-        self, surroundings: _Surroundings, folder: Path, rank: int, environment: Mapping[str, str], timeout_seconds: float
+        self, imports: _Imports, folder: Path, rank: int, environment: Mapping[str, str], timeout_seconds: float
     ) -> ForkedProcess | None:
+        surroundings = imports.surroundings
         source = self._sources.pop(surroundings, None)
         if source is not None and source.has_ended():
             source.close()
@@ -70,6 +79,8 @@ class ForkServer:
         finally:
             if not pid:
                 del self._sources[surroundings]
+            if pid == 0:
+                self._refused.add(imports)
             if pid is None or not (pid or source.has_workers()):
                 source.close()  # an answer that nobody waited for would be taken for the next one
             elif not pid:
@@ -98,6 +109,14 @@ class _Surroundings(NamedTuple):
         limits = tuple(resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_"))
         variables = {**environment, **({DEVICE: _asked_at_imports(environment[DEVICE])} if task.emulated else {})}
         return cls(bool(task.case.code), frozenset(variables.items()), limits, frozenset(os.sched_getaffinity(0)))
+
+
+class _Imports(NamedTuple):
+    """The libraries that a process has imported, and where."""
+
+    surroundings: _Surroundings
+    deciding: tuple[str, ...]
+    """The fields of a case that decide which libraries are imported."""
 
 
 def _asked_at_imports(description: str) -> str:
