@@ -22,7 +22,7 @@ WAN = AMD.replace(model="wan2.1-i2v", resolution="768x512", frames=129, batch_si
 
 H800_X8 = {"parallel": "ddp", "gpus": 8, "platforms": ("h800", "h100", "h200")}
 MI300X_X8 = {"parallel": "fsdp", "gpus": 8}
-# Which GPUs a case on eight of them fits follows from what is predicted for each.
+# Which GPUs a case on eight of them fits follows from what each takes.
 NEED_76_GIB, NEED_126_GIB, NEED_157_GIB = ("mi300x", "h200", "h100"), ("mi300x", "h200"), ("mi300x",)
 
 ONE_GPU = ("h100", "h200", "a100", "mi300x")

@@ -1,7 +1,7 @@
 """Fine-tuning of language models as in `test_llm_finetuning`, same work a step, in less time and no more memory.
 
 Levers: a fused AdamW, the loss by chunks (whose logits are the peak of a large vocabulary), compiled blocks, and with the
-memory that these leave, blocks that are not recomputed. The shares of recomputed blocks are such that a prediction of the
+memory that these leave, blocks that are not recomputed. The shares of recomputed blocks are such that the
 uncompiled case stays below the published one's peak.
 """
 

@@ -58,7 +58,6 @@ PARTS: Final = (
         40,
         {"chromium": "chromium", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"},
     ),
-    Part("predictions", 10),
     Part("recipes", 12),
     Part("ray", 12),
     Part("emulated", 50, {"cc": "gcc"}),

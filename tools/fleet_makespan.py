@@ -2,10 +2,10 @@
 
     python tools/fleet_makespan.py [--replicates N] [--seed N] [--rule longest|shortest|random] [--history FILE]
 
-A replicate is a suite. Each of its cases is drawn from those that have a prediction in ``baselines/predicted/h100``. It
+A replicate is a suite. Each of its cases is drawn from those that have a run in ``baselines/emulated/h100``. It
 takes as long to start as `START_SECONDS` and `START_SECONDS_OF_A_BILLION` say, which are assumed, and then its steps: as
-many times the predicted least time as a case took that is drawn from those that were also published, two to eleven times.
-With ``--history`` the steps take what the latest lines of that file say. The fleet knows the predictions, nothing else.
+many times the least time of that run as a case took that is drawn from those that were also published, two to eleven times.
+With ``--history`` the steps take what the latest lines of that file say. The fleet knows the least times, nothing else.
 
 pytest submits one job after the other, so that as many wait as run, up to the window, and asks every few seconds which of
 them run and have ended. The scheduler starts them in the order of their arrival; one that does not fit yet holds up all
@@ -36,9 +36,10 @@ from claims import Row, parser, report
 
 from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.execution.fleet.job_queue import ASK_SECONDS, LEAST_WAITING
+from pytest_gputrain.storage.emulated import EmulationStore
+from pytest_gputrain.storage.forecast import Forecast
 from pytest_gputrain.storage.history import read
 from pytest_gputrain.storage.published import PublishedStore
-from pytest_gputrain.storage.recorded import PredictionStore
 
 BASELINES: Final = Path(__file__).parents[1] / "baselines"
 PLATFORM: Final = "h100"
@@ -70,7 +71,7 @@ class Job(NamedTuple):
     in_doubt: bool
 
 
-class PredictedCase(NamedTuple):
+class KnownCase(NamedTuple):
     """A case of this project's suites."""
 
     start_seconds: float
@@ -89,27 +90,29 @@ class _Line(msgspec.Struct):
 class Suites:
     """
     Args:
-        history: of real runs; None for predictions alone.
+        history: of real runs; None for least times alone.
     """
 
     def __init__(self, seed: int, history: Path | None = None) -> None:
         self.rng = np.random.default_rng(seed)
         lines = read(history, _Line, lambda warning: None) if history else ()
         measured = {(line.suite, line.key): line.median_step_seconds for _, line in lines if line.platform == PLATFORM}
-        predictions, published = PredictionStore(BASELINES), PublishedStore.beside(BASELINES)
+        emulations, published = EmulationStore(BASELINES), PublishedStore.beside(BASELINES)
+        forecast = Forecast(BASELINES, PLATFORM)
         self.recorded, self.ratios = [], []
-        for path in sorted((BASELINES / "predicted" / PLATFORM).glob("*.json")):
-            for key, recorded in predictions.suite(PLATFORM, path.stem).items():
-                least, case = recorded.figures[-1].roofline_seconds, recorded.case
-                if least is None or recorded.figures[-1].fits is False:
+        for path in sorted((emulations.folder / PLATFORM).glob("*.json")):
+            for key, recorded in emulations.suite(PLATFORM, path.stem).items():
+                case = recorded.case
+                forecast_seconds = forecast.seconds(path.stem, case)
+                if forecast_seconds is None or not recorded.figures[-1].fits:
                     continue
                 count = case.steps + case.warmup
                 seconds = measured.get((path.stem, key_of(case, "full")))
                 start = START_SECONDS + START_SECONDS_OF_A_BILLION * (recorded.figures[-1].parameters or 0) / 1e9
-                self.recorded.append(PredictedCase(start, least * count, None if seconds is None else seconds * count))
+                self.recorded.append(KnownCase(start, forecast_seconds, None if seconds is None else seconds * count))
                 row = published.get(PLATFORM, path.stem, key)
                 if row is not None and row.figures and (figure := row.figures["pytorch"].step_seconds) is not None:
-                    self.ratios.append(figure.middle / least)
+                    self.ratios.append(figure.middle * count / forecast_seconds)
 
     def draw(
         self, cases: int, *, widths: dict[int, float] | None = None, forecast: float = 1.0, longest: float = math.inf
@@ -285,14 +288,14 @@ def rows(suites: Suites, rule: Rule, replicates: int) -> Iterator[Row]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__, replicates=200, rules=RULES, default="longest")
-    options.add_argument("--history", type=Path, help="file of --gpu-history whose step times count before predictions")
+    options.add_argument("--history", type=Path, help="file of --gpu-history whose step times count before least times")
     given = options.parse_args(arguments)
     suites = Suites(given.seed, given.history)
     jobs = suites.draw(100_000)
     seconds, ratios = [job.seconds for job in jobs], suites.ratios
     print(f"seed {given.seed}, {given.replicates} suites, {given.rule} first, {NODES} nodes")
     print(
-        f"{len(suites.recorded)} predicted cases; {len(ratios)} published ones took {min(ratios):.1f} to {max(ratios):.1f} "
+        f"{len(suites.recorded)} cases; {len(ratios)} published ones took {min(ratios):.1f} to {max(ratios):.1f} "
         f"times the least, {np.median(ratios):.1f} in the middle; a case takes {np.mean(seconds):.0f} s, half of them "
         f"{np.median(seconds):.0f} s or less, the longest {max(seconds) / 60:.0f} min"
     )

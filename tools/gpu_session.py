@@ -4,13 +4,13 @@
     python tools/gpu_session.py DIR --table
 
 A call takes the next of these steps while there is time for it: the drivers' replies (``driver.json``), the tests of
-tests/gpu, then every case that is declared for the marker, those first that are predicted to take least memory, each
+tests/gpu, then every case that is declared for the marker, those first that took least memory of an emulated GPU, each
 recorded as a baseline in DIR/baselines with its report in DIR/reports, and in the end the levers of a tuned case, one upon
 the other from the published case on. Cases of more GPUs than there are skip. What is done is in DIR/done.jsonl: a step that
 fails is done, too, and told. DIR is all there is to carry home; copy its baselines over those of the repository.
 
-``--table`` prints the measured figures of DIR/reports as Markdown, allocated / reserved memory beside the errors of a
-prediction and of an emulated GPU; the published figures are printed by ``gputrain export REPORT --published``.
+``--table`` prints the measured figures of DIR/reports as Markdown, allocated / reserved memory beside the error of
+an emulated GPU; the published figures are printed by ``gputrain export REPORT --published``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pytest_gputrain.records import EmulatedRun, Measurement, Prediction
+from pytest_gputrain.records import EmulatedRun, Measurement
 from pytest_gputrain.records.result import Emulated, Measured
-from pytest_gputrain.storage.recorded import EmulationStore, PredictionStore
+from pytest_gputrain.storage.emulated import EmulationStore
 from pytest_gputrain.storage.reports import read_report
 from pytest_gputrain.utils.markdown import table
 from pytest_gputrain.utils.units import GiB, format_seconds
@@ -121,17 +121,17 @@ def collected(asked: Asked) -> list[str]:
 
 def ordered(nodes: Sequence[str], marker: str) -> list[str]:
     """Sort cases by their known memory, so that the first call has figures of many."""
-    store = PredictionStore(ROOT / "baselines")
-    predicted_bytes = {}
+    store = EmulationStore(ROOT / "baselines")
+    known_bytes = {}
     for node in nodes:
         suite = Path(node.partition("::")[0]).stem.removeprefix("test_")
-        prediction = predicted(store, marker, suite, case_of(node))
-        predicted_bytes[node] = prediction.peak_allocated_bytes if prediction else sys.maxsize
-    return sorted(nodes, key=predicted_bytes.__getitem__)
+        run = emulated(store, marker, suite, case_of(node))
+        known_bytes[node] = run.peak_allocated_bytes if run else sys.maxsize
+    return sorted(nodes, key=known_bytes.__getitem__)
 
 
-def predicted(store: PredictionStore, platform: str, suite: str, key: str) -> Prediction | None:
-    """Return the prediction for the platform, or for an H100, whose kernels take the same memory as those of similar
+def emulated(store: EmulationStore, platform: str, suite: str, key: str) -> EmulatedRun | None:
+    """Return the recorded run for the platform, or for an H100, whose kernels take the same memory as those of similar
     GPUs."""
     entry = (store.suite(platform, suite) or store.suite("h100", suite)).get(key)
     return entry.figures[-1] if entry else None
@@ -189,18 +189,16 @@ def work(asked: Asked, seconds: float) -> int:
 
 
 def rows(folder: Path) -> list[tuple[str, ...]]:
-    """A row for each measured case of the reports, with its errors: of what is predicted for it, and of a run on an emulated
-    GPU, which a report of the folder has or else the repository."""
+    """A row for each measured case of the reports, with the error of a run on an emulated GPU, which a report of the
+    folder has or else the repository."""
     reports = [read_report(path) for path in sorted((folder / "reports").glob("*.json"))]
     results = [result for report in reports for result in report.results]
-    emulated = {(result.suite, result.key): result.figures for result in results if isinstance(result, Emulated)}
-    predictions, emulations = PredictionStore(ROOT / "baselines"), EmulationStore(ROOT / "baselines")
+    ran = {(result.suite, result.key): result.figures for result in results if isinstance(result, Emulated)}
+    store = EmulationStore(ROOT / "baselines")
     table_rows = []
     for result in sorted((result for result in results if isinstance(result, Measured)), key=_allocated):
-        prediction = predicted(predictions, result.platform, result.suite, result.key)
-        stored = emulations.suite(result.platform, result.suite).get(result.key)
-        emulation = emulated.get((result.suite, result.key)) or (stored.figures[-1] if stored else None)
-        table_rows.append(_row(result, prediction, emulation))
+        run = ran.get((result.suite, result.key)) or emulated(store, result.platform, result.suite, result.key)
+        table_rows.append(_row(result, run))
     return table_rows
 
 
@@ -208,7 +206,7 @@ def _allocated(result: Measured) -> int:
     return result.summary.peak_allocated_bytes if result.summary else 0
 
 
-def _row(result: Measured, prediction: Prediction | None, emulation: EmulatedRun | None) -> tuple[str, ...]:
+def _row(result: Measured, run: EmulatedRun | None) -> tuple[str, ...]:
     measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
     summary = result.summary
     if not measured or summary is None:
@@ -222,12 +220,7 @@ def _row(result: Measured, prediction: Prediction | None, emulation: EmulatedRun
         _share(summary.model_flops_utilization),
         f"{summary.joules_per_step:.0f} J" if summary.joules_per_step is not None else "",
         f"{allocated / GiB:.2f} / {reserved / GiB:.2f}",
-        *(
-            f"{_error(figures.peak_allocated_bytes, allocated)} / {_error(figures.peak_reserved_bytes, reserved)}"
-            if figures
-            else ""
-            for figures in (prediction, emulation)
-        ),
+        f"{_error(run.peak_allocated_bytes, allocated)} / {_error(run.peak_reserved_bytes, reserved)}" if run else "",
     )
 
 
@@ -250,7 +243,6 @@ HEADERS: Final = (
     "MFU",
     "energy per step",
     "measured, GiB",
-    "prediction is off by",
     "emulation is off by",
 )
 

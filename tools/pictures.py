@@ -3,7 +3,7 @@
     python tools/pictures.py [NAME ...]    # those named, or all
 
 `tox -e pictures,pictures-emulated` runs it with everything that it needs, except for git, chromium and a C compiler.
-Predictions, emulated memory and the simulation of the gate are the same in every run. Times differ.
+Emulated memory and the simulation of the gate are the same in every run. Times differ.
 """
 
 from __future__ import annotations
@@ -133,13 +133,13 @@ def photograph(page: Path, selector: str, name: str, *, width: int, height: int)
 
 
 def repository(folder: Path) -> Terminal:
-    """Return a terminal in a repository whose branch ``main`` has the inputs and their recorded predictions."""
+    """Return a terminal in a repository whose branch ``main`` has the inputs and their recorded emulated runs."""
     for file in ("train.py", "test_train.py"):
         shutil.copy(INPUTS / file, folder)
     (folder / ".gitignore").write_text(".*\n")
     terminal = Terminal(folder)
     terminal.run("git init --quiet --initial-branch=main", hidden=True)
-    terminal.run("pytest -m h100 --gpu-predict --gpu-baseline-update", hidden=True)
+    terminal.run("pytest -m h100 --gpu-emulate --gpu-baseline-update", hidden=True)
     terminal.commit("Training")
     return terminal
 
@@ -149,7 +149,7 @@ def failing_pull_request(folder: Path) -> None:
     terminal.run("git switch --quiet --create fp32-loss", hidden=True)
     terminal.replace("train.py", "loss = cross_entropy(logits, ", "loss = cross_entropy(logits.float(), ")
     terminal.run("git diff -U0 main | tail -n 2")
-    terminal.run("pytest -q -m h100 --gpu-predict", status=1)
+    terminal.run("pytest -q -m h100 --gpu-emulate", status=1)
     terminal.draw("failing-pull-request", "A pull request that needs more memory")
 
 
@@ -164,7 +164,7 @@ def gate_power(folder: Path) -> None:
 def html_page(folder: Path) -> None:
     terminal = repository(folder)
     terminal.replace("train.py", "loss = cross_entropy(logits, ", "loss = cross_entropy(logits.float(), ")
-    terminal.run("pytest -m h100 --gpu-predict --gpu-html=page.html", status=1)
+    terminal.run("pytest -m h100 --gpu-emulate --gpu-html=page.html", status=1)
     photograph(folder / "page.html", "body", "html-page", width=1200, height=860)
 
 

@@ -25,7 +25,7 @@ from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.hardware.recording import replayed
 from pytest_gputrain.plugin import settings
 from pytest_gputrain.plugin.options import OPTIONS
-from pytest_gputrain.records import Case, Event, Measured, Predicted, Prediction, Report, Result, Served, Task, Verdict
+from pytest_gputrain.records import Case, Emulated, EmulatedRun, Event, Measured, Report, Result, Served, Task, Verdict
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.report import progress_line, studies, summary, terminal
 from pytest_gputrain.report.history_lines import lines_of
@@ -34,8 +34,8 @@ from pytest_gputrain.report.trend.reading import Filter, History
 from pytest_gputrain.report.trend.series import analyse
 from pytest_gputrain.storage import published
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
+from pytest_gputrain.storage.emulated import EmulationStore
 from pytest_gputrain.storage.history import HistoryError, append
-from pytest_gputrain.storage.recorded import PredictionStore
 from pytest_gputrain.storage.reports import ReportStore, read_report, to_baseline
 from pytest_gputrain.storage.result_cache import ResultCache
 from pytest_gputrain.utils.files import UNREADABLE
@@ -103,7 +103,7 @@ def sound_result(name: str = "cpu_measured", **fields: Any) -> Result:
     return Measured(**defaults | fields)
 
 
-def sound_prediction(prediction: Prediction, **fields: Any) -> Result:
+def sound_emulated(run: EmulatedRun, **fields: Any) -> Result:
     defaults: dict[str, Any] = {
         "nodeid": "test_llm.py::test_it",
         "suite": "llm",
@@ -111,19 +111,19 @@ def sound_prediction(prediction: Prediction, **fields: Any) -> Result:
         "case": CASE,
         "scale": "full",
         "platform": "h100",
-        "device": "predicted/h100",
+        "device": "emulated/h100",
     }
-    return Predicted(reply=prediction, **defaults | fields)
+    return Emulated(reply=run, **defaults | fields)
 
 
 def sound_report() -> bytes:
-    """Return a report with measured, failed and predicted cases."""
-    predicted = msgspec.json.decode((REPLIES / "h100_predicted.json").read_bytes(), type=Prediction)
+    """Return a report with measured, failed and emulated cases."""
+    emulated = msgspec.json.decode((REPLIES / "h100_emulated.json").read_bytes(), type=EmulatedRun)
     results = (
         sound_result(),
         sound_result("h100_measured", key=str(CASE), scale="full", platform="h100", device="nvidia-h100-80gb-hbm3"),
         *(sound_result(name, key=name, verdict=None) for name in ("crashed", "timed_out", "h100_out_of_memory")),
-        sound_prediction(predicted),
+        sound_emulated(emulated),
     )
     tolerances = {"time_tolerance": 0.03, "memory_tolerance": {"ratio": 0.02, "bytes": 0}, "judge_cpu_time": False}
     report = Report(generator="x", created=SESSION.created, session="s1", settings=tolerances, results=results)
@@ -160,11 +160,11 @@ def read_baseline(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     store.rewritten("cpu", "llm")
 
 
-def read_predictions(data: bytes, scratch: Scratch, rng: random.Random) -> None:
-    scratch.file("predicted/h100/llm_finetuning.json", data)
-    store = PredictionStore(scratch.folder)
+def read_emulated(data: bytes, scratch: Scratch, rng: random.Random) -> None:
+    scratch.file("emulated/h100/llm_finetuning.json", data)
+    store = EmulationStore(scratch.folder)
     for key, entry in store.suite("h100", "llm_finetuning").items():
-        results = [sound_prediction(prediction, key=key) for prediction in entry.figures]
+        results = [sound_emulated(run, key=key) for run in entry.figures]
         show(results)
 
 
@@ -197,7 +197,7 @@ def read_reply(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     scratch.file("reply.json", data)
     exit_code = rng.choice((0, 0, 0, 0, 1, -9, -99))
     parsed = ranks._read_reply(scratch.folder, exit_code, Event(phase="measure"), False, "output")
-    if isinstance(parsed, Served | Prediction):
+    if isinstance(parsed, Served | EmulatedRun):
         return
     verdict = judge(CASE, [parsed], sound(), TOLERANCE).verdict
     result = sound_result(replies=(parsed,), summary=summarise(CASE, MACHINE, (parsed,)), verdict=verdict)
@@ -224,7 +224,7 @@ def read_progress(data: bytes, scratch: Scratch, rng: random.Random) -> None:
 
 def read_cache(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     task = Task(case=CASE, scale="full", device_type="cpu", root="/")
-    cache = ResultCache(scratch.folder, Prediction)
+    cache = ResultCache(scratch.folder, "")
     path = cache._path(task)
     if path is not None:
         scratch.file(path.name, data)
@@ -330,9 +330,9 @@ READERS: Final = (
         12,
     ),
     Reader(
-        "predictions",
-        read_predictions,
-        (a_few(ROOT / "baselines/predicted/h100/llm_finetuning.json", "cases"),),
+        "emulated",
+        read_emulated,
+        (a_few(ROOT / "baselines/emulated/h100/llm_finetuning.json", "cases"),),
         (BaselineError,),
         5,
     ),
@@ -349,7 +349,7 @@ READERS: Final = (
         (),
         15,
     ),
-    Reader("cache", read_cache, ((REPLIES / "h100_predicted.json").read_bytes(),), (), 4),
+    Reader("cache", read_cache, ((REPLIES / "h100_emulated.json").read_bytes(),), (), 4),
     Reader(
         "recording",
         read_recording,

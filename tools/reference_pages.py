@@ -56,7 +56,6 @@ MORE: Final = {
     "memory-tolerance": "gate.md",
     "nodes": "several-nodes.md",
     "platform": "gpus.md",
-    "predict": "predicted-cases.md",
     "resume": "resuming.md",
     "set": "sweeps.md",
     "strict": "verdicts.md",
@@ -179,10 +178,10 @@ def _item(text: str) -> str:
 
 def words() -> str:
     """Return the table of the types of `api-records.md` that are one of several words."""
-    from pytest_gputrain.records import case, fleet, prediction, reply, study, verdict
+    from pytest_gputrain.records import case, fleet, memory, reply, study, verdict
 
     rows = []
-    for module in (case, reply, prediction, verdict, study, fleet):
+    for module in (case, reply, memory, verdict, study, fleet):
         for name, text in _aliases(module):
             if not text:  # no field has it
                 continue

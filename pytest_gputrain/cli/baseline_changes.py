@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytest_gputrain.gate.baseline_changes import Loosened, loosened
-from pytest_gputrain.storage import published, recorded
+from pytest_gputrain.storage import emulated, published
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
-from pytest_gputrain.storage.recorded import EmulationStore, PredictionStore
 from pytest_gputrain.utils import git
 
 
@@ -39,7 +38,7 @@ def since(reference: str, folder: Path) -> Iterator[Changed]:
         if archive:
             with tarfile.open(fileobj=io.BytesIO(archive)) as files:
                 files.extractall(before, filter="data")
-        for store_type in (BaselineStore, PredictionStore, EmulationStore):
+        for store_type in (BaselineStore, emulated.EmulationStore):
             yield from _of_store(store_type(before), store_type(folder))
         yield from _of_tables(before / published.FOLDER, folder / published.FOLDER)
 
@@ -47,7 +46,7 @@ def since(reference: str, folder: Path) -> Iterator[Changed]:
 def _of_store(before: SuiteStore[Any, Any], now: SuiteStore[Any, Any]) -> Iterator[Changed]:
     for path in sorted(before.folder.glob("*/*.json")):
         device, suite = path.parent.name, path.stem
-        if not before.parent and device in (recorded.PREDICTED, recorded.EMULATED, published.FOLDER):
+        if not before.parent and device in (emulated.EMULATED, published.FOLDER):
             continue
         file = "/".join((*before.parent, device, f"{suite}.json"))
         try:

@@ -18,9 +18,8 @@ from pytest_gputrain.cli import baseline_changes
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, knob_text
-from pytest_gputrain.storage import published, recorded
+from pytest_gputrain.storage import emulated, published
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
-from pytest_gputrain.storage.recorded import EmulationStore, PredictionStore
 from pytest_gputrain.utils import console, markdown
 from pytest_gputrain.utils.files import conflicts, read_whole
 from pytest_gputrain.utils.git import files_of_repository, in_ci
@@ -106,8 +105,12 @@ def _list_changes(options: argparse.Namespace) -> bool:
 def check(folder: Path) -> Iterator[Problem]:
     """Yield the problems about the files below ``folder``, in the order of the files."""
     tables_are_sound = True
+    if old := emulated.describe_old(folder):
+        yield Problem(folder / emulated.OF_OLD_VERSIONS, 1, old)
     for path in sorted(folder.rglob("*.json")):
         folders = path.relative_to(folder).parts[:-1]
+        if folders[:1] == (emulated.OF_OLD_VERSIONS,):
+            continue
         try:
             problems = _damage(path) or list(_of_kind(folder, path, folders))
         except OSError as error:
@@ -147,21 +150,18 @@ def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Probl
     match folders:
         case [published.FOLDER]:
             published.load(path)
-        case [device] if device not in (recorded.PREDICTED, recorded.EMULATED):
+        case [device] if device != emulated.EMULATED:
             measured = BaselineStore(folder)
             yield from _entries(path, measured, device)
             yield from _sessions(path, device, list(measured.suite(device, path.stem).values()))
-        case [recorded.PREDICTED, platform]:
-            yield from _entries(path, PredictionStore(folder), platform)
-        case [recorded.EMULATED, platform]:
-            yield from _entries(path, EmulationStore(folder), platform)
+        case [emulated.EMULATED, platform]:
+            yield from _entries(path, emulated.EmulationStore(folder), platform)
         case _:
             yield Problem(path, 1, _MISPLACED)
 
 
 _MISPLACED: Final = (
-    "no run looks for a baseline here, but in <device>/, predicted/<platform>/, emulated/<platform>/ and published/; move "
-    "it, or delete it"
+    "no run looks for a baseline here, but in <device>/, emulated/<platform>/ and published/; move it, or delete it"
 )
 _RECORD_AGAIN: Final = "record again, or restore it from git"
 

@@ -12,15 +12,13 @@ import msgspec
 from pytest_gputrain.cli import failing
 from pytest_gputrain.cli.comparison_output import print_comparison, verdicts
 from pytest_gputrain.gate import emulation as emulation_gate
-from pytest_gputrain.gate import prediction as prediction_gate
 from pytest_gputrain.gate.ab import by_case, missing, told_of_base, tolerance_of, verdict_of
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.regression import Circumstances, first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise, prior_of, whole_suite
 from pytest_gputrain.hardware.catalog import title_of
-from pytest_gputrain.records import Baseline, Emulated, EmulatedRun, Measured, Predicted, Prediction, Report, Result, Verdict
-from pytest_gputrain.records.recorded import Recorded
-from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
+from pytest_gputrain.records import Baseline, Emulated, EmulatedRun, Measured, Recorded, Report, Result, Verdict
+from pytest_gputrain.records.tolerance import Tolerance
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.reports import read_report, to_baseline
 from pytest_gputrain.utils import console
@@ -89,9 +87,7 @@ def compare(base: Report, head: Report, base_name: str, tolerance: Tolerance) ->
         noise.add(suite, key, first_ratio(result.case, result.replies, baselines.get((suite, key)), tolerance))
     results = []
     for (suite, key), result in after.items():
-        if isinstance(result, Predicted) and result.figures is not None:
-            verdict = _judge_prediction(result, result.figures, before.get((suite, key)), tolerance.memory, base_name)
-        elif isinstance(result, Emulated):
+        if isinstance(result, Emulated):
             verdict = _judge_emulated(result, before.get((suite, key)), base_name)
         else:
             circumstances = Circumstances(most=len(result.replies), prior=priors[suite], shift=noise.shift)
@@ -100,17 +96,6 @@ def compare(base: Report, head: Report, base_name: str, tolerance: Tolerance) ->
         judged = msgspec.structs.replace(result, verdict=verdict)
         results.append(msgspec.structs.replace(judged, published=None) if isinstance(judged, Measured) else judged)
     return results
-
-
-def _judge_prediction(
-    result: Predicted, prediction: Prediction, before: Result | None, tolerance: MemoryTolerance, base_name: str
-) -> Verdict:
-    if before is None:
-        return Verdict(status="new", sentence=f"{result.case}: {base_name} has no such case")
-    if not isinstance(before, Predicted) or before.figures is None:
-        return Verdict(status="not-comparable", sentence=f"{result.case}: {base_name} has no prediction of it")
-    recorded = Recorded(case=before.case, scale=before.scale, figures=(before.figures,))
-    return prediction_gate.judge(result.case, prediction, recorded, tolerance, title_of(result.platform))
 
 
 def _judge_emulated(result: Emulated, before: Result | None, base_name: str) -> Verdict:

@@ -25,7 +25,6 @@ from pytest_gputrain.gate.emulated_program import judge
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.environment import TORCH, emulated_environment, with_startup
-from pytest_gputrain.hardware.targets import CONTEXT_BYTES
 from pytest_gputrain.records.emulation import (
     ASSUMPTION,
     AtLine,
@@ -294,7 +293,7 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
     yield f"  peak reserved   {at_least}{format_bytes(device.peak_reserved)}"
     yield (
         f"  peak device use {at_least}{format_bytes(use.peak_bytes)} of {format_bytes(report.memory_bytes)}, of which "
-        f"{format_bytes(CONTEXT_BYTES)} are assumed for CUDA's context"
+        f"{format_bytes(boards.CONTEXT_BYTES)} are assumed for CUDA's context"
     )
     if use.managed_bytes:
         yield (

@@ -23,16 +23,15 @@ from pytest_gputrain.gate.fit import ERROR
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.hardware.lease import emulated_gpus
-from pytest_gputrain.hardware.targets import target_of
 from pytest_gputrain.records import Case
 from pytest_gputrain.records.fit import FitGpu, FitReport
 from pytest_gputrain.report import fit, json_report
 from pytest_gputrain.report.html import fit as html
-from pytest_gputrain.session.fit_engines import FitEngines
+from pytest_gputrain.session.fit_engines import EmulatedCells
 from pytest_gputrain.session.fitting import Fitting, computes_token_by_token, possible, seconds_of
 from pytest_gputrain.storage.hub_cache import cached_models, hub_cache, snapshot
 from pytest_gputrain.utils import console
-from pytest_gputrain.utils.errors import BadCase
+from pytest_gputrain.utils.errors import BadCase, CannotEmulate
 from pytest_gputrain.utils.files import write_atomically
 from pytest_gputrain.utils.suggest import did_you_mean
 
@@ -117,7 +116,7 @@ def main(options: argparse.Namespace) -> int:
             options, base.model.partition("#")[0], cases, gpus, axes, (*_about(options.model), *_unlike_trainer(cases))
         )
         _write(options, report)
-    except (ValueError, BadCase) as error:
+    except (ValueError, BadCase, CannotEmulate) as error:
         console.say(error)
         return 2
     except OSError as error:
@@ -223,18 +222,19 @@ def _answer(
 
     Raises:
         ValueError: none of the combinations can be, or none has figures.
+        CannotEmulate: no GPU can be emulated here.
     """
     asked, left_out = possible(cases, gpus)
     if not asked:
         raise ValueError("; ".join(left_out))
+    engine = EmulatedCells(gpus, Path.cwd(), _TIMEOUT_SECONDS, os.environ, _cache_folder())
     processes = emulated_gpus()
     further = not options.only_cells
     seconds = seconds_of(asked, processes, further=further)
     console.say(f"{count(len(asked), 'combination')} on {count(processes, 'core')} may take about {seconds:.0f} s")
     if any(computes_token_by_token(case) for case, _ in asked):
         console.say(f"each run takes minutes, because transformers computes {model} one token after the other")
-    engines = FitEngines(gpus, Path.cwd(), _TIMEOUT_SECONDS, os.environ, _cache_folder())
-    with _progress() as note, contextlib.closing(Fitting(engines, processes, note)) as fitting:
+    with _progress() as note, contextlib.closing(Fitting(engine, processes, note)) as fitting:
         cells = fitting.cells(asked, remedies=further)
         largest = fitting.largest(cells) if further else []
     figures = [cell.figures for cell in cells if cell.figures is not None]
@@ -243,16 +243,14 @@ def _answer(
     return FitReport(
         generator=json_report.generator(),
         model=model,
-        gpus=tuple(
-            FitGpu(marker=gpu, title=engines.titles[gpu], memory_bytes=target_of(gpu).memory_bytes or 0) for gpu in gpus
-        ),
+        gpus=tuple(FitGpu(marker=gpu, title=engine.titles[gpu], memory_bytes=PLATFORMS[gpu].usable_bytes) for gpu in gpus),
         error=ERROR,
         knobs=_telling(axes),
         packages={name: version for given in figures for name, version in given.packages.items()},
         cells=tuple(cells),
         largest=tuple(largest),
         left_out=tuple(left_out),
-        about=(*about, *engines.about),
+        about=(*about, *engine.about),
     )
 
 

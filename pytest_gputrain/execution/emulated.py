@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from pytest_gputrain.execution.executor import Watch, not_started
+from pytest_gputrain.cases.identity import identity_of
+from pytest_gputrain.execution.executor import Executor, Watch, not_started
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.execution.launch.fork_server import ForkServer
-from pytest_gputrain.execution.unmeasured import ANY_NUMBER, UnmeasuredExecutor
 from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.environment import emulated_environment
 from pytest_gputrain.hardware.lease import lease_emulated
 from pytest_gputrain.records import Crashed, EmulatedRun, Host, OutOfMemory, Task, TimedOut
 from pytest_gputrain.records.case import MOST_EMULATED
-from pytest_gputrain.storage.recorded import EMULATED
+from pytest_gputrain.storage.emulated import EMULATED
 from pytest_gputrain.utils.errors import BadCase, CannotEmulate
 
 EmulatedReply = EmulatedRun | OutOfMemory | Crashed | TimedOut
 """The memory that runs out is the host's: where the GPU's does, the case does not fit, which is a figure."""
+
+_ANY_NUMBER: Final = 1 << 20
+"""GPUs of a machine that is not there: no case is refused for taking many."""
 
 _OF_A_NODE: Final = 8
 """GPUs that a process sees at most."""
@@ -43,11 +46,13 @@ _STANDS_FOR_ALL: Final = {
 """Why no process of an engine needs more memory than the first, which alone runs."""
 
 
-class EmulatingExecutor(UnmeasuredExecutor[EmulatedReply]):
-    """Runs tasks on emulated GPUs of one platform.
+class EmulatingExecutor(Executor[EmulatedReply]):
+    """Runs tasks on emulated GPUs of one platform, each once. Of this machine it takes memory and a core, and no GPU.
 
     Args:
         platform: catalog marker.
+        environ: variables of the session.
+        fork_server: where the processes are forked from; fresh interpreters without it.
 
     Raises:
         CannotEmulate: the catalog has no such NVIDIA GPU, or there is no CUDA build of torch here.
@@ -58,9 +63,33 @@ class EmulatingExecutor(UnmeasuredExecutor[EmulatedReply]):
     ) -> None:
         self._board = boards.board(platform)
         self._torch = libraries.find_torch()
-        host = Host(name="", platform=platform, device=f"{EMULATED}/{platform}", gpus=ANY_NUMBER)
-        super().__init__(host, timeout_seconds, environ, fork_server)
+        self._host = Host(name="", platform=platform, device=f"{EMULATED}/{platform}", gpus=_ANY_NUMBER)
+        self._timeout_seconds = timeout_seconds
+        self._environ = environ
+        self._fork_server = fork_server
+        self._replies: dict[tuple[bytes, int], EmulatedReply] = {}
         self._environments: dict[int, dict[str, str]] = {}
+
+    @property
+    def host(self) -> Host:
+        return self._host
+
+    def run(self, task: Task, *, watch: Watch, inline: bool = False, builder: Any = None) -> EmulatedReply:
+        return self._once(task, 1, watch)
+
+    def run_again(self, task: Task, *, watch: Watch) -> EmulatedReply:
+        """Answer a task from a second process, which is fresh, too; likewise once."""
+        return self._once(task, 2, watch)
+
+    def _once(self, task: Task, process: int, watch: Watch) -> EmulatedReply:
+        key = msgspec.json.encode((identity_of(task), task.limit, task.memory_only)), process
+        if key not in self._replies:
+            self._replies[key] = self._reply(task, watch)
+        return self._replies[key]
+
+    def close(self) -> None:
+        if self._fork_server is not None:
+            self._fork_server.close()
 
     def _reply(self, task: Task, watch: Watch) -> EmulatedReply:
         try:
@@ -93,9 +122,6 @@ class EmulatingExecutor(UnmeasuredExecutor[EmulatedReply]):
     @functools.cached_property
     def _stand_ins(self) -> build.StandIns:
         return build.stand_ins(self._torch)
-
-    def _identity(self, task: Task) -> bytes:
-        return msgspec.json.encode((super()._identity(task), task.limit, task.memory_only))
 
     def environment(self, gpus: int) -> dict[str, str]:
         """Return the variables of a process that sees so many emulated GPUs, the same for each.

@@ -1,4 +1,4 @@
-"""Defines what runs the tasks of a session. A session has one: `local`, `fleet.executor` or `predicted`."""
+"""Defines what runs the tasks of a session. A session has one: `local`, `fleet.executor` or `emulated`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ from pytest_gputrain.records import (
     Lost,
     Measured,
     Measurement,
-    Predicted,
     Reply,
     Report,
     Result,
@@ -135,21 +134,19 @@ def told_of_base(text: str) -> str:
     return _BASELINE.sub("base", _ADVICE.sub("", text))
 
 
-def by_case(report: Report) -> dict[_Key, Measured | Predicted | Emulated]:
+def by_case(report: Report) -> dict[_Key, Measured | Emulated]:
     """Return the first result of each case: another test may have measured it again, or asked for its figures.
 
     A test that has changed nothing in the environment comes before one that has.
     """
-    results: dict[_Key, Measured | Predicted | Emulated] = {}
+    results: dict[_Key, Measured | Emulated] = {}
     for result in sorted(report.results, key=lambda result: bool(result.variables)):
-        if isinstance(result, Measured | Predicted | Emulated):
+        if isinstance(result, Measured | Emulated):
             results.setdefault((result.suite, result.key), result)
     return results
 
 
-def _baseline(
-    key: _Key, reports: Sequence[Report], rounds: Sequence[Mapping[_Key, Measured | Predicted | Emulated]]
-) -> Baseline | None:
+def _baseline(key: _Key, reports: Sequence[Report], rounds: Sequence[Mapping[_Key, Measured | Emulated]]) -> Baseline | None:
     baselines = [
         to_baseline(round_[key], date=report.created, session=report.session, commit=report.commit)
         for report, round_ in zip(reports, rounds, strict=True)

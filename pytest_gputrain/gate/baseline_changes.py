@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.count_lines import count_changes
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Baseline, EmulatedRun, Prediction
-from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.records import Baseline, EmulatedRun, Recorded
 from pytest_gputrain.utils.units import format_bytes, format_flops, format_percent, format_seconds
 
 
@@ -24,8 +23,8 @@ class Loosened(NamedTuple):
     """Figures that are not compared any more, or have another kind."""
 
 
-_Stored = Baseline | Prediction | EmulatedRun
-_Record = Baseline | Recorded[Any]
+_Stored = Baseline | EmulatedRun
+_Record = Baseline | Recorded
 
 
 class _Figure(NamedTuple):
@@ -80,8 +79,6 @@ def _pairs(before: _Record, after: _Record) -> Iterator[tuple[_Stored, _Stored]]
 
 
 def _kind(stored: _Stored) -> str:
-    if isinstance(stored, Prediction):
-        return "predicted not to fit" if stored.fits is False else "predicted to fit"
     if isinstance(stored, EmulatedRun):
         return "emulated to fit" if stored.fits else "emulated not to fit"
     environment = stored.runs[-1].environment
@@ -95,14 +92,14 @@ def _runs(record: _Record) -> int:
 
 def _figures(record: _Stored) -> Iterator[_Figure]:
     """Yield what a run is compared with."""
-    if isinstance(record, Prediction):
-        yield _Figure("peak memory", record.peak_allocated_bytes, format_bytes)
-        yield from _of_phases_and_work(record)
-        return
     if isinstance(record, EmulatedRun):
         yield _Figure("peak memory", record.peak_allocated_bytes, format_bytes)
         yield _Figure("reserved memory", record.peak_reserved_bytes, format_bytes)
-        yield from _of_phases_and_work(record)
+        for phase, peak in record.phase_peak_bytes.items():
+            yield _Figure(f"peak of {phase}", peak, format_bytes)
+        yield _Figure("FLOPs", record.flops_per_step, format_flops)
+        yield _Figure("recomputed FLOPs", record.recomputed_flops_per_step, format_flops)
+        yield _Figure("bytes moved", record.bytes_per_step, format_bytes)
         return
     runs = [run for run in record.runs if run.outcome == "measured"]
     if not runs:
@@ -118,11 +115,3 @@ def _figures(record: _Stored) -> Iterator[_Figure]:
         yield _Figure("step time of the slowest run", max(medians), format_seconds)
         alone = [run.one_worker_seconds for run in runs if run.one_worker_seconds is not None]
         yield _Figure("time of one worker", max(alone, default=None), format_seconds)
-
-
-def _of_phases_and_work(figures: Prediction | EmulatedRun) -> Iterator[_Figure]:
-    for phase, peak in figures.phase_peak_bytes.items():
-        yield _Figure(f"peak of {phase}", peak, format_bytes)
-    yield _Figure("FLOPs", figures.flops_per_step, format_flops)
-    yield _Figure("recomputed FLOPs", figures.recomputed_flops_per_step, format_flops)
-    yield _Figure("bytes moved", figures.bytes_per_step, format_bytes)

@@ -13,13 +13,12 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.counts import BY_THE_RULES, have_steps_in_common, judge_counts
 from pytest_gputrain.gate.memory import PHASES, describe_memory, is_memory_metric
 from pytest_gputrain.gate.messages import describe_metric
-from pytest_gputrain.gate.unmeasured import Sentences, nearest
 from pytest_gputrain.gate.work import WORK, describe_work
-from pytest_gputrain.records import FAILING, Case, Counts, EmulatedRun, MetricName, MetricVerdict, Status, Verdict
-from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.records import FAILING, Case, Counts, EmulatedRun, MetricName, MetricVerdict, Recorded, Status, Verdict
 from pytest_gputrain.records.tolerance import CountTerms
 from pytest_gputrain.utils.units import format_bytes, format_percent
 
@@ -45,7 +44,7 @@ class _Compared(NamedTuple):
 def judge(
     case: Case,
     run: EmulatedRun,
-    recorded: Recorded[EmulatedRun] | None,
+    recorded: Recorded | None,
     title: str,
     terms: CountTerms = BY_THE_RULES,
     again: Counts | None = None,
@@ -57,22 +56,31 @@ def judge(
         terms: of what steps ask of the GPU.
         again: what they asked of it in a second run, which confirms the first.
     """
-    found = nearest(
-        case,
-        run,
-        recorded,
-        Sentences(
-            record=_RECORD,
-            never_recorded=f"was never recorded on an emulated {title}",
-            other_case=f"is not what was recorded on an emulated {title}",
-        ),
-        does_not_fit=lambda: _what_does_not_fit(run, title, "does not fit"),
-    )
-    if isinstance(found, Verdict):
-        return found
-    before, changed = found
-    verdict = _verdict(case, run, before, title, terms, again)
-    return _under_other_conditions(verdict, changed) if changed else verdict
+    if recorded is not None and recorded.case.identity() == case.identity():
+        before = recorded.like(run) or recorded.nearest(run)
+        verdict = _verdict(case, run, before, title, terms, again)
+        changed = ", ".join(_changed_conditions(before, run))
+        return _under_other_conditions(verdict, changed) if changed else verdict
+    if not run.fits:
+        sentence = f"{case} {_what_does_not_fit(run, title, 'does not fit')}; if that is expected, {_RECORD}"
+        return Verdict(status="failed", sentence=sentence)
+    if recorded is None:
+        sentence = f"{case} was never recorded on an emulated {title}; {_RECORD}-new-only"
+        return Verdict(status="new", sentence=sentence)
+    change = differences(recorded.case, case)
+    sentence = f"{case} is not what was recorded on an emulated {title} ({change}); {_RECORD}"
+    return Verdict(status="not-comparable", sentence=sentence)
+
+
+def _changed_conditions(before: EmulatedRun, now: EmulatedRun) -> Iterator[str]:
+    """Yield how the conditions differ: ``torch 2.12.0 -> 2.13.0``."""
+    for name in sorted({*before.packages, *now.packages}):
+        if before.packages.get(name) != now.packages.get(name):
+            yield f"{name} {before.packages.get(name, 'absent')} -> {now.packages.get(name, 'absent')}"
+    old, new = msgspec.structs.asdict(before.conditions), msgspec.structs.asdict(now.conditions)
+    for name in filter("packages".__ne__, old):
+        if old[name] != new[name]:
+            yield f"{name.replace('_', ' ')} {old[name]} -> {new[name]}"
 
 
 def _under_other_conditions(verdict: Verdict, changed: str) -> Verdict:

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
-from pytest_gputrain.hardware.targets import CONTEXT_BYTES
-from pytest_gputrain.records import Case, EmulatedRun, Prediction
+from pytest_gputrain.hardware.emulation.boards import CONTEXT_BYTES
+from pytest_gputrain.records import Case, EmulatedRun
 from pytest_gputrain.records.fit import Fit
 
 ERROR: Final = 0.04
-"""The error of memory. Published peaks of cases on one GPU lay within 3.7 % of their predictions
-(docs/prediction-accuracy.md)."""
+"""The error of memory. Published peaks of cases on one GPU lay within 3.7 % of what was computed for them
+(docs/emulation-accuracy.md)."""
 
 _GUESSES: Final = 5
 """Batches that are guessed from a line, before the search goes on by halves."""
 
-Figures = Prediction | EmulatedRun
-"""What a case takes of a GPU."""
-
-At = Callable[[int], Figures]
+At = Callable[[int], EmulatedRun]
 """Gives the figures of a case on a GPU of so much memory, 0 for any amount."""
 
 
@@ -41,11 +38,11 @@ def judge(case: Case, memory_bytes: int, at: At) -> Judgement:
     if _is_cut_short(free):
         return Judgement("does-not-fit", None)
     found = _judged(case, memory_bytes, free, at)
-    is_incomplete = found.fit == "fits" and isinstance(free, EmulatedRun) and free.not_counted
+    is_incomplete = found.fit == "fits" and free.not_counted
     return found._replace(fit="incomplete") if is_incomplete else found
 
 
-def _judged(case: Case, memory_bytes: int, free: Figures, at: At) -> Judgement:
+def _judged(case: Case, memory_bytes: int, free: EmulatedRun, at: At) -> Judgement:
     needed, least = needed_bytes(free, case), _least_bytes(free, case)
     if needed <= tight(memory_bytes):
         return Judgement("fits", needed)
@@ -59,25 +56,25 @@ def _judged(case: Case, memory_bytes: int, free: Figures, at: At) -> Judgement:
     return Judgement("within-error" if maybe else "does-not-fit", needed)
 
 
-def _is_cut_short(free: Figures) -> bool:
+def _is_cut_short(free: EmulatedRun) -> bool:
     """Tell whether a case that runs without limit has ended early, since it takes more than an emulated GPU has addresses.
 
     Its figures are only those of what came before.
     """
-    return free.fits is False
+    return not free.fits
 
 
-def needed_bytes(figures: Figures, case: Case) -> int:
+def needed_bytes(figures: EmulatedRun, case: Case) -> int:
     """Tell how much of the memory of a GPU a case takes: that of its build too, unless programs load the model in parts."""
-    return max(figures.peak_reserved_bytes or 0, _highest(figures, case)) + CONTEXT_BYTES
+    return max(figures.peak_reserved_bytes, _highest(figures, case)) + CONTEXT_BYTES
 
 
-def _least_bytes(figures: Figures, case: Case) -> int:
+def _least_bytes(figures: EmulatedRun, case: Case) -> int:
     """Tell what a case needs though the allocator gave back all that it caches."""
     return max(figures.peak_allocated_bytes, _highest(figures, case)) + CONTEXT_BYTES
 
 
-def _highest(figures: Figures, case: Case) -> int:
+def _highest(figures: EmulatedRun, case: Case) -> int:
     left_out = ("build",) if loads_in_parts(case) else ()
     return max((peak for phase, peak in figures.phase_peak_bytes.items() if phase not in left_out), default=0)
 
@@ -120,11 +117,11 @@ def need_of(case: Case, memory_bytes: int, at: At) -> Need:
 
 
 def largest_batch(need: Callable[[int], Need], known: Mapping[int, Need], capacity: int, most: int) -> int:
-    """Find the largest batch that fits, 0 for none, by few predictions: memory grows with the batch nearly along a line.
+    """Find the largest batch that fits, 0 for none, by few runs: memory grows with the batch nearly along a line.
 
     Args:
-        need: predicts a batch.
-        known: batches that were predicted already.
+        need: tells what a batch needs.
+        known: batches that were asked for already.
         most: larger ones are not tried.
     """
     tries = dict(known) or {1: need(1)}

@@ -14,10 +14,10 @@ import msgspec
 from pytest_gputrain.gate import regression
 from pytest_gputrain.gate.contention import why_not_recorded
 from pytest_gputrain.gate.limits import judge_limits, with_limits
-from pytest_gputrain.gate.new_device import judge_by_prediction, judge_by_published
+from pytest_gputrain.gate.new_device import judge_by_emulated, judge_by_published
 from pytest_gputrain.gate.published import judge_published, why_not_comparable
 from pytest_gputrain.gate.step_times import AGREEING, PRIOR_SD
-from pytest_gputrain.records import Baseline, Case, Measurement, OutOfMemory, Prediction, Published, Reply, Scale, Verdict
+from pytest_gputrain.records import Baseline, Case, EmulatedRun, Measurement, OutOfMemory, Published, Reply, Scale, Verdict
 from pytest_gputrain.records.tolerance import Cap, Tolerance
 
 
@@ -37,8 +37,8 @@ class Criteria:
     baseline: Baseline | None = None
     hint: str = ""
     """Further information about a missing baseline."""
-    prediction: Prediction | None = None
-    """The prediction for the platform of a case without a baseline; None if there is none, or if it does not apply."""
+    emulated: EmulatedRun | None = None
+    """The run of a case without a baseline on an emulated GPU of the platform; None if there is none that applies."""
     variables: tuple[str, ...] = ()
     """Names of the environment variables that its test has changed."""
     prior: float = PRIOR_SD
@@ -106,8 +106,8 @@ def judge(criteria: Criteria, replies: tuple[Reply, ...], shift: float = 0.0, no
             verdict = _recorded(criteria, verdict, replies, no_scaling)
         elif verdict.status == "new":
             runs = [reply for reply in replies if isinstance(reply, Measurement)]
-            if criteria.prediction is not None:
-                verdict = judge_by_prediction(verdict, case, runs, criteria.prediction)
+            if criteria.emulated is not None:
+                verdict = judge_by_emulated(verdict, case, runs, criteria.emulated)
             elif criteria.row is not None and not why_not_comparable(case, criteria.row, criteria.scale):
                 verdict = judge_by_published(verdict, case, runs, criteria.row)
     return Judgement(with_limits(case, verdict, limits), settled and limits_settled, asks_suite=not settled)

@@ -85,17 +85,13 @@ def judge_exact(
     peak: int,
     *,
     scale: Scale,
-    what: str,
-    runs: int = 0,
     counts: Counts | None = None,
     again: Counts | None = None,
 ) -> tuple[LimitVerdict, ...]:
-    """Judge figures that are the same in every process, and come without a time, against each of ``caps``.
+    """Judge figures of an emulated GPU against each of ``caps``.
 
     Args:
         peak: allocated bytes.
-        what: it is of, as ``a prediction``.
-        runs: fresh processes that trained for it.
         counts: what each step asks of the GPU, of which every step is judged.
         again: the same in a second run. A count that is over its limit in one of both is in doubt.
     """
@@ -105,7 +101,7 @@ def judge_exact(
             limits.append(_of_count(cap, counts, again, _why_not_of_this_scale(case, scale)))
             continue
         timed = cap.metric == "step_seconds"
-        reason = f"{what} has no time" if timed else _why_not_of_this_scale(case, scale)
+        reason = "an emulated GPU has no time" if timed else _why_not_of_this_scale(case, scale)
         over = not reason and peak > cap.most
         limits.append(
             LimitVerdict(
@@ -115,7 +111,7 @@ def judge_exact(
                 limit=cap.most,
                 stated=cap.stated,
                 note=reason,
-                runs=runs,
+                runs=1,
             )
         )
     return tuple(limits)
@@ -187,5 +183,4 @@ def _describe(limit: LimitVerdict) -> str:
         what = f"takes {format_seconds(limit.value)} a step, over its limit of {format_seconds(limit.limit)}"
     else:
         what = f"needs {format_bytes(limit.value)} peak allocated, over its limit of {format_bytes(limit.limit)}"
-    runs = f"in {count(limit.runs, 'fresh run')}" if limit.runs else "by prediction"
-    return f"{what} {runs} ({limit.stated})"
+    return f"{what} in {count(limit.runs, 'fresh run')} ({limit.stated})"

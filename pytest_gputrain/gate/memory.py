@@ -1,6 +1,6 @@
 """Judges peaks of memory against a baseline's, of training and of each phase, and names the tensors behind a change. Pure.
 
-Phases are those of memory that was counted on a CPU, emulated or predicted; on a GPU nothing keeps a peak of theirs.
+Phases are those of memory that was counted on a CPU, or emulated; on a GPU nothing keeps a peak of theirs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MOST_LINES_SHOWN: Final = 3
 
 
 class PeaksByPhase(Protocol):
-    """A run or a prediction that has a peak of each phase."""
+    """A run that has a peak of each phase."""
 
     @property
     def phase_peak_bytes(self) -> Mapping[TrainingPhase, int]: ...
@@ -166,19 +166,19 @@ def describe_memory(
     """Describe peaks that are worse, or better: the peak of training, and the phases behind it."""
     peak = next((metric for metric in metrics if metric.metric == "peak_allocated_bytes"), None)
     phases = [metric for metric in metrics if metric.metric in PHASES]
-    main = main_phase(phases, measured, lambda phase: _highest(fitted, phase))
+    main = _main_phase(phases, measured, lambda phase: _highest(fitted, phase))
     if main is None:
         if peak is not None:
             yield describe_metric(peak)
         return
     phase = PHASES[main.metric]
-    behind = describe_tensors(phase, measured, _highest(fitted, phase)) + describe_other_phases(main, phases)
+    behind = _describe_tensors(phase, measured, _highest(fitted, phase)) + _describe_other_phases(main, phases)
     if peak is not None and (peak.value, peak.baseline) == (main.value, main.baseline):
         yield f"{describe_metric(peak)}, {in_phase(phase)}{behind}"
         return
     if peak is not None:
         yield describe_metric(peak)
-    yield describe_phase(main) + behind
+    yield _describe_phase(main) + behind
 
 
 def _highest(fitted: Sequence[PeaksByPhase], phase: TrainingPhase) -> PeaksByPhase:
@@ -186,7 +186,7 @@ def _highest(fitted: Sequence[PeaksByPhase], phase: TrainingPhase) -> PeaksByPha
     return max(fitted, key=lambda run: run.phase_peak_bytes.get(phase, -1))
 
 
-def main_phase(
+def _main_phase(
     metrics: Sequence[MetricVerdict], now: PeaksByPhase, before: Callable[[TrainingPhase], PeaksByPhase]
 ) -> MetricVerdict | None:
     """Choose the changed phase to describe in full: one whose change has a cause with a name; that of the peak, else the one
@@ -197,12 +197,12 @@ def main_phase(
     def weight(metric: MetricVerdict) -> tuple[bool, bool, float]:
         phase = PHASES[metric.metric]
         value, baseline = _value_and_baseline(metric)
-        return bool(describe_tensors(phase, now, before(phase))), phase == peak, abs(value - baseline)
+        return bool(_describe_tensors(phase, now, before(phase))), phase == peak, abs(value - baseline)
 
     return max(metrics, key=weight, default=None)
 
 
-def describe_other_phases(main: MetricVerdict, metrics: Sequence[MetricVerdict]) -> str:
+def _describe_other_phases(main: MetricVerdict, metrics: Sequence[MetricVerdict]) -> str:
     """Name the changed phases beside the one that is described in full: ``, and more in backward and optimizer``."""
     by_word: dict[str, list[TrainingPhase]] = {}
     for metric in metrics:
@@ -211,7 +211,7 @@ def describe_other_phases(main: MetricVerdict, metrics: Sequence[MetricVerdict])
     return "".join(f", and {word} {_in_phases(names)}" for word, names in by_word.items())
 
 
-def describe_phase(metric: MetricVerdict) -> str:
+def _describe_phase(metric: MetricVerdict) -> str:
     """Describe a phase: ``needs 12.0 MiB (50.0 %) more in forward, 36.0 MiB against 24.0 MiB allocated``."""
     value, baseline = _value_and_baseline(metric)
     share = f" ({format_percent(abs(value / baseline - 1), signed=False)})" if baseline else ""
@@ -222,7 +222,7 @@ def describe_phase(metric: MetricVerdict) -> str:
     return f"needs {size}{share} {_more_or_less(metric)} {in_phase(PHASES[metric.metric])}, {text}{limit}"
 
 
-def describe_tensors(phase: TrainingPhase, now: PeaksByPhase, before: PeaksByPhase) -> str:
+def _describe_tensors(phase: TrainingPhase, now: PeaksByPhase, before: PeaksByPhase) -> str:
     """Describe the largest tensors at the phase's peak that are new there, or gone."""
     old = {_kind(row): row for row in before.largest.get(phase, ())}
     new = {_kind(row): row for row in now.largest.get(phase, ())}

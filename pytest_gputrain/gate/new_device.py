@@ -1,7 +1,7 @@
-"""Judges a case that has no baseline of its device against the prediction for its platform, or its published row. Pure.
+"""Judges a case that has no baseline of its device against its run on such an emulated GPU, or its published row. Pure.
 
-Memory and FLOPs are held to the prediction, with a wide tolerance; time is not, since nobody can predict it. A case without
-a prediction is held to the memory of its published row. So the first run on a new GPU already fails a case that needs far
+Memory and FLOPs are held to the emulated run, with a wide tolerance; time is not, since nothing tells it. A case without
+such a run is held to the memory of its published row. So the first run on a new GPU already fails a case that needs far
 more than it should. The verdict of all others stays ``new``.
 """
 
@@ -16,7 +16,7 @@ import msgspec
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.messages import describe_metric
 from pytest_gputrain.gate.published import MEMORY
-from pytest_gputrain.records import Case, Measurement, MetricName, MetricVerdict, Prediction, Published, Status, Verdict
+from pytest_gputrain.records import Case, EmulatedRun, Measurement, MetricName, MetricVerdict, Published, Status, Verdict
 from pytest_gputrain.records.published import Figures
 from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.records.verdict import HeldTo
@@ -24,23 +24,25 @@ from pytest_gputrain.storage.published import GATED
 from pytest_gputrain.utils.units import GiB, format_bytes
 
 TOLERANCE: Final = MemoryTolerance(ratio=0.05, bytes=GiB)
-"""The tolerance of peak allocated memory, and of published memory. Published peaks of cases on one GPU lay within 3.7 % of
-their predictions; other versions of the libraries, and workspaces of cuDNN, which are not predicted, add to that."""
+"""The tolerance of peak allocated memory, and of published memory. Emulated peaks lie within a few percent of measured
+ones (docs/emulation-accuracy.md); other versions of the libraries, and workspaces that are not counted, add to that."""
 _LARGEST_FLOPS_RATIO: Final = 0.03
 """FLOPs are counted by the same rules in both, so they differ only where other operators run."""
 
 
-def judge_by_prediction(verdict: Verdict, case: Case, measured: Sequence[Measurement], prediction: Prediction) -> Verdict:
-    """Judge runs of a case against its prediction.
+def judge_by_emulated(verdict: Verdict, case: Case, measured: Sequence[Measurement], run: EmulatedRun) -> Verdict:
+    """Judge runs of a case against its run on an emulated GPU.
 
     Args:
         verdict: that the case is new.
-        prediction: for the platform that it ran on.
+        run: on an emulated GPU of the platform that the case ran on, which it fits.
     """
-    metrics = [_memory("peak_allocated_bytes", measured, prediction.peak_allocated_bytes)]
-    if measured[0].flops_per_step and prediction.flops_per_step:
-        metrics.append(_flops(measured[0].flops_per_step, prediction.flops_per_step))
-    return _conclude(verdict, case, tuple(metrics), "prediction", f"predicted for {prediction.target.marker}")
+    metrics = [_memory("peak_allocated_bytes", measured, run.peak_allocated_bytes)]
+    if measured[0].flops_per_step and run.flops_per_step:
+        # Where the first process stands for all, each of them computes as much.
+        processes = 1 if run.allocated_by_rank else run.processes
+        metrics.append(_flops(measured[0].flops_per_step, run.flops_per_step * processes))
+    return _conclude(verdict, case, tuple(metrics), "emulated", f"recorded on an emulated {run.device_name}")
 
 
 def judge_by_published(verdict: Verdict, case: Case, measured: Sequence[Measurement], row: Published) -> Verdict:
@@ -82,7 +84,7 @@ def _memory(name: MetricName, measured: Sequence[Measurement], expected: int) ->
     return MetricVerdict(metric=name, status=status, value=value, baseline=expected, limit=limit, runs=len(measured))
 
 
-def _flops(value: int, predicted: int) -> MetricVerdict:
-    limit = predicted * (1 + _LARGEST_FLOPS_RATIO)
+def _flops(value: int, expected: int) -> MetricVerdict:
+    limit = expected * (1 + _LARGEST_FLOPS_RATIO)
     status: Status = "regressed" if value > limit else "pass"
-    return MetricVerdict(metric="flops_per_step", status=status, value=value, baseline=predicted, limit=limit)
+    return MetricVerdict(metric="flops_per_step", status=status, value=value, baseline=expected, limit=limit)

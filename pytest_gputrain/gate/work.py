@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Final
 
-from pytest_gputrain.records import MetricName, MetricVerdict, OperatorWork, WorkAtLines
+from pytest_gputrain.records import EmulatedRun, MetricName, MetricVerdict, OperatorWork
 from pytest_gputrain.utils.units import format_bytes, format_flops, format_percent
 
 WORK: Final[dict[MetricName, str]] = {
@@ -17,14 +17,7 @@ WORK: Final[dict[MetricName, str]] = {
 """The metrics of work, and the verb of each."""
 
 
-class WorkByOperator(Protocol):
-    """A prediction, or a run on an emulated GPU."""
-
-    @property
-    def operators(self) -> Mapping[str, OperatorWork]: ...
-
-
-def describe_work(metric: MetricVerdict, before: WorkByOperator, now: WorkByOperator) -> str:
+def describe_work(metric: MetricVerdict, before: EmulatedRun, now: EmulatedRun) -> str:
     """Describe a change: ``moves 1.2 GiB (3.0 %) more a step, most of it clone (+1.1 GiB in +32 calls) at train.py:42``."""
     assert metric.value is not None
     assert metric.baseline is not None
@@ -63,9 +56,9 @@ def _line_behind(before: OperatorWork | None, now: OperatorWork | None, place: i
 
     A baseline keeps no names of lines, because lines move. A line that only moved has the work that it had.
     """
-    if not isinstance(now, WorkAtLines):
+    if now is None:
         return ""
-    known = Counter(row[place] for row in before.lines) if isinstance(before, WorkAtLines) else Counter()
+    known = Counter(row[place] for row in before.lines) if before else Counter()
     new = []
     for row in now.lines:
         if known[row[place]]:

@@ -14,21 +14,20 @@ from typing import Any, Final, NamedTuple
 from pytest_gputrain.cases.identity import suite_of
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.plugin.case_tests import CaseTests, WholeFiles
-from pytest_gputrain.records import Emulated, Measured, Predicted, Result
+from pytest_gputrain.records import Emulated, Measured, Result
 from pytest_gputrain.records.result import CaseResult
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.report.collector import Collector
 from pytest_gputrain.session.criteria import is_strict
 from pytest_gputrain.session.selection import platforms_named
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
-from pytest_gputrain.storage.recorded import EmulationStore, PredictionStore
+from pytest_gputrain.storage.emulated import EmulationStore, describe_old
 from pytest_gputrain.utils.git import in_pull_request
 
 _MOST_SHOWN: Final = 3
 
 _STORES: Final[dict[type[CaseResult], type[SuiteStore[Any, Any]]]] = {
     Measured: BaselineStore,
-    Predicted: PredictionStore,
     Emulated: EmulationStore,
 }
 """The stores of the baselines, for results of cases as declared."""
@@ -44,13 +43,14 @@ def note_missing(collector: Collector, tests: CaseTests, expression: str, *, end
     settings, results, notes = collector.settings, collector.results, collector.notes
     strict = is_strict(settings)
     if ended and tests.are_all_missed and not results:
-        verb = "predicted" if settings.predict else "emulated" if settings.emulate else "measured"
+        verb = "emulated" if settings.emulate else "measured"
         notes.append(f"nothing was {verb}: every case was skipped ({tests.why_missed()})")
-        is_asked_for = settings.predict or settings.emulate or bool(platforms_named(expression))
+        is_asked_for = settings.emulate or bool(platforms_named(expression))
         # What a project skips by itself, as slow tests, is its own affair, unless somebody asked for strictness.
         collector.failed |= (strict and is_asked_for) or (settings.strict is True and tests.are_skipped_by_others)
     elif tests.outcomes and all(result.figures is None for result in results):
         notes.append(f"no case gave figures: {tests.counted()}")
+    notes += filter(None, [describe_old(settings.baseline_dir)])
     for how, sentences in {
         "caught by the test, which passed": tests.caught,
         "expected by a mark (xfail)": tests.expected,

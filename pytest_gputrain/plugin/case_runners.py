@@ -1,8 +1,6 @@
-"""Makes what answers the requests of tests: by measuring here or by a scheduler, by predicting, or by emulating."""
+"""Makes what answers the requests of tests: by measuring here or by a scheduler, or by emulating."""
 
 from __future__ import annotations
-
-import contextlib
 
 import pytest
 
@@ -11,20 +9,17 @@ from pytest_gputrain.execution.executor import Executor, conditions_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.execution.local import LocalExecutor
-from pytest_gputrain.execution.predicted import PredictingExecutor
 from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.plugin.items import expression_of
-from pytest_gputrain.records import Prediction, Reply
+from pytest_gputrain.records import Reply
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.session.emulating import EmulatingRunner
-from pytest_gputrain.session.predicting import PredictingRunner
 from pytest_gputrain.session.replies import Watch
 from pytest_gputrain.session.request import CaseRunner
 from pytest_gputrain.session.runner import Runner
 from pytest_gputrain.session.selection import platform_meant, platforms_named
 from pytest_gputrain.storage.forecast import Forecast
-from pytest_gputrain.storage.result_cache import ResultCache
 
 
 def case_runner(
@@ -46,8 +41,6 @@ def case_runner(
         BaselineError: the report or the published tables to compare with cannot be read.
         CannotEmulate: the platform is none that can be emulated with what is installed.
     """
-    if settings.predict:
-        return PredictingRunner(settings, _predicting_executor(config, settings, environment), environment, watch)
     if settings.emulate:
         return EmulatingRunner(settings, _emulating_executor(config, settings, environment), environment, watch)
     executor = _fleet_executor(config, settings, forecast) or LocalExecutor(
@@ -62,9 +55,9 @@ def platforms_of_run(config: pytest.Config, settings: Settings) -> list[str]:
 
 
 def forecast_of(config: pytest.Config, settings: Settings) -> Forecast | None:
-    """Return the recorded predictions for a run on a GPU at full scale; None where they do not apply."""
+    """Return the recorded emulated runs for a run on a GPU at full scale; None where they do not apply."""
     platforms = platforms_of_run(config, settings)
-    if settings.predict or settings.emulate or settings.scale == "tiny" or len(platforms) != 1 or platforms[0] == CPU:
+    if settings.emulate or settings.scale == "tiny" or len(platforms) != 1 or platforms[0] == CPU:
         return None
     return Forecast(settings.baseline_dir, platforms[0])
 
@@ -94,22 +87,6 @@ def _fleet_executor(config: pytest.Config, settings: Settings, forecast: Forecas
     return FleetExecutor(settings, platforms[0], scheduler_of(settings, platforms[0]), durations.of)
 
 
-def _predicting_executor(config: pytest.Config, settings: Settings, environment: SessionEnvironment) -> PredictingExecutor:
-    """Make what predicts cases for the platform.
-
-    Raises:
-        ValueError: no platform is named, or several are.
-    """
-    platform = _only_platform(config, settings, "--gpu-predict predicts for")
-    cache = getattr(config, "cache", None)  # pytest's own plugin for it may be off
-    folder = None
-    with contextlib.suppress(OSError):  # a folder that cannot be written remembers nothing
-        folder = None if cache is None else cache.mkdir("gputrain")
-    return PredictingExecutor(
-        platform, ResultCache(folder, Prediction), settings.timeout_seconds, environment.began, _fork_server(settings)
-    )
-
-
 def _emulating_executor(config: pytest.Config, settings: Settings, environment: SessionEnvironment) -> EmulatingExecutor:
     """Make what runs cases on an emulated GPU of the platform.
 
@@ -117,20 +94,10 @@ def _emulating_executor(config: pytest.Config, settings: Settings, environment: 
         ValueError: no platform is named, or several are.
         CannotEmulate: it is none that can be emulated with what is installed.
     """
-    platform = _only_platform(config, settings, "--gpu-emulate emulates")
-    return EmulatingExecutor(platform, settings.timeout_seconds, environment.began, _fork_server(settings))
-
-
-def _only_platform(config: pytest.Config, settings: Settings, what: str) -> str:
-    """Return the one platform that the options name.
-
-    Raises:
-        ValueError: no platform is named, or several are.
-    """
     platforms = platforms_of_run(config, settings)
     if len(platforms) != 1:
         problem = (
             f"-m names {', '.join(platforms)}" if platforms else f"none is named{platform_meant(expression_of(config))}"
         )
-        raise ValueError(f"{what} one platform, and {problem}; add --gpu-platform=h100, or -m h100")
-    return platforms[0]
+        raise ValueError(f"--gpu-emulate emulates one platform, and {problem}; add --gpu-platform=h100, or -m h100")
+    return EmulatingExecutor(platforms[0], settings.timeout_seconds, environment.began, _fork_server(settings))

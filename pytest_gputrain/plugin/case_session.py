@@ -120,19 +120,18 @@ class CaseSession:
                 self.runner.declare(suite_of(item.path), case)
 
     def order(self, items: list[pytest.Item]) -> None:
-        """Sort the tests by what is predicted of their cases."""
+        """Sort the tests by what emulated runs tell of their cases."""
         if self.forecast is not None:
             self.forecast.order(items, lambda item: item.path, lambda item: (suite_of(item.path), _cases_of(item)))
 
-    def predicted_not_to_fit(self, items: Sequence[pytest.Item]) -> str | None:
-        """Return a warning of the cases that are predicted not to fit."""
+    def known_not_to_fit(self, items: Sequence[pytest.Item]) -> str | None:
+        """Return a warning of the cases that did not fit an emulated GPU."""
         if self.forecast is None:
             return None
         cases = {str(case): (suite_of(item.path), case) for item in items for case in _cases_of(item)}
         unfit = [name for name, (suite, case) in cases.items() if self.forecast.is_unfit(suite, case)]
-        return (
-            f"gputrain: predicted not to fit {self.forecast.platform}, and run last: {', '.join(unfit)}" if unfit else None
-        )
+        platform = self.forecast.platform
+        return f"gputrain: did not fit an emulated {platform}, and run last: {', '.join(unfit)}" if unfit else None
 
     def taken_for_a_cpu(self, items: Sequence[pytest.Item]) -> str | None:
         """Return a warning that the cases will run on the CPU although this machine has GPUs."""
@@ -168,7 +167,7 @@ class CaseSession:
             capture: Any = self.config.pluginmanager.get_plugin("capturemanager")
             uncaptured = capture.global_and_fixture_disabled if capture else contextlib.nullcontext
             settings = self.runner.settings
-            kind = "emulated" if settings.emulate else "predicted" if settings.predict else ""
+            kind = "emulated" if settings.emulate else ""
             self._progress_line = ProgressLine(self.config.get_terminal_writer().fullwidth, uncaptured, kind)
         self._progress_line.show(case, event, run)
 

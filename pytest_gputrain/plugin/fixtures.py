@@ -34,12 +34,9 @@ from pytest_gputrain.records import (
     EmulatedRun,
     LossStudy,
     Measurement,
-    Predicted,
-    Prediction,
     Result,
     Scale,
 )
-from pytest_gputrain.records.prediction import MEASURED_ONLY
 from pytest_gputrain.session.criteria import is_strict
 from pytest_gputrain.session.request import CaseRunner, Request
 from pytest_gputrain.utils.errors import BadCase, CannotRun, OtherPlatform
@@ -51,7 +48,7 @@ StepBuilder = Callable[..., Any]
 _NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 _KNOBS_OF_SCRIPTS: Final = ("model", "platforms", "warmup", "batch_size", "sequence_length")
-_FIGURES: Final = tuple(dict.fromkeys((*Measurement.__struct_fields__, *MEASURED_ONLY)))
+_FIGURES: Final = tuple(name for name in dir(Measurement) if not name.startswith("_"))
 """The figures of a case that a test may need."""
 
 
@@ -83,7 +80,7 @@ class GpuTrain:
         needs: Sequence[str] = (),
         inline: bool = False,
         **knobs: Any,
-    ) -> Measurement | Prediction | EmulatedRun:
+    ) -> Measurement | EmulatedRun:
         """Measure a case, or a function that builds a step, without judging the figures.
 
         Args:
@@ -92,17 +89,16 @@ class GpuTrain:
                 imports it by file and name.
             args: keyword arguments for that function, after its setup. They must be plain JSON values, and they are part
                 of the case's id.
-            needs: names of the figures that the test needs. Under ``--gpu-predict`` and ``--gpu-emulate`` the test is
-                skipped if one of them is not known there, such as ``step_seconds``.
+            needs: names of the figures that the test needs. Under ``--gpu-emulate`` the test is skipped if one of
+                them is not known there, such as ``step_seconds``.
             inline: run in this process. Any callable will do, but torch and its state stay in the process.
             knobs: fields of `Case` to set.
 
         A case without figures (out of memory, crashed, timed out) fails the test with the reason, and so does a case that
         exceeds a ``gpu_limit``. Under ``--gpu-find-batch`` the figures are those of the fastest batch. Under
-        ``--gpu-predict`` they are a `Prediction`, and under ``--gpu-emulate`` an `EmulatedRun`. Figures that these do not
-        have are None.
+        ``--gpu-emulate`` they are an `EmulatedRun`, whose figures of time are None.
         """
-        self._refuse_unpredictable(needs)
+        self._refuse_unknown(needs)
         result = self._run(functools.partial(self._case, what, inline, knobs, args), what, inline=inline, judged=False)
         failure = failure_of(result)
         if not failure and result.verdict is not None and result.verdict.status == "over-limit":
@@ -112,15 +108,13 @@ class GpuTrain:
         assert result.figures is not None, "without any there was a failure"
         return result.figures
 
-    def _refuse_unpredictable(self, needs: Sequence[str]) -> None:
-        """Fail a test that needs something that is no figure, and skip one that needs what cannot be predicted."""
+    def _refuse_unknown(self, needs: Sequence[str]) -> None:
+        """Fail a test that needs something that is no figure, and skip one that needs what an emulated GPU does not
+        have."""
         for name in (needs,) if isinstance(needs, str) else needs:
             if name not in _FIGURES:
                 raise _failed(f"needs={name!r} is not a figure of a case{did_you_mean(name, _FIGURES)}")
-            settings = self._runner.settings
-            if settings.predict and name in MEASURED_ONLY:
-                raise skipped(f"needs {name}, which cannot be predicted")
-            if settings.emulate and name not in EmulatedRun.__struct_fields__:
+            if self._runner.settings.emulate and name not in EmulatedRun.__struct_fields__:
                 raise skipped(f"needs {name}, which an emulated GPU does not have")
 
     def check(
@@ -142,7 +136,7 @@ class GpuTrain:
         a precision diverges that should converge.
 
         Returns:
-            A `Measured`, `Predicted`, `Emulated`, `BatchSearch` or `LossStudy`. Its ``figures`` are those of the first
+            A `Measured`, `Emulated`, `BatchSearch` or `LossStudy`. Its ``figures`` are those of the first
             process that gave some. They are None if running out of memory is the case's baseline.
         """
         case = functools.partial(self._case, what, inline, knobs, args)
@@ -276,9 +270,6 @@ class GpuTrain:
             properties.append(("gputrain.peak_allocated_bytes", result.summary.peak_allocated_bytes))
             if result.summary.scaling_efficiency is not None:
                 properties.append(("gputrain.scaling_efficiency", result.summary.scaling_efficiency))
-        if isinstance(result, Predicted) and result.figures is not None:
-            properties.append(("gputrain.predicted_peak_allocated_bytes", result.figures.peak_allocated_bytes))
-            properties.append(("gputrain.predicted_to_fit", result.figures.fits))
         if isinstance(result, Emulated) and result.figures is not None:
             properties.append(("gputrain.emulated_peak_allocated_bytes", result.figures.peak_allocated_bytes))
             properties.append(("gputrain.emulated_to_fit", result.figures.fits))
@@ -319,7 +310,7 @@ def lend_gpu(executor: Executor[Any]) -> Iterator[Gpu]:
     if executor.is_remote:
         pytest.skip("--gpu-executor runs cases on other machines, so there is no GPU to lend here")
     if not isinstance(executor, LocalExecutor):
-        pytest.skip("--gpu-predict and --gpu-emulate lend no GPU")
+        pytest.skip("--gpu-emulate lends no GPU")
     try:
         machine = executor.machine
     except HardwareError as error:

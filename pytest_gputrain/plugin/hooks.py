@@ -18,7 +18,7 @@ from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.plugin import marker_help
 from pytest_gputrain.plugin.deselected import DeselectedTests
 from pytest_gputrain.plugin.items import expression_of, has_cases, has_parameters, on_controller
-from pytest_gputrain.plugin.options import OPTIONS, ini_only_sentence
+from pytest_gputrain.plugin.options import OPTIONS, WITHOUT_PREDICT, ini_only_sentence
 from pytest_gputrain.utils.signals import terminable, undisturbed
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         else:
             action = "append" if option.repeated else "store"
             group.addoption(option.flag, action=action, default=None, metavar=option.metavar, help=help_text)
+    group.addoption("--gpu-predict", "--no-gpu-predict", action=_Predict, nargs=0, help=argparse.SUPPRESS)
+    parser.addini("gpu_predict", WITHOUT_PREDICT, default="")
 
 
 class _IniOnly(argparse.Action):
@@ -53,6 +55,13 @@ class _IniOnly(argparse.Action):
 
     def __call__(self, _parser: object, _namespace: object, value: object, option_string: str | None = None) -> None:
         raise pytest.UsageError(ini_only_sentence(str(option_string), None if value is None else str(value)))
+
+
+class _Predict(argparse.Action):
+    """The flag of an option that was removed."""
+
+    def __call__(self, *_: object) -> None:
+        raise pytest.UsageError(WITHOUT_PREDICT)
 
 
 @pytest.hookimpl(tryfirst=True)  # before conftest.py files import torch
@@ -106,8 +115,10 @@ def _refuse_unknown_settings(config: pytest.Config) -> None:
     """Refuse a misspelt ``-o gpu_name=value``, which pytest passes over, or only warns of, depending on its version.
 
     Raises:
-        pytest.UsageError: no plugin has a setting of this name.
+        pytest.UsageError: no plugin has a setting of this name, or the ini file has one that was removed.
     """
+    if config.getini("gpu_predict"):
+        raise pytest.UsageError(WITHOUT_PREDICT)
     for override in config.getoption("override_ini") or ():
         name = override.partition("=")[0]
         if name.startswith("gpu_"):
@@ -189,7 +200,7 @@ class GpuTrainPlugin:
 
     def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> list[str]:
         cases = self.cases_so_far
-        return list(filter(None, (cases.taken_for_a_cpu(items), cases.predicted_not_to_fit(items)))) if cases else []
+        return list(filter(None, (cases.taken_for_a_cpu(items), cases.known_not_to_fit(items)))) if cases else []
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.environment.collected(elsewhere=bool(self.cases_so_far and self.cases_so_far.runner.executor.is_remote))

@@ -282,8 +282,8 @@ OPTIONS: Final = (
         name="platform",
         metavar="MARKER",
         help=(
-            "the GPU that this machine must have (h100, a100, ...), or that is predicted or emulated; a GPU whose name is "
-            "not known is accepted as this one; cpu uses no GPU"
+            "the GPU that this machine must have (h100, a100, ...), or that is emulated; a GPU whose name is not "
+            "known is accepted as this one; cpu uses no GPU"
         ),
     ),
     Option(
@@ -432,15 +432,6 @@ OPTIONS: Final = (
         help=("run every case with each of these values for one of its knobs; several options run all combinations"),
     ),
     Option(
-        name="predict",
-        switch=True,
-        parse=_switch,
-        help=(
-            "predict memory, FLOPs, bytes and least time of every case on the platform that -m or --gpu-platform "
-            "names, without that GPU, and compare them with recorded predictions"
-        ),
-    ),
-    Option(
         name="emulate",
         switch=True,
         parse=_switch,
@@ -472,6 +463,13 @@ OPTIONS: Final = (
         ),
     ),
 )
+
+
+WITHOUT_PREDICT: Final = (
+    "--gpu-predict was removed: --gpu-emulate runs every case on an emulated GPU, and gputrain predict tells whether a "
+    "model fits a GPU"
+)
+"""The sentence that refuses this option of earlier versions."""
 
 
 def ini_only_sentence(flag: str, value: str | None) -> str:

@@ -82,7 +82,6 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         fleet_gpus=values["fleet-gpus"],
         fleet_jobs=values["fleet-jobs"],
         fleet_wait_seconds=values["fleet-wait"],
-        predict=bool(values["predict"]),
         emulate=bool(values["emulate"]),
         find_batch=bool(values["find-batch"]),
         find_batch_max=values["find-batch-max"],
@@ -189,7 +188,6 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
         _refuse_together("gpu_nodes", others, "it takes processes on all GPUs of each node")
     if values["executor"] != "local":
         others = {
-            "--gpu-predict": values["predict"],
             "--gpu-emulate": values["emulate"],
             **is_inline,
             "--gpu-ids": values["ids"],
@@ -197,16 +195,9 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
         }
         why = "cases run on machines that a scheduler chooses"
         _refuse_together(f"--gpu-executor={values['executor']}", others, why)
-    whys = {
-        "predict": "it trains nothing, and compares with recorded predictions",
-        "emulate": "it measures nothing, and compares with recorded figures of an emulated GPU",
-    }
-    for name, why in whys.items():
-        if not values[name]:
-            continue
+    if values["emulate"]:
         others = {
-            "--gpu-predict": name == "emulate" and values["predict"],
-            "--gpu-ids": name == "emulate" and values["ids"],
+            "--gpu-ids": values["ids"],
             "--gpu-find-batch": values["find-batch"],
             "--gpu-loss": values["loss"],
             f"--gpu-baseline={values['baseline']}": values["baseline"] != "measured",
@@ -214,7 +205,8 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
             **is_inline,
             "--gpu-resume": values["resume"] is not None,
         }
-        _refuse_together(f"--gpu-{name}", others, why)
+        why = "it measures nothing, and compares with recorded figures of an emulated GPU"
+        _refuse_together("--gpu-emulate", others, why)
     swept = dict(values["set"] or ())
     studies = [flag for flag, asked in (("--gpu-find-batch", values["find-batch"]), ("--gpu-loss", values["loss"])) if asked]
     if len(studies) > 1:

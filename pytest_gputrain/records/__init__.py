@@ -6,12 +6,12 @@ Both sides of the process boundary import this module, so it needs neither pytes
 field is keyword-only and carries its unit in its name, and one definition serves the wire, the files and the JSON Schema.
 """
 
-from pytest_gputrain.records.case import FORMAT, Case, Limit, Scale, Task, knob_text
+from pytest_gputrain.records.case import FORMAT, Case, Limit, Rates, Scale, Task, knob_text
 from pytest_gputrain.records.counts import CountCause, CountFigure, CountName, Counts, Place, SlowClass, StepCounts
-from pytest_gputrain.records.emulated import EmulatedRun
+from pytest_gputrain.records.emulated import EmulatedRun, OperatorWork, Recorded
 from pytest_gputrain.records.fleet import Conditions, Delivery, Host, Order
 from pytest_gputrain.records.history import HistoryLine
-from pytest_gputrain.records.prediction import LiveTensor, OperatorWork, Prediction, Target, TrainingPhase, WorkAtLines
+from pytest_gputrain.records.memory import LiveTensor, TrainingPhase
 from pytest_gputrain.records.reply import (
     Cause,
     Crashed,
@@ -35,13 +35,11 @@ from pytest_gputrain.records.result import (
     LossStudy,
     Measured,
     Origin,
-    Predicted,
     RankSpread,
     Report,
     Result,
     Study,
     Summary,
-    UnmeasuredResult,
 )
 from pytest_gputrain.records.trend import Change, Course, Moment, Trends
 from pytest_gputrain.records.verdict import (
@@ -100,11 +98,11 @@ __all__ = [
     "OutOfMemory",
     "Phase",
     "Place",
-    "Predicted",
-    "Prediction",
     "Published",
     "Rank",
     "RankSpread",
+    "Rates",
+    "Recorded",
     "Reply",
     "Report",
     "Result",
@@ -115,15 +113,12 @@ __all__ = [
     "StepCounts",
     "Study",
     "Summary",
-    "Target",
     "Task",
     "Telemetry",
     "TimedOut",
     "TrainingPhase",
     "Trends",
-    "UnmeasuredResult",
     "Verdict",
-    "WorkAtLines",
     "knob_text",
     "update_seconds",
 ]

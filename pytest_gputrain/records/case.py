@@ -10,7 +10,6 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
-from pytest_gputrain.records.prediction import Target
 from pytest_gputrain.records.whole import Whole
 
 FORMAT: Final = 2
@@ -230,6 +229,16 @@ class Limit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether it holds from the first step on, and not while the model is built."""
 
 
+class Rates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The peak rates of a GPU for one case."""
+
+    flops: dict[str, float]
+    """FLOP/s by arithmetic: ``fp32`` (that of TF32 if the case allows it), ``bf16``, ``fp16``, and ``tf32`` if convolutions
+    in fp32 may use it."""
+    bandwidth: float
+    """Bytes per second of the device memory."""
+
+
 class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The case file: everything a worker needs to know."""
 
@@ -257,16 +266,14 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Content of the config.json that the case's model was read from."""
     growth_bytes: Whole = 0
     """The memory that own code may keep after every round of its accumulation, as its test allows."""
-    target: Target | None = None
-    """The device to predict for on fake tensors, instead of training."""
     emulated: str = ""
     """Catalog marker of the GPU that is emulated; empty where the devices are real."""
     counts: bool = True
     """Whether it is counted what each step asks of an emulated GPU."""
     limit: Limit | None = None
     """The memory of an emulated GPU, if it is not to be its own."""
-    rates: Target | None = None
-    """The GPU whose peak rates give the least time of a step on an emulated one; None if nobody asks for it."""
+    rates: Rates | None = None
+    """Peak rates of the emulated GPU, which give the least time of a step; None if nobody asks for it."""
     memory_only: bool = False
     """Whether nothing but the bytes that a case takes of an emulated GPU is asked for: no work of its operators, which takes
     a further step, and no tensors at its peaks."""
@@ -285,7 +292,7 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Ranks of own code may do anything, so on emulated GPUs each of them runs, up to a number that a host has memory for.
         """
         runs_all = self.emulated and self.case.code and self.processes <= MOST_EMULATED
-        return self.target is not None or (bool(self.emulated) and not runs_all)
+        return bool(self.emulated) and not runs_all
 
     @property
     def variables_digest(self) -> str:

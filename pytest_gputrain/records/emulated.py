@@ -1,4 +1,4 @@
-"""Defines the record of a case that ran on an emulated GPU, and what its figures depend on."""
+"""Defines the record of a case that ran on an emulated GPU, what its figures depend on, and what is stored of it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from typing import Final
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
+from pytest_gputrain.records.case import Case, Scale
 from pytest_gputrain.records.counts import Counts
-from pytest_gputrain.records.prediction import (
-    FiguresWithoutTimes,
-    LiveTensor,
-    TrainingPhase,
-    WorkAtLines,
-    without_lines,
-)
+from pytest_gputrain.records.memory import LiveTensor, TrainingPhase, without_lines
 from pytest_gputrain.records.whole import Whole
 
 NOT_MADE: Final = (
@@ -23,14 +18,65 @@ NOT_MADE: Final = (
 )
 
 
-class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"):
-    """The figures of a case on an emulated GPU. There are no times, and the losses mean nothing.
+class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):
+    """The work of all calls of one operator in one step, and how it is divided among the lines of your own files."""
+
+    calls: Whole
+    """The number of calls."""
+    flops: Whole
+    """Their floating-point operations."""
+    bytes: Whole
+    """The bytes that they read and write."""
+    lines: tuple[tuple[str, Whole, Whole], ...] = ()
+    """A line such as ``train.py:41``, and the FLOPs and bytes of its calls; in a backward pass it is the line of the forward
+    pass. Baselines keep no names of lines, because lines move."""
+
+    def without_lines(self) -> OperatorWork:
+        """Return the work as baselines keep it."""
+        return msgspec.structs.replace(self, lines=tuple(sorted(("", flops, moved) for _, flops, moved in self.lines)))
+
+
+_MEASURED_ONLY: Final = frozenset(
+    {
+        "batch_size",
+        "counted_threads",
+        "counts_exactly",
+        "device_step_seconds",
+        "environment",
+        "free_bytes",
+        "holders",
+        "input_seconds",
+        "joules_per_step",
+        "losses",
+        "median_step_seconds",
+        "one_worker_seconds",
+        "other_processes",
+        "own_seconds",
+        "peak_host_bytes",
+        "ranks",
+        "samples_per_second",
+        "sequence_length",
+        "step_seconds",
+        "telemetry",
+        "tf32_share",
+        "tokens",
+        "tokens_per_second",
+        "tokens_per_step",
+        "uncompiled",
+        "updates",
+        "warmup_seconds",
+    }
+)
+"""The figures that a `Measurement` has and an `EmulatedRun` has not."""
+
+
+class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="outcome"):
+    """The figures of a case on an emulated GPU. There are no times, and the losses mean nothing. A figure that only a
+    `Measurement` has is None.
 
     It is exact: the same in every run with the same libraries. If the case has several processes, all of them ran if it
     is own code, and otherwise the first one.
     """
-
-    _described = "a run on an emulated GPU"
 
     device_name: str
     """The name that the driver of such a GPU reports. For a GPU that runs on kernels for another one: which GPU is emulated,
@@ -82,7 +128,7 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
     roofline_seconds: float | None = None
     """The least time of that step: the sum, over its operators, of the larger of arithmetic and memory traffic at the peak
     rates of the GPU. Not stored in baselines."""
-    operators: dict[str, WorkAtLines] = field(default_factory=dict)
+    operators: dict[str, OperatorWork] = field(default_factory=dict)
     """The work of each operator in that step, including recomputation."""
     counts: Counts | None = None
     """What each timed step asks of the GPU. None for a script, if the case does not fit, and in older files."""
@@ -90,6 +136,14 @@ class EmulatedRun(FiguresWithoutTimes, frozen=True, kw_only=True, tag="emulated"
     """Memory of libraries that is not known here, such as ``cuDNN's workspaces``."""
     notes: tuple[str, ...] = ()
     """Sentences that name the memory that was not counted."""
+
+    def update_seconds(self, accumulation: int) -> None:
+        """Return None: a `Measurement` has the seconds of an optimizer update."""
+
+    def __getattr__(self, name: str) -> None:
+        """Give None for a figure that a `Measurement` has and this has not."""
+        if name not in _MEASURED_ONLY:
+            raise AttributeError(f"a run on an emulated GPU has no {name}")
 
     @property
     def conditions(self) -> EmulatedConditions:
@@ -127,3 +181,20 @@ class EmulatedConditions(Struct, frozen=True, kw_only=True, forbid_unknown_field
     device_name: str
     device_memory_bytes: Whole
     runtime: str | None
+
+
+class Recorded(Struct, frozen=True, kw_only=True):
+    """The stored runs of one case on emulated GPUs of one platform."""
+
+    case: Case
+    scale: Scale
+    figures: tuple[EmulatedRun, ...]
+    """The figures of each set of conditions, the latest recorded last."""
+
+    def like(self, run: EmulatedRun) -> EmulatedRun | None:
+        """Return what is stored under the same conditions."""
+        return next((stored for stored in self.figures if stored.conditions == run.conditions), None)
+
+    def nearest(self, run: EmulatedRun) -> EmulatedRun:
+        """Return what is stored with the most libraries alike, and of several the latest."""
+        return max(reversed(self.figures), key=lambda stored: len(stored.packages.items() & run.packages.items()))

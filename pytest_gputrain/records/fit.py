@@ -8,7 +8,6 @@ from msgspec import Struct
 
 from pytest_gputrain.records.case import FORMAT, Case
 from pytest_gputrain.records.emulated import EmulatedRun
-from pytest_gputrain.records.prediction import Prediction
 from pytest_gputrain.records.whole import Whole
 
 Fit = Literal["fits", "incomplete", "within-error", "does-not-fit"]
@@ -36,9 +35,8 @@ class FitCell(Struct, frozen=True, kw_only=True):
     """The answer; None if there are no figures."""
     needed_bytes: Whole | None
     """The memory that nvidia-smi would show; if the case does not fit, that without a limit."""
-    figures: EmulatedRun | Prediction | None
-    """The figures of the case on an emulated GPU that has as much memory as the case takes. A prediction by rules, where no
-    GPU can be emulated."""
+    figures: EmulatedRun | None
+    """The figures of the case on an emulated GPU that has as much memory as the case takes."""
     failure: str = ""
     """Why there are no figures."""
     remedy: str = ""

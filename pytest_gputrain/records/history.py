@@ -21,9 +21,8 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
 
     format: Whole = FORMAT
     """The version of these keys."""
-    kind: Literal["measurement", "prediction", "emulation"]
-    """``prediction`` for a line of ``--gpu-predict``, ``emulation`` for one of ``--gpu-emulate``, otherwise
-    ``measurement``."""
+    kind: Literal["measurement", "emulation"]
+    """``emulation`` for a line of ``--gpu-emulate``, otherwise ``measurement``."""
     date: str
     """When the pytest run began, in UTC (ISO 8601)."""
     session: str
@@ -41,8 +40,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     platform: str
     """The marker of the machine, or ``unknown``."""
     device: str
-    """The name of the folder of its baselines; ``predicted/h100`` for a prediction, ``emulated/h100`` for an emulated
-    GPU."""
+    """The name of the folder of its baselines; ``emulated/h100`` for an emulated GPU."""
     device_name: str | None
     """The name that the driver reports. This and the following keys are null if no process lived long enough to report
     them."""
@@ -152,7 +150,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     args: str
     changed_variables: str | None
     """Names of the environment variables that the test had changed, separated by commas. Null for none."""
-    outcome: Literal["measured", "predicted", "emulated", "out_of_memory", "crashed", "timed_out", "lost"]
+    outcome: Literal["measured", "emulated", "out_of_memory", "crashed", "timed_out", "lost"]
     """What happened: the outcome of the first process that gave no figures, if there is one."""
     verdict: Status | None
     """The verdict. Null if the test only measured."""
@@ -216,11 +214,11 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     final_loss: float | None
     """The loss of the last timed step of the first process."""
     bytes_per_step: Whole | None
-    """For a prediction or an emulated run: the bytes that the operators read and write."""
+    """For an emulated run: the bytes that the operators read and write."""
     roofline_seconds: float | None
-    """For a prediction: the least time of a step."""
+    """For an emulated run: the least time of a step."""
     fits: bool | None
-    """Whether the case fits the platform, for a prediction or an emulated run."""
+    """Whether the case fits the platform, for an emulated run."""
     baseline_step_seconds: float | None
     """The time that the verdict compared with."""
     limit_step_seconds: float | None

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pytest_gputrain.records.emulated import EmulatedRun
-from pytest_gputrain.records.prediction import LiveTensor, TrainingPhase
+from pytest_gputrain.records.memory import LiveTensor, TrainingPhase
 from pytest_gputrain.records.whole import Whole
 
 Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "reply"]

@@ -8,7 +8,6 @@ from msgspec import Struct
 
 from pytest_gputrain.records.case import FORMAT, Case, Scale
 from pytest_gputrain.records.emulated import EmulatedRun
-from pytest_gputrain.records.prediction import Prediction
 from pytest_gputrain.records.reply import Crashed, Measurement, OutOfMemory, Reply, TimedOut
 from pytest_gputrain.records.study import LossCurve, Search
 from pytest_gputrain.records.verdict import Published, Verdict
@@ -146,42 +145,21 @@ class LossStudy(TrainedResult, frozen=True, kw_only=True, tag="loss_study"):
     """The curve of each precision, fp32 first."""
 
 
-class UnmeasuredResult(CaseResult, frozen=True, kw_only=True):
-    """The fields of results of cases that ran on no device. They have no times, and are the same in every process."""
+class Emulated(CaseResult, frozen=True, kw_only=True, tag="emulated"):
+    """A case that ran on an emulated GPU, by ``--gpu-emulate``. It has no times, and is the same in every process."""
 
-    reply: Prediction | EmulatedRun | OutOfMemory | Crashed | TimedOut
-    """The figures, or the failure of the process that was to give them."""
+    reply: EmulatedRun | OutOfMemory | Crashed | TimedOut
+    """The figures of the run, or the failure of its process."""
 
     @property
     def replies(self) -> tuple[Reply, ...]:
         """The reply, if it is a failure."""
-        return () if isinstance(self.reply, Prediction | EmulatedRun) else (self.reply,)
+        return () if isinstance(self.reply, EmulatedRun) else (self.reply,)
 
     @property
     def summary(self) -> None:
         """Always None, because nothing was measured."""
         return
-
-
-class Predicted(UnmeasuredResult, frozen=True, kw_only=True, tag="predicted"):
-    """A case that ``--gpu-predict`` predicted."""
-
-    reply: Prediction | OutOfMemory | Crashed | TimedOut
-    """The prediction, or the failure of the process that was to give it."""
-    remedy: str = ""
-    """A change that makes the case fit, if it does not, found by further predictions."""
-
-    @property
-    def figures(self) -> Prediction | None:
-        """The prediction, or None if it failed."""
-        return self.reply if isinstance(self.reply, Prediction) else None
-
-
-class Emulated(UnmeasuredResult, frozen=True, kw_only=True, tag="emulated"):
-    """A case that ran on an emulated GPU, by ``--gpu-emulate``."""
-
-    reply: EmulatedRun | OutOfMemory | Crashed | TimedOut
-    """The figures of the run, or the failure of its process."""
 
     @property
     def figures(self) -> EmulatedRun | None:
@@ -191,7 +169,7 @@ class Emulated(UnmeasuredResult, frozen=True, kw_only=True, tag="emulated"):
 
 Study = BatchSearch | LossStudy
 """A case that was asked something else than how it compares with its baseline."""
-Result = Measured | Predicted | Emulated | BatchSearch | LossStudy
+Result = Measured | Emulated | BatchSearch | LossStudy
 """One case in one test: a row of the table and of the JSON report."""
 
 

@@ -47,7 +47,7 @@ class Settings:
     timeout_seconds: float
     scale: Literal["auto", "full", "tiny"]
     platform: str | None
-    """Catalog marker that this machine passes for, or that is predicted for; None for what is detected."""
+    """Catalog marker that this machine passes for, or that is emulated; None for what is detected."""
     processes: int
     """Most processes of a case on a CPU."""
     gpu_ids: tuple[str, ...] | None
@@ -78,8 +78,6 @@ class Settings:
     fleet_jobs: int
     """Most jobs in the scheduler's queue."""
     fleet_wait_seconds: float
-    predict: bool
-    """Whether cases are predicted instead of run."""
     emulate: bool
     """Whether cases run on an emulated GPU."""
     find_batch: bool

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from pytest_gputrain.records.case import Case, Scale
 from pytest_gputrain.records.counts import CountFigure
-from pytest_gputrain.records.prediction import LiveTensor, TrainingPhase
+from pytest_gputrain.records.memory import LiveTensor, TrainingPhase
 from pytest_gputrain.records.published import Figures
 from pytest_gputrain.records.reply import Environment
 from pytest_gputrain.records.whole import Whole
@@ -21,7 +21,7 @@ FAILING: Final[tuple[Status, ...]] = ("regressed", "over-limit", "failed")
 """The verdicts that fail a test."""
 STRICTLY_FAILING: Final[tuple[Status, ...]] = ("inconclusive", "not-comparable", "new")
 """The verdicts that also fail a test in a strict run."""
-HeldTo = Literal["prediction", "published"]
+HeldTo = Literal["emulated", "published"]
 """The kind of figures that a case is compared with on a device that has no baseline yet."""
 MetricName = Literal[
     "step_seconds",
@@ -39,8 +39,7 @@ MetricName = Literal[
     "bytes_per_step",
     CountFigure,
 ]
-"""A real GPU gives no peak of a phase. Recomputed FLOPs and bytes are of predictions and emulated runs; counts of
-emulated runs."""
+"""A real GPU gives no peak of a phase. Recomputed FLOPs, bytes and counts are of emulated runs."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -21,13 +21,12 @@ from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.suite_noise import whole_suite
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Case, Emulated, Measured, Predicted, Report, Result, Verdict
-from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.records import Case, Emulated, Measured, Recorded, Report, Result, Verdict
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.report import history_lines, json_report, uncompared
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
+from pytest_gputrain.storage.emulated import EmulationStore
 from pytest_gputrain.storage.history import HistoryError, append
-from pytest_gputrain.storage.recorded import EmulationStore, PredictionStore
 from pytest_gputrain.storage.reports import to_baseline
 from pytest_gputrain.utils.git import RunInfo
 
@@ -68,7 +67,7 @@ class Collector:
         self._incomplete: set[int] = set()
         """The indices of the results whose baselines wait for further runs."""
         self._pending: dict[type[SuiteStore[Any, Any]], defaultdict[tuple[str, str], dict[str, Any]]] = {
-            store_type: defaultdict(dict) for store_type in (BaselineStore, PredictionStore, EmulationStore)
+            store_type: defaultdict(dict) for store_type in (BaselineStore, EmulationStore)
         }
         """The results that wait to be saved, by store, and there by device and suite."""
         self._recorded: dict[Path, int] = {}
@@ -137,10 +136,9 @@ class Collector:
             if chosen is first:
                 return
             self._stored[result.device, result.suite, result.key] = stored
-        if isinstance(result, Predicted | Emulated) and result.figures is not None:
-            store_type = PredictionStore if isinstance(result, Predicted) else EmulationStore
+        if isinstance(result, Emulated) and result.figures is not None:
             recorded = Recorded(case=Case(**result.case.identity()), scale=result.scale, figures=(result.figures,))
-            self._pending[store_type][result.platform, result.suite][result.key] = recorded
+            self._pending[EmulationStore][result.platform, result.suite][result.key] = recorded
             return
         assert isinstance(result, Measured), "nothing else is recorded"
         self._records_resumed = self._records_resumed or bool(result.resumed)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from pytest_gputrain.gate.memory import in_phase, tensor
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Emulated, EmulatedRun, Result
 from pytest_gputrain.report import rich_text
-from pytest_gputrain.report.predictions import largest_tensors
 from pytest_gputrain.report.results import latest, of_kind
 from pytest_gputrain.utils.units import format_bytes, format_flops
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _WIDE: Final = 110
 """Columns of a terminal that is wide enough for all figures."""
+_SHOWN_PEAKS: Final = 4
+"""Results up to whose number the tensors at the peaks are shown; the JSON report has them all."""
+_SHOWN_TENSORS: Final = 3
 
 
 def table(
@@ -58,7 +61,7 @@ def explain(results: Sequence[Result]) -> list[str]:
         f"emulated {first.device_name} with {format_bytes(first.device_memory_bytes)}, CUDA {first.runtime}: torch's own "
         "operators and allocator decided what was allocated; kernels computed nothing, and no time was measured"
     ]
-    lines += largest_tensors(runs)
+    lines += _largest_tensors(runs)
     accepted: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for result, _ in runs:
         if result.verdict and result.verdict.accepted:
@@ -90,3 +93,10 @@ def explain(results: Sequence[Result]) -> list[str]:
 def _compute(run: EmulatedRun) -> str:
     flops = (run.flops_per_step or 0) + (run.recomputed_flops_per_step or 0)
     return format_flops(flops) if flops else ""
+
+
+def _largest_tensors(runs: Sequence[tuple[Result, EmulatedRun]]) -> Iterator[str]:
+    """Name the largest tensors at the peak of each case, where there are few cases."""
+    for result, run in runs if len(runs) <= _SHOWN_PEAKS else ():
+        if (phase := run.peak_phase) and (largest := run.largest.get(phase, ())[:_SHOWN_TENSORS]):
+            yield f"{result.case} at its peak, {in_phase(phase)}: {', '.join(map(tensor, largest))}"

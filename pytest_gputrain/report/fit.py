@@ -9,7 +9,7 @@ from typing import Final
 from pytest_gputrain.cases.validation import ADAPTING
 from pytest_gputrain.gate.fit import loads_in_parts
 from pytest_gputrain.gate.memory import in_phase, tensor
-from pytest_gputrain.records import Case, EmulatedRun, Prediction, TrainingPhase, knob_text
+from pytest_gputrain.records import Case, EmulatedRun, TrainingPhase, knob_text
 from pytest_gputrain.records.emulated import NOT_MADE
 from pytest_gputrain.records.fit import Fit, FitCell, FitGpu, FitReport, LargestBatch
 from pytest_gputrain.report.tables import Form, TextTable, render
@@ -126,7 +126,7 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
             yield f"{name} at its peak, {what}"
     yield from _trained(report)
     yield from _unquantized(report)
-    ran = [cell.figures for cell in report.cells if isinstance(cell.figures, EmulatedRun)]
+    ran = [cell.figures for cell in report.cells if cell.figures is not None]
     yield from dict.fromkeys(note for run in ran for note in run.notes if note != NOT_MADE)
     for what in dict.fromkeys(what for run in ran for what in run.not_counted):
         gpus = dict.fromkeys(titles[cell.gpu] for cell in report.cells if _counts_not(cell, what))
@@ -154,13 +154,12 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
         )
     versions = ", ".join(f"{name} {version}" for name, version in sorted(report.packages.items()))
     compiled = "" if any(cell.case.compile != "off" for cell in report.cells) else ", not compiled"
-    runtimes = dict.fromkeys(cell.figures.runtime for cell in report.cells if isinstance(cell.figures, EmulatedRun))
-    how = f"run on emulated GPUs (CUDA {', '.join(map(str, runtimes))}) with" if runtimes else "predicted by rules for"
-    yield f"{how} {versions}{compiled}; nothing was computed"
+    runtimes = ", ".join(dict.fromkeys(str(run.runtime) for run in ran))
+    yield f"run on emulated GPUs (CUDA {runtimes}) with {versions}{compiled}; nothing was computed"
 
 
 def _counts_not(cell: FitCell, what: str) -> bool:
-    return isinstance(cell.figures, EmulatedRun) and what in cell.figures.not_counted
+    return cell.figures is not None and what in cell.figures.not_counted
 
 
 def _trained(report: FitReport) -> Iterator[str]:
@@ -205,7 +204,7 @@ _ORIGINS: Final[dict[TrainingPhase, str]] = {
 _SHOWN_SHARE: Final = 0.01
 
 
-def origins(figures: EmulatedRun | Prediction) -> list[tuple[str, int]]:
+def origins(figures: EmulatedRun) -> list[tuple[str, int]]:
     """Describe what is at the peak, with its bytes; without what is below a hundredth."""
     sizes = figures.peak_bytes_by_origin
     least = _SHOWN_SHARE * sum(sizes.values())

@@ -24,10 +24,8 @@ from pytest_gputrain.records import (
     Measured,
     Measurement,
     MetricName,
-    Predicted,
     Result,
     TrainingPhase,
-    UnmeasuredResult,
 )
 from pytest_gputrain.records.reply import failure_of
 from pytest_gputrain.records.result import CaseResult
@@ -36,12 +34,11 @@ from pytest_gputrain.storage.history import read
 from pytest_gputrain.utils.git import RunInfo
 from pytest_gputrain.utils.units import format_nics, format_topology
 
-Declared = Measured | Predicted | Emulated
+Declared = Measured | Emulated
 """Results of cases as they are declared."""
 
-_KINDS: Final[dict[type[CaseResult], Literal["measurement", "prediction", "emulation"]]] = {
+_KINDS: Final[dict[type[CaseResult], Literal["measurement", "emulation"]]] = {
     Measured: "measurement",
-    Predicted: "prediction",
     Emulated: "emulation",
 }
 
@@ -60,7 +57,7 @@ def lines_of(results: Sequence[Result], session: RunInfo) -> list[HistoryLine]:
 
     Searches and loss curves leave none: their figures are of other batches and steps than the case's.
     """
-    declared: Sequence[Declared] = latest(of_kind(results, Measured, Predicted, Emulated))
+    declared: Sequence[Declared] = latest(of_kind(results, Measured, Emulated))
     return [_line_of(part, part_session) for result in declared for part, part_session in _by_session(result, session)]
 
 
@@ -101,17 +98,15 @@ def _line_of(result: Declared, session: RunInfo) -> HistoryLine:
     failed = next((reply for reply in result.replies if not isinstance(reply, Measurement)), None)
     environments = [getattr(reply, "environment", None) for reply in result.replies]
     environment: Environment | None = next(filter(None, environments), None)
-    prediction = result.figures if isinstance(result, Predicted) else None
     emulated = result.figures if isinstance(result, Emulated) else None
-    exact = prediction or emulated
     verdict, summary = result.verdict, result.summary
-    outcome: Any = "predicted" if prediction else "emulated" if emulated else "measured"
+    outcome: Any = "emulated" if emulated else "measured"
     outcome = "out_of_memory" if emulated and not emulated.fits else outcome
     sentence = verdict.sentence if verdict else None
     if failed is not None:
         outcome = failure_of(failed)
         sentence = sentence or f"{result.case} {describe_failure(failed)}"
-    packages = exact.packages if exact else environment.packages if environment else {}
+    packages = emulated.packages if emulated else environment.packages if environment else {}
     steps = [run.median_step_seconds for run in measured]
     scatter = [abs(step - middle) for run, middle in zip(measured, steps, strict=True) for step in run.step_seconds]
     first = measured[0] if measured else None
@@ -150,9 +145,9 @@ def _line_of(result: Declared, session: RunInfo) -> HistoryLine:
         **{name: _count(result, measured, name) for name in _COUNTS},  # type: ignore[arg-type]
         **{name: _phase(result, measured, phase) for name, phase in PHASES.items()},  # type: ignore[arg-type]
         final_loss=losses[-1] if losses else None,
-        bytes_per_step=exact.bytes_per_step if exact else None,
-        roofline_seconds=prediction.roofline_seconds if prediction else None,
-        fits=exact.fits if exact else None,
+        bytes_per_step=emulated.bytes_per_step if emulated else None,
+        roofline_seconds=emulated.roofline_seconds if emulated else None,
+        fits=emulated.fits if emulated else None,
         step_sensitivity=time.sensitivity if time else None,
         **compared,  # type: ignore[arg-type]
     )
@@ -186,7 +181,7 @@ _COUNTS: Final = (
     "flops_per_step",
     "recomputed_flops_per_step",
 )
-"""Whole numbers that every process counts for itself, or that a prediction has."""
+"""Whole numbers that every process counts for itself, or that an emulated GPU gives."""
 
 _COMPARED: Final[dict[MetricName, str]] = {
     "step_seconds": "step_seconds",
@@ -195,14 +190,14 @@ _COMPARED: Final[dict[MetricName, str]] = {
 
 
 def _count(result: Result, measured: Sequence[Measurement], name: str) -> int | None:
-    if isinstance(result, UnmeasuredResult):
+    if isinstance(result, Emulated):
         return getattr(result.figures, name, None)
     values = [value for run in measured if (value := getattr(run, name)) is not None]
     return statistics.median_high(values) if values else None
 
 
 def _phase(result: Result, measured: Sequence[Measurement], phase: TrainingPhase) -> int | None:
-    if isinstance(result, UnmeasuredResult):
+    if isinstance(result, Emulated):
         return result.figures.phase_peak_bytes.get(phase) if result.figures else None
     peaks = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
     return statistics.median_high(peaks) if peaks else None

@@ -36,7 +36,7 @@ class ProgressLine:
     Args:
         width: columns of the terminal.
         uncaptured: makes a context in which ``sys.stdout`` is the terminal.
-        kind: of the figures to come, where they are no measurements: ``emulated`` or ``predicted``.
+        kind: of the figures to come, where they are no measurements: ``emulated``.
     """
 
     def __init__(

@@ -142,7 +142,7 @@ def _shown(metric: Metric, result: Result | None, beside: Figure | None = None) 
 
 
 def outcome(result: Result) -> str:
-    """Say in a word or two why a case has no figures; a prediction alone is none."""
+    """Say in a word or two why a case has no figures."""
     if not result.replies or isinstance(reply := result.replies[-1], Measurement):
         return ""
     return FAILURES["refused" if isinstance(reply, Crashed) and reply.refused else failure_of(reply)]

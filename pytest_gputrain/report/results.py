@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
-from pytest_gputrain.records import Emulated, Predicted, Result, Verdict
+from pytest_gputrain.records import Emulated, Result, Verdict
 
 FAILURES: Final[dict[str, str]] = {
     "out_of_memory": "OOM",
@@ -47,20 +47,16 @@ BY_ATTENTION: Final = (
     "recorded",
     "pass",
     "measured",
-    "predicted",
     "emulated",
 )
 """The results of `verdict_of`, the most urgent first."""
 
 
 def verdict_of(result: Result) -> str:
-    """Return the verdict, or ``measured``, ``predicted``, ``emulated``, ``failed`` where nobody judged, as tables show
-    it."""
+    """Return the verdict, or ``measured``, ``emulated``, ``failed`` where nobody judged, as tables show it."""
     verdict: Verdict | None = result.verdict
     if verdict:
         return verdict.status
     if result.figures is None:
         return "failed"
-    if isinstance(result, Emulated):
-        return "emulated"
-    return "predicted" if isinstance(result, Predicted) else "measured"
+    return "emulated" if isinstance(result, Emulated) else "measured"

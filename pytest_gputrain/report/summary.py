@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from pytest_gputrain.records import Result, UnmeasuredResult
+from pytest_gputrain.records import Emulated, Result
 from pytest_gputrain.report import published, terminal
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.results import BY_ATTENTION, latest, verdict_of
@@ -67,7 +67,7 @@ def lines(
 
 
 def _row(result: Result) -> tuple[str, ...]:
-    if isinstance(result, UnmeasuredResult) and result.figures is not None:
+    if isinstance(result, Emulated) and result.figures is not None:
         seconds, peak = "", format_bytes(result.figures.peak_allocated_bytes)
     elif result.summary is not None:
         seconds = format_seconds(result.summary.median_step_seconds)

@@ -21,11 +21,10 @@ from pytest_gputrain.records import (
     MetricName,
     MetricVerdict,
     OutOfMemory,
-    Predicted,
     Result,
 )
 from pytest_gputrain.records.counts import COUNT_FIGURES
-from pytest_gputrain.report import emulations, predictions, published, rich_text, studies
+from pytest_gputrain.report import emulations, published, rich_text, studies
 from pytest_gputrain.report.results import BY_ATTENTION, of_kind, verdict_of
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds, format_topology
 
@@ -41,7 +40,6 @@ _STYLES: Final = {
     "new": "yellow",
     "not-comparable": "yellow",
     "measured": "",
-    "predicted": "",
     "emulated": "",
 }
 _METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": "", "script": ""}
@@ -66,8 +64,6 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
         console.print(rich_text.text(f"{suite} on {device}{size}", style="bold"))
         for line in _links(members):
             console.print(rich_text.text(line, style="dim"))
-        if predicted := of_kind(members, Predicted):
-            console.print(predictions.table(predicted, _names, _verdict, width))
         if emulated := of_kind(members, Emulated):
             console.print(emulations.table(emulated, _names, _verdict, published.outcome, width))
         if measured := of_kind(members, Measured):
@@ -139,7 +135,6 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
             f"{count(len(uncompiled), 'case')} not compiled: {use} torch.compile, which has no effect on a CPU, "
             "because tensors are counted one by one; its effect shows on a GPU"
         )
-    lines += predictions.explain(results)
     lines += emulations.explain(results)
     lines += [f"{count(number, 'case')} with {reason}" for reason, number in reasons.items()]
     lines += [
@@ -182,8 +177,8 @@ def _environments(results: Sequence[Result]) -> Iterator[str]:
 _DOUBTS: Final = {
     "accepted": "recorded although worse than the baseline before",
     "inconclusive": "in doubt",
-    "prediction": "without a baseline, compared with its prediction",
-    "published": "without a baseline or prediction, compared with its published memory",
+    "emulated": "without a baseline, compared with an emulated run",
+    "published": "without a baseline or an emulated run, compared with its published memory",
     "new": "without a baseline",
     "not-comparable": "not comparable with the baseline",
     "other-conditions": "compared with a baseline of other versions",
@@ -358,7 +353,7 @@ def _links(results: Sequence[Result]) -> list[str]:
 
 
 def _device(result: Result) -> str:
-    kind = " (predicted)" if isinstance(result, Predicted) else " (emulated)" if isinstance(result, Emulated) else ""
+    kind = " (emulated)" if isinstance(result, Emulated) else ""
     if result.platform == CPU:
         return f"CPU{kind}"
     return f"{title_of(result.platform, result.device)} x{result.case.gpus}{kind}"

@@ -36,7 +36,7 @@ def line(results: Sequence[Result], *, skipped: int = 0, unclaimed: int = 0) -> 
             continue
         missing = {metric.metric for metric in verdict.metrics if metric.status == "not-comparable"}
         missing |= {limit.metric for limit in verdict.limits if limit.status == "not-judged"}
-        missing |= {"step_seconds"} if is_held else set()  # which no prediction and no row of another machine limits
+        missing |= {"step_seconds"} if is_held else set()  # which no emulated run and no row of another machine limits
         metrics.update(METRIC_NAMES[metric] for metric in sorted(missing))
     parts = [f"{count(number, 'case')} {what}" for what, number in cases.items()]
     parts += [f"{name} of {count(number, 'case')}" for name, number in metrics.items()]

@@ -96,11 +96,12 @@ class CriteriaLookup:
         baseline, hint = self._baseline(suite, key, task, host) if compares_stored else (None, "")
         is_recorded = judged and records(self.settings, recorded=baseline is not None)
         wanted = self.wanted(host, records=is_recorded)
-        prediction = None
+        emulated = None
         if compares_stored and baseline is None and self._report is None and host.gpus and task.scale == "full":
-            prediction = self._forecast(host.platform).of(suite, case)
+            emulated = self._forecast(host.platform).of(suite, case)
+            emulated = emulated if emulated is not None and emulated.fits else None
         row, published_for = None, None
-        if compares_stored and baseline is None and prediction is None and self._report is None and host.gpus:
+        if compares_stored and baseline is None and emulated is None and self._report is None and host.gpus:
             row = self._fallback_row(host.platform, suite, case)
         if self._published is not None:
             row = self._published.get(host.platform, suite, str(case))
@@ -114,7 +115,7 @@ class CriteriaLookup:
             tolerance=tolerance_of(self.settings, terms),
             baseline=baseline,
             hint=hint,
-            prediction=prediction,
+            emulated=emulated,
             variables=tuple(task.variables),
             prior=PRIOR_SD if baseline is None else self._prior(host.device, suite),
             row=row,
@@ -124,7 +125,7 @@ class CriteriaLookup:
         )
 
     def _fallback_row(self, platform: str, suite: str, case: Case) -> Published | None:
-        """Return the published row of a case that has neither baseline nor prediction; None where there is none."""
+        """Return the published row of a case that has neither a baseline nor an emulated run; None where there is none."""
         return None if self._fallback is None else self._fallback.get(platform, suite, str(case))
 
     @functools.cached_property

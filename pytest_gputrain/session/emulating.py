@@ -1,4 +1,4 @@
-"""Runs the cases of one pytest process on emulated GPUs instead of real ones."""
+"""Answers the requests of one pytest process by running its cases on emulated GPUs instead of real ones."""
 
 from __future__ import annotations
 
@@ -7,51 +7,104 @@ import shlex
 
 import msgspec
 
-from pytest_gputrain.execution.emulated import EmulatingExecutor
+from pytest_gputrain.cases.identity import key_of
+from pytest_gputrain.execution.emulated import EmulatedReply, EmulatingExecutor
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.gate.count_lines import count_changes
 from pytest_gputrain.gate.emulation import judge
-from pytest_gputrain.gate.limits import judge_exact
-from pytest_gputrain.records import Case, Counts, Emulated, EmulatedRun, LimitVerdict, Task, Verdict
+from pytest_gputrain.gate.limits import judge_exact, with_limits
+from pytest_gputrain.gate.messages import describe_failure
+from pytest_gputrain.hardware import catalog
+from pytest_gputrain.records import Case, Counts, Emulated, EmulatedRun, LimitVerdict, Recorded, Result, Task, Verdict
 from pytest_gputrain.records.counts import COUNT_FIGURES
-from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.records.settings import Settings
-from pytest_gputrain.session.criteria import count_terms_of, records
+from pytest_gputrain.session.criteria import count_terms_of, records, refuse_missing_folder
 from pytest_gputrain.session.replies import Watch
-from pytest_gputrain.session.request import Request
-from pytest_gputrain.session.unmeasured import UnmeasuredRunner
-from pytest_gputrain.storage.recorded import EmulationStore
-from pytest_gputrain.utils.errors import CannotRun
+from pytest_gputrain.session.request import CaseRunner, Request, result_fields
+from pytest_gputrain.session.selection import refuse_unfit
+from pytest_gputrain.session.tasks import TaskMaker
+from pytest_gputrain.storage.baselines import BaselineError
+from pytest_gputrain.storage.emulated import EmulationStore
+from pytest_gputrain.utils.errors import BadCase, CannotRun
 
 
-class EmulatingRunner(UnmeasuredRunner[EmulatedRun]):
+class EmulatingRunner(CaseRunner):
     """Answers requests by running cases on emulated GPUs of one platform, each once: nothing there is noisy.
 
     Growth of what steps ask of the GPU fails a case if a second process confirms it.
+
+    Args:
+        executor: gives the figures.
+        environment: variables of the session.
+        watch: called with each progress event.
     """
 
-    source = "an emulated GPU"
-    failing = "figures"
-    processes_trained = 1
-    result_type = Emulated
-    store_type = EmulationStore
-
     def __init__(
-        self, settings: Settings, executor: EmulatingExecutor, environment: SessionEnvironment, watch: Watch
+        self,
+        settings: Settings,
+        executor: EmulatingExecutor,
+        environment: SessionEnvironment,
+        watch: Watch = lambda case, event, run: None,
     ) -> None:
-        super().__init__(settings, executor, environment, watch, emulated=executor.host.platform)
+        tasks = TaskMaker(settings, lambda: executor.host, environment, executor.host.platform)
+        super().__init__(settings, executor, tasks)
+        self._executor = executor
+        self._watch = watch
+        self._store = EmulationStore(settings.baseline_dir)
 
-    def _refuse(self, case: Case) -> None:
-        if case.servers:
+    def run(self, request: Request) -> Result:
+        """Find the case's figures, unless this session did already, and compare them with what is recorded if asked."""
+        host = self.executor.host
+        refuse_unfit(request.case, request.markers, request.expression, host, self.settings)
+        if request.case.servers:
             raise CannotRun("takes parameter servers, which have to answer, and an emulated GPU runs the first worker alone")
-
-    def _task(self, request: Request) -> Task:
+        if request.inline:
+            raise CannotRun("runs inline, but an emulated GPU needs a process of its own")
+        self._declared.refuse_same_id(request.suite, request.case)
         case = self._tasks.with_steps(request.case)
-        return self._tasks.make(case, request.module, growth_bytes=request.terms.growth_bytes)
+        task = self._tasks.make(case, request.module, growth_bytes=request.terms.growth_bytes)
+        case = task.case
+        recorded = self._recorded(request, task) if request.judged else None
+        self._declared.refuse_namesake(request.suite, case, recorded.case if recorded else None)
+        reply, verdict = self._reply(task), None
+        if isinstance(reply, EmulatedRun):
+            verdict = self._judged(request, task, reply, recorded) if request.judged else None
+            verdict = with_limits(case, verdict, self._limits(request, task, reply))
+        elif request.judged:
+            verdict = Verdict(status="failed", sentence=f"{case} {describe_failure(reply, 'figures')}")
+        return Emulated(**result_fields(request, task, host, verdict), reply=reply)
 
-    def _verdict(
-        self, request: Request, task: Task, figures: EmulatedRun, recorded: Recorded[EmulatedRun] | None, title: str
-    ) -> Verdict:
+    def _recorded(self, request: Request, task: Task) -> Recorded | None:
+        """Look up what is recorded of the case.
+
+        Raises:
+            BadCase: what is recorded cannot be read.
+        """
+        refuse_missing_folder(self.settings)
+        try:
+            return self._store.get(self.executor.host.platform, request.suite, key_of(task.case, task.scale))
+        except BaselineError as error:
+            raise BadCase(str(error)) from None
+
+    def _reply(self, task: Task) -> EmulatedReply:
+        return self._executor.run(task, watch=lambda event: self._watch(task.case, event, 1))
+
+    def _judged(self, request: Request, task: Task, figures: EmulatedRun, recorded: Recorded | None) -> Verdict:
+        """Judge the figures, or record them."""
+        title = catalog.title_of(self.executor.host.platform)
+        verdict = self._verdict(request, task, figures, recorded, title)
+        if not records(self.settings, recorded=recorded is not None):
+            return verdict
+        instead = f"; before, {verdict.sentence}" if recorded is not None and verdict.status != "pass" else ""
+        accepted = _accepted(task.case, figures, recorded) if recorded is not None else ()
+        described = f"these figures of an emulated {title}{'' if figures.fits else f', not fitting {title},'}"
+        sentence = f"{task.case} has {described} as its baseline now{instead}"
+        return msgspec.structs.replace(
+            verdict, status="recorded", sentence=sentence, before=verdict.status, accepted=accepted
+        )
+
+    def _verdict(self, request: Request, task: Task, figures: EmulatedRun, recorded: Recorded | None, title: str) -> Verdict:
+        """Judge the figures against what is recorded."""
         case = task.case
         judge_with = functools.partial(judge, case, figures, recorded, title, count_terms_of(self.settings, request.terms))
         verdict = judge_with()
@@ -67,15 +120,10 @@ class EmulatingRunner(UnmeasuredRunner[EmulatedRun]):
         return msgspec.structs.replace(verdict, sentence=sentence)
 
     def _limits(self, request: Request, task: Task, figures: EmulatedRun) -> tuple[LimitVerdict, ...]:
+        """Judge the figures against the limits of the test."""
+        peak = figures.peak_allocated_bytes
         judge_with = functools.partial(
-            judge_exact,
-            request.terms.caps,
-            task.case,
-            figures.peak_allocated_bytes,
-            scale=task.scale,
-            what=self.source,
-            runs=self.processes_trained,
-            counts=figures.counts,
+            judge_exact, request.terms.caps, task.case, peak, scale=task.scale, counts=figures.counts
         )
         limits = judge_with()
         if any(limit.status == "over-limit" and limit.metric in COUNT_FIGURES for limit in limits):
@@ -88,11 +136,10 @@ class EmulatingRunner(UnmeasuredRunner[EmulatedRun]):
         counts = reply.counts if isinstance(reply, EmulatedRun) else None
         return counts or Counts(steps=(), kinds=())
 
-    def _accepted(self, case: Case, figures: EmulatedRun, recorded: Recorded[EmulatedRun]) -> tuple[str, ...]:
-        before = recorded.like(figures) or recorded.nearest(figures)
-        if before.counts is None or figures.counts is None or recorded.case.identity() != case.identity():
-            return ()
-        return tuple(count_changes(before.counts, figures.counts))
 
-    def _described(self, figures: EmulatedRun, title: str) -> str:
-        return f"these figures of an emulated {title}{'' if figures.fits else f', not fitting {title},'}"
+def _accepted(case: Case, figures: EmulatedRun, recorded: Recorded) -> tuple[str, ...]:
+    """Name each count that an update changes, before and after."""
+    before = recorded.like(figures) or recorded.nearest(figures)
+    if before.counts is None or figures.counts is None or recorded.case.identity() != case.identity():
+        return ()
+    return tuple(count_changes(before.counts, figures.counts))

@@ -13,12 +13,11 @@ import msgspec
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.libraries import how_to_install, missing
 from pytest_gputrain.cases.validation import problem
-from pytest_gputrain.gate.fit import Figures, Need, judge, largest_batch, need_of, tight
+from pytest_gputrain.gate.fit import Need, judge, largest_batch, need_of, tight
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS
-from pytest_gputrain.hardware.targets import target_of
-from pytest_gputrain.records import Case
+from pytest_gputrain.records import Case, EmulatedRun
 from pytest_gputrain.records.fit import FitCell, LargestBatch
-from pytest_gputrain.session.fit_engines import FitEngine
+from pytest_gputrain.session.fit_engines import EmulatedCells
 from pytest_gputrain.session.remedies import remedy
 from pytest_gputrain.utils.errors import BadCase
 
@@ -119,7 +118,7 @@ def _seconds(case: Case) -> float:
     kinds = config.get("layer_types")
     linear = kinds.count("linear_attention") if isinstance(kinds, list) else 0
     more = _LINEAR_SECONDS * linear + case.sequence_length * _token_seconds(case)
-    layers = architecture.repetitions or config.get("num_hidden_layers", 0)
+    layers = config.get("num_hidden_layers") or config.get("num_layers")
     if not isinstance(layers, int):  # in a config.json that the worker will refuse
         layers = 0
     sharded = _SHARDED if case.parallel in ("fsdp", "zero3") else 1
@@ -134,12 +133,12 @@ class Fitting:
         note: called with a text about each step that is done, and how many of how many.
     """
 
-    def __init__(self, engine: FitEngine, processes: int, note: Callable[[str, int, int], None]) -> None:
+    def __init__(self, engine: EmulatedCells, processes: int, note: Callable[[str, int, int], None]) -> None:
         self._engine = engine
         self._threads = ThreadPoolExecutor(processes, "fit")
         self._note = note
         self._lock = threading.Lock()
-        self._known: dict[tuple[Case, str, int], Future[Figures]] = {}
+        self._known: dict[tuple[Case, str, int], Future[EmulatedRun]] = {}
 
     def close(self) -> None:
         """End what still runs."""
@@ -188,7 +187,9 @@ class Fitting:
     def _cell(self, asked: Asked) -> FitCell:
         case, gpu = asked
         try:
-            found = judge(case, _memory(gpu), lambda memory: self._figures(case, gpu, memory, memory_only=memory > 0))
+            found = judge(
+                case, PLATFORMS[gpu].usable_bytes, lambda memory: self._figures(case, gpu, memory, memory_only=memory > 0)
+            )
         except BadCase as error:
             return FitCell(case=case, gpu=gpu, fit=None, needed_bytes=None, figures=None, failure=str(error))
         return FitCell(case=case, gpu=gpu, fit=found.fit, needed_bytes=found.needed_bytes, figures=self._figures(case, gpu))
@@ -216,7 +217,7 @@ class Fitting:
             return needs[batch]
 
         try:
-            batch, failure = largest_batch(need, tried, tight(_memory(gpu)), MOST_BATCH), ""
+            batch, failure = largest_batch(need, tried, tight(PLATFORMS[gpu].usable_bytes), MOST_BATCH), ""
         except BadCase as error:
             batch, failure = 0, str(error)
         return LargestBatch(
@@ -230,9 +231,9 @@ class Fitting:
         )
 
     def _need(self, case: Case, gpu: str) -> Need:
-        return need_of(case, _memory(gpu), lambda memory: self._figures(case, gpu, memory, memory_only=True))
+        return need_of(case, PLATFORMS[gpu].usable_bytes, lambda memory: self._figures(case, gpu, memory, memory_only=True))
 
-    def _figures(self, case: Case, gpu: str, memory_bytes: int = 0, *, memory_only: bool = False) -> Figures:
+    def _figures(self, case: Case, gpu: str, memory_bytes: int = 0, *, memory_only: bool = False) -> EmulatedRun:
         """Return the figures of a case on a GPU of so much memory, which are found once.
 
         Raises:
@@ -254,9 +255,3 @@ class Fitting:
 
 def _without_batch(case: Case) -> Case:
     return case.replace(batch_size=1)
-
-
-def _memory(gpu: str) -> int:
-    memory = target_of(gpu).memory_bytes
-    assert memory is not None, "every GPU of the catalog has a limit"
-    return memory

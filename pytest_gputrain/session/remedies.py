@@ -7,15 +7,15 @@ from typing import Any, Final
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.validation import problem
-from pytest_gputrain.gate.fit import Figures, Need
-from pytest_gputrain.records import Case
+from pytest_gputrain.gate.fit import Need
+from pytest_gputrain.records import Case, EmulatedRun
 from pytest_gputrain.utils.units import format_bytes
 
 Try = Callable[[Case], Need | None]
 """The memory of a changed case; None where there is none."""
 
 
-def remedy(case: Case, figures: Figures, attempt: Try, *, may_fit: bool = False) -> str:
+def remedy(case: Case, figures: EmulatedRun, attempt: Try, *, may_fit: bool = False) -> str:
     """Return a sentence's end: the cheapest change under which the case fits, or that none of those tried is enough.
 
     Args:
@@ -71,7 +71,7 @@ def _changes(case: Case, *, has_logits: bool) -> Iterator[dict[str, Any]]:
         yield {"batch_size": 1, "gradient_accumulation": whole, **checkpointing}
 
 
-def _hint(case: Case, figures: Figures) -> str:
+def _hint(case: Case, figures: EmulatedRun) -> str:
     """Describe what only a change of code can do."""
     words = None if case.code else _vocabulary(case)
     logits = [

@@ -41,7 +41,7 @@ class Request:
 
 
 class CaseRunner:
-    """Answers the requests of the tests of one pytest process: by measuring, predicting or emulating.
+    """Answers the requests of the tests of one pytest process: by measuring or emulating.
 
     Args:
         executor: runs the cases.

@@ -95,7 +95,7 @@ def refuse_unfit(
 
     Args:
         markers, expression: as of `why_skipped`, for the markers of the test without those of the case.
-        host: the machine, or under ``--gpu-predict`` and ``--gpu-emulate`` the one that is predicted for or emulated.
+        host: the machine, or under ``--gpu-emulate`` the one that is emulated.
         scaling: the test wants to know how the case scales.
 
     Raises:
@@ -106,8 +106,7 @@ def refuse_unfit(
         raise BadCase(wrong)
     declared = platforms_of(case.platforms) if case.platforms else ()
     if reason := why_skipped({*markers, *declared}, expression, host.platform, case.gpus):
-        verb = "predicts for" if settings.predict else "emulates" if settings.emulate else ""
-        raise OtherPlatform(f"not declared for {host.platform}, which this run {verb}" if verb else reason)
+        raise OtherPlatform(f"not declared for {host.platform}, which this run emulates" if settings.emulate else reason)
     lacking = what_lacks(
         case, gpus=host.gpus, most_nodes=settings.nodes, most_processes=settings.processes, all_of_them=scaling
     )
@@ -119,8 +118,6 @@ def refuse_unfit(
 
 def _refuse_script(case: Case, host: Host, settings: Settings) -> None:
     """Refuse a script where nothing can be known of it; arguments and errors as of `refuse_unfit`."""
-    if settings.predict:
-        raise CannotRun("is a script, which --gpu-predict cannot run on fake tensors; --gpu-emulate runs it")
     if settings.find_batch or settings.loss_steps is not None:
         raise BadCase(f"{case} is a script, which --gpu-find-batch and --gpu-loss cannot change; deselect its test")
     if settings.isolation == "inline":

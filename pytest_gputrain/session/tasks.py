@@ -13,19 +13,18 @@ from pytest_gputrain.cases.deepspeed_config import with_config
 from pytest_gputrain.cases.model_config import config_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.gate.scaling import one_worker
-from pytest_gputrain.hardware.targets import with_tf32
-from pytest_gputrain.records import Case, Host, Scale, Target, Task
+from pytest_gputrain.hardware.rates import rates_of
+from pytest_gputrain.records import Case, Host, Scale, Task
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.utils.errors import BadCase
 
 
-def full_size_task(case: Case, root: Path, *, target: Target | None = None, emulated: str = "") -> Task:
+def full_size_task(case: Case, root: Path, emulated: str) -> Task:
     """Make the task of a case that no test asks for.
 
     Args:
         root: folder that files named by the case are relative to.
-        target: what it is to be predicted for.
-        emulated: marker of the GPU that it runs on where it is emulated.
+        emulated: marker of the emulated GPU that it runs on.
 
     Raises:
         BadCase: its file of options for DeepSpeed is not what it should be.
@@ -34,14 +33,14 @@ def full_size_task(case: Case, root: Path, *, target: Target | None = None, emul
     return Task(
         case=case,
         scale="full",
-        device_type="gpu" if emulated else "cpu",
+        device_type="gpu",
         processes=case.gpus,
         servers=case.servers,
         root=str(root),
         deepspeed=further,
         model_config=config_of(case),
-        target=target,
         emulated=emulated,
+        rates=rates_of(emulated, case.tf32),
     )
 
 
@@ -51,7 +50,6 @@ class TaskMaker:
     Args:
         host: returns the machine that they are for; asked when the first is made, since collecting needs no driver.
         environment: variables of the session.
-        target: what they are to be predicted for; None where they really run.
         emulated: marker of the GPU that they run on where it is emulated.
     """
 
@@ -60,13 +58,11 @@ class TaskMaker:
         settings: Settings,
         host: Callable[[], Host],
         environment: SessionEnvironment,
-        target: Target | None = None,
         emulated: str = "",
     ) -> None:
         self._settings = settings
         self._host = host
         self._environment = environment
-        self._target = target
         self._emulated = emulated
 
     def scale(self) -> Scale:
@@ -103,19 +99,18 @@ class TaskMaker:
         task = Task(
             case=case,
             scale=self.scale(),
-            # Fake tensors are labelled cpu, so that a torch without CUDA can run them.
-            device_type="cpu" if self._target else self._host().device_type,
+            device_type=self._host().device_type,
             processes=self.processes(case.gpus),
             servers=self.processes(case.servers),
-            nodes=1 if self._target or self._emulated else self._nodes(case),
+            nodes=1 if self._emulated else self._nodes(case),
             root=str(self._settings.root),
             module=module,
             import_paths=tuple(path for path in sys.path if path),
             deepspeed=further,
             model_config=config_of(case),
             growth_bytes=growth_bytes,
-            target=with_tf32(self._target, case.tf32) if self._target else None,
             emulated=self._emulated,
+            rates=rates_of(self._emulated, case.tf32) if self._emulated else None,
             counts=self._settings.counts != "off",
         )
         variables = self._environment.changes(task, inline=inline, prefetched=prefetched)

@@ -1,3 +1,3 @@
-"""Reads and writes baselines and predictions, appends the history, and reads published tables and reports. Judging is left
+"""Reads and writes baselines, appends the history, and reads published tables and reports. Judging is left
 to gate.
 """

@@ -1,9 +1,9 @@
 """Reads and writes baselines, as the only module: ``<dir>/<device>/<suite>.json``, reviewed in git.
 
-A file holds its cases sorted by key, each with its entries: the raw runs of a measured case, or its predictions (see
-`pytest_gputrain.storage.recorded`). What many entries share, such as their environment, is stored once, by a short hash,
-so that new numbers show as nothing else. Keys of the tiny scale end in ``@tiny``. Files are replaced whole, under a lock, by
-atomic rename, and an update keeps the entries of cases that did not run.
+A file holds its cases sorted by key, each with its entries: the raw runs of a measured case, or its runs on emulated GPUs
+(see `pytest_gputrain.storage.emulated`). What many entries share, such as their environment, is stored once, by a short
+hash, so that new numbers show as nothing else. Keys of the tiny scale end in ``@tiny``. Files are replaced whole, under a
+lock, by atomic rename, and an update keeps the entries of cases that did not run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from pytest_gputrain.records import FORMAT, MAX_RUNS, Baseline, BaselineRun, Case, Environment, Scale
-from pytest_gputrain.records.recorded import Recorded
+from pytest_gputrain.records import FORMAT, MAX_RUNS, Baseline, BaselineRun, Case, Environment, Recorded, Scale
 from pytest_gputrain.utils import json_text
 from pytest_gputrain.utils.bounds import LEAST_RUNS_ON_A_CPU
 from pytest_gputrain.utils.files import UNREADABLE, conflicts, locked, read_whole, sweep, within, write_atomically
@@ -37,7 +36,7 @@ _NEWER: Final = "update pytest-gputrain if a newer version wrote it"
 _MOST_LINES_SHOWN: Final = 6
 
 _Type = TypeVar("_Type")
-_Record = TypeVar("_Record", bound=Baseline | Recorded[Any])
+_Record = TypeVar("_Record", bound=Baseline | Recorded)
 _Entry = TypeVar("_Entry", bound=Struct)
 
 

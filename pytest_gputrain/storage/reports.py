@@ -12,14 +12,14 @@ from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
     Case,
+    Emulated,
     Measured,
     Measurement,
     OutOfMemory,
     Reply,
     Report,
-    UnmeasuredResult,
 )
-from pytest_gputrain.records.prediction import without_lines
+from pytest_gputrain.records.memory import without_lines
 from pytest_gputrain.storage.baselines import decode
 
 
@@ -49,7 +49,7 @@ class ReportStore:
             report.results, key=lambda result: not result.variables
         ):  # the case in its own environment counts
             if not isinstance(result, Measured):
-                continue  # predicted, or emulated, or of another batch than the case's, or of other steps
+                continue  # emulated, or of another batch than the case's, or of other steps
             baseline = to_baseline(result, date=report.created, session=report.session, commit=report.commit)
             if baseline.runs:
                 self._suites.setdefault(result.suite, {})[result.key] = baseline
@@ -65,7 +65,7 @@ class ReportStore:
         return self._suites.get(suite, {})
 
 
-def to_baseline(result: Measured | UnmeasuredResult, *, date: str, session: str, commit: str) -> Baseline:
+def to_baseline(result: Measured | Emulated, *, date: str, session: str, commit: str) -> Baseline:
     """Return the figures of ``result`` as a baseline; without runs where it has none (a crash, a time-out), or where nothing
     was measured.
 

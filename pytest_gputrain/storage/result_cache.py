@@ -1,4 +1,4 @@
-"""Caches predictions and runs on emulated GPUs in a folder, named by all that they depend on."""
+"""Caches runs on emulated GPUs in a folder, named by all that they depend on."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import platform
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 import msgspec
 
 from pytest_gputrain.cases.libraries import library_versions
-from pytest_gputrain.records import Case, EmulatedRun, Prediction, Task
+from pytest_gputrain.records import Case, EmulatedRun, Task
 from pytest_gputrain.utils.files import UNREADABLE, write_atomically
 
 KEPT_SECONDS: Final = 30 * 24 * 3600.0
-"""Since a result was last asked for."""
+"""Since a run was last asked for."""
 
 _READ_BY_LIBRARIES: Final = (
     *("TORCH", "PYTORCH_", "CUBLAS", "DISABLE_ADDMM_CUDA_LT", "TRITON_"),  # torch reads those of cuBLAS itself
@@ -28,44 +28,40 @@ _READ_BY_LIBRARIES: Final = (
 """The beginnings of environment variables that change libraries."""
 
 
-_ResultT = TypeVar("_ResultT", bound=Prediction | EmulatedRun)
-
-
-class ResultCache(Generic[_ResultT]):
-    """A file for each result, named by all that it depends on: the task, this package's code, the libraries, their
+class ResultCache:
+    """A file for each run, named by all that it depends on: the task, this package's code, the libraries, their
     environment variables.
 
     Args:
         folder: None to remember nothing.
-        result_type: of the results.
         beside: names what else they depend on.
     """
 
-    def __init__(self, folder: Path | None, result_type: type[_ResultT], beside: str = "") -> None:
-        self._folder, self._type, self._beside = folder, result_type, beside
+    def __init__(self, folder: Path | None, beside: str) -> None:
+        self._folder, self._beside = folder, beside
 
-    def get(self, task: Task) -> _ResultT | None:
-        """Return the result of ``task``; None where there is none, or where it cannot be read."""
+    def get(self, task: Task) -> EmulatedRun | None:
+        """Return the run of ``task``; None where there is none, or where it cannot be read."""
         path = self._path(task)
         if path is None:
             return None
         try:
-            result = msgspec.json.decode(path.read_bytes(), type=self._type)
+            run = msgspec.json.decode(path.read_bytes(), type=EmulatedRun)
             os.utime(path)
         except (OSError, *UNREADABLE):
             return None
-        return result
+        return run
 
-    def put(self, task: Task, result: _ResultT) -> None:
+    def put(self, task: Task, run: EmulatedRun) -> None:
         path = self._path(task)
         if path is not None:
             with contextlib.suppress(OSError):  # slower next time, and nothing else
-                write_atomically(path, msgspec.json.encode(result))
+                write_atomically(path, msgspec.json.encode(run))
                 self._forget_old(path.parent)
 
     @staticmethod
     def _forget_old(folder: Path) -> None:
-        """Delete results of code and libraries that nobody has any more."""
+        """Delete runs of code and libraries that nobody has any more."""
         now = time.time()  # noqa: TID251 - as the files' dates
         for path in folder.glob("*.json"):
             if now - path.stat().st_mtime > KEPT_SECONDS:
@@ -76,7 +72,7 @@ class ResultCache(Generic[_ResultT]):
             return None
         depends = (
             task.case.identity(),
-            (task.scale, task.processes, task.servers, task.target),
+            (task.scale, task.processes, task.servers),
             (task.emulated, task.limit, task.memory_only, task.counts, task.deepspeed, task.model_config, self._beside),
             {name: (version, _files(name)) for name, version in library_versions(task.case).items()},
             {name: value for name, value in os.environ.items() if name.startswith(_READ_BY_LIBRARIES)},

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_gputrain.cases.libraries import how_to_install, missing
-from pytest_gputrain.records import FORMAT, Crashed, EmulatedRun, Measurement, Prediction, Reply, Served, Task
+from pytest_gputrain.records import FORMAT, Crashed, EmulatedRun, Measurement, Reply, Served, Task
 from pytest_gputrain.records.node_protocol import write_record
 from pytest_gputrain.utils.errors import WrongTorch
 from pytest_gputrain.utils.linux import die_with_parent
@@ -53,7 +53,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
         # Otherwise a thread of torch keeps the tensors of a collective until it next looks, which differs between two runs.
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     progress.enter("import")
-    reply: Reply | Served | Prediction | EmulatedRun
+    reply: Reply | Served | EmulatedRun
     try:
         import numpy
 
@@ -73,7 +73,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
             from pytest_gputrain.worker.script import run_script
 
             reply = run_script(task, progress, folder)
-        elif task.target is None:
+        else:
             meeting = meeting or (case_folder / RENDEZVOUS).absolute().as_uri()
             local_rank = rank if local_rank is None else local_rank
             group = Group(rank, task.processes, local_rank, meeting, task.servers, simulated=task.simulated)
@@ -83,10 +83,6 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
                     write_record(folder / FIGURES, figures)
 
             reply = run(task, progress, group=group, keep=keep)
-        else:
-            from pytest_gputrain.worker.prediction.predict import predict
-
-            reply = predict(task, progress)
     progress.enter("reply")
     write_record(folder / REPLY, {**msgspec.to_builtins(reply), "format": FORMAT})
     if task.processes + task.servers > 1:

@@ -76,8 +76,8 @@ class Device(Protocol):
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Tell whether the device is a GPU. In a prediction ``cpu:0`` stands for one, and ``cpu`` is the CPU."""
-    return device.type != "cpu" or device.index is not None
+    """Tell whether the device is a GPU."""
+    return device.type != "cpu"
 
 
 def stand_ins_loaded() -> bool:

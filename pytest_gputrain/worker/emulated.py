@@ -30,7 +30,6 @@ from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.memory_recorder import not_exchanged, unknown
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.parallel import sharding_rules
-from pytest_gputrain.worker.prediction.zero import Kernels
 from pytest_gputrain.worker.step_counts import StepCounter
 from pytest_gputrain.worker.untouched_host import UntouchedHost
 from pytest_gputrain.worker.work import WorkCount
@@ -130,11 +129,24 @@ def _draw_if_known(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor.zero_()
 
 
-class _InPlace(Kernels):
+class _InPlace:
     """DeepSpeed's compiled optimizers, which work in place, allocate nothing, and here compute nothing."""
 
-    def multi_tensor_adam(self, chunk: int, flag: Any, lists: list[list[Tensor]], *numbers: float) -> None:
-        """Update nothing."""
+    def load(self) -> _InPlace:
+        """Return itself, where their builders load a library."""
+        return self
+
+    def multi_tensor_adam(self, *arguments: Any) -> None:
+        """Do one update of `FusedAdam`."""
+
+    def create_adam(self, *arguments: Any) -> None:
+        """Stand in for `DeepSpeedCPUAdam`, as those below do."""
+
+    def adam_update(self, *arguments: Any) -> None:
+        """Do one update."""
+
+    def destroy_adam(self, *arguments: Any) -> None:
+        """Free the optimizer."""
 
 
 _make: Final = DistributedDataParallel.__init__

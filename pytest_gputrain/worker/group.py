@@ -25,7 +25,7 @@ class Group:
         local_rank: number of this process among those of its node: that of its GPU.
         meeting: through which they find each other, as torch.distributed's init_method.
         servers: further processes, which serve them.
-        simulated: only this process exists, as in a prediction: what it sends goes nowhere, and what it receives was never
+        simulated: only this process exists, on an emulated GPU: what it sends goes nowhere, and what it receives was never
             sent.
         trainers: torch's group of those that train; None where that is everybody.
     """

@@ -31,8 +31,6 @@ def load_for(task: Task, *, to_be_forked: bool = False) -> None:
     """
     load(
         task.case,
-        predicted=task.target is not None,
-        trained=task.target is None and (task.device_type == "cpu" or bool(task.emulated)),
         beside_gpu=to_be_forked and bool(task.emulated),
         model_config=task.model_config,
     )
@@ -63,8 +61,6 @@ def _check_torch(*, emulated: bool) -> None:
 def load(
     case: Case,
     *,
-    predicted: bool = False,
-    trained: bool = False,
     beside_gpu: bool = False,
     model_config: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
@@ -73,8 +69,6 @@ def load(
     Libraries import their parts when they are first used, and some make tensors then, which are none of the training's.
 
     Args:
-        predicted: by a prediction, which patches what is there, and cannot know what own code will import.
-        trained: the first optimizer, or the first operator under a mode of torch, imports torch's compiler.
         beside_gpu: by a process that is to be forked and sees an emulated GPU, which it must not use: a process that was
             forked afterwards could not.
         model_config: of the task, for a model that is no name of the zoo.
@@ -89,9 +83,9 @@ def load(
     with _uncollected(), _asking_no_driver() if beside_gpu else contextlib.nullcontext():
         import pytest_gputrain.worker.run  # noqa: F401
 
-        if trained:
-            importlib.import_module("torch._dynamo")
-        if case.parallel == "fsdp" or (case.code and predicted):
+        # The first optimizer imports it, which takes most of the time of a small case.
+        importlib.import_module("torch._dynamo")
+        if case.parallel == "fsdp":
             importlib.import_module("torch.distributed.fsdp")
         if case.code:
             return

@@ -48,7 +48,7 @@ class Loader:
             # The model is in this process, and the one that loads need not have it.
             multiprocessing_context="fork",
         )
-        # Those that count see a batch arrive before its turn, or not, as it happens. A prediction loads by itself, on fakes.
+        # Those that count see a batch arrive before its turn, or not, as it happens.
         self._uncounted = _disable_current_modes if loader.num_workers else contextlib.nullcontext
         self._batches: Iterator[dict[str, Tensor]] | None = iter(loader)
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pytest_gputrain.cases.architectures.facts import Architecture
 from pytest_gputrain.records import Case, EmulatedRun, Measurement, Served, Task
 from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, check_peak, finite_losses, local
@@ -421,11 +420,6 @@ def counted_steps(case: Case) -> list[bool]:
     return [True, True] if case.gradient_accumulation == 1 else [True, False, True]
 
 
-def typical_step(case: Case) -> int:
-    """Tell which of the counted steps is like most: it finds the optimizer's states, and updates only if all do."""
-    return case.gradient_accumulation if case.code else 1
-
-
 def is_own_code(case: Case, builder: StepBuilder | None) -> bool:
     """Tell if a case trains the user's own code, and not a model of the zoo."""
     return bool(case.code) or builder is not None
@@ -437,16 +431,11 @@ def build(
     builder: StepBuilder | None = None,
     group: Group = ALONE,
     own_work_done: Callable[[], None] = lambda: None,
-    architecture: Architecture | None = None,
 ) -> Trainable:
-    """Build what the task's case steps, on ``device``.
-
-    Args:
-        architecture: of the model of the zoo, instead of its own.
-    """
+    """Build what the task's case steps, on ``device``."""
     case = task.case
     if not is_own_code(case, builder):
-        return Training(case, task.scale, device, group, own_work_done, architecture, task.deepspeed)
+        return Training(case, task.scale, device, group, own_work_done, task.deepspeed)
     builder = builder or load_builder(case.code, Path(task.root), task.module)
     if case.args:
         builder = functools.partial(builder, **msgspec.json.decode(case.args))

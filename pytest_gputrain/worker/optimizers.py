@@ -39,8 +39,8 @@ def _check_release(parameters: list[nn.Parameter]) -> None:
     known = hasattr(torch.ops.bitsandbytes, name)
     if not known or not torch._C._dispatch_has_kernel_for_dispatch_key(f"bitsandbytes::{name}", "CPU"):
         raise CheckFailed(
-            f"bitsandbytes {bitsandbytes.__version__} has optimizers for GPUs only, so neither a CPU nor a "
-            "prediction can use them; install 0.50.2 or newer"
+            f"bitsandbytes {bitsandbytes.__version__} has optimizers for GPUs only, so a CPU cannot use "
+            "them; install 0.50.2 or newer"
         )
 
 

@@ -1,4 +1,4 @@
-"""Follows which phase of training runs, for counted and for predicted memory alike."""
+"""Follows which phase of training runs, for memory that is counted on a CPU and on an emulated GPU alike."""
 
 from __future__ import annotations
 

@@ -18,8 +18,6 @@ ENTER: Final[dict[TrainingPhase, int]] = {
     phase: EMPTY_CACHE - 1 - place for place, phase in enumerate(get_args(TrainingPhase))
 }
 """Among the events of a trace: a phase begins."""
-ROUND: Final = EMPTY_CACHE - 1 - len(ENTER)
-"""Among the events of a trace: steps begin that all later steps are like, and the second time, they end."""
 BLOCK: Final = 512
 """The allocator of a GPU rounds every request up to a multiple of this many bytes."""
 SHOWN: Final = 8
@@ -37,7 +35,7 @@ class Trace:
 
     Attributes:
         events: an allocation's number where it is made, its complement (``~number``) where it is freed, `EMPTY_CACHE`, or
-            one of `ENTER`, or `ROUND`.
+            one of `ENTER`.
         allocations: by number.
     """
 
@@ -71,10 +69,6 @@ class Trace:
         """Note that the build has ended. What is wholly free is given back, and peaks start from here."""
         self.events.append(EMPTY_CACHE)
 
-    def mark_round(self) -> None:
-        """Note that the steps begin or end that all later ones are like."""
-        self.events.append(ROUND)
-
     def enter(self, phase: TrainingPhase) -> None:
         """Note that a phase begins."""
         self.events.append(ENTER[phase])
@@ -83,23 +77,6 @@ class Trace:
     def sizes(self) -> list[int]:
         """Bytes of the allocations by number."""
         return [allocation.bytes for allocation in self.allocations]
-
-    def in_order(self) -> Trace:
-        """Return the same with what is freed between two other events in the order of its numbers.
-
-        Where a container lets go of many tensors at once, as autocast of its cast weights, their order is that of addresses.
-        """
-        ordered = array("q")
-        freed: list[int] = []
-        for event in self.events:
-            if EMPTY_CACHE < event < 0:
-                freed.append(event)
-                continue
-            ordered.extend(sorted(freed, reverse=True))
-            freed.clear()
-            ordered.append(event)
-        ordered.extend(sorted(freed, reverse=True))
-        return Trace(self.rounding, ordered, self.allocations)
 
     def largest_at_peaks(self, phase_peaks: Peaks, rows: int = SHOWN) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
         """Return the largest tensors that lived at the peak of each phase, in so many rows of tensors that are alike."""
@@ -169,8 +146,6 @@ def peaks(trace: Trace) -> Peaks:
             continue
         elif event == EMPTY_CACHE:
             peak = 0
-            continue
-        elif event == ROUND:
             continue
         else:
             phase = _ENTERED[event]

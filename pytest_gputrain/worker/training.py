@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pytest_gputrain.cases.architectures.facts import Architecture
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker import zoo
 from pytest_gputrain.worker.checks import CheckFailed, check_parameters, check_trainable
@@ -89,16 +88,14 @@ class Training:
         device: torch.device,
         group: Group = ALONE,
         own_work_done: Callable[[], None] = lambda: None,
-        architecture: Architecture | None = None,
         deepspeed: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """
         Args:
             own_work_done: is called in each step before it first needs another process.
-            architecture: instead of the model's own.
             deepspeed: further options of that engine.
         """
-        architecture = architecture or architecture_of(case.model)
+        architecture = architecture_of(case.model)
         precision = PRECISIONS[case.precision]
         seed = torch.initial_seed()
         # A model that is to be kept on the host may not fit anywhere else.
@@ -129,7 +126,6 @@ class Training:
             precision=precision,
             device=device,
             group=group,
-            # Fewer repetitions are no smaller scale.
             shrinkage=1.0 if scale == "full" else self.parameters / architecture.trained_part.parameters["full"],
             blocks=blocks,
             deepspeed=deepspeed,
@@ -269,7 +265,6 @@ class OwnCodeTraining:
         )
         self._name = case.model
         self._watched = setup.watched
-        # In a prediction, too, where a CPU with an index stands for the GPU.
         self._updates = Updates(case, counts=device.type == "cpu")
         with self._updates.following():
             self._loop = loop_of(builder(setup), case, group.size, setup.watch, self._note)

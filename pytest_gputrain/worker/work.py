@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from pytest_gputrain.records import Target, WorkAtLines
+from pytest_gputrain.records import OperatorWork, Rates
 from pytest_gputrain.worker.allocations import name_of, strided_parts
 from pytest_gputrain.worker.checks import local
 from pytest_gputrain.worker.flops import FlopCount, is_convolution, type_of
@@ -34,11 +34,11 @@ class WorkCount(FlopCount):
         rates: of the GPU, for the least time of the step; None if that is not asked for.
     """
 
-    def __init__(self, line: Callable[[], str], rates: Target | None) -> None:
+    def __init__(self, line: Callable[[], str], rates: Rates | None) -> None:
         super().__init__()
         self._line = line
-        self._of_flop = {name: 1 / rate for name, rate in rates.peak_flops.items()} if rates else {}
-        self._of_byte = 1 / rates.bandwidth if rates and rates.bandwidth else 0.0
+        self._of_flop = {name: 1 / rate for name, rate in rates.flops.items()} if rates else {}
+        self._of_byte = 1 / rates.bandwidth if rates else 0.0
         self._seconds: defaultdict[int, list[float]] = defaultdict(list)
         self._rows: defaultdict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
         """Calls, FLOPs and bytes by thread, operator and line."""
@@ -71,7 +71,7 @@ class WorkCount(FlopCount):
         """The bytes that all operators read and wrote."""
         return sum(moved for _, _, moved in self._rows.values())
 
-    def by_operator(self) -> dict[str, WorkAtLines]:
+    def by_operator(self) -> dict[str, OperatorWork]:
         """Return the work of each operator; recomputation by activation checkpointing is a part of it."""
         lines: defaultdict[str, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0, 0]))
         for (_, operator, line), row in self._rows.items():
@@ -81,7 +81,7 @@ class WorkCount(FlopCount):
         for operator in sorted(lines):
             calls, flops, moved = (sum(row[place] for row in lines[operator].values()) for place in range(3))
             at = sorted(((line, row[1], row[2]) for line, row in lines[operator].items() if line), key=lambda row: -row[2])
-            found[operator] = WorkAtLines(calls=calls, flops=flops, bytes=moved, lines=tuple(at[:_MOST_LINES]))
+            found[operator] = OperatorWork(calls=calls, flops=flops, bytes=moved, lines=tuple(at[:_MOST_LINES]))
         return found
 
 

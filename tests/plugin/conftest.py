@@ -3,9 +3,7 @@
 import tempfile
 
 import pytest
-from plugin_project import H100, H100_FOLDER, SUITE, Predictor, Project
-
-from pytest_gputrain.execution.launch import launcher
+from plugin_project import H100, H100_FOLDER, SUITE, Project
 
 
 @pytest.fixture
@@ -58,14 +56,6 @@ def gated(suite):
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(_BASELINES[0])
     return suite
-
-
-@pytest.fixture
-def predictor(monkeypatch, tmp_path_factory):
-    predictor = Predictor()
-    monkeypatch.setattr(launcher, "predict", predictor)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # its replies are nobody else's
-    return predictor
 
 
 @pytest.fixture

@@ -9,17 +9,13 @@ import uuid
 from pathlib import Path
 from xml.etree import ElementTree
 
-import msgspec
 import pytest
-
-from pytest_gputrain.records import Prediction
 
 TESTS = Path(__file__).parent.parent
 RECORDED = Path(__file__).parent / "replies"
 
 H100 = "NVIDIA H100 80GB HBM3"
 H100_FOLDER = "nvidia-h100-80gb-hbm3"
-PREDICTION = msgspec.json.decode((RECORDED / "h100_predicted.json").read_bytes(), type=Prediction)
 LLAMA, GEMMA, LLAMA_2 = "llama-3.1-8b-lora-bf16", "gemma-7b-lora-bf16", "llama-2-13b-lora-bf16"
 ANY = "*"
 
@@ -137,18 +133,6 @@ def recorded(name="h100_measured", *, slower=1.0, bigger=0, **environment):
     if environment:
         reply["environment"] |= environment
     return reply
-
-
-class Predictor:
-    """Stands in for the processes that predict: all tasks get its reply."""
-
-    def __init__(self):
-        self.reply = PREDICTION
-        self.tasks = []
-
-    def __call__(self, task, **others):
-        self.tasks.append(task)
-        return self.reply
 
 
 @dataclasses.dataclass

@@ -40,7 +40,7 @@ def suite(h100):
 
 def test_each_case_is_judged_by_its_row_with_what_the_table_was_made_with(suite):
     suite.run(PUBLISHED, "--gpu-strict").assert_outcomes(passed=3)
-    told = "3 cases without a baseline or prediction, compared with its published memory: *llm-trainer*"
+    told = "3 cases without a baseline or an emulated run, compared with its published memory: *llm-trainer*"
     suite.run().stdout.fnmatch_lines([told])
     suite.answer(answer(7.4, 36), to=LLAMA)
     # What is allocated and reserved is not what was published.

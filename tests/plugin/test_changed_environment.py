@@ -223,11 +223,3 @@ def test_a_fleet_foresees_cases_in_the_environment_that_tests_begin_in(cpu, at_i
     ordered = [(str(order.task.case), *sorted(order.task.variables.items())) for order in scheduler.orders]
     plain, changed = [("AT_IMPORT", "1")], [("AT_IMPORT", "1"), ("FLAG", "1")]
     assert sorted(ordered) == sorted((case, *digest) for case in (GEMMA, LLAMA_2) for digest in (plain, changed))
-
-
-def test_a_prediction_predicts_for_each_environment(two, predictor):
-    two.run("--gpu-predict", "--gpu-platform=h100", "--gpu-json=report.json").assert_outcomes(passed=2)
-    assert [task.variables for task in predictor.tasks] == [{"FLAG": "1"}, {}]
-    assert [result["variables"] for result in two.report()["results"]] == [["FLAG"], []]
-    result = two.run("--gpu-predict", "--gpu-platform=h100", "--gpu-baseline-update")
-    result.stdout.fnmatch_lines([f"*{GEMMA} is not recorded as test_two.py::test_changed*"])

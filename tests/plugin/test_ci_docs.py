@@ -69,7 +69,7 @@ def test_hooks_have_what_pre_commit_requires():
         assert {"id", "name", "entry", "language"} <= set(hook)
         assert hook["pass_filenames"] is False
         assert re.search(hook["files"], "baselines/cpu/llm.json")
-        assert re.search(hook["files"], "deep/baselines/predicted/h100/llm.json")
+        assert re.search(hook["files"], "deep/baselines/emulated/h100/llm.json")
         assert not re.search(hook["files"], "src/baselines.py")
 
 

@@ -14,23 +14,41 @@ import sys
 import tomllib
 from typing import ClassVar
 
+import msgspec
 import numpy  # noqa: F401  # a process can import it only once, and what tests import is taken out again
 import pytest
 from documents import PAGES, ROOT, Command, blocks, commands
 from immediate_scheduler import stand_in
 from packaging.requirements import Requirement
-from plugin_project import H100
+from plugin_project import H100, RECORDED
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cli import emulate_install, main
 from pytest_gputrain.plugin.options import OPTIONS
+from pytest_gputrain.records import EmulatedRun
 
 COMMANDS = list(commands())
+RUN = msgspec.json.decode((RECORDED / "h100_emulated.json").read_bytes(), type=EmulatedRun)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SUITES = ("conftest.py", "test_diffusion.py", "test_llm_finetuning.py")
 NOT_OURS = ("bencher", "cd", "echo", "git", "less", "otava", "pre-commit", "source", "unshare")
 OWN_CODE = "import torch"
 """Tells a program that trains its own code from one whose cases are the zoo's."""
+
+
+class Cells:
+    """Stands in for the emulated GPUs of ``gputrain predict``, which need a CUDA build of torch: all cases take the same."""
+
+    about = ()
+
+    def __init__(self, gpus, *others):
+        self.titles = {gpu: gpu for gpu in gpus}
+
+    def figures(self, *asked, **how):
+        return RUN
+
+    def close(self):
+        pass
 
 
 class CommandProject:
@@ -86,10 +104,11 @@ class CommandProject:
 
 
 @pytest.fixture
-def command_project(project, predictor, monkeypatch):
+def command_project(project, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     for folder in ("CHECKPOINT", "SAMPLES"):  # which docs/convergence.md skips without
         monkeypatch.setenv(folder, folder)
+    monkeypatch.setattr("pytest_gputrain.cli.predict.EmulatedCells", Cells)
     stand_in(monkeypatch)
     return CommandProject(project)
 

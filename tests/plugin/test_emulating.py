@@ -98,6 +98,8 @@ def emulated_baselines(project):
     ("arguments", "sentence"),
     [
         ([], "--gpu-emulate emulates one platform, and none is named; add *"),
+        (["-m", "not h100"], "--gpu-emulate emulates one platform, and none is named; add *"),
+        (["-m", "h1000"], "--gpu-emulate emulates one platform, and none is named (did you mean 'h100'[?]); add *"),
         (["-m", "h100 or a100"], "--gpu-emulate emulates one platform, and -m names *"),
     ],
 )
@@ -189,7 +191,8 @@ def test_figures_of_an_emulated_gpu_are_never_compared_with_measured_ones(h100):
     assert h100.baseline_file("tuning", H100_FOLDER).read_bytes() == before
     # Nor is their report one to measure against or to resume.
     h100.machine(H100)
-    h100.baseline_file("tuning", H100_FOLDER).unlink()
+    for folder in (H100_FOLDER, "emulated/h100"):
+        h100.baseline_file("tuning", folder).unlink()
     for option in ("--gpu-baseline=emulated.json", "--gpu-resume=emulated.json"):
         h100.run("-m", "h100", option, "--gpu-json=report.json").assert_outcomes(passed=3)
         results = h100.report()["results"]
@@ -213,12 +216,101 @@ def test_what_has_no_time_or_no_emulation_is_skipped(emulating):
             figures = gputrain.measure(CASE, needs=("peak_reserved_bytes",))
             assert figures.peak_reserved_bytes > figures.peak_allocated_bytes
             assert figures.step_seconds is None and figures.telemetry is None
+
+        def test_misspelt_need(gputrain):
+            gputrain.measure(CASE, needs=["step_second"])
+
+        def test_closure(gputrain):
+            gputrain.check(lambda setup: None, inline=True)
         """
     )
     result = emulating.run("--gpu-platform=h100", "--gpu-emulate")
-    result.assert_outcomes(passed=1, skipped=2)
+    result.assert_outcomes(passed=1, skipped=3, failed=1)
+    (misspelt,) = failures(result).values()
+    assert "needs='step_second' is not a figure of a case (did you mean 'step_seconds'?)" in misspelt
+    assert skips(result)["test_closure"] == "runs inline, but an emulated GPU needs a process of its own"
     assert skips(result)["test_speed"] == "needs step_seconds, which an emulated GPU does not have"
     assert "parameter servers" in skips(result)["test_served"]
+
+
+def test_that_nothing_was_emulated_is_told_and_fails_where_strict(emulating):
+    emulating.write(test_tuning=SUITE.replace('method=["lora"])', 'method=["lora"], platforms=["h100"])'))
+    for strict, code in (((), 0), (("--gpu-strict",), 1)):
+        result = emulating.run("--gpu-emulate", "--gpu-platform=a100", "--gpu-json=report.json", *strict)
+        result.stdout.fnmatch_lines(["nothing was emulated: every case was skipped (not declared for a100, *)"])
+        assert set(skips(result).values()) == {"not declared for a100, which this run emulates"}
+        assert result.ret == emulating.report()["exit_status"] == code
+
+
+OWN = """
+def build(setup):
+    return lambda: None
+
+
+def test_it(gputrain):
+    gputrain.check(build, precision="fp32")
+"""
+
+
+def test_files_of_one_name_do_not_share_a_baseline(emulating):
+    for folder in ("first", "second"):
+        (emulating.path / folder).mkdir()
+        (emulating.path / folder / "test_mine.py").write_text(OWN)
+    record = ("--gpu-emulate", "--gpu-platform=h100", UPDATE)
+    emulating.run("first", *record).assert_outcomes(passed=1)
+    before = emulating.baseline_file("mine", "emulated/h100").read_bytes()
+    sentence = only_sentence(emulating.run("second", *record), "test_it")
+    assert sentence == (
+        "build-fp32 of second/test_mine.py would share its baseline with that of first/test_mine.py: both are the suite "
+        "mine; rename a file"
+    )
+    assert emulating.baseline_file("mine", "emulated/h100").read_bytes() == before
+    # A file that moved is another matter.
+    (emulating.path / "first" / "test_mine.py").unlink()
+    emulating.run("second", *record).assert_outcomes(passed=1)
+
+
+HINT = (
+    "-m 'h100' left out the tests in test_mine.py, which carry no platform's marker: mark them with @pytest.mark.h100, or "
+    "give --gpu-platform=h100 instead of -m"
+)
+
+
+def test_own_code_without_the_marker_that_selects_it_is_told(emulating):
+    (emulating.path / "test_tuning.py").unlink()
+    emulating.write(test_mine=OWN)
+    result = emulating.run(*EMULATE)
+    assert [line for line in result.outlines if "left out" in line] == [HINT]
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    emulating.write(test_tuning=SUITE)
+    result = emulating.run(*EMULATE, "--collect-only")
+    assert [line for line in result.outlines if "left out" in line] == [HINT], "beside others that are selected"
+    for arguments in (["-m", "h100", "-k", "gemma"], ["-m", "not h100"], ["-m", "slow"], ["-k", "gemma"]):
+        listed = emulating.run("--collect-only", "--gpu-emulate", "--gpu-platform=h100", *arguments)
+        assert "left out" not in listed.stdout.str()
+
+
+def test_each_environment_is_emulated_and_one_is_recorded(emulating):
+    emulating.write(
+        test_tuning="""
+        from pytest_gputrain import Case
+
+        CASE = Case(model="gemma-7b", method="lora", batch_size=2, sequence_length=8192)
+
+        def test_changed(gputrain, monkeypatch):
+            monkeypatch.setenv("FLAG", "1")
+            gputrain.check(CASE)
+
+        def test_plain(gputrain):
+            gputrain.check(CASE)
+        """
+    )
+    options = ("--gpu-emulate", "--gpu-platform=h100", "--gpu-json=report.json")
+    emulating.run(*options).assert_outcomes(passed=2)
+    assert [result["variables"] for result in emulating.report()["results"]] == [["FLAG"], []]
+    assert len(emulating.launches) == 2
+    result = emulating.run(*options, UPDATE)
+    result.stdout.fnmatch_lines([f"*{GEMMA} is not recorded as test_tuning.py::test_changed*"])
 
 
 def test_a_case_of_several_gpus_is_one_launch_of_all_its_processes_and_one_that_fails_gives_no_figures(emulating):

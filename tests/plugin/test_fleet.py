@@ -265,7 +265,7 @@ def test_what_runs_in_the_pytest_process_is_refused(project, scheduler):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([*FLEET, "--gpu-predict"], "--gpu-executor=slurm and --gpu-predict* contradict each other: *"),
+        ([*FLEET, "--gpu-emulate"], "--gpu-executor=slurm and --gpu-emulate* contradict each other: *"),
         ([*FLEET, "--gpu-isolation=inline"], "--gpu-executor=slurm and --gpu-isolation* contradict each other: *"),
         (
             ["-m", "h100 or a100", *FLEET[2:]],

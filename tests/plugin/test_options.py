@@ -17,7 +17,7 @@ def test_the_help_has_each_option_of_the_command_line_once_with_its_opposite_and
     lines = [line for line in of_group if line.startswith("  -")]
     typed = [option for option in OPTIONS if not option.ini_only]
     assert [re.split(r"[=, ]", line.strip())[0] for line in lines] == [option.flag for option in typed]
-    assert len(lines) == 27
+    assert len(lines) == 26
     switches = [f"{option.flag}, --no-gpu-{option.name}" for option in typed if option.switch]
     assert [line.split("  ")[1] for line in lines if "--no-" in line] == switches
     assert "(default: 3%)" in result.stdout.str(), "percent signs are as they are"
@@ -43,7 +43,7 @@ def test_the_flag_of_a_setting_of_the_ini_file_is_refused(suite, words, sentence
 
 
 @pytest.mark.parametrize(
-    "abbreviated", ["--gpu-node=2", "--gpu-fleet-arg=x", "--gpu-predic", "--gpu-stric", "--no-gpu-stric"]
+    "abbreviated", ["--gpu-node=2", "--gpu-fleet-arg=x", "--gpu-emulat", "--gpu-stric", "--no-gpu-stric"]
 )
 def test_an_abbreviation_is_no_option(suite, abbreviated):
     result = suite.run(abbreviated)
@@ -51,8 +51,16 @@ def test_an_abbreviation_is_no_option(suite, abbreviated):
     result.stderr.fnmatch_lines([f"*unrecognized arguments: {abbreviated}"])
 
 
+def test_an_option_that_was_removed_names_what_took_its_place(suite):
+    sentence = "--gpu-predict was removed: --gpu-emulate runs every case on an emulated GPU, and gputrain predict tells *"
+    for arguments in (["--gpu-predict"], ["--no-gpu-predict"], ["-o", "gpu_predict=true"]):
+        assert_refused(suite, sentence, *arguments)
+    suite.ini("gpu_predict = true")
+    assert_refused(suite, sentence)
+
+
 def test_a_setting_of_the_ini_file_counts_and_the_command_line_overrides_it(suite):
-    for switch in ("predict", "find-batch"):
+    for switch in ("emulate", "find-batch"):
         suite.ini(f"gpu_{switch.replace('-', '_')} = true")
         suite.run(*ONE_CASE, f"--no-gpu-{switch}", "--gpu-json=report.json").assert_outcomes(passed=1, deselected=2)
         assert suite.verdicts() == {GEMMA: "new"}

@@ -209,6 +209,6 @@ def test_figures_of_other_libraries_or_beside_others_that_nobody_looked_for_are_
 
 def test_what_is_no_report_and_what_is_a_study_is_refused(suite):
     assert_refused(suite, "--gpu-resume: *nothing.json cannot be read: No such file*", "--gpu-resume=nothing.json")
-    for study in ("--gpu-find-batch", "--gpu-loss=20", "--gpu-predict"):
+    for study in ("--gpu-find-batch", "--gpu-loss=20", "--gpu-emulate"):
         sentence = f"{study.partition('=')[0]} and --gpu-resume contradict each other: *"
         assert_refused(suite, sentence, "--gpu-resume=report.json", study)

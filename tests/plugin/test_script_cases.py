@@ -1,7 +1,7 @@
 """Tests cases of scripts: what they are called, where they are refused, and that they are judged like others."""
 
 import pytest
-from plugin_project import H100_FOLDER, failures, only_sentence, recorded, skips, table_rows
+from plugin_project import H100_FOLDER, failures, only_sentence, recorded, table_rows
 
 from pytest_gputrain import GiB
 
@@ -63,7 +63,7 @@ def test_what_is_no_script_is_refused(h100):
         assert told[f"test_{at}"].startswith(sentence)
 
 
-def test_options_that_do_not_reach_a_script_are_refused_and_a_prediction_skips_it(scripted):
+def test_options_that_do_not_reach_a_script_are_refused(scripted):
     for option, sentence in {
         "--gpu-set=batch_size=4": "is a script, whose arguments --gpu-set does not reach; deselect its test",
         "--gpu-find-batch": "is a script, which --gpu-find-batch and --gpu-loss cannot change; deselect its test",
@@ -71,7 +71,3 @@ def test_options_that_do_not_reach_a_script_are_refused_and_a_prediction_skips_i
     }.items():
         (said,) = failures(scripted.run(option)).values()
         assert said.strip().endswith(sentence)
-    result = scripted.run("--gpu-predict", "--gpu-platform=h100")
-    assert skips(result) == {
-        "test_train": "is a script, which --gpu-predict cannot run on fake tensors; --gpu-emulate runs it"
-    }

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from unit_examples import CASE, KINDS, baseline, baseline_run, without_digests
 
 from pytest_gputrain.cli.check_baselines import check
-from pytest_gputrain.records import FORMAT, BaselineRun, Prediction
+from pytest_gputrain.records import FORMAT, BaselineRun, EmulatedRun
 from pytest_gputrain.report.trend.reading import Filter, History
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.reports import read_report
 from pytest_gputrain.utils.files import conflicts, locked
 
 DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)
-MEASURED, PREDICTED = KINDS
+MEASURED, EMULATED = KINDS
 ENTRIES = {KEY: baseline(baseline_run())}
 MORE = {f"{KEY}-steps={steps}": baseline(baseline_run(step_seconds=(1.0,) * 99)) for steps in range(9)}
 SAMPLES = sorted((Path(__file__).parent / "samples").iterdir())
@@ -87,7 +87,7 @@ def _change(file, *place, **fields):
 
 PLACES = {
     "measured": [("environments", 0)],
-    "predicted": [("conditions", 0), ("conditions", 0, "target"), ("cases", KEY, "predictions", 0, "largest", 0, 0)],
+    "emulated": [("conditions", 0), ("cases", KEY, "runs", 0, "largest", 0, 0)],
 }
 
 
@@ -109,11 +109,11 @@ def test_what_a_newer_version_may_have_written_is_refused_not_dropped(kind, tmp_
 
 
 def test_no_count_is_negative(kind, tmp_path, file):
-    type_ = BaselineRun if kind is MEASURED else Prediction
+    type_ = BaselineRun if kind is MEASURED else EmulatedRun
     counts = {name for name, annotation in type_.__annotations__.items() if str(annotation).startswith("Whole")}
     assert len(counts) > 5
     sound = file.read_bytes()
-    for name in counts - {"processes"}:
+    for name in counts - {"processes", "device_memory_bytes"}:
         _change(file, "cases", KEY, kind.entries, 0, **{name: -1})
         assert f"impossible figures for {KEY}" in _refusal(kind, tmp_path / "baselines"), name
         file.write_bytes(sound)
@@ -126,9 +126,9 @@ def test_what_earlier_versions_wrote_is_read_and_kept_by_an_update(tmp_path, sam
     assert [result.key for result in read_report(sample / "report.json").results] == [KEY, "other", "third"]
     read = History([sample / "history.jsonl"], ["median_step_seconds", "peak_allocated_bytes"], Filter(), pytest.fail)
     assert sorted(subject.key for subject in read.series) == [KEY, "other", "third"]
-    measured, predicted = before = [kind.get(sample / "baselines", KEY) for kind in KINDS]
+    measured, emulated = before = [kind.get(sample / "baselines", KEY) for kind in KINDS]
     assert [run.session for run in measured.runs] == ["abc123", "s2"]
-    assert [single.fidelity for single in predicted.figures] == ["cuda-rules"]
+    assert [run.peak_allocated_bytes for run in emulated.figures] == [32 << 30]
     shutil.copytree(sample / "baselines", tmp_path / "baselines")
     for kind in KINDS:
         kind.update(tmp_path / "baselines", {"new": kind.record})
@@ -244,9 +244,9 @@ def elsewhere(tmp_path):
     [
         (MEASURED, DEVICE),
         (MEASURED, f"{DEVICE}/{SUITE}.json"),
-        (PREDICTED, "predicted"),
-        (PREDICTED, "predicted/h100"),
-        (PREDICTED, f"predicted/h100/{SUITE}.json"),
+        (EMULATED, "emulated"),
+        (EMULATED, "emulated/h100"),
+        (EMULATED, f"emulated/h100/{SUITE}.json"),
     ],
 )
 def test_a_link_out_of_the_folder_is_refused(kind, tmp_path, elsewhere, linked):

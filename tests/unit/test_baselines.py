@@ -7,6 +7,7 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,11 +18,11 @@ from unit_examples import (
     baseline_run,
     cpu_environment,
     crashed,
+    emulated_run,
     gpu_environment,
     measurement,
     oom_run,
     out_of_memory,
-    prediction,
     recorded,
     report,
     result,
@@ -31,14 +32,14 @@ from unit_examples import (
     without_digests,
 )
 
-from pytest_gputrain.records import MAX_RUNS, BaselineRun, Case, Environment, Origin, Prediction
+from pytest_gputrain.records import MAX_RUNS, BaselineRun, Case, EmulatedRun, Environment, Origin
 from pytest_gputrain.records.study import LossCurve
 from pytest_gputrain.report import json_report
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.reports import ReportStore, to_baseline
 
 DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)
-MEASURED, PREDICTED = KINDS
+MEASURED, EMULATED = KINDS
 both_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
@@ -64,11 +65,17 @@ def _scale(key):
     return "tiny" if key.endswith("@tiny") else "full"
 
 
+def _possible(run):
+    run = unsigned(run)
+    peaks = sorted((run.peak_allocated_bytes, run.peak_reserved_bytes))
+    return msgspec.structs.replace(run, peak_allocated_bytes=peaks[0], peak_reserved_bytes=peaks[1]).as_stored()
+
+
 WRITTEN = {
     "measured": st.dictionaries(KEYS, st.lists(RUNS | st.just(oom_run()), min_size=1, max_size=4), max_size=3).map(
         lambda runs: {key: baseline(*of, scale=_scale(key)) for key, of in runs.items()}
     ),
-    "predicted": st.dictionaries(KEYS, st.tuples(values_of(Prediction).map(unsigned), values_of(Case)), max_size=2).map(
+    "emulated": st.dictionaries(KEYS, st.tuples(values_of(EmulatedRun).map(_possible), values_of(Case)), max_size=2).map(
         lambda made: {key: recorded(of, case=case, scale=_scale(key)) for key, (of, case) in made.items()}
     ),
 }
@@ -122,7 +129,7 @@ def test_what_is_stored_is_got_back_and_the_same_figures_are_the_same_bytes(kind
 
 @both_kinds
 def test_update_replaces_the_entries_of_its_cases_and_nothing_else(kind, tmp_path):
-    """Predictions under other conditions stay; see test_predictions."""
+    """Runs under other conditions stay; see test_recorded_runs."""
     store = kind.store(tmp_path)
     assert store.get(kind.device, SUITE, KEY) is None
     assert store.update(kind.device, SUITE, _entries(kind)) == tmp_path / kind.folder / "llm.json"
@@ -144,7 +151,7 @@ def test_update_replaces_the_entries_of_its_cases_and_nothing_else(kind, tmp_pat
     ("kind", "record"),
     [
         (MEASURED, baseline(*(baseline_run(environment=gpu_environment(driver=str(number % 9))) for number in range(10)))),
-        (PREDICTED, recorded(*(prediction(packages={"torch": str(number)}) for number in range(9)))),
+        (EMULATED, recorded(*(emulated_run(packages={"torch": str(number)}) for number in range(9)))),
     ],
 )
 def test_what_entries_share_is_stored_once_and_sorted_by_what_refers_to_it(kind, record, tmp_path):
@@ -235,7 +242,7 @@ def _spoil(kind, folder, place, value):
     _write(kind, folder, json.dumps(document).encode())
 
 
-IN_CASE, RUN, ONE = ("cases", KEY), ("cases", KEY, "runs", 0), ("cases", KEY, "predictions", 0)
+IN_CASE, RUN = ("cases", KEY), ("cases", KEY, "runs", 0)
 NUMBERS = {
     "step_seconds": [[], [1.0, 0.0], [float("nan")], None],
     "one_worker_seconds": [0.0, -1.0],
@@ -252,11 +259,11 @@ IMPOSSIBLE = [
     *((kind, (kind.shared,), {}) for kind in KINDS),
     *((MEASURED, (*RUN, name), value) for name, values in NUMBERS.items() for value in values),
     (MEASURED, (*IN_CASE, "runs"), []),
-    (PREDICTED, (*IN_CASE, "predictions"), {}),
-    (PREDICTED, (*ONE, "flops_per_step"), "many"),
-    (PREDICTED, (*ONE, "roofline_seconds"), -0.5),
-    (PREDICTED, (*ONE, "largest", "build", 0, "bytes"), -1),
-    (PREDICTED, (*ONE, "operators", "aten.mm"), [449, -1, 1]),
+    (EMULATED, (*IN_CASE, "runs"), {}),
+    (EMULATED, (*RUN, "flops_per_step"), "many"),
+    (EMULATED, (*RUN, "peak_reserved_bytes"), 1),
+    (EMULATED, (*RUN, "largest", "build", 0, "bytes"), -1),
+    (EMULATED, (*RUN, "operators", "aten.mm"), [449, -1, 1]),
 ]
 
 

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit_examples import CASE, baseline, baseline_run, cpu_environment, prediction, recorded
+from unit_examples import CASE, baseline, baseline_run, cpu_environment, emulated_run, recorded
 
 from pytest_gputrain.cli.check_baselines import check
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.gate.baseline_changes import loosened
 from pytest_gputrain.records import FORMAT, Case, Counts, EmulatedRun, StepCounts
 from pytest_gputrain.storage.baselines import BaselineStore
-from pytest_gputrain.storage.recorded import PredictionStore
+from pytest_gputrain.storage.emulated import EmulationStore
 
 COMMITTED = Path(__file__).parents[2] / "baselines"
 EMULATED = EmulatedRun(
@@ -36,8 +36,8 @@ def record(folder, *cases):
     return BaselineStore(folder).update("cpu", "llm", {str(case): entry(case) for case in cases or (CASE, OTHER)})
 
 
-def predict(folder):
-    return PredictionStore(folder).update("h100", "llm", {str(CASE): recorded(prediction())})
+def emulate(folder):
+    return EmulationStore(folder).update("h100", "llm", {str(CASE): recorded(emulated_run())})
 
 
 def problems(folder):
@@ -66,7 +66,7 @@ def test_the_committed_baselines_and_what_an_update_writes_are_sound(tmp_path, c
     assert capsys.readouterr().out == ""
     swept = CASE.replace(batch_size=4, learning_rate=1e-5, steps=20, named=("batch_size", "learning_rate", "steps"))
     record(tmp_path, CASE, OTHER, swept)
-    predict(tmp_path)
+    emulate(tmp_path)
     assert problems(tmp_path) == []
 
 
@@ -74,7 +74,7 @@ def test_the_committed_baselines_and_what_an_update_writes_are_sound(tmp_path, c
 @given(st.data())
 def test_whatever_line_stands_twice_is_found(data):
     with tempfile.TemporaryDirectory() as folder:
-        write = data.draw(st.sampled_from([record, predict]))
+        write = data.draw(st.sampled_from([record, emulate]))
         path = write(Path(folder))
         lines = path.read_text().splitlines(keepends=True)
         at = data.draw(st.integers(0, len(lines) - 1))
@@ -143,9 +143,9 @@ def test_what_is_wrong_is_told_by_its_line(tmp_path, snapshot):
     path = BaselineStore(tmp_path).update("cpu", "llm", {"a\nb": entry(CASE)})
     edit(path, lambda file: file["cases"]["a\nb"].update(runs=[]))
     tell("a name of two lines", path, '"a\\nb"')
-    path = predict(tmp_path)
-    rewrite(path, '"peak_phase": "backward"', '"peak_phase": "nap"')
-    tell("a prediction", path, str(CASE))
+    path = emulate(tmp_path)
+    rewrite(path, '"refused": ""', '"refused": 1')
+    tell("an emulated run", path, str(CASE))
     path = record(tmp_path)
     path.write_text("\n".join([*path.read_text().splitlines()[:9], '"cut off": tru']))
     tell("cut off", path, '"cut off"')
@@ -173,13 +173,26 @@ def test_published_tables_are_checked_too(tmp_path):
     )
 
 
-@pytest.mark.parametrize("place", [".", "cpu/old", "predicted", "published/2024"])
+@pytest.mark.parametrize("place", [".", "cpu/old", "emulated", "published/2024"])
 def test_files_where_no_run_looks_are_told(tmp_path, place):
     path = record(tmp_path)
     (tmp_path / place).mkdir(parents=True, exist_ok=True)
     path.rename(tmp_path / place / "llm.json")
     (sentence,) = problems(tmp_path)
     assert ":1: no run looks for a baseline here, but in " in sentence
+
+
+def test_predictions_of_an_earlier_version_are_told_once_with_what_takes_their_place(tmp_path):
+    record(tmp_path)
+    for name in ("llm.json", "vision.json"):
+        path = tmp_path / "predicted" / "h100" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    (sentence,) = problems(tmp_path)
+    assert sentence.endswith(
+        "is not read any more, because an emulated GPU took the place of predictions: delete it, and record what takes its "
+        "place with --gpu-emulate --gpu-baseline-update"
+    )
 
 
 def test_runs_of_one_session_on_a_gpu_are_warned_of_and_pass(tmp_path, capsys):
@@ -206,7 +219,7 @@ def repository(tmp_path, monkeypatch):
     monkeypatch.delenv("CI", raising=False)
     folder = tmp_path / "baselines"
     record(folder)
-    predict(folder)
+    emulate(folder)
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "-A")
     git(tmp_path, "commit", "-qm", "first")
@@ -257,10 +270,10 @@ def test_what_lets_more_pass_than_before_is_listed(repository, capsys, snapshot)
 
 
 def test_in_ci_what_is_not_compared_any_more_fails(repository, capsys, monkeypatch):
-    (repository / "predicted" / "h100" / "llm.json").unlink()
+    (repository / "emulated" / "h100" / "llm.json").unlink()
     monkeypatch.setenv("CI", "true")
     title = "## since HEAD: 1 baseline removed or changed in kind, 0 raised"
-    listing = [title, "", f"- predicted/h100/llm.json {CASE}: removed"]
+    listing = [title, "", f"- emulated/h100/llm.json {CASE}: removed"]
     assert listed(repository, capsys, "--format=markdown") == (1, listing)
     assert listed(repository, capsys, "--no-strict")[0] == 0
 
@@ -294,15 +307,16 @@ def test_a_suite_whose_test_file_is_gone_is_named(repository, capsys):
     ]
 
 
-def test_every_prediction_is_compared_under_its_own_conditions():
+def test_every_emulated_run_is_compared_under_its_own_conditions():
     """A run looks for that of its own versions, which need not be the last."""
-    later = prediction(packages={"torch": "99"})
-    before, raised = recorded(prediction(), later), prediction(peak_allocated_bytes=prediction().peak_allocated_bytes * 2)
+    later = emulated_run(packages={"torch": "99"})
+    before = recorded(emulated_run(), later)
+    raised = emulated_run(peak_allocated_bytes=64 << 30, peak_reserved_bytes=64 << 30)
     what = loosened(before, recorded(raised, later))
-    assert (len(what.raised), what.lost) == (1, ())
+    assert (len(what.raised), what.lost) == (2, ())
     assert what.raised[0].startswith("peak memory ")
     assert what.raised[0].endswith("(+100.0 %)")
-    assert loosened(before, recorded(prediction(fits=False), later)).lost == ("predicted to fit -> predicted not to fit",)
+    assert loosened(before, recorded(emulated_run(fits=False), later)).lost == ("emulated to fit -> emulated not to fit",)
     assert loosened(before, before) == ((), ())
 
 

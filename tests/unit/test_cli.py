@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from unit_examples import CASE, SETTINGS, measurement, out_of_memory, prediction, report, result, summary
+from unit_examples import CASE, SETTINGS, emulated_run, measurement, out_of_memory, report, result, summary
 
 from pytest_gputrain import GiB
 from pytest_gputrain.cli.main import main
@@ -194,7 +194,7 @@ export --published --baseline-dir .
 export report.json report.json --format=bencher
 export report.json --format=otava
 export report.json --format=otava -o report.json
-export predicted.json --format=pytest-benchmark
+export emulated.json --format=pytest-benchmark
 export report.json -o table.txt
 export report.json --published --format=bencher
 export report.json --format=csv -o report.json/x
@@ -216,8 +216,8 @@ def test_bad_input_is_one_sentence_and_code_2(capsys, tmp_path, monkeypatch, sna
     for name, text in texts.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
-    foretold = result(reply=prediction(), device="predicted/h100")
-    for name, results in {"report": (result(),), "predicted": (foretold,), "empty": ()}.items():
+    emulated = result(reply=emulated_run(), device="emulated/h100")
+    for name, results in {"report": (result(),), "emulated": (emulated,), "empty": ()}.items():
         json_report.write(report(*results, settings=SETTINGS if name == "empty" else {}), Path(f"{name}.json"))
     said = {}
     for words in BAD_INPUT.strip().splitlines():

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from unit_examples import CASE, SETTINGS, crashed, gpu_environment, measurement, prediction, report, result
+from unit_examples import CASE, SETTINGS, crashed, emulated_run, gpu_environment, measurement, report, result
 
 from pytest_gputrain.cli.failing import VERDICTS
 from pytest_gputrain.cli.main import main
@@ -34,12 +34,12 @@ BASE = measured(1.0, 1.001, 0.999, 1.0, 1.0)
 LIKE = [CASE.replace(batch_size=size, named=("batch_size",)) for size in range(1, 13)]
 FULL, QLORA = (result(CASE.replace(method=method)) for method in ("full", "qlora"))
 CRASHED = result(replies=(crashed(),), summary=None, verdict=None)
-PREDICTED = result(reply=prediction(), device="predicted/h100")
-MORE_PREDICTED = result(
-    reply=prediction(
-        peak_allocated_bytes=33 * GiB, phase_peak_bytes={**prediction().phase_peak_bytes, "backward": 33 * GiB}
+EMULATED = result(reply=emulated_run(), device="emulated/h100")
+MORE_EMULATED = result(
+    reply=emulated_run(
+        peak_allocated_bytes=33 * GiB, phase_peak_bytes={**emulated_run().phase_peak_bytes, "backward": 33 * GiB}
     ),
-    device="predicted/h100",
+    device="emulated/h100",
 )
 ON_ANOTHER_DEVICE = gpu_environment(device_name="NVIDIA A100", device_type="rocm")
 
@@ -63,8 +63,8 @@ SCENES = {
     "another device": ([BASE], [measured(1.2, 1.2, 1.2, environment=ON_ANOTHER_DEVICE)], {}),
     "a slower machine: one case is 8 % slower, one 4 %": (OF_BASE, suite(*[1.025] * 3, size_5=1.08, size_6=1.04), {}),
     "a slower suite": (OF_BASE, suite(1.05, 1.05, 1.05), {}),
-    "predictions": ([PREDICTED], [MORE_PREDICTED], {}),
-    "no prediction to compare with": ([BASE], [PREDICTED], {}),
+    "emulated runs": ([EMULATED], [MORE_EMULATED], {}),
+    "no emulated run to compare with": ([BASE], [EMULATED], {}),
 }
 
 

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
-import compare_kinds
 import pytest
 import reference_pages
 
@@ -111,19 +110,6 @@ def test_every_field_of_the_api_has_a_meaning():
     rows = [row for page in API for row in page.read_text().splitlines() if row.startswith("| `")]
     assert len(rows) > 400
     assert [row for row in rows if row.endswith("|  |")] == []
-
-
-def test_the_accuracy_of_predictions_is_that_of_the_recorded_figures():
-    folder = compare_kinds.BASELINES
-    platforms = compare_kinds.emulated_platforms(folder)
-    assert compare_kinds.PAGE.read_text() == compare_kinds.page(platforms, folder), "run tools/compare_kinds.py --write"
-    every = [row for platform in platforms for row in compare_kinds.rows(platform, folder)]
-    assert sum(row.error is not None for row in every) > 80
-    # These two are 0.23 % apart, for a reason that is not known yet.
-    assert {str(row.case) for row in every if row.missed or row.disagree} <= {
-        "pangu-2.6b-full-bf16-amp",
-        "pangu-2.6b-full-fp16-amp",
-    }
 
 
 def test_the_api_has_every_word_fixture_and_marker_in_tables():

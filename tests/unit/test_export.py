@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from unit_examples import CASE, crashed, measurement, out_of_memory, prediction, report, result, summary, timed_out
+from unit_examples import CASE, crashed, emulated_run, measurement, out_of_memory, report, result, summary, timed_out
 
 from pytest_gputrain import Case
 from pytest_gputrain.cli.main import main
@@ -50,7 +50,7 @@ RUN = report(
     branch="main",
 )
 LLAMA, GEMMA = "llm/llama-3.1-8b-lora-bf16", "llm/gemma-7b-lora-bf16"
-PREDICTED = report(result(reply=prediction(), device="predicted/h100"))
+EMULATED = report(result(reply=emulated_run(), device="emulated/h100"))
 
 
 def text_of(name, *reports):
@@ -64,10 +64,10 @@ def test_cases_without_figures_are_left_out_with_a_sentence_each(snapshot):
     assert left_out([*RUN.results, half]) == snapshot
 
 
-def test_predictions_have_memory_only_and_figures_of_another_batch_are_left_out():
-    assert [point.peak_allocated_bytes for point in points(PREDICTED.results)] == [32 * 1024**3]
-    assert points(PREDICTED.results, timed=True) == []
-    assert left_out(PREDICTED.results, timed=True) == ["llama-3.1-8b-lora-bf16 is left out: a prediction has no time"]
+def test_emulated_runs_have_memory_only_and_figures_of_another_batch_are_left_out():
+    assert [point.peak_allocated_bytes for point in points(EMULATED.results)] == [32 * 1024**3]
+    assert points(EMULATED.results, timed=True) == []
+    assert left_out(EMULATED.results, timed=True) == ["llama-3.1-8b-lora-bf16 is left out: an emulated GPU has no time"]
     tried = Search(tries=(Try(batch_size=4, outcome="fits"),), most=4, largest=4, fastest=4)
     assert points([measured("llama-3.1-8b", (0.5,), search=tried, verdict=None)]) == []
 
@@ -109,7 +109,7 @@ def without_knobs(row):
 def test_what_is_written(name, snapshot):
     """pytest-benchmark's own reader and statistics are in tests/plugin/test_benchmark_json.py."""
     said = {}
-    for what, written in {"run": RUN, "predicted": PREDICTED}.items():
+    for what, written in {"run": RUN, "emulated": EMULATED}.items():
         text = said[what] = text_of(name, written)
         if name == "csv":
             rows = list(csv.DictReader(io.StringIO(text)))
@@ -176,7 +176,7 @@ BMF = {  # https://bencher.dev/docs/reference/bencher-metric-format; lengths fro
 }
 
 
-@pytest.mark.parametrize("written", [RUN, PREDICTED], ids=["run", "predicted"])
+@pytest.mark.parametrize("written", [RUN, EMULATED], ids=["run", "emulated"])
 @pytest.mark.parametrize(("name", "schema"), [("github-action-benchmark", BENCHMARK_RESULTS), ("bencher", BMF)])
 def test_what_is_written_has_the_form_that_its_reader_wants(name, schema, written):
     jsonschema.validate(json.loads(text_of(name, written)), schema)

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pytest_gputrain import Case, GiB, Prediction
+from pytest_gputrain import Case, GiB
 from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.model_config import with_model
 from pytest_gputrain.cli.predict import _knobs, _lines, add_to
 from pytest_gputrain.gate.fit import ERROR, Need, judge, largest_batch, loads_in_parts, need_of, tight
-from pytest_gputrain.hardware.targets import CONTEXT_BYTES
+from pytest_gputrain.hardware.emulation.boards import CONTEXT_BYTES
 from pytest_gputrain.records import EmulatedRun, LiveTensor
 from pytest_gputrain.records.fit import FitCell, FitGpu, FitReport, LargestBatch
 from pytest_gputrain.report import fit
@@ -20,8 +20,6 @@ from pytest_gputrain.session.fitting import computes_token_by_token, possible
 from pytest_gputrain.session.remedies import remedy
 from pytest_gputrain.storage.hub_cache import cached_models, hub_cache
 from pytest_gputrain.storage.hub_cache import snapshot as snapshot_of
-
-RECORDED = Path(__file__).parents[1] / "plugin" / "replies" / "h100_predicted.json"
 
 
 @pytest.fixture
@@ -202,7 +200,6 @@ LARGE = LiveTensor(
 )
 UNKNOWN = cell("does-not-fit", needed_bytes=None)
 FAILED = cell(None, figures=None, needed_bytes=None, failure="it crashed")
-BY_RULES = cell("fits", figures=msgspec.json.decode(RECORDED.read_bytes(), type=Prediction))
 REPORTS = {
     "it fits": report(cell("fits")),
     "within the error": report(cell("within-error")),
@@ -226,10 +223,6 @@ def test_what_is_said_of_a_cell(snapshot):
         said[what] = [*fit.tables(written)[0].rows, *(note for note in notes if note not in of_all)]
         assert notes[-1] == of_all[-1]
     assert said == snapshot
-
-
-def test_figures_by_rules_are_told_as_such():
-    assert [*fit.notes(report(BY_RULES))][-1] == "predicted by rules for torch 2.13.0, not compiled; nothing was computed"
 
 
 def test_memory_that_is_not_counted_is_named_with_its_gpu():

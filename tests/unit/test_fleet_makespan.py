@@ -64,7 +64,7 @@ def test_doubt_is_asked_for_in_the_order_of_the_tests_or_at_once():
     assert Fleet(nodes=1, doubt="at once", **slow).makespan(jobs, [0, 1, 2, 3]) == 24
 
 
-def test_a_history_counts_before_predictions(tmp_path):
+def test_a_history_counts_before_emulated_runs(tmp_path):
     history = tmp_path / "history.jsonl"
     line = {"suite": "collective", "key": "bert-large-full-fp32", "platform": "h100", "median_step_seconds": 100.0}
     history.write_text(json.dumps(line) + "\n" + json.dumps(line | {"platform": "a100", "median_step_seconds": 1.0}) + "\n")

@@ -11,8 +11,8 @@ import msgspec
 import psutil
 import pytest
 from leftovers import has_ended
-from test_launching import PROGRESS, TARGET, answering
-from unit_examples import CASE, crashed, measurement, prediction
+from test_launching import PROGRESS, answering
+from unit_examples import CASE, crashed, emulated_run, measurement
 
 from pytest_gputrain.execution.launch import fork_server, launcher, processes
 from pytest_gputrain.execution.launch.fork_server import ForkServer
@@ -216,17 +216,17 @@ def test_a_fresh_worker_leaves_what_it_prints_in_its_folder(tmp_path, monkeypatc
 class Started:
     """What stands in for processes: each has replied and ended."""
 
-    def __init__(self, monkeypatch, reply):
+    def __init__(self, monkeypatch, reply, case=CASE):
         self.folders = []
         self.environments = []
         self.ended = 0
-        self.reply = reply
+        self.reply, self.case = reply, case
         monkeypatch.setattr(launcher, "start", self.start)
 
     def start(self, folder, rank, environment):
         self.folders.append(folder)
         self.environments.append(environment)
-        assert msgspec.json.decode((folder / "case.json").read_bytes(), type=Task).case == CASE
+        assert msgspec.json.decode((folder / "case.json").read_bytes(), type=Task).case == self.case
         (folder / f"rank{rank}" / "reply.json").write_bytes(msgspec.json.encode(self.reply))
         (folder / f"rank{rank}" / "progress.jsonl").write_bytes(PROGRESS)
         process = answering(0, polls=0)
@@ -251,13 +251,13 @@ def test_a_case_has_a_process_for_each_rank_and_server(monkeypatch):
         assert environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_a_prediction_takes_one_process_whatever_the_case_takes(monkeypatch):
-    started = Started(monkeypatch, prediction())
-    events = []
-    task = msgspec.structs.replace(TASK, processes=2, servers=1, target=TARGET)
-    assert launcher.predict(task, timeout_seconds=60, watch=events.append) == prediction()
-    assert len(started.folders) == 1
-    assert len(events) == 2
+@pytest.mark.parametrize(("code", "processes"), [("", 1), ("test_it.py::build", 3)])
+def test_the_first_process_stands_for_all_on_an_emulated_gpu_but_for_own_code(monkeypatch, code, processes):
+    case = CASE.replace(code=code)
+    started = Started(monkeypatch, emulated_run(), case)
+    task = msgspec.structs.replace(TASK, case=case, processes=3, emulated="h100")
+    assert launcher.emulate(task, timeout_seconds=60, environ={}).fits
+    assert len(started.folders) == processes
 
 
 @pytest.mark.parametrize("forked", [True, False])
@@ -270,9 +270,10 @@ def test_a_fresh_process_is_started_where_none_can_be_forked(forked, monkeypatch
             asked.append((task, rank, environment.get(CASE_FOLDER), timeout_seconds))
             return started.start(folder, rank, environment) if forked else None
 
-    for run in (launcher.in_process, launcher.predict):
-        fields = {"gpus": ()} if run is launcher.in_process else {}
-        task = TASK if fields else msgspec.structs.replace(TASK, target=TARGET)
+    for run, fields, task in (
+        (launcher.in_process, {"gpus": ()}, TASK),
+        (launcher.emulate, {"environ": {}}, msgspec.structs.replace(TASK, emulated="h100")),
+    ):
         assert run(task, timeout_seconds=60, fork_server=Source(), **fields) == crashed()
         assert asked.pop() == (task, 0, None, 60)
         assert CASE_FOLDER in started.environments.pop() or forked

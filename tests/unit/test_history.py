@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction, result, timed_out
+from unit_examples import CASE, crashed, emulated_run, gpu_environment, measurement, out_of_memory, result, timed_out
 
 from pytest_gputrain.records import Case, HistoryLine, MetricVerdict, Verdict
 from pytest_gputrain.records.study import Search
@@ -82,8 +82,8 @@ RESULTS = {
         type(reply).__name__: result(replies=(reply,), summary=None, verdict=None)
         for reply in (out_of_memory(), crashed(), timed_out())
     },
-    "predicted": result(reply=prediction(), device="predicted/h100", verdict=None),
-    "no prediction": result(reply=crashed(), device="predicted/h100", key="other"),
+    "emulated": result(reply=emulated_run(), device="emulated/h100", verdict=None),
+    "no emulated run": result(reply=crashed(), device="emulated/h100", key="other"),
 }
 
 
@@ -289,8 +289,8 @@ assert [library for _, library in ONE_LINERS] == ["pandas", "polars", "duckdb"]
 def test_a_one_liner_makes_a_column_of_every_key(tmp_path, monkeypatch, code, library):
     """A key that is null in the first thousands of lines is the hard part: a reader guesses types from some."""
     pytest.importorskip(library)
-    foretold = result(reply=prediction(), device="predicted/h100", verdict=None)
-    (early,) = lines_of([foretold], SESSION)
+    emulated = result(reply=emulated_run(), device="emulated/h100", verdict=None)
+    (early,) = lines_of([emulated], SESSION)
     append(tmp_path / "history.jsonl", [early] * 3000 + [LINE])
     monkeypatch.chdir(tmp_path)
     table = eval(code, {library: importlib.import_module(library)})

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from unit_examples import CASE, crashed, gpu_environment, live_tensor, measurement, prediction, report, result, summary
+from unit_examples import CASE, crashed, emulated_run, gpu_environment, live_tensor, measurement, report, result, summary
 
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.records import Case, MetricVerdict, Verdict
@@ -118,8 +118,8 @@ def everything(text):
         result(case, **common, replies=(crashed(),), summary=None, verdict=None, loss_curves=curves),
         result(
             case,
-            **common | {"device": f"predicted/{text}"},
-            reply=prediction(largest={"forward": (live_tensor(operator=text, dtype=text),)}, packages={text: text}),
+            **common | {"device": f"emulated/{text}"},
+            reply=emulated_run(largest={"forward": (live_tensor(operator=text, dtype=text),)}, packages={text: text}),
         ),
     )
     return report(*results, commit=text, branch=text, arguments=(text,), notes=(text,), generator=text)
@@ -197,9 +197,9 @@ LARGEST = (live_tensor(bytes=20 * GiB, phase="build"), live_tensor(bytes=10 * Gi
 MORE = live_tensor(bytes=2 * GiB, phase="backward")
 
 
-def foretold(*largest):
-    figures = prediction(largest={"backward": largest}, phase_peak_bytes={"backward": 32 * GiB})
-    return result(reply=figures, device="predicted/h100")
+def emulated(*largest):
+    figures = emulated_run(largest={"backward": largest}, phase_peak_bytes={"backward": 32 * GiB})
+    return result(reply=figures, device="emulated/h100")
 
 
 def in_environment(key, **fields):
@@ -213,8 +213,8 @@ SCENES = {
     "failures first, and a row for every case": ("cases", FAILING),
     "published figures beside measured ones": ("published", report(published_result())),
     "samples a second, and one worker alone": ("scaling", report(SCALED)),
-    "tensors by the phase that made them, and the rest": ("memory", report(foretold(*LARGEST))),
-    "all tensors": ("memory", report(foretold(*LARGEST, MORE))),
+    "tensors by the phase that made them, and the rest": ("memory", report(emulated(*LARGEST))),
+    "all tensors": ("memory", report(emulated(*LARGEST, MORE))),
     "loss curves": ("losses", everything("x")),
     "environments once, with all counts": (
         "environment",

@@ -115,7 +115,7 @@ def test_a_row_is_shown_beside_a_case_only_if_the_two_can_be_compared(other, sho
     assert comparable_row(Criteria(**held_to | other)) is shown
 
 
-def test_a_new_case_without_a_prediction_is_held_to_the_memory_of_its_row():
+def test_a_new_case_without_an_emulated_run_is_held_to_the_memory_of_its_row():
     row = msgspec.structs.replace(
         ROW, figures={"pytorch": Figures(peak_allocated_bytes=Figure(low=GiB, high=GiB, rounding=1))}
     )

@@ -14,7 +14,7 @@ from unittest import mock
 import msgspec
 import pytest
 from leftovers import has_ended, wait_until
-from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction
+from unit_examples import CASE, crashed, emulated_run, gpu_environment, measurement, out_of_memory
 
 from pytest_gputrain.execution.launch import ranks
 from pytest_gputrain.execution.launch.case_folder import folder_of
@@ -29,7 +29,6 @@ from pytest_gputrain.records import (
     Event,
     OutOfMemory,
     Served,
-    Target,
     Task,
     TimedOut,
 )
@@ -38,7 +37,6 @@ from pytest_gputrain.utils.linux import PARENT
 from pytest_gputrain.worker.progress import Progress
 
 TASK = Task(case=CASE, scale="full", device_type="gpu", root=".")
-TARGET = Target(marker="h100", kind="cuda", memory_bytes=79 << 30, context_bytes=0)
 
 
 # Environment
@@ -55,9 +53,12 @@ OWN = msgspec.structs.replace(TASK, case=CASE.replace(code="test_it.py::build", 
         (TASK, {"HF_HUB_OFFLINE": "1"}),
         (OWN, {}),
         (msgspec.structs.replace(TASK, device_type="cpu"), {"HF_HUB_OFFLINE": "1", **SINGLE_THREAD}),
-        (msgspec.structs.replace(TASK, target=TARGET), {"HF_HUB_OFFLINE": "1", **SINGLE_THREAD}),
+        (
+            msgspec.structs.replace(TASK, emulated="h100"),
+            {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        ),
     ],
-    ids=["gpu", "own code may reach a hub", "cpu", "predicted"],
+    ids=["gpu", "own code may reach a hub", "cpu", "emulated"],
 )
 def test_a_worker_has_the_session_s_environment_with_the_task_s_changes_and_what_must_not_vary(task, adds, monkeypatch):
     monkeypatch.setenv("OF_ANOTHER_TEST", "1")
@@ -69,8 +70,7 @@ def test_a_worker_has_the_session_s_environment_with_the_task_s_changes_and_what
         "NEW": "3",
         PARENT: str(os.getpid()),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}/bin",
-        "CUDA_VISIBLE_DEVICES": "",
-        "ROCR_VISIBLE_DEVICES": "",
+        **({} if task.emulated else {"CUDA_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": ""}),
         **FIXED,
         **adds,
     }
@@ -349,7 +349,7 @@ def test_the_first_bad_news_are_the_cause(rank, polls, sentence):
 def test_a_case_ends_when_all_its_ranks_have(rank):
     both = [rank(number=number, polls=number, reply_json=msgspec.json.encode(_of_rank(number))) for number in range(2)]
     assert follow(both, 60, print) == merge([_of_rank(0), _of_rank(1)])
-    assert follow([rank(reply_json=msgspec.json.encode(prediction()))], 60, print) == prediction()
+    assert follow([rank(reply_json=msgspec.json.encode(emulated_run()))], 60, print) == emulated_run()
 
 
 def test_every_event_of_the_first_rank_is_shown_once_also_those_of_the_last_moment(rank):

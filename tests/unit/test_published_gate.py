@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 from hypothesis import strategies as st
-from unit_examples import CASE, crashed, gpu_environment, measurement, out_of_memory, prediction, timed_out
+from unit_examples import CASE, crashed, emulated_run, gpu_environment, measurement, out_of_memory, timed_out
 
 from pytest_gputrain import GiB, MiB
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
-from pytest_gputrain.gate.new_device import TOLERANCE, judge_by_prediction, judge_by_published
+from pytest_gputrain.gate.new_device import TOLERANCE, judge_by_emulated, judge_by_published
 from pytest_gputrain.gate.published import judge_published, step_seconds
 from pytest_gputrain.records import Holder, Published, Verdict
 from pytest_gputrain.records.published import Figure, Figures
@@ -139,16 +139,16 @@ def test_verdicts_are_told_with_what_the_table_was_made_with(snapshot):
     assert {name: f"{verdict.status}: {verdict.sentence}" for name, verdict in verdicts.items()} == snapshot
 
 
-# A case without a baseline, beside its prediction or its published row
+# A case without a baseline, beside its emulated run or its published row
 
 NEW = Verdict(status="new", sentence=f"{CASE} has no baseline; record it")
 PEAK = 32 * GiB
 LIMIT = round(PEAK * (1 + TOLERANCE.ratio) + TOLERANCE.bytes)
 
 
-def _beside_prediction(*peaks, flops=10**15, **fields):
+def _beside_emulated(*peaks, flops=10**15, **fields):
     runs = [measurement(peak_allocated_bytes=peak, flops_per_step=flops) for peak in peaks]
-    return judge_by_prediction(NEW, CASE, runs, prediction(peak_allocated_bytes=PEAK, **fields))
+    return judge_by_emulated(NEW, CASE, runs, emulated_run(peak_allocated_bytes=PEAK, **fields))
 
 
 @pytest.mark.parametrize(
@@ -163,19 +163,26 @@ def _beside_prediction(*peaks, flops=10**15, **fields):
     ],
 )
 def test_memory_and_flops_may_grow_to_the_limit_and_shrink_at_will(peaks, flops, status):
-    verdict = _beside_prediction(*peaks, flops=flops)
-    assert (verdict.status, verdict.held_to) == (status, "prediction")
+    verdict = _beside_emulated(*peaks, flops=flops)
+    assert (verdict.status, verdict.held_to) == (status, "emulated")
 
 
 def test_the_sentence_names_only_what_was_compared():
     assert (
-        "its memory and FLOPs are within what is predicted for h100 (32.0 GiB of 32.0 GiB)"
-        in _beside_prediction(PEAK).sentence
+        "its memory and FLOPs are within what is recorded on an emulated NVIDIA H100 80GB HBM3 (32.0 GiB of 32.0 GiB)"
+        in _beside_emulated(PEAK).sentence
     )
-    assert "its memory is within what is predicted" in _beside_prediction(PEAK, flops=None).sentence
-    both = _beside_prediction(2 * PEAK, flops=2 * 10**15).sentence
+    assert "its memory is within what is recorded" in _beside_emulated(PEAK, flops=None).sentence
+    both = _beside_emulated(2 * PEAK, flops=2 * 10**15).sentence
     assert "needs 32.0 GiB (100.0 %) more memory" in both
     assert "computes 100.0 % more" in both
+
+
+@pytest.mark.parametrize(("alone", "flops"), [(True, 8 * 10**15), (False, 10**15)])
+def test_flops_are_those_of_all_processes(alone, flops):
+    several = {"processes": 8, "allocated_by_rank": () if alone else (PEAK,) * 8}
+    for value, status in ((flops, "new"), (round(1.04 * flops), "regressed")):
+        assert _beside_emulated(PEAK, flops=value, **several).status == status
 
 
 def _exactly(**figures):

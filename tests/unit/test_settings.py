@@ -104,7 +104,6 @@ LAYERS = [
         ("\nlearning_rate = 1e-6, 5e-5\ncpu_offload=true", (("learning_rate", (1e-6, 5e-5)), ("cpu_offload", (True,)))),
         (),
     ),
-    Layers("predict", "predict", (True, True), ("yes", True), False),
     Layers("emulate", "emulate", (True, True), ("yes", True), False),
     Layers("find-batch", "find_batch", (True, True), ("yes", True), False),
     Layers("find-batch-max", "find_batch_max", None, ("16", 16), 1024),
@@ -146,7 +145,7 @@ def test_command_line_counts_before_ini_and_ini_before_default(layers):
     [
         ("baseline-update", "baseline_update", "no"),
         ("baseline-update-new-only", "baseline_update", "no"),
-        *((name.replace("_", "-"), name, False) for name in ("baseline_prune", "strict", "predict", "find_batch")),
+        *((name.replace("_", "-"), name, False) for name in ("baseline_prune", "strict", "emulate", "find_batch")),
     ],
 )
 def test_a_switch_that_was_turned_off_counts_before_the_ini_file(switch, field, off):
@@ -211,7 +210,7 @@ def test_a_baseline_report_comes_from_the_command_line_before_the_ini_file(tmp_p
         _read({"baseline": str(tmp_path)})  # a folder is no report
 
 
-EMULATED = {"predict": True, "find-batch": True, "loss": "20", "baseline": "published", "isolation": "inline"}
+EMULATED = {"find-batch": True, "loss": "20", "baseline": "published", "isolation": "inline"}
 EMULATED |= {"ids": "0", "runs": "3", "resume": "r.json", "executor": "slurm"}
 
 
@@ -220,7 +219,6 @@ def test_options_that_cannot_both_be_meant_are_refused(snapshot, tmp_path):
     report = {"baseline": str(tmp_path / "old.json")}
     both = [
         ({"baseline-update": True, "baseline-update-new-only": True}, {}),
-        ({"predict": True, "find-batch": True}, {}),
         *(({"emulate": True, name: value}, {}) for name, value in EMULATED.items()),
         ({"find-batch": True, "loss": "20"}, {}),
         ({"find-batch": True, "runs": "2"}, {}),

@@ -11,9 +11,9 @@ from unit_examples import (
     CASE,
     RESULT_KINDS,
     crashed,
+    emulated_run,
     measurement,
     out_of_memory,
-    prediction,
     report,
     result,
     summary,
@@ -77,7 +77,7 @@ def test_tables_have_the_figures_of_the_published_ones(snapshot):
         "no change in the peak": _render(result(verdict=_verdict("pass", *PHASES[:1]))),
         "nothing compared": _render(result(verdict=_verdict("pass", not_compared))),
         "measured": _render(result(verdict=None)),
-        "predicted": _render(result(verdict=None, reply=prediction())),
+        "emulated": _render(result(verdict=None, reply=emulated_run())),
         "judged by one test, measured by another": _render(
             result(verdict=None), result(), result(CASE.replace(method="full"), verdict=None)
         ),
@@ -131,10 +131,10 @@ def test_the_advice_of_a_first_run_is_a_line_of_the_explanation():
     assert advice([result(verdict=None)]) == ""
 
 
-def test_where_all_was_compared_there_is_no_line_and_time_is_not_compared_with_a_prediction():
+def test_where_all_was_compared_there_is_no_line_and_time_is_not_compared_with_an_emulated_run():
     metrics = (MetricVerdict(metric="step_seconds", status="pass", value=1.0, baseline=1.0),)
     assert uncompared.line([result(verdict=Verdict(status="pass", sentence="", metrics=metrics)), result()]) == ""
-    held = Verdict(status="new", sentence="", held_to="prediction")
+    held = Verdict(status="new", sentence="", held_to="emulated")
     assert uncompared.line([result(CASE, verdict=held)]) == "not compared: step time of 1 case"
 
 

@@ -12,6 +12,8 @@ from pytest_gputrain.records import (
     BatchSearch,
     Case,
     Crashed,
+    Emulated,
+    EmulatedRun,
     Environment,
     LiveTensor,
     LossStudy,
@@ -19,17 +21,14 @@ from pytest_gputrain.records import (
     Measurement,
     OperatorWork,
     OutOfMemory,
-    Predicted,
-    Prediction,
+    Recorded,
     Report,
     Summary,
-    Target,
     TimedOut,
     Verdict,
 )
-from pytest_gputrain.records.recorded import Recorded
 from pytest_gputrain.storage.baselines import BaselineStore, SuiteStore
-from pytest_gputrain.storage.recorded import PredictionStore
+from pytest_gputrain.storage.emulated import EmulationStore
 from pytest_gputrain.utils.units import GiB
 
 CASE = Case(model="llama-3.1-8b", method="lora", batch_size=2, sequence_length=8192)
@@ -128,29 +127,29 @@ def live_tensor(**fields):
     return LiveTensor(**{**example, **fields})
 
 
-def prediction(**fields):
+def emulated_run(**fields):
     """One that fits an H100 with room to spare."""
     peaks = {"build": 16 * GiB, "forward": 30 * GiB, "backward": 32 * GiB, "optimizer": 20 * GiB}
     example = {
-        "target": Target(marker="h100", kind="cuda", memory_bytes=79 * GiB, context_bytes=GiB // 2),
-        "fidelity": "cuda-rules",
+        "device_name": "NVIDIA H100 80GB HBM3",
+        "device_memory_bytes": 79 * GiB,
+        "runtime": "13.0",
+        "packages": {"torch": "2.13.0", "transformers": "5.23.0"},
+        "fits": True,
+        "peak_allocated_bytes": 32 * GiB,
+        "peak_reserved_bytes": 35 * GiB,
+        "device_used_bytes": 36 * GiB,
+        "phase_peak_bytes": peaks,
+        "largest": {phase: (live_tensor(),) for phase in peaks},
         "parameters": 8_030_261_248,
         "trainable_parameters": 20_971_520,
         "model_bytes": 16 * GiB,
-        "peak_allocated_bytes": 32 * GiB,
-        "peak_phase": "backward",
-        "phase_peak_bytes": peaks,
-        "largest": {phase: (live_tensor(),) for phase in peaks},
-        "peak_reserved_bytes": 35 * GiB,
-        "fits": True,
         "flops_per_step": 10**15,
         "recomputed_flops_per_step": 3 * 10**14,
         "bytes_per_step": 10**12,
-        "roofline_seconds": 2.5,
         "operators": {"aten.mm": OperatorWork(calls=449, flops=10**15, bytes=9 * 10**11)},
-        "packages": {"torch": "2.13.0", "transformers": "5.23.0"},
     }
-    return Prediction(**{**example, **fields})
+    return EmulatedRun(**{**example, **fields})
 
 
 def summary(seconds=1.0, peak=40_000_000_000, **fields):
@@ -161,11 +160,11 @@ def summary(seconds=1.0, peak=40_000_000_000, **fields):
 
 SETTINGS = {"time_tolerance": 0.03, "memory_tolerance": {"ratio": 0.02, "bytes": 0}, "judge_cpu_time": False}
 """Tolerances of a report."""
-RESULT_KINDS = (Measured, Predicted, BatchSearch, LossStudy)
+RESULT_KINDS = (Measured, Emulated, BatchSearch, LossStudy)
 
 
 def result(case=CASE, **fields):
-    """A result of the kind that has the ``fields``: a ``reply`` is one of a prediction."""
+    """A result of the kind that has the ``fields``: a ``reply`` is one of an emulated GPU."""
     example = {
         "nodeid": f"benchmarks/test_llm.py::test[{case}]",
         "suite": "llm",
@@ -178,9 +177,9 @@ def result(case=CASE, **fields):
         "summary": summary(tokens_per_second=16384.0, model_flops_utilization=0.5),
         "verdict": Verdict(status="pass", sentence=f"{case} is within its limits"),
     }
-    kinds = {"reply": Predicted, "search": BatchSearch, "loss_curves": LossStudy}
+    kinds = {"reply": Emulated, "search": BatchSearch, "loss_curves": LossStudy}
     kind = next((kind for name, kind in kinds.items() if name in fields), Measured)
-    if kind is Predicted:
+    if kind is Emulated:
         del example["replies"], example["summary"]
     return kind(**{**example, **fields})
 
@@ -190,8 +189,8 @@ def report(*results, **fields):
     return Report(**{**defaults, **fields}, results=results)
 
 
-def recorded(*predictions, case=CASE, scale="full"):
-    return Recorded(case=case, scale=scale, figures=predictions)
+def recorded(*runs, case=CASE, scale="full"):
+    return Recorded(case=case, scale=scale, figures=runs)
 
 
 def without_digests(sentence):
@@ -236,14 +235,14 @@ KINDS = (
         other=baseline(baseline_run(step_seconds=(9.0,))),
     ),
     Kind(
-        name="predicted",
-        store=PredictionStore,
+        name="emulated",
+        store=EmulationStore,
         device="h100",
-        folder="predicted/h100",
+        folder="emulated/h100",
         shared="conditions",
-        entries="predictions",
-        record=recorded(prediction()),
-        other=recorded(prediction(flops_per_step=5)),
+        entries="runs",
+        record=recorded(emulated_run()),
+        other=recorded(emulated_run(flops_per_step=5)),
     ),
 )
 

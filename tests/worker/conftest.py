@@ -1,5 +1,4 @@
 import contextlib
-import gc
 import os
 import signal
 import subprocess
@@ -16,15 +15,6 @@ from several_processes import PRELOADED
 def _no_process_stays():
     yield
     PRELOADED.close()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_heap():
-    """A prediction collects garbage first, which takes longer than the rest of it where all libraries are on the heap."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

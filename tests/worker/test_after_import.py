@@ -1,4 +1,4 @@
-"""What waits for the import of a module, as the recorders of scripts and the patches of predictions do."""
+"""What waits for the import of a module, as the recorders of scripts do."""
 
 import importlib
 import importlib.util

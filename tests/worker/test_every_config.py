@@ -5,7 +5,7 @@ import re
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
-from zoo_examples import compare, refused, replied, run
+from zoo_examples import measured, refused, run
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.model_config import config_of, with_model
@@ -26,8 +26,8 @@ def case_of(folder, kind, method):
 
 
 @pytest.mark.parametrize("kind", QUICK)
-def test_a_class_trains_and_is_predicted_to_the_byte(tmp_path, kind):
-    compare(case_of(tmp_path, kind, "lora"))
+def test_a_class_trains(tmp_path, kind):
+    measured(case_of(tmp_path, kind, "lora"))
 
 
 def complaint_about(folder, kind):
@@ -52,7 +52,7 @@ def has_defaults(kind):
 @pytest.mark.weekly
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 @pytest.mark.parametrize("kind", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(ENCODERS)))
-def test_every_class_trains_and_is_predicted_to_the_byte_or_says_why_not(tmp_path, kind, method):
+def test_every_class_trains_or_says_why_not(tmp_path, kind, method):
     if not has_defaults(kind):
         pytest.skip("the class refuses its own defaults")
     if complaint := complaint_about(tmp_path, kind):
@@ -65,10 +65,6 @@ def test_every_class_trains_and_is_predicted_to_the_byte_or_says_why_not(tmp_pat
         assert "\n" not in reply.sentence
         of_values = ("trained tensors did not change", "the loss of timed step")
         assert case.model in reply.sentence or any(words in reply.sentence for words in of_values)
-    elif isinstance(prediction := replied(case), Crashed):
-        assert prediction.sentence.endswith("measure it instead")
-    else:
-        compare(case)
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
@@ -84,7 +80,7 @@ def test_an_encoder_is_no_language_model_that_trains_from_a_config(tmp_path, kin
 
 def test_a_state_space_layer_is_adapted_where_peft_allows_it(tmp_path):
     case = case_of(tmp_path, "falcon_h1", "lora")
-    compare(case)
+    measured(case)
     all_linear = run(case.replace(lora_targets="all-linear"))
     assert isinstance(all_linear, Crashed)
     assert all_linear.refused

@@ -5,8 +5,7 @@ import gc
 
 import pytest
 import torch
-from test_prediction_suite import ONE_OF_EACH_FAMILY
-from zoo_examples import DEVICE, task_of
+from zoo_examples import DEVICE, STATED, example, task_of
 
 from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.compiling import uncompiled
@@ -14,6 +13,8 @@ from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.libraries import load
 from pytest_gputrain.worker.measuring import build
 from pytest_gputrain.worker.run import SEED
+
+ONE_OF_EACH_FAMILY = {architecture.family: example(model) for model, architecture in STATED.items()}.values()
 
 
 @pytest.mark.slow

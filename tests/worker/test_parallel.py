@@ -7,7 +7,7 @@ import signal
 import pytest
 from leftovers import FAULTS, REASONS, assert_hung, assert_told, own_case
 from several_processes import CLICKS, LLAMA, engine, losses_of_one_process, measured, needs_deepspeed, run
-from zoo_examples import predicted, task_of
+from zoo_examples import task_of
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.architectures.facts import architectures
@@ -126,14 +126,12 @@ def test_further_options_of_deepspeed_are_merged_into_ours():
 @pytest.mark.parametrize(
     ("parallel", "options"), [("zero2", {"reduce_bucket_size": 20_000_000_000}), ("zero3", {"sub_group_size": 1000})]
 )
-def test_they_are_another_measurement_and_predicted(parallel, options):
+def test_they_are_another_measurement(parallel, options):
     case = LLAMA.replace(parallel=parallel, precision="bf16", gpus=2, steps=2)
     options = {"zero_optimization": options}
-    plain, changed, prediction = measured(case), measured(case, deepspeed=options), predicted(case, deepspeed=options)
+    plain, changed = measured(case), measured(case, deepspeed=options)
     assert changed.peak_allocated_bytes != plain.peak_allocated_bytes
     assert changed.losses == pytest.approx(plain.losses, rel=1e-2)
-    # Threads of gloo let go of buffers when they come to it, later on a busy machine.
-    assert 0 <= changed.ranks[0].peak_allocated_bytes / prediction.peak_allocated_bytes - 1 <= 0.02
 
 
 @pytest.mark.slow

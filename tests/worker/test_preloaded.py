@@ -19,8 +19,7 @@ from zoo_examples import task_of
 from pytest_gputrain import Case
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.execution.launch.fork_server import ForkServer
-from pytest_gputrain.hardware.targets import target_of
-from pytest_gputrain.records import Crashed, Measurement, Prediction
+from pytest_gputrain.records import Crashed, Measurement
 from pytest_gputrain.worker import preload
 
 PROGRAM = """
@@ -158,16 +157,6 @@ def test_own_code_finds_and_measures_what_it_would_in_a_fresh_interpreter_whatev
         run(own_task("litter"), preloaded)
 
 
-@pytest.mark.slow
-def test_a_prediction_is_that_of_a_fresh_interpreter(own_task, preloaded):
-    task = own_task("tell", scale="full", target=target_of("h100"))
-    fresh, *forked = (
-        launcher.predict(task, timeout_seconds=120, fork_server=source) for source in (None, None, preloaded, preloaded)
-    )
-    assert isinstance(fresh, Prediction), fresh
-    assert forked == [fresh] * 3
-
-
 # How it ends
 
 
@@ -238,7 +227,7 @@ def test_imports_start_no_thread_and_ask_no_driver():
     code = (
         "import os; from pytest_gputrain import Case; from pytest_gputrain.worker.libraries import load; "
         "from pytest_gputrain.worker.preload import _holds_gpu; "
-        "load(Case(model='mine', method='custom', code='mine.py::build'), trained=True); "
+        "load(Case(model='mine', method='custom', code='mine.py::build')); "
         "import torch; assert not torch.cuda.is_initialized(); "
         "assert not _holds_gpu(); assert len(os.listdir('/proc/self/task')) == 1"
     )

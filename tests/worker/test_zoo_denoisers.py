@@ -1,4 +1,4 @@
-"""Classes of diffusers that are known by a config.json alone: what they take, and that they train as is predicted."""
+"""Classes of diffusers that are known by a config.json alone: what they take, and that they train."""
 
 import inspect
 import re
@@ -6,17 +6,12 @@ import re
 import diffusers
 import pytest
 import torch
-from test_prediction_repetition import DEEP, full
-from zoo_examples import compare, refused, run
+from zoo_examples import measured, refused, run
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.architectures.facts import denoisers
 from pytest_gputrain.cases.model_config import declare
 from pytest_gputrain.worker import zoo
-from pytest_gputrain.worker.libraries import load
-from pytest_gputrain.worker.prediction.predict import PredictionRun
-from pytest_gputrain.worker.prediction.repetition import extrapolate
-from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.zoo.completed import architecture_of
 
 pytestmark = [
@@ -222,8 +217,8 @@ def test_full_size_latents_are_those_of_the_pipeline(name, resolution, frames, l
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("name", MODELS)
-def test_models_train_and_are_predicted_to_the_byte(name, method):
-    compare(case_of(name, method, activation_checkpointing=method == "lora" and bool(CLASSES[CONFIGS[name][0]].blocks)))
+def test_models_train(name, method):
+    measured(case_of(name, method, activation_checkpointing=method == "lora" and bool(CLASSES[CONFIGS[name][0]].blocks)))
 
 
 LISTED = [name for name, (class_name, _) in CONFIGS.items() if CLASSES[class_name].blocks]
@@ -244,27 +239,6 @@ def test_the_recomputed_blocks_are_those_that_diffusers_recomputes(name):
     assert {id(block) for block in seen} == {id(block) for block in workload.blocks}
 
 
-REPEATING = [
-    name
-    for name, (class_name, _) in CONFIGS.items()
-    if CLASSES[class_name].trained_part.repeats and name != "cogvideox-5b-i2v"  # which takes videos of one size alone
-]
-RUN_WHOLE = {"pixart-alpha", "pixart-sigma", "sana-1.6b", "sana-sprint", "sana-video"}
-"""Models that do not follow from shallow ones to the last event when all of them trains: they run as they are."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [marked(name, *[] if name in QUICK else WEEKLY) for name in REPEATING])
-def test_a_deep_model_shows_what_follows_from_shallow_ones(name):
-    case = case_of(name, activation_checkpointing=True)
-    load(case, predicted=True)
-    architecture = architecture_of(case.model)
-    deep = PredictionRun(full(case), Progress(None)).run(architecture.repeated(DEEP))
-    shallow = PredictionRun(full(case), Progress(None))
-    observed = extrapolate(lambda repetitions: shallow.run(architecture.repeated(repetitions)), DEEP)
-    assert observed == (None if name in RUN_WHOLE else deep)
-
-
 OF_THE_ZOO = [
     *((name, {"_unknown": 1}) for name, like in denoisers().items() if like.trained_part.config),
     ("FluxTransformer2DModel", {"guidance_embeds": False}),  # FLUX.1-schnell
@@ -283,7 +257,7 @@ def test_the_config_of_a_model_of_the_zoo_trains_with_what_it_is_conditioned_on_
     if "_unknown" in keys:
         known = denoisers()[class_name].trained_part.parameters["full"]
         assert architecture_of(case.model).trained_part.parameters["full"] == known
-    compare(case)
+    measured(case)
 
 
 def test_parameters_that_a_class_makes_on_the_host_are_moved():

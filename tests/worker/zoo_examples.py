@@ -1,19 +1,14 @@
-"""Cases of every model by every method that it has, and own code: built, trained and predicted in this process."""
+"""Cases of every model by every method that it has, and own code: built and trained in this process."""
 
 import functools
-from unittest import mock
 
-import bitsandbytes
 import torch
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.records import Crashed, Measurement, Prediction, Target, Task
-from pytest_gputrain.utils.units import GiB
+from pytest_gputrain.records import Crashed, Measurement, Task
 from pytest_gputrain.worker import run as worker_run
 from pytest_gputrain.worker import zoo
-from pytest_gputrain.worker.libraries import load
-from pytest_gputrain.worker.prediction.predict import predict
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.run import SEED
 from pytest_gputrain.worker.training import Training
@@ -108,38 +103,3 @@ def refused(case, builder=None, **fields):
     reply = run(case, builder, **fields)
     assert isinstance(reply, Crashed), reply
     return reply.sentence
-
-
-CPU = Target(marker="cpu", kind="cpu")
-H100 = Target(
-    marker="h100",
-    kind="cuda",
-    memory_bytes=80 * GiB,
-    peak_flops={"fp32": 67e12, "bf16": 989.4e12, "fp16": 989.4e12},
-    bandwidth=3.35e12,
-)
-
-
-def replied(case, target=CPU, builder=None, **fields):
-    """The reply to the case, predicted for a GPU, or by the rules of a CPU."""
-    load(case)  # which makes tensors that are none of the training's
-    return predict(task_of(case, target=target, **fields), Progress(None), builder)
-
-
-def predicted(case, target=CPU, builder=None, **fields):
-    reply = replied(case, target, builder, **fields)
-    assert isinstance(reply, Prediction), reply
-    return reply
-
-
-def compare(case, builder=None):
-    """Assert that what is predicted of the case is what its training counts, to the byte."""
-    load(case)
-    # A table that bitsandbytes makes when it first quantises is of the training.
-    with mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True):
-        real = measured(case.replace(steps=1, warmup=0), builder)
-    prediction = predicted(case, builder=builder)
-    for figure in ("peak_allocated_bytes", "phase_peak_bytes", "model_bytes", "parameters", "trainable_parameters"):
-        assert getattr(prediction, figure) == getattr(real, figure), figure
-    assert prediction.flops_per_step == (real.flops_per_step or 0)
-    assert prediction.recomputed_flops_per_step == (real.recomputed_flops_per_step or 0)

@@ -33,9 +33,6 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     config: dict[str, Any]
     tiny: dict[str, Any] = {}
     """Keys that replace those of ``config`` for a step on a CPU through the same code path."""
-    repeats: dict[str, int] = {}
-    """Keys of ``config`` that count blocks which allocate and compute alike, and how many of these make one repetition: two
-    where two kinds take turns, or where another key counts half as many. All repetitions are alike."""
 
     def facts(self, scale: Scale) -> dict[str, Any]:
         """Return the hyper-parameters at this scale."""
@@ -99,24 +96,6 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def trained_part(self) -> Part:
         return next(iter(self.parts.values()))
 
-    @property
-    def repetitions(self) -> int:
-        """The number of times that the full-size model repeats its blocks; 0 if it does not."""
-        part = self.trained_part
-        return min((part.config[key] // blocks for key, blocks in part.repeats.items()), default=0)
-
-    def repeated(self, count: int) -> Architecture:
-        """Return the same architecture with ``count`` repetitions; nobody published its number of parameters."""
-        name, *_ = self.parts
-        part = self.trained_part
-        config = dict(part.config)
-        for key, blocks in part.repeats.items():
-            config = with_layers(config, key, count * blocks)
-        shallow = msgspec.structs.replace(part, config=config, parameters={})
-        return msgspec.structs.replace(
-            self, parts={**self.parts, name: shallow}, trainable={method: {} for method in self.trainable}
-        )
-
 
 def with_layers(config: dict[str, Any], key: str, layers: int) -> dict[str, Any]:
     """Return the config with so many layers, counted by ``key``; what it says of each layer is cut: lists with one entry for
@@ -160,8 +139,6 @@ class Denoiser(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What LoRA adapts: by default what the training scripts of diffusers adapt of most."""
     blocks: tuple[str, ...] = ()
     """As of `Architecture`; ``down_blocks`` first for a UNet, and none where diffusers recomputes nothing."""
-    counts: tuple[str, ...] = ("num_layers",)
-    """Keys that count blocks which are all alike."""
     idle: tuple[str, ...] = ()
     """As of `Architecture`; ``{last}`` stands for the number of the last of ``num_layers``."""
     step: dict[str, Any]
@@ -176,7 +153,6 @@ class Denoiser(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             source=self.pipeline,
             config={},
             tiny=self.tiny,
-            repeats=dict.fromkeys(self.counts, 1),
         )
         return Architecture(
             title=model_class,

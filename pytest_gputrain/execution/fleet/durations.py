@@ -1,4 +1,4 @@
-"""Estimates how long a run of a case trains, from its history or else, as a lower bound, from its prediction."""
+"""Estimates how long a run of a case trains, from its history or else, as a lower bound, from its emulated run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Durations:
     Args:
         platform: catalog marker that the cases run on.
         history: that earlier runs appended to; None for none.
-        forecast: predictions for the platform; None for none.
+        forecast: recorded runs on emulated GPUs of the platform; None for none.
     """
 
     def __init__(self, platform: str, history: Path | None, forecast: Forecast | None) -> None:
@@ -39,10 +39,11 @@ class Durations:
                     self._steps[line.suite, line.key] = line.median_step_seconds
 
     def of(self, suite: str, task: Task) -> float:
-        """Return the seconds of the latest run, or else the least that is predicted; 0 where nothing is known."""
+        """Return the seconds of the latest run, or else the least that an emulated run tells; 0 where nothing is known."""
         case = task.case
         seconds = self._steps.get((suite, key_of(case, task.scale)))
-        if seconds is None and self._forecast is not None and task.scale == "full":
-            prediction = self._forecast.of(suite, case)
-            seconds = prediction.roofline_seconds if prediction else None
-        return (seconds or 0.0) * (case.steps + case.warmup)
+        if seconds is not None:
+            return seconds * (case.steps + case.warmup)
+        if self._forecast is None or task.scale != "full":
+            return 0.0
+        return self._forecast.seconds(suite, case) or 0.0

@@ -114,7 +114,7 @@ def _fixed(task: Task) -> dict[str, str]:
     if not task.case.code:
         # The zoo's models are built, never fetched; an attempt to reach a hub would only cost its time-out.
         fixed["HF_HUB_OFFLINE"] = "1"
-    if task.device_type == "cpu" or task.target is not None:
+    if task.device_type == "cpu":
         fixed |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     elif task.emulated:
         fixed |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

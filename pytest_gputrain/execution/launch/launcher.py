@@ -26,7 +26,6 @@ from pytest_gputrain.records import (
     Lost,
     Measurement,
     OutOfMemory,
-    Prediction,
     Reply,
     Served,
     Task,
@@ -62,7 +61,7 @@ def in_process(
         environ: variables of the processes, with those that the task changes; by default those of this one.
     """
     reply = _run_processes(task, gpus, timeout_seconds, watch, fork_server, environ)
-    assert not isinstance(reply, Prediction | EmulatedRun), "nobody asked for one, and a worker that was not asked refuses"
+    assert not isinstance(reply, EmulatedRun), "nobody asked for one, and a worker that was not asked refuses"
     return reply
 
 
@@ -85,29 +84,7 @@ def emulate(
     """
     assert task.emulated, "a worker refuses stand-ins that nobody asked for"
     reply = _run_processes(task, (), timeout_seconds, watch, fork_server, environ)
-    assert not isinstance(reply, Measurement | Prediction | Lost), "a worker asked to emulate measures nothing"
-    return reply
-
-
-def predict(
-    task: Task,
-    *,
-    timeout_seconds: float,
-    watch: Watch = lambda event: None,
-    fork_server: ForkServer | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> Prediction | OutOfMemory | Crashed | TimedOut:
-    """Run ``task``, which names a target, on fake tensors in a process of its own: it may abort, and it patches libraries.
-
-    Args:
-        timeout_seconds, watch, fork_server, environ: as in `in_process`.
-
-    Returns:
-        The prediction; another reply where there is none.
-    """
-    assert task.target is not None, "a prediction is for a device"
-    reply = _run_processes(task, (), timeout_seconds, watch, fork_server, environ)
-    assert not isinstance(reply, Measurement | EmulatedRun | Lost), "nothing was trained, and not by a fleet"
+    assert not isinstance(reply, Measurement | Lost), "a worker asked to emulate measures nothing"
     return reply
 
 
@@ -118,7 +95,7 @@ def _run_processes(
     watch: Watch,
     fork_server: ForkServer | None,
     environ: Mapping[str, str] | None,
-) -> Prediction | EmulatedRun | Reply:
+) -> EmulatedRun | Reply:
     refuse_recursion()
     environment = worker_environment(task, gpus, environ)
 

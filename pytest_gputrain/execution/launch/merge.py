@@ -13,19 +13,18 @@ from pytest_gputrain.records import (
     Counts,
     EmulatedRun,
     Measurement,
-    Prediction,
+    OperatorWork,
     Rank,
     Reply,
     Served,
     SlowClass,
     StepCounts,
-    WorkAtLines,
 )
 from pytest_gputrain.records.counts import added_up
 from pytest_gputrain.utils.units import format_bytes
 
 
-def merge(replies: Sequence[Reply | Served | Prediction | EmulatedRun]) -> Measurement:
+def merge(replies: Sequence[Reply | Served | EmulatedRun]) -> Measurement:
     """Merge the figures of all ranks, in their order, into the case's."""
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
     figures = [reply for reply in replies if isinstance(reply, Measurement | Served)]
@@ -100,12 +99,12 @@ def _phases(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> dict[str,
     }
 
 
-def _work_of_all(replies: Sequence[EmulatedRun]) -> dict[str, WorkAtLines]:
+def _work_of_all(replies: Sequence[EmulatedRun]) -> dict[str, OperatorWork]:
     """Add up the work of all ranks by operator. The lines of each rank stay, because a baseline compares them one by one."""
-    merged: dict[str, WorkAtLines] = {}
+    merged: dict[str, OperatorWork] = {}
     for name in sorted({name for reply in replies for name in reply.operators}):
         works = [reply.operators[name] for reply in replies if name in reply.operators]
-        merged[name] = WorkAtLines(
+        merged[name] = OperatorWork(
             calls=sum(work.calls for work in works),
             flops=sum(work.flops for work in works),
             bytes=sum(work.bytes for work in works),

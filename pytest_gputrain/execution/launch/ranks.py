@@ -26,7 +26,6 @@ from pytest_gputrain.records import (
     Measurement,
     OutOfMemory,
     Phase,
-    Prediction,
     Reply,
     Served,
     TimedOut,
@@ -68,7 +67,7 @@ class Rank:
     def failed(self) -> bool:
         """Tell whether the ended process left no figures, or did not fit its emulated GPU."""
         reply = self.reply()
-        return not (reply.fits if isinstance(reply, EmulatedRun) else isinstance(reply, Measurement | Served | Prediction))
+        return not (reply.fits if isinstance(reply, EmulatedRun) else isinstance(reply, Measurement | Served))
 
     def failure_sort_key(self) -> tuple[bool, bool, int]:
         """Return the key that sorts failed ranks by how likely each is the cause of the others' failures.
@@ -80,7 +79,7 @@ class Rank:
         written = reply.stat().st_mtime_ns if reply.exists() else 0
         return bool(written), not isinstance(self.reply(), OutOfMemory | EmulatedRun), written
 
-    def reply(self) -> Reply | Served | Prediction | EmulatedRun:
+    def reply(self) -> Reply | Served | EmulatedRun:
         """Read the reply that the ended process left behind, or make one from how it ended."""
         self.progress.read()
         killed_for_memory = self.process.killed_for_memory(self._kills_before)
@@ -117,7 +116,7 @@ def follow(
     *,
     trouble: Callable[[], Crashed | None] = lambda: None,
     grace_seconds: float = 0.0,
-) -> Prediction | EmulatedRun | Reply:
+) -> EmulatedRun | Reply:
     """Wait until the ranks have ended, and give the case's reply. If one fails the case does: the others would wait for it.
 
     Args:
@@ -155,16 +154,15 @@ def follow(
     if failed:
         first = min(failed, key=Rank.failure_sort_key)
         reply = first.reply()
-        assert not isinstance(reply, Served | Prediction)
+        assert not isinstance(reply, Served)
         if isinstance(reply, EmulatedRun):
             note = f"rank {first.number} does not fit, and the others were ended"
             return msgspec.structs.replace(reply, notes=(*reply.notes, note)) if len(ranks) > 1 else reply
         return _with_figures(reply if len(ranks) == 1 else msgspec.structs.replace(reply, rank=first.number), ranks)
-    replies = [rank.reply() for rank in ranks]
-    return replies[0] if isinstance(replies[0], Prediction) else _merged(replies)
+    return _merged([rank.reply() for rank in ranks])
 
 
-def _merged(replies: Sequence[Reply | Served | Prediction | EmulatedRun]) -> Measurement | EmulatedRun:
+def _merged(replies: Sequence[Reply | Served | EmulatedRun]) -> Measurement | EmulatedRun:
     emulated = [reply for reply in replies if isinstance(reply, EmulatedRun)]
     return merge_emulated(emulated) if emulated else merge(replies)
 
@@ -191,7 +189,7 @@ def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
 
 def _read_reply(
     folder: Path, exit_code: int, last: Event, killed_for_memory: bool, output: str
-) -> Reply | Served | Prediction | EmulatedRun:
+) -> Reply | Served | EmulatedRun:
     """Read what the ended process left behind, as a reply.
 
     Args:
@@ -210,7 +208,7 @@ def _read_reply(
                     f"the worker's reply has format {version}, this version reads format {FORMAT}: the worker imports "
                     "another pytest-gputrain than pytest does; look at PYTHONPATH"
                 )
-            reply = msgspec.json.decode(data, type=Reply | Served | Prediction | EmulatedRun)
+            reply = msgspec.json.decode(data, type=Reply | Served | EmulatedRun)
         except UNREADABLE as error:
             return crashed(f"the worker's reply cannot be read: {error}")
         if exit_code != 0:

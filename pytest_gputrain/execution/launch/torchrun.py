@@ -21,7 +21,7 @@ from pytest_gputrain.execution.launch.environment import CHOOSING, refuse_recurs
 from pytest_gputrain.execution.launch.processes import FreshProcess, Process, run_module
 from pytest_gputrain.execution.launch.ranks import Rank, exit_text, follow, tail
 from pytest_gputrain.hardware.devices import Gpu
-from pytest_gputrain.records import Crashed, EmulatedRun, Event, Prediction, Reply, Task
+from pytest_gputrain.records import Crashed, EmulatedRun, Event, Reply, Task
 from pytest_gputrain.records.node_protocol import (
     COMMAND,
     COMMAND_EVERY_SECONDS,
@@ -100,7 +100,7 @@ def on_nodes(
         ranks = [Rank(number, folder, agents.rank) for number in range(task.processes)]
         agents.start()
         reply = follow(ranks, timeout_seconds, watch, trouble=agents.trouble, grace_seconds=_GRACE_SECONDS)
-        assert not isinstance(reply, Prediction | EmulatedRun), "nobody asked for one"
+        assert not isinstance(reply, EmulatedRun), "nobody asked for one"
         return reply
 
 

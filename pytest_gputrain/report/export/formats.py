@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from pytest_gputrain.records import FAILING, Emulated, Predicted, Report, Result
+from pytest_gputrain.records import FAILING, Emulated, Report, Result
 from pytest_gputrain.records.case import knob_text
 from pytest_gputrain.report import studies, summary, terminal
 from pytest_gputrain.report.export import pytest_benchmark
@@ -112,7 +112,7 @@ def _csv_row(report: Report, result: Result, point: Point | None) -> list[object
 
 def _kind(result: Result) -> str:
     """Return what the name of a figure begins with that was not measured."""
-    return "predicted " if isinstance(result, Predicted) else "emulated " if isinstance(result, Emulated) else ""
+    return "emulated " if isinstance(result, Emulated) else ""
 
 
 def _peak(point: Point) -> dict[str, Any]:

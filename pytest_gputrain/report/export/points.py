@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pytest_gputrain.gate.messages import describe_failure
-from pytest_gputrain.records import Emulated, Measurement, Reply, Result, Study, UnmeasuredResult
+from pytest_gputrain.records import Emulated, Measurement, Reply, Result, Study
 from pytest_gputrain.report.results import latest
 
 _LONGEST_STEM: Final = 200
@@ -23,7 +23,7 @@ class Point:
 
     result: Result
     runs: tuple[Measurement, ...]
-    """One for each fresh process; none of a prediction or an emulated GPU, which have only memory to hand on."""
+    """One for each fresh process; none of an emulated GPU, which has only memory to hand on."""
     peak_allocated_bytes: int
     """Also of what was not measured."""
 
@@ -61,11 +61,10 @@ def _point(result: Result, timed: bool) -> Point | str:
     """Return the point of a result, or a sentence why it has none."""
     if isinstance(result, Study):
         return f"{result.key} is left out: its figures are of a search or of loss curves, not of the case as declared"
-    if isinstance(result, UnmeasuredResult) and result.figures is not None:
+    if isinstance(result, Emulated) and result.figures is not None:
         if timed:
-            what = "an emulated GPU" if isinstance(result, Emulated) else "a prediction"
-            return f"{result.key} is left out: {what} has no time"
-        if isinstance(result, Emulated) and not result.figures.fits:
+            return f"{result.key} is left out: an emulated GPU has no time"
+        if not result.figures.fits:
             return f"{result.key} is left out: it does not fit"
         return Point(result=result, runs=(), peak_allocated_bytes=result.figures.peak_allocated_bytes)
     runs = tuple(reply for reply in result.replies if isinstance(reply, Measurement))

@@ -11,7 +11,7 @@ from typing import Final
 
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import title_of
-from pytest_gputrain.records import Published, Result, UnmeasuredResult
+from pytest_gputrain.records import Emulated, Published, Result
 from pytest_gputrain.records.published import Figure, Figures
 from pytest_gputrain.report.published import (
     FRAMEWORKS,
@@ -36,7 +36,7 @@ def _row(of: Published | Result) -> tuple[str, str, str, str]:
 
 def _by_row(results: Sequence[Result]) -> _ByRow:
     """Return the measured results by row; of a case measured several times the last."""
-    return {_row(result): result for result in results if not isinstance(result, UnmeasuredResult)}
+    return {_row(result): result for result in results if not isinstance(result, Emulated)}
 
 
 def left_out(source: Path, results: Sequence[Result], tables: Sequence[PublishedTable]) -> list[str]:
@@ -45,8 +45,8 @@ def left_out(source: Path, results: Sequence[Result], tables: Sequence[Published
     platforms = {platform for table in tables for platform in table.platforms}
     counts_by_reason: Counter[str] = Counter()
     for result in results:
-        if isinstance(result, UnmeasuredResult):
-            counts_by_reason["predicted or emulated, and the tables compare what was measured"] += 1
+        if isinstance(result, Emulated):
+            counts_by_reason["emulated, and the tables compare what was measured"] += 1
         elif result.scale == "tiny":
             counts_by_reason["measured at tiny scale, which has nothing to do with published figures"] += 1
         elif result.platform not in platforms:

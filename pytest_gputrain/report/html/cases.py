@@ -22,9 +22,7 @@ from pytest_gputrain.records import (
     Measured,
     Measurement,
     MetricName,
-    Predicted,
     Result,
-    UnmeasuredResult,
     knob_text,
 )
 from pytest_gputrain.report.results import latest, of_kind, verdict_of
@@ -52,7 +50,6 @@ TONES: Final = {
     "searched": "plain",
     "loss curves": "plain",
     "measured": "plain",
-    "predicted": "plain",
     "emulated": "plain",
 }
 """The colours of verdicts, the most urgent first."""
@@ -126,7 +123,7 @@ def gathered(results: Sequence[Result]) -> Cases:
 
 def _latest(results: Sequence[Result]) -> Iterator[Result]:
     """Take the latest result of each case. A study is a row of its own: it says nothing of the case as declared."""
-    yield from latest(of_kind(results, Measured, Predicted, Emulated))
+    yield from latest(of_kind(results, Measured, Emulated))
     yield from latest(of_kind(results, BatchSearch, LossStudy))
 
 
@@ -173,15 +170,11 @@ def _of_summary(name: str, show: Callable[[float], str]) -> Callable[[Result], C
     return lambda result: _cell(getattr(result.summary, name) if result.summary else None, show)
 
 
-def _predicted(name: str, show: Callable[[float], str]) -> Callable[[Result], Cell]:
-    return lambda result: _cell(getattr(result.figures, name, None) if isinstance(result, Predicted) else None, show)
-
-
 def _measured(name: str, show: Callable[[float], str]) -> Callable[[Result], Cell]:
     def cell(result: Result) -> Cell:
         runs = [reply for reply in result.replies if isinstance(reply, Measurement)]
         values = [value for run in runs if (value := getattr(run, name)) is not None]
-        if isinstance(result, UnmeasuredResult):
+        if isinstance(result, Emulated):
             values = [value for value in [getattr(result.figures, name, None)] if value is not None]
         return _cell(statistics.median_high(values) if values else None, show)
 
@@ -203,8 +196,13 @@ def _change(*names: MetricName) -> Callable[[Result], Cell]:
 
 
 def _peak(result: Result) -> Cell:
-    peak = result.figures if isinstance(result, UnmeasuredResult) else result.summary
+    peak = result.figures if isinstance(result, Emulated) else result.summary
     return _cell(peak.peak_allocated_bytes if peak else None, format_bytes)
+
+
+def _roofline(result: Result) -> Cell:
+    run = result.figures if isinstance(result, Emulated) else None
+    return _cell(run.roofline_seconds if run else None, format_seconds)
 
 
 def _share(value: float) -> str:
@@ -212,7 +210,7 @@ def _share(value: float) -> str:
 
 
 def _fits(result: Result) -> Cell:
-    fits = result.figures.fits if isinstance(result, UnmeasuredResult) and result.figures else None
+    fits = result.figures.fits if isinstance(result, Emulated) and result.figures else None
     return Cell() if fits is None else Cell(text="yes" if fits else "no", value=int(fits), tone="" if fits else "bad")
 
 
@@ -222,7 +220,7 @@ _FIGURES: Final[dict[str, Callable[[Result], Cell]]] = {
     "Peak memory": _peak,
     "Δ memory": _change("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"),
     "Fits": _fits,
-    "Roofline": _predicted("roofline_seconds", format_seconds),
+    "Roofline": _roofline,
     "Samples": _of_summary("samples_per_second", format_rate),
     "Tokens": _of_summary("tokens_per_second", format_rate),
     "Scaling": _of_summary("scaling_efficiency", _share),
@@ -236,7 +234,7 @@ _FIGURES: Final[dict[str, Callable[[Result], Cell]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvironmentSummary:
-    """An environment in which cases ran, or the platform that they were predicted for, or that was emulated."""
+    """An environment in which cases ran, or the platform that was emulated."""
 
     title: str
     facts: dict[str, str]
@@ -248,9 +246,7 @@ def environment_summaries(results: Sequence[Result]) -> list[EnvironmentSummary]
     by_environment: defaultdict[bytes, list[Result]] = defaultdict(list)
     for result in _latest(results):
         environments = _environments([result])
-        if isinstance(result, Predicted) and result.figures is not None:
-            by_environment[_key(result.figures.target)].append(result)
-        elif isinstance(result, Emulated) and result.figures is not None:
+        if isinstance(result, Emulated) and result.figures is not None:
             by_environment[_key(result.figures.conditions)].append(result)
         elif environments:
             by_environment[
@@ -260,12 +256,8 @@ def environment_summaries(results: Sequence[Result]) -> list[EnvironmentSummary]
 
 
 def _summary_of(members: Sequence[Result]) -> EnvironmentSummary:
-    if predicted := of_kind(members, Predicted):
-        facts = _predicted_facts(predicted)
-    elif emulated := of_kind(members, Emulated):
-        facts = _emulated_facts(emulated)
-    else:
-        facts = _measured_facts(members)
+    emulated = of_kind(members, Emulated)
+    facts = _emulated_facts(emulated) if emulated else _measured_facts(members)
     known = {name: fact for name, fact in facts.items() if fact}
     return EnvironmentSummary(title=members[0].device, facts=known, cases=len(members))
 
@@ -311,20 +303,6 @@ def _measured_facts(results: Sequence[Result]) -> dict[str, str]:
 
 def _several(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(set(numbers))))
-
-
-def _predicted_facts(results: Sequence[Predicted]) -> dict[str, str]:
-    predictions = [result.figures for result in results if result.figures is not None]
-    target = predictions[0].target
-    memory = target.memory_bytes
-    return {
-        "Predicted for": target.marker,
-        "Memory of one": format_bytes(memory) if memory else "",
-        "Attention": target.attention,
-        **dict(
-            sorted({name: version for prediction in predictions for name, version in prediction.packages.items()}.items())
-        ),
-    }
 
 
 def _emulated_facts(results: Sequence[Emulated]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pytest_gputrain.gate.memory import PeaksByPhase, in_phase
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.scaling import one_worker
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Emulated, LossStudy, Measured, Measurement, Predicted, Prediction, Result, TrainingPhase
+from pytest_gputrain.records import Emulated, LossStudy, Measured, Measurement, Result, TrainingPhase
 from pytest_gputrain.report.html.charts import Bar, Chart, Charts, Line
 from pytest_gputrain.report.results import latest, of_kind
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_rate
@@ -137,18 +137,14 @@ _REST: Final = 4
 
 
 def memory(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
-    """Chart the tensors that live at the peak of each phase, predicted or emulated, by the phase that made them."""
+    """Chart the tensors that live at the peak of each phase on an emulated GPU, by the phase that made them."""
     for result in latest(results):
-        figures = result.figures if isinstance(result, Predicted | Emulated) else None
+        figures = result.figures if isinstance(result, Emulated) else None
         if figures is None or not any(figures.largest.values()) or figures.peak_phase is None:
             continue
         phases = [phase for phase in _PHASES if phase in figures.phase_peak_bytes]
         bars = [(f"peak {in_phase(phase)}", [_stack(figures, phase)]) for phase in phases]
-        limit, card = (
-            (figures.target.memory_bytes, figures.target.marker)
-            if isinstance(figures, Prediction)
-            else (figures.device_memory_bytes, f"an emulated {figures.device_name}")
-        )
+        limit, card = figures.device_memory_bytes, f"an emulated {figures.device_name}"
         peak = format_bytes(figures.peak_allocated_bytes)
         colours = {colour for _, members in bars for bar in members for _, colour in bar.parts}
         rows = [
@@ -171,7 +167,7 @@ def memory(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart
                 bars,
                 title=f"Live tensors of {result.case}",
                 description="; ".join(f"{name}: {bar.text}" for name, (bar,) in bars),
-                limit=(limit, f"{format_bytes(limit)} of {card}") if limit else None,
+                limit=(limit, f"{format_bytes(limit)} of {card}"),
             ),
             legend=tuple(
                 LegendEntry(text=text, colour=number)

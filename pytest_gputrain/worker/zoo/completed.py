@@ -10,7 +10,6 @@ import difflib
 import functools
 import inspect
 import json
-import math
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
@@ -128,7 +127,6 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
         completed,
         parameters={"full": sum(value.numel() for value in model.parameters()), **part.parameters},
         tiny=tiny_language_model(config, with_layers(facts, layers_key, _fewest(kinds)), facts),
-        repeats=_repeats(layers_key, kinds),
     )
     return msgspec.structs.replace(
         architecture,
@@ -336,7 +334,6 @@ def _denoiser(name: str, architecture: Architecture) -> Architecture:
         config=config,
         parameters={"full": sum(value.numel() for value in model.parameters()), **part.parameters},
         tiny=tiny_denoiser(like.trained_part, dict(model.config)),
-        repeats=_repeated_counts({key: config[key] for key in like.trained_part.repeats if config.get(key)}),
     )
     idle = like.idle
     if model_class == "SD3Transformer2DModel":  # whose last block lets go of what the text asks
@@ -349,18 +346,6 @@ def _denoiser(name: str, architecture: Architecture) -> Architecture:
             for scale, names in idle.items()
         },
     )
-
-
-_FEW: Final = 5
-"""Repetitions that are no fewer than those of the shallow models that a deeper one is compared with."""
-
-
-def _repeated_counts(counts: dict[str, int]) -> dict[str, int]:
-    """Return how many blocks make one repetition, by the keys that count them: of each as many, or of the most alone."""
-    repetitions = math.gcd(*counts.values())
-    if repetitions > _FEW:
-        return {key: count // repetitions for key, count in counts.items()}
-    return {max(counts, key=lambda key: counts[key]): 1} if counts else {}
 
 
 def _on_meta(part: Part) -> nn.Module:
@@ -410,17 +395,3 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
 def _fewest(kinds: Sequence[int]) -> int:
     """Return how many blocks, two at least, have one of every kind among them."""
     return max(min(2, len(kinds)), max(kinds.index(kind) for kind in kinds) + 1)
-
-
-def _repeats(key: str, kinds: Sequence[int]) -> dict[str, int]:
-    """Return how many blocks make one repetition, by the key that counts them; nothing where they do not repeat.
-
-    The first three may differ from all others, which then must be alike: shallow models are compared with more blocks than
-    these (see `pytest_gputrain.worker.prediction.repetition`).
-    """
-    if len(set(kinds[3:])) == 1:
-        return {key: 1}
-    for period in range(2, len(kinds) // 2 + 1):
-        if len(kinds) % period == 0 and all(kind == kinds[index % period] for index, kind in enumerate(kinds)):
-            return {key: period}
-    return {}

@@ -12,7 +12,7 @@ SHORTEST: Final = 8
 evenly between them: the mean is 9/16 of the longest, and 7/16 of a batch that is padded to it are padding."""
 
 _STEPS: Final = 2**31
-"""Random numbers are drawn as integers below it, which a prediction knows."""
+"""Random numbers are drawn as integers below it."""
 
 
 def spread_lengths(longest: int, count: int) -> list[int]:

@@ -328,7 +328,7 @@ static int64_t aligned(int64_t count, int64_t to) { return (count + to - 1) / to
 static int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
 
 // The kernels read and write channels last, of halves eight at a time: what lies otherwise is copied. What they add to split
-// sums is left out: it was at most 16 MiB in nineteen of twenty. worker/prediction/cudnn.py has the same rule.
+// sums is left out: it was at most 16 MiB in nineteen of twenty.
 static int64_t of_convolution(struct descriptor *operation, int first) {
   enum { ADDED = 16, FEW = 4 };
   static const int64_t LARGEST = (int64_t)1 << 31; // numbers of a tensor

@@ -1,0 +1,41 @@
+"""Defines the phases of training, and the tensors that are live at the peak of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from pytest_gputrain.records.whole import Whole
+
+TrainingPhase = Literal["build", "forward", "backward", "between", "optimizer"]
+"""``forward`` is a step before its first backward pass; recomputation of activations is part of ``backward``. ``between`` is
+what a step does after its first backward pass and outside of backward passes and optimizers: it clips gradients, or runs the
+forward pass of the second loss of a GAN."""
+
+
+class LiveTensor(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Tensors of one shape that one operator made in one phase, and that were live at the peak."""
+
+    bytes: Whole
+    """The memory of all of them."""
+    count: Whole
+    """The number of tensors."""
+    operator: str
+    """The operator that made them."""
+    phase: TrainingPhase
+    """The phase that made them."""
+    shape: tuple[Whole, ...]
+    """The shape of each."""
+    dtype: str
+    """Their type."""
+    lines: tuple[str, ...] = ()
+    """The lines of your own files that made them, as ``tests/test_mine.py:41``, if memory was counted. Baselines keep no
+    lines, because lines move."""
+
+
+def without_lines(largest: Mapping[TrainingPhase, Sequence[LiveTensor]]) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
+    """Return the rows as baselines keep them."""
+    return {phase: tuple(msgspec.structs.replace(row, lines=()) for row in rows) for phase, rows in largest.items()}

@@ -1,0 +1,107 @@
+"""Keeps runs on emulated GPUs, in a folder beside those of measured baselines: ``<dir>/emulated/<platform>/<suite>.json``.
+
+What they depend on beside the case are the versions of the libraries that ran and what is known of the platform; many cases
+share these conditions. A case has figures for each of the last few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from pytest_gputrain.records import Case, EmulatedRun, Recorded, Scale
+from pytest_gputrain.records.emulated import EmulatedConditions
+from pytest_gputrain.storage.baselines import SuiteStore
+
+EMULATED: Final = "emulated"
+"""The folder beside those of devices."""
+
+OF_OLD_VERSIONS: Final = "predicted"
+"""The folder of predictions of earlier versions, beside those of devices."""
+
+MOST_CONDITIONS: Final = 4
+"""Figures that are kept of a case, for test environments that differ in their libraries."""
+
+_LEFT_OUT: Final = ("counts", "peak_bytes_by_origin", "roofline_seconds")
+"""Fields that files have only where they have a value. Files that are older than the counts have none, and are as an update
+writes them."""
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    format: int
+    platform: str
+    suite: str
+    conditions: dict[str, Any]
+    """Fields of the conditions, by reference."""
+    cases: dict[str, msgspec.Raw]
+    """Each a `_StoredCase`."""
+
+
+class _StoredCase(Struct, forbid_unknown_fields=True):
+    case: Case
+    scale: Scale
+    runs: dict[str, dict[str, Any]]
+    """Fields of `EmulatedRun` but for its conditions, by reference to these."""
+
+
+class EmulationStore(SuiteStore[Recorded, EmulatedRun]):
+    """Runs on emulated GPUs, whose devices are platforms; an update replaces those under the same conditions."""
+
+    parent = (EMULATED,)
+    what = "a file of figures of an emulated GPU"
+    entry = "run"
+    shared = "conditions"
+    file_type = _File
+    case_type = _StoredCase
+    entry_type = EmulatedRun
+    shared_type = EmulatedConditions
+
+    def _record(self, device: str, case: Case, scale: Scale, entries: tuple[EmulatedRun, ...]) -> Recorded:
+        return Recorded(case=case, scale=scale, figures=entries)
+
+    def _entries(self, record: Recorded) -> tuple[EmulatedRun, ...]:
+        return record.figures
+
+    def _shared(self, entry: EmulatedRun) -> Struct:
+        return entry.conditions
+
+    def _stored(self, entries: Iterable[tuple[str, EmulatedRun]]) -> dict[str, dict[str, Any]]:
+        every = ((reference, msgspec.to_builtins(entry)) for reference, entry in entries)
+        shared = self.shared_type.__struct_fields__
+        return {
+            reference: {
+                name: value for name, value in fields.items() if name not in shared and (value or name not in _LEFT_OUT)
+            }
+            for reference, fields in every
+        }
+
+    def _fields(self, stored: dict[str, dict[str, Any]], find: Callable[[Any], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        return ({**fields, **find(reference)} for reference, fields in stored.items())
+
+    def _merged(self, before: Recorded | None, new: Recorded) -> Recorded:
+        new = msgspec.structs.replace(new, figures=tuple(run.as_stored() for run in new.figures))
+        if before is None or before.case.identity() != new.case.identity():
+            return new
+        if all(figures in before.figures for figures in new.figures):
+            return before
+        replaced = [figures.conditions for figures in new.figures]
+        kept = [figures for figures in before.figures if figures.conditions not in replaced]
+        return msgspec.structs.replace(new, figures=(*kept, *new.figures)[-MOST_CONDITIONS:])
+
+    def _is_possible(self, entry: EmulatedRun) -> bool:
+        return entry.peak_allocated_bytes <= entry.peak_reserved_bytes
+
+
+def describe_old(folder: Path) -> str:
+    """Say what to do with predictions that an old version left in a folder of baselines; empty where there are none."""
+    old = folder / OF_OLD_VERSIONS
+    return (
+        f"{old} is not read any more, because an emulated GPU took the place of predictions: delete it, and record what "
+        "takes its place with --gpu-emulate --gpu-baseline-update"
+        if old.is_dir()
+        else ""
+    )

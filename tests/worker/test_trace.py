@@ -1,0 +1,35 @@
+"""Traces of what is allocated: their peaks, and what lived there."""
+
+from pytest_gputrain.worker.trace import EMPTY_CACHE, ENTER, Trace, peaks
+
+
+def allocate(trace, size, phase="forward"):
+    return trace.allocate(size, "aten.empty", phase, (size,), "uint8")
+
+
+def test_peaks_begin_anew_with_training_and_belong_to_phases():
+    trace = Trace(rounding=512)
+    model, scratch = allocate(trace, 1000, "build"), allocate(trace, 9000, "build")
+    trace.free(scratch)
+    trace.events.append(EMPTY_CACHE)
+    trace.events.append(ENTER["forward"])
+    activation = allocate(trace, 2000)
+    trace.events.append(ENTER["backward"])
+    trace.free(activation)
+    gradient = allocate(trace, 512, "backward")
+    trace.events.append(ENTER["optimizer"])
+    of_phases = peaks(trace)
+    assert of_phases.by_phase == {"build": 1024 + 9216, "forward": 3072, "backward": 3072, "optimizer": 1536}
+    assert (of_phases.bytes, of_phases.phase) == (3072, "forward")
+    # A phase that begins with its peak holds what the one before it made.
+    assert [row.bytes for row in trace.largest_at(of_phases.events["backward"], 8)] == [2048, 1024]
+    assert [row.bytes for row in trace.largest_at(of_phases.events["optimizer"], 8)] == [1024, 512]
+    assert (model, gradient) == (0, 3)
+
+
+def test_alike_tensors_are_told_together_and_only_the_largest():
+    trace = Trace()
+    for size in (10, 30, 20, 30, 10, 10):
+        allocate(trace, size)
+    rows = trace.largest_at(len(trace.events), 2)
+    assert [(row.bytes, row.count, row.shape) for row in rows] == [(60, 2, (30,)), (30, 3, (10,))]
