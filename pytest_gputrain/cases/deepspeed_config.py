@@ -146,7 +146,7 @@ def _filled_in(case: Case, key: str) -> int | None:
         sizes[f"{_ZERO}.stage3_prefetch_bucket_size"] = lambda hidden: int(0.9 * hidden * hidden)
         sizes[f"{_ZERO}.stage3_param_persistence_threshold"] = lambda hidden: 10 * hidden
     if key in sizes:
-        hidden = _hidden_size(architectures()[case.model].trained_part.config)
+        hidden = _hidden_size(architectures()[case.model].trained_part.language)
         if hidden is None:
             raise _Wrong(
                 f"has {key}='auto', which transformers computes from the hidden size, and the config of {case.model} names "
@@ -160,14 +160,10 @@ def _filled_in(case: Case, key: str) -> int | None:
 
 def _hidden_size(config: Mapping[str, Any]) -> int | None:
     """Return the hidden size as transformers reads it for DeepSpeed: the largest where there are several."""
-    for part in (config, config.get("text_config")):
-        if isinstance(part, dict):
-            sizes = [part.get(key) for key in _HIDDEN]
-            several = part.get("hidden_sizes")
-            sizes += [max(several)] if isinstance(several, list) and several else []
-            if found := next((size for size in sizes if isinstance(size, int)), None):
-                return found
-    return None
+    sizes = [config.get(key) for key in _HIDDEN]
+    several = config.get("hidden_sizes")
+    sizes += [max(several)] if isinstance(several, list) and several else []
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _is_number(text: str) -> bool:

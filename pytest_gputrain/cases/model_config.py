@@ -143,7 +143,7 @@ def language_only(path: Path) -> bool:
         ConfigError: as of `read`.
     """
     content = _found(path)[1]
-    return any(key in content for key in _OTHER_INPUTS) or language_config(content) is not content
+    return any(content.get(key) is not None for key in _OTHER_INPUTS) or language_config(content) is not content
 
 
 def quantised_by(path: Path) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.deepspeed_config import merge, with_config
+from pytest_gputrain.cases.model_config import with_model
 from pytest_gputrain.utils.errors import BadCase
 
 FILE = "ds/options.json"
@@ -134,6 +135,17 @@ def test_the_hidden_size_is_found_as_transformers_finds_it(tmp_path, model, hidd
     case = CASE.replace(model=model)
     options = further(tmp_path, {"zero_optimization": {"reduce_bucket_size": "auto"}}, case)
     assert options == {"zero_optimization": {"reduce_bucket_size": hidden * hidden}}
+
+
+@pytest.mark.parametrize("keys", [(), ("llm_config",), ("thinker_config", "text_config")])
+def test_the_hidden_size_is_that_of_the_language_model_wherever_a_config_has_it(tmp_path, keys):
+    config = {"hidden_size": 96, "num_hidden_layers": 2}
+    for key in reversed(keys):
+        config = {key: config}
+    (tmp_path / "model.json").write_text(json.dumps(config | {"model_type": "qwen3"}))
+    case = with_model(CASE.replace(model="./model.json", sequence_length=8), tmp_path)
+    options = further(tmp_path, {"zero_optimization": {"reduce_bucket_size": "auto"}}, case)
+    assert options == {"zero_optimization": {"reduce_bucket_size": 96 * 96}}
 
 
 def test_another_content_is_another_case_and_another_order_is_not(tmp_path):

@@ -88,6 +88,7 @@ def test_of_a_model_of_images_only_what_describes_its_language_model_matters(tmp
     ("content", "only"),
     [
         (LLAMA, False),
+        (LLAMA | {"vision_config": None}, False),
         (VISION, True),
         (LLAMA | {"vision_config": {}}, True),  # as Qwen2.5-VL is published
         ({"model_type": "internvl_chat", "llm_config": LLAMA}, True),
