@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from collections.abc import Sequence
@@ -133,17 +134,29 @@ def default_targets(model: nn.Module) -> tuple[str, ...] | str:
     return tuple(sorted(linear - _READ_PAST_THE_LAYER))
 
 
-def without_adapters(model: nn.Module, architecture: Architecture, case: Case) -> str:
-    """Say which linear layers get no adapters where the case adapts all of them; empty where each gets some."""
+_OF_TRANSFORMERS: Final = "transformers.models."
+
+
+def left_as_they_are(model: nn.Module, architecture: Architecture, case: Case) -> tuple[str, ...]:
+    """Say which linear layers get no adapters where the case adapts all of them, and which are not packed in 4 bits."""
     if case.method not in ADAPTING or architecture.lora is None:
-        return ""
-    if (recipe_of(architecture.lora, case).targets or default_targets(model)) != ALL_LINEAR:
-        return ""
-    names = dict.fromkeys(".".join(part for part in name.split(".") if not part.isdigit()) for name in not_adapted(model))
-    if not names:
-        return ""
-    packed = " and are not packed in 4 bits" if case.method == "qlora" else ""
-    return f"{', '.join(names)} get no adapters{packed}, because these layers are more than one matrix product"
+        return ()
+    notes = []
+    all_adapted = (recipe_of(architecture.lora, case).targets or default_targets(model)) == ALL_LINEAR
+    if all_adapted and (names := _without_numbers(not_adapted(model))):
+        packed = " and are not packed in 4 bits" if case.method == "qlora" else ""
+        notes.append(f"{names} get no adapters{packed}, because these layers are more than one matrix product")
+    if case.method == "qlora" and (names := _without_numbers(_read_by_code(model))):
+        notes.append(
+            f"{names} are not packed in 4 bits, because the code of the model computes with their weights itself; list them "
+            "in llm_int8_skip_modules of BitsAndBytesConfig"
+        )
+    return tuple(notes)
+
+
+def _without_numbers(names: Sequence[str]) -> str:
+    """Return names of layers without the numbers of their blocks, each once."""
+    return ", ".join(dict.fromkeys(".".join(part for part in name.split(".") if not part.isdigit()) for name in names))
 
 
 def not_adapted(model: nn.Module) -> list[str]:
@@ -162,8 +175,35 @@ def not_adapted(model: nn.Module) -> list[str]:
     ]
 
 
-def _is_of_a_model(layer: nn.Module) -> bool:
-    return type(layer).__module__.startswith("transformers.models.")
+def _read_by_code(model: nn.Module) -> list[str]:
+    """Return the linear layers with whose weights the code of their model computes itself, as Gemma 3n clamps some."""
+    found: list[str] = []
+    sources: dict[str, str] = {}
+    for prefix, parent in model.named_modules():
+        layers = [name for name, child in parent.named_children() if isinstance(child, nn.Linear)]
+        kind = type(parent)
+        if layers and kind.__module__.startswith(_OF_TRANSFORMERS):
+            source = sources.get(kind.__name__) or inspect.getsource(kind)
+            sources[kind.__name__] = source
+            # More than its type and shape.
+            read = re.findall(r"self\.(\w+)\.weight\.(?!dtype|device|shape)", source)
+            found += [f"{prefix}.{name}" for name in layers if name in read]
+    return found
+
+
+def _kept_by_transformers(model: nn.Module) -> list[str]:
+    """Return the linear layers that transformers never packs, because their class prefers them in fp32."""
+    preferred = getattr(model, "_keep_in_fp32_modules", None) or ()
+    names = [name for name, each in model.named_modules() if isinstance(each, nn.Linear)]
+    return [
+        name
+        for name in names
+        if any(re.match(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", name) or name.endswith(key) for key in preferred)
+    ]
+
+
+def _is_of_a_model(layer: nn.Linear) -> bool:
+    return type(layer).__module__.startswith(_OF_TRANSFORMERS)
 
 
 def _is_one_product(layer: nn.Linear) -> bool:
@@ -201,9 +241,11 @@ def _quantise(model: nn.Module, compute: torch.dtype, storage: torch.dtype) -> N
     The head and the embeddings keep the precision's storage. Weights are quantised where they lie, one layer after the
     other, so the build needs hardly more than the unquantised model.
     """
+    from transformers import PreTrainedModel
+
     whole: Any = model
     head = whole.get_output_embeddings()
-    unchanged = not_adapted(model)
+    unchanged = {*not_adapted(model), *_read_by_code(model), *_kept_by_transformers(model)}
     # Names, not layers: whatever holds on to a layer keeps its unquantised weight alive.
     layers = [
         (parent, name)
@@ -214,8 +256,12 @@ def _quantise(model: nn.Module, compute: torch.dtype, storage: torch.dtype) -> N
     del head
     for parent, name in layers:
         setattr(parent, name, _quantised(getattr(parent, name), compute, storage))
-    # What transformers sets on a model that it loads in 4 bits: peft then takes its own 4-bit layer.
+    # What transformers sets on a model that it loads in 4 bits: peft then takes its own 4-bit layer, and state-space models
+    # call their layers instead of reading packed weights.
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._is_quantized = True
 
 
 def _quantised(linear: nn.Linear, compute: torch.dtype, storage: torch.dtype) -> nn.Module:

@@ -39,6 +39,10 @@ _LIBRARY_OUT_OF_MEMORY: Final = re.compile("(CUBLAS|CUDNN|HIPBLAS|MIOPEN)_STATUS
 memory."""
 
 
+_MIXED_TYPES: Final = re.compile("to have the same dtype|expected scalar type")
+"""The messages of torch for a product of tensors whose types differ."""
+
+
 def run(
     task: Task,
     progress: Progress,
@@ -90,6 +94,8 @@ def run(
             step=progress.step,
         )
     except Exception as error:
+        if mixed := _mixed_types(error, task.case):
+            return Crashed(sentence=mixed, phase=progress.phase, step=progress.step, refused=True)
         where = _out_of_memory(error)
         if where is None or device is None or progress.phase == "check":  # whose steps have fitted
             return of_config(crash(error, progress, own_lines(task, builder) if own else None), task, error)
@@ -170,6 +176,23 @@ def _out_of_memory(error: Exception) -> Literal["device", "host"] | None:
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in message):
         return "host"
     return None
+
+
+def _mixed_types(error: Exception, case: Case) -> str:
+    """Return the sentence for a model of transformers whose code needs autocast; empty for any other error."""
+    if case.precision != "bf16" or case.code or not _MIXED_TYPES.search(str(error)):
+        return ""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [frame.f_globals.get("__name__", "") for frame in frames]
+    name = next(
+        (name for name in reversed(names) if name.partition(".")[0] not in ("torch", __name__.partition(".")[0])), ""
+    )
+    if not name.startswith("transformers.models."):
+        return ""
+    return (
+        f"{case.model} does not train in precision='bf16', because {name} multiplies tensors of two types "
+        f"({_first_line(error)}); choose precision='bf16-amp'"
+    )
 
 
 def of_config(crashed: Crashed, task: Task, error: BaseException) -> Crashed:

@@ -26,7 +26,7 @@ from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loader import Loader
 from pytest_gputrain.worker.loop import Steps
 from pytest_gputrain.worker.loops import FunctionLoop, GeneratorLoop, loop_of
-from pytest_gputrain.worker.methods import adapt, stored, trainable_parameters, without_adapters
+from pytest_gputrain.worker.methods import adapt, left_as_they_are, stored, trainable_parameters
 from pytest_gputrain.worker.optimizers import OPTIMIZERS
 from pytest_gputrain.worker.parallel import ENGINES, EngineOptions
 from pytest_gputrain.worker.precision import PRECISIONS, Precision
@@ -111,8 +111,7 @@ class Training:
             for name, part in architecture.parts.items()
         }
         self.parameters: int = parameters[names[0]]
-        left_out = without_adapters(self._workload.model, architecture, case)
-        self.notes: tuple[str, ...] = (left_out,) if left_out else ()
+        self.notes: tuple[str, ...] = left_as_they_are(self._workload.model, architecture, case)
         adapted = adapt(self._workload.model, architecture, case, precision)
         expected = trainable_parameters(architecture, case, scale)
         self.trainable_parameters: int | None = check_trainable(adapted, case.method, expected)

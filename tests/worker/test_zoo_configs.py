@@ -5,13 +5,14 @@ from unittest import mock
 import msgspec
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from zoo_examples import count, measured, run
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.architectures import facts
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.model_config import config_of, declare
-from pytest_gputrain.records import Crashed
+from pytest_gputrain.records import Crashed, Measurement
 from pytest_gputrain.worker import methods, zoo
 from pytest_gputrain.worker.flops import count_flops, formulas
 from pytest_gputrain.worker.precision import PRECISIONS
@@ -313,6 +314,55 @@ def test_what_fails_in_a_step_is_told_with_the_model():
     reply = run(case, model_config=config_of(case))
     assert isinstance(reply, Crashed)
     assert reply.sentence.startswith(f"{case.model} does not train as its config.json describes it: TypeError: ")
+
+
+def test_code_of_a_model_that_needs_autocast_is_told_with_the_precision_that_has_it():
+    case = Case(model=declared("xlstm", {"hidden_size": 256, "num_hidden_layers": 2}), sequence_length=128)
+    reply = run(case)
+    assert isinstance(reply, Crashed)
+    assert reply.refused
+    assert reply.sentence.startswith(
+        f"{case.model} does not train in precision='bf16', because transformers.models.xlstm.modeling_xlstm multiplies "
+    )
+    assert reply.sentence.endswith("choose precision='bf16-amp'")
+
+
+def test_what_transformers_keeps_in_fp32_is_in_fp32_in_a_model_of_16_bits():
+    case = config_case("ernie4_5_moe", {"num_hidden_layers": 2, "hidden_size": 256})
+    kept = {name.split(".")[-2] for name, value in _parameters(case) if value.dtype == torch.float32}
+    assert kept == {"gate", "moe_statics"}
+    assert {value.dtype for _, value in _parameters(case.replace(precision="fp32"))} == {torch.float32}
+
+
+def _parameters(case):
+    return list(Training(case, "tiny", torch.device("cpu")).model.named_parameters())
+
+
+def test_layers_that_the_code_of_a_model_computes_with_itself_are_not_packed():
+    config = {"text_config": {"num_hidden_layers": 30, "hidden_size": 1536}}
+    training = Training(config_case("gemma3n", config, "qlora"), "tiny", torch.device("cpu"))
+    layers = [name for name, module in training.model.named_modules() if isinstance(module, Linear4bit)]
+    packed = {name.removesuffix(".base_layer").split(".")[-1] for name in layers}
+    assert {"modality_router", "gate_proj"} <= packed
+    assert not packed & {"correction_coefs", "prediction_coefs"}
+    assert "correction_coefs, model.layers.altup.prediction_coefs are not packed" in " ".join(training.notes)
+
+
+@pytest.mark.parametrize("kind", ["falcon_mamba", "jamba"])
+def test_a_state_space_model_trains_with_packed_weights(kind):
+    config = {"num_hidden_layers": 8, "hidden_size": 256}
+    assert isinstance(run(config_case(kind, config, "qlora")), Measurement)
+
+
+def test_a_text_model_gets_what_its_whole_model_gives_it():
+    assert isinstance(run(config_case("voxtral_realtime", {"text_config": sizes(256, 2, 4)})), Measurement)
+
+
+def test_labels_are_words_that_the_head_has_when_it_is_padded():
+    config = {"text_config": sizes(256, 2, 4, vocab_size=512, unpadded_vocab_size=300)}
+    case = config_case("inkling_mm_model", config)
+    batch = zoo.build(case, "tiny").batch(torch.device("cpu"))
+    assert 290 < batch.inputs["input_ids"].max() < 300
 
 
 def test_a_config_is_blamed_only_where_plain_full_fine_tuning_fails_in_a_library():

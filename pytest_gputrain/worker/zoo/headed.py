@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import re
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from pytest_gputrain.cases.architectures.facts import Part
@@ -17,7 +20,20 @@ def language_model(part: Part, facts: dict[str, Any]) -> nn.Module:
 
     config = getattr(transformers, part.config_class)(**facts)
     model: nn.Module = model_class(part)(config)
+    keep_in_fp32(model)
     return model
+
+
+def keep_in_fp32(model: Any) -> None:
+    """Store in fp32 what transformers keeps in fp32 when it loads the weights of a model in 16 bits, as most routers."""
+    names = getattr(model, "_keep_in_fp32_modules_strict", None)
+    dtype = torch.get_default_dtype()
+    if not names or dtype == torch.float32:
+        return
+    kept = re.compile("|".join(name.replace("*", ".*") for name in names))
+    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if value.dtype == dtype and kept.search(name):
+            value.data = value.data.float()
 
 
 def model_class(part: Part) -> Any:

@@ -67,6 +67,8 @@ class LanguageModel(Workload):
             if self.scale == "tiny":
                 length = min(length, TINY_SEQUENCE_LENGTH)
         vocabulary: int = self.architecture.trained_part.facts(self.scale)["vocab_size"]
+        # Some models cut their logits to the words that are no padding of the head.
+        vocabulary = min(vocabulary, getattr(self._config, "unpadded_vocab_size", None) or vocabulary)
         samples = self.case.batch_size
         ids = torch.randint(0, vocabulary, (samples, length), device=device)
         inputs = {"input_ids": ids, "labels": next_token_labels(ids)}
@@ -80,6 +82,7 @@ class LanguageModel(Workload):
             inputs["position_ids"] = positions
             # The token after the last one of a sample is another sample's first.
             inputs["labels"].masked_fill_(positions.roll(-1, dims=1) == 0, IGNORED_LABEL)
+        inputs |= self._further_inputs(device)
         return Batch(inputs=inputs, samples=samples, sequence_length=length, tokens=tokens)
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -113,6 +116,20 @@ class LanguageModel(Workload):
             return functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
 
         return total_loss
+
+    def _further_inputs(self, device: torch.device) -> dict[str, Tensor]:
+        """Draw what a language model takes beside tokens, and gets from the model that it was taken out of."""
+        if getattr(self._config, "model_type", "") == "voxtral_realtime_text":
+            # The embedding of how far the text lags behind the sound.
+            model: Any = self.model
+            words = model.get_input_embeddings()
+            return {"t_cond": torch.randn(1, words.embedding_dim, dtype=words.weight.dtype, device=device)}
+        return {}
+
+    @property
+    def _config(self) -> Any:
+        """The config of transformers; None for a model that is not of transformers."""
+        return getattr(self.model, "config", None)
 
     @property
     def _is_own(self) -> bool:
