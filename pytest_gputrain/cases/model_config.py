@@ -68,7 +68,7 @@ def with_model(case: Case, folder: Path) -> Case:
     if case.code or not isinstance(model, str) or model in architectures() or not is_path(model):
         return case
     try:
-        name, config = read(folder / model)
+        name, config = read(folder / model, whole=case.part == "all")
     except ConfigError as error:
         raise BadCase(f"the case {case} names the model {model}, but {error}") from None
     digest = hashlib.sha256(msgspec.json.encode(config, order="deterministic")).hexdigest()[:8]
@@ -100,8 +100,11 @@ class ConfigError(OneLineError):
     """An error in a config, as the rest of a sentence."""
 
 
-def read(path: Path) -> tuple[str, Config]:
+def read(path: Path, *, whole: bool = False) -> tuple[str, Config]:
     """Return a readable name and the normalised config of a file, or of a folder that has one.
+
+    Args:
+        whole: whether all of a vision-language model is wanted, and not its language model alone.
 
     Raises:
         ConfigError: it is no config of a model that can train here.
@@ -111,7 +114,11 @@ def read(path: Path) -> tuple[str, Config]:
     if folder.parent.name == "snapshots":  # of the hub's cache: models--ORGANISATION--NAME/snapshots/REVISION
         folder = Path(folder.parent.parent.name.rpartition("--")[2])
     name = folder.resolve().name if file.stem == "config" else file.stem
-    config = _language_alone(_without_unused(content))
+    config = _without_unused(content)
+    if not whole:
+        config = _language_alone(config)
+    elif not isinstance(config.get("vision_config"), dict):
+        raise ConfigError(f"{file} has no vision_config, which part='all' trains; leave part out")
     return re.sub(r"[^\w.-]+", "-", name) or "model", config
 
 

@@ -14,6 +14,7 @@ from pytest_gputrain.cases.model_config import key_of_positions
 from pytest_gputrain.records import Case
 from pytest_gputrain.utils.suggest import did_you_mean
 
+PARTS: Final = ("language", "all")
 METHODS: Final = ("full", "lora", "qlora", "pretrain", "sft", "dreambooth")
 PRECISIONS: Final = ("fp32", "bf16", "bf16-amp", "fp16-amp")
 PARALLELS: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "ps")
@@ -27,6 +28,7 @@ LOSSES: Final = ("", "fp32", "logits")
 QUANTIZED_COMPUTE: Final = ("", "fp32", "bf16")
 COMPILE_MODES: Final = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 VOCABULARY: Final = {
+    "part": PARTS,
     "method": METHODS,
     "precision": PRECISIONS,
     "parallel": PARALLELS,
@@ -113,6 +115,7 @@ _NOT_OF_OWN_CODE: Final = {
     "loader_workers": _BATCHES,
     "loss": "but own code computes its own loss; compute it in fp32 there",
     "loss_chunks": "but own code computes its own loss; compute it in chunks there",
+    "part": "but own code chooses what trains; freeze the others there",
     "master_weights": "but own code makes its own optimizer; keep master weights in it",
     "quantized_compute": "but own code quantises its own weights; set the type there",
     "unquantized_fp32": "but own code prepares its own model; call peft's prepare_model_for_kbit_training there",
@@ -233,14 +236,14 @@ def _bad_model(case: Case) -> str | None:
     if case.method not in architecture.trainable:
         methods = ", ".join(architecture.trainable)
         return f"asks for the method {case.method!r}, which {case.model} does not have; it has {methods}"
-    if complaint := _bad_adapters(case, architecture):
+    if complaint := _bad_part(case, architecture) or _bad_adapters(case, architecture):
         return complaint
     if "sequence_length" in architecture.needs and case.sequence_length == 1:
         return "has sequence_length=1; it must be at least 2"
     for field, example in SIZES.items():
         if field in architecture.needs and not getattr(case, field):
             return f"sets no {field}, which {case.model} needs, as {field}={example!r}"
-        if field not in architecture.needs and getattr(case, field):
+        if field not in architecture.needs and getattr(case, field) and not (field == "resolution" and case.part == "all"):
             return f"sets {field}, which {case.model} does not have; leave it out"
     facts = architecture.trained_part
     key = None if facts.model_class else key_of_positions(facts.language)
@@ -264,6 +267,12 @@ def _bad_model(case: Case) -> str | None:
     return None
 
 
+def _bad_part(case: Case, architecture: Architecture) -> str | None:
+    if case.part == "all" and not architecture.is_whole:
+        return f"asks for part='all', but {case.model} is no config.json of a model of images; leave part out"
+    return None
+
+
 def _bad_adapters(case: Case, architecture: Architecture) -> str | None:
     if case.method not in ADAPTING:
         for knob in _OF_ADAPTERS:
@@ -272,7 +281,7 @@ def _bad_adapters(case: Case, architecture: Architecture) -> str | None:
         return None
     if not case.lora_targets:
         return None
-    if architecture.family == "vision_language":
+    if architecture.trains:
         return f"sets lora_targets, but {case.model} has layers of these names in its frozen tower, too; leave it out"
     targets = case.lora_targets.split("+")
     if not all(re.fullmatch(r"[\w.-]+", target) for target in targets):

@@ -18,7 +18,7 @@ from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.identity import ALWAYS_IN_ID
 from pytest_gputrain.cases.model_config import language_only, quantised_by, with_model
-from pytest_gputrain.cases.validation import SIZES
+from pytest_gputrain.cases.validation import PARTS, SIZES
 from pytest_gputrain.gate.fit import ERROR
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import PLATFORMS
@@ -52,6 +52,7 @@ _KNOBS: Final = {
 
 _METHODS: Final[tuple[str, ...]] = ("full", "lora", "qlora")
 _SEQUENCE: Final = "2048"
+_DEFAULTS: Final = Case()
 _LANGUAGE: Final = ("language", "vision_language")
 """Families whose cases have a loss to choose."""
 _MOST_CELLS: Final = 2000
@@ -100,7 +101,7 @@ def main(options: argparse.Namespace) -> int:
     try:
         if options.html is not None and (lacking := html.missing()):
             raise ValueError(f"--html: {lacking}")
-        base = _model(options.model)
+        base = _model(options.model, _DEFAULTS.part)
         gpus = _gpus(options.gpu)
         axes = dict(sweep.parse_axes(_knobs(options, base), ()))
         if wrong := {"model", sweep.PLATFORMS} & axes.keys():
@@ -109,11 +110,20 @@ def main(options: argparse.Namespace) -> int:
             )
         axes = {knob: axes[knob] for knob in sorted(axes, key="batch_size".__eq__)}  # batches below each other
         named = tuple(knob for knob, values in axes.items() if len(values) > 1 and knob not in ALWAYS_IN_ID)
-        cases = [base.replace(**knobs, named=named) for knobs in sweep.combinations(tuple(axes.items()))]
+        bases = {part: _model(options.model, part) for part in axes.get("part", (_DEFAULTS.part,)) if part in PARTS}
+        cases = [
+            bases.get(knobs.get("part", _DEFAULTS.part), base).replace(**knobs, named=named)
+            for knobs in sweep.combinations(tuple(axes.items()))
+        ]
         if len(cases) * len(gpus) > _MOST_CELLS:
             raise ValueError(f"{len(cases) * len(gpus):,} combinations are too many; ask for at most {_MOST_CELLS:,}")
         report = _answer(
-            options, base.model.partition("#")[0], cases, gpus, axes, (*_about(options.model), *_unlike_trainer(cases))
+            options,
+            base.model.partition("#")[0],
+            cases,
+            gpus,
+            axes,
+            (*_about(options.model, alone=_DEFAULTS.part in bases), *_unlike_trainer(cases)),
         )
         _write(options, report)
     except (ValueError, BadCase, CannotEmulate) as error:
@@ -126,8 +136,11 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _model(name: str) -> Case:
+def _model(name: str, part: str) -> Case:
     """Make the case of a model of the zoo, or of a config that is a file, in a folder, or in the cache of the hub.
+
+    Args:
+        part: the networks of it that train, as a case has it.
 
     Raises:
         ValueError: there is no such model; one sentence.
@@ -140,7 +153,7 @@ def _model(name: str) -> Case:
     if path is None:
         raise ValueError(_unknown(name))
     try:
-        return with_model(Case(model=str(path.absolute())), Path.cwd())
+        return with_model(Case(model=str(path.absolute()), part=part), Path.cwd())
     except BadCase as error:
         raise ValueError(str(error).partition(", but ")[2] or str(error)) from None
 
@@ -254,16 +267,22 @@ def _answer(
     )
 
 
-def _about(name: str) -> tuple[str, ...]:
+def _about(name: str, *, alone: bool) -> tuple[str, ...]:
     """Say that a built-in model was taken for a folder's name, or what of a config is left out or not looked at, though
-    memory would depend on it."""
+    memory would depend on it.
+
+    Args:
+        alone: whether the language model trains alone.
+    """
     if name in architectures():
         both = Path(name).exists()
         return (f"{name} is the built-in model; give ./{name} for the file or folder of that name",) if both else ()
     path = _path(name)
     if path is None:
         return ()
-    about = [f"language model only: what {name} has for images or sounds is not counted"] if language_only(path) else []
+    about = []
+    if alone and language_only(path):
+        about.append(f"language model only: what {name} has for images or sounds is not counted")
     if packing := quantised_by(path):
         about.append(
             f"the quantization_config of {name} ({packing}) is ignored: full and lora keep the weights in the type of the "

@@ -34,6 +34,9 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """The name of a model that the package knows. Or the path, relative to the test file, of a config.json of transformers
     or diffusers, or of its folder; results show it as ``NAME#DIGEST``, because other contents make another case. For own
     code, the name of the function."""
+    part: str = "language"
+    """The networks of a config.json of more than text that train: ``language`` for its language model, or ``all`` for the
+    whole vision-language model, with one image in each sample."""
     method: str = "full"
     """The method of training: ``full``, ``lora``, ``qlora``, ``pretrain``, ``sft`` or ``dreambooth``; ``custom`` for own
     code, ``script`` for a script."""
@@ -63,7 +66,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     loader_workers: Whole = 0
     """Processes of a DataLoader that draws a new batch for every step. With 0, one batch stays on the device."""
     resolution: str = ""
-    """``WIDTHxHEIGHT`` of images and videos, in pixels."""
+    """``WIDTHxHEIGHT`` of images and videos, in pixels. With ``part="all"``, empty takes the size that the model is made
+    for, or ``1024x1024``."""
     frames: Whole = 0
     """Frames of a video."""
     gradient_accumulation: Whole = 1

@@ -96,6 +96,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """The version of triton. Null if it is not installed."""
     model: str
     """The field of `Case`, like all keys from here to ``args``."""
+    part: str
     method: str
     precision: str
     parallel: str

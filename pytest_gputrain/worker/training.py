@@ -111,7 +111,10 @@ class Training:
             for name, part in architecture.parts.items()
         }
         self.parameters: int = parameters[names[0]]
-        self.notes: tuple[str, ...] = left_as_they_are(self._workload.model, architecture, case)
+        self.notes: tuple[str, ...] = (
+            *self._workload.notes,
+            *left_as_they_are(self._workload.model, architecture, case),
+        )
         adapted = adapt(self._workload.model, architecture, case, precision)
         expected = trainable_parameters(architecture, case, scale)
         self.trainable_parameters: int | None = check_trainable(adapted, case.method, expected)

@@ -153,7 +153,7 @@ def check_gputrain(command, command_project):
         if options.model.endswith(".json"):
             config = command_project.path / options.model
             config.parent.mkdir(exist_ok=True)
-            config.write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 36}))
+            config.write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 36, "vision_config": {}}))
         assert main.main(words) == 0
     elif options.command in ("doctor", "node"):  # the former's exit status depends on the host
         assert rest == []

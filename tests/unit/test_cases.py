@@ -99,6 +99,7 @@ def test_every_model_of_the_zoo_is_known(model):
 
 WRONG_VALUES = {
     "model": ["", "lama-3.1-8b", "zzzzzz"],
+    "part": ["all", "vision"],
     "method": ["lorra", "custom", "pretrain"],
     "precision": ["bf-16"],
     "parallel": ["fsdpp", "ps"],

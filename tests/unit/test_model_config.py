@@ -84,6 +84,17 @@ def test_of_a_model_of_images_only_what_describes_its_language_model_matters(tmp
     assert "more than the 4,096 positions of m#" in problem(one.replace(sequence_length=4097), ())
 
 
+def test_all_of_a_model_of_images_keeps_what_describes_its_tower(tmp_path):
+    written(tmp_path / "m.json", VISION | {"vision_config": {"depth": 27}})
+    case = with_model(Case(model="m.json", part="all", sequence_length=64), tmp_path)
+    assert config_of(case)["vision_config"] == {"depth": 27}
+    for resolution in ("", "448x448"):
+        assert problem(case.replace(resolution=resolution), ()) is None
+    written(tmp_path / "m.json", LLAMA)
+    with pytest.raises(BadCase, match=r"has no vision_config, which part='all' trains; leave part out"):
+        with_model(case.replace(model="m.json"), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("content", "only"),
     [

@@ -4,11 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zoo_examples import DEVICE, METHODS_OF_MODELS, trained
+from zoo_examples import DEVICE, METHODS_OF_MODELS, run, trained
 
 from pytest_gputrain import Case
 from pytest_gputrain.cases.architectures.facts import architectures
+from pytest_gputrain.cases.model_config import declare
+from pytest_gputrain.records import Crashed, Measurement
 from pytest_gputrain.worker import checks, zoo
+from pytest_gputrain.worker.training import Training
 from pytest_gputrain.worker.zoo.vision_language import LEAD, PatchedImage, TiledImage
 
 META = torch.device("meta")
@@ -200,3 +203,72 @@ def test_the_language_model_alone_is_recomputed(model, method, share, twice):
     assert passes.language == [2] * twice + [1] * (len(passes.language) - twice)
     assert set(passes.tower) == {1}
     assert not passes.recorded
+
+
+# Whole models that a config.json describes
+
+QWEN_TEXT = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
+TOWER = {"hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 4304}
+WHOLE = {
+    "gemma3": ({"text_config": QWEN_TEXT, "vision_config": {**TOWER, "image_size": 896, "patch_size": 14}}, 256),
+    "internvl": ({"text_config": {"model_type": "qwen2", **QWEN_TEXT}, "vision_config": {}}, 256),
+    "llama4": ({"text_config": QWEN_TEXT, "vision_config": {"image_size": 336, "vision_output_dim": 4096}}, 144),
+    "llava": ({"vision_config": {"model_type": "clip_vision_model", **TOWER, "image_size": 336, "patch_size": 14}}, 576),
+    "mistral3": ({"vision_config": {"patch_size": 14}}, 1369),
+    "paligemma": ({"vision_config": {**TOWER, "image_size": 224, "patch_size": 14}}, 256),
+    # In public the keys of these language models are not apart.
+    "qwen2_vl": ({**QWEN_TEXT, **MROPE, "vision_config": {"hidden_size": 256}}, 1369),
+    "qwen2_5_vl": ({**QWEN_TEXT, **MROPE, "vision_config": {"out_hidden_size": 256}}, 1369),
+    "qwen3_vl": ({"text_config": QWEN_TEXT, "vision_config": {"out_hidden_size": 256}}, 1024),
+    "qwen3_5": ({"text_config": QWEN_TEXT, "vision_config": {"out_hidden_size": 256}}, 1024),
+}
+"""Configs with the sizes that decide how many tokens an image takes, and that number."""
+
+
+def whole(kind, **knobs):
+    config = WHOLE[kind][0]
+    name = f"{kind}-whole#{abs(hash(str(config)))}"
+    declare(name, {"model_type": kind, **config})
+    return Case(model=name, part="all", batch_size=2, sequence_length=2048, steps=2, warmup=1, precision="fp32", **knobs)
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_whole_model_trains_on_the_images_that_it_takes(kind):
+    case = whole(kind)
+    with META:
+        assert zoo.build(case, "full")._image("full").tokens == WHOLE[kind][1]
+    # transformers compares the number of its features with that of the tokens.
+    training = Training(case, "tiny", DEVICE)
+    assert isinstance(run(case), Measurement)
+    assert any(parameter.requires_grad for name, parameter in training.model.named_parameters() if "vis" in name)
+    assert len(training._workload.architecture.blocks) == 2, "towers are recomputed, too"
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_adapters_of_a_whole_model_are_in_its_tower_too(method):
+    training = Training(whole("gemma3", method=method, lora_targets="q_proj"), "tiny", DEVICE)
+    adapted = [name for name, module in training.model.named_modules() if "lora_A" in module._modules]
+    assert {"vision_tower" in name for name in adapted} == {True, False}
+
+
+def test_patches_are_those_of_the_processor():
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 16384 * 28 * 28})
+    for width, height in ((1024, 1024), (640, 480), (1920, 1080)):
+        image = PatchedImage(facts=facts(QWEN, "full"), width=width, height=height)
+        assert 4 * image.tokens == processor.get_number_of_image_patches(height, width, {})
+
+
+def test_images_of_another_size_than_the_tower_takes_are_refused():
+    with pytest.raises(checks.CheckFailed, match="have 896x896 pixels; leave resolution out"):
+        Training(whole("gemma3", resolution="448x448"), "tiny", DEVICE)
+
+
+def test_a_model_of_other_images_names_those_that_are_known():
+    declare("idefics3#whole", {"model_type": "idefics3", "vision_config": {}})
+    reply = run(Case(model="idefics3#whole", part="all", sequence_length=64))
+    assert isinstance(reply, Crashed)
+    assert "has model_type='idefics3', for which no images are made; leave part='all' out" in reply.sentence
+    assert "gemma3, " in reply.sentence

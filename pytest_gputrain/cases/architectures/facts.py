@@ -96,6 +96,11 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def trained_part(self) -> Part:
         return next(iter(self.parts.values()))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is a whole vision-language model that a config.json describes."""
+        return self.family == "vision_language" and not self.trains
+
 
 def with_layers(config: dict[str, Any], key: str, layers: int) -> dict[str, Any]:
     """Return the config with so many layers, counted by ``key``; what it says of each layer is cut: lists with one entry for
@@ -189,7 +194,7 @@ def configured(
         )
     return Architecture(
         title=title,
-        family="language",
+        family="vision_language" if "vision_config" in config else "language",
         needs=("sequence_length",),
         trainable={"full": {}, "lora": {}, "qlora": {}},
         lora=lora or Lora(rank=8, alpha=8, dropout=0.0, targets=()),

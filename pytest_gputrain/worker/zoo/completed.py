@@ -29,7 +29,8 @@ from pytest_gputrain.records import Scale
 from pytest_gputrain.utils.suggest import did_you_mean
 from pytest_gputrain.worker.checks import CheckFailed, described
 from pytest_gputrain.worker.zoo.headed import language_model, text_models
-from pytest_gputrain.worker.zoo.tiny import tiny_denoiser, tiny_language_model
+from pytest_gputrain.worker.zoo.tiny import tiny_denoiser, tiny_language_model, tiny_vision_language_model
+from pytest_gputrain.worker.zoo.vision_language import IMAGES
 
 _REQUIRED: Final = ("num_hidden_layers", "hidden_size")
 """Keys without which a class would silently build a model of its own defaults."""
@@ -57,6 +58,10 @@ _IDLE: Final = (r".*\.(k_proj|key)\.bias", r".*\.indexer\..*")
 which tokens are attended to: DeepSeek trains them by a loss of their own, which transformers does not have."""
 
 
+_IDLE_OF_TOWERS: Final = (r".*\.vision_tower\..*",)
+"""Towers that transformers has as models of their own: they may have a head or last layers whose results nothing reads."""
+
+
 def architecture_of(name: str) -> Architecture:
     """Return the facts of a model of the zoo, or of one that is known by its config, completed.
 
@@ -70,7 +75,9 @@ def architecture_of(name: str) -> Architecture:
 @functools.cache
 def _completed(name: str) -> Architecture:
     architecture = architectures()[name]
-    complete = _language_model if architecture.trained_part.library == "transformers" else _denoiser
+    complete = _denoiser
+    if architecture.trained_part.library == "transformers":
+        complete = _whole_model if architecture.is_whole else _language_model
     try:
         return complete(name, architecture)
     except CheckFailed:
@@ -134,6 +141,51 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
         blocks=(path,),
         idle={"full": _IDLE, "tiny": _IDLE},
     )
+
+
+def _whole_model(name: str, architecture: Architecture) -> Architecture:
+    """Complete a vision-language model of which all networks train."""
+    import transformers
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    part = architecture.trained_part
+    given = {key: value for key, value in copy.deepcopy(part.config).items() if key != "model_type"}
+    kind: str = part.config["model_type"]
+    known: dict[str, str] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    model_class = known.get(kind, "")
+    if model_class not in IMAGES:
+        raise CheckFailed(
+            f"{name} has model_type={kind!r}, for which no images are made; leave part='all' out to train its language "
+            f"model (images are made for {', '.join(each for each in known if known[each] in IMAGES)})"
+        )
+    config_class: Any = CONFIG_MAPPING[kind]
+    config = config_class(**config_class._decode_special_floats(given))
+    written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    facts = {key: value for key, value in written.items() if key not in _OF_FILES}
+    for each in (facts, *(value for value in facts.values() if isinstance(value, dict))):
+        for key in ("id2label", "label2id"):
+            each.pop(key, None)
+    completed = msgspec.structs.replace(part, model_class=model_class, config_class=config_class.__name__, config=facts)
+    with torch.device("meta"):
+        model = getattr(transformers, model_class)(config)
+    model.tie_weights()
+    blocks = tuple(
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and all(isinstance(block, GradientCheckpointingLayer) for block in module)
+    )
+    text = config.get_text_config(decoder=True)
+    layers = _fewest(_kinds(model.get_submodule(blocks[-1]), facts["text_config"]))
+    shallow = with_layers(facts["text_config"], "num_hidden_layers", layers)
+    completed = msgspec.structs.replace(
+        completed,
+        parameters={"full": sum(value.numel() for value in model.parameters())},
+        tiny=tiny_vision_language_model(facts, tiny_language_model(text, shallow, facts["text_config"])),
+    )
+    idle = dict.fromkeys(SCALES, (*_IDLE, *_IDLE_OF_TOWERS))
+    return msgspec.structs.replace(architecture, parts={"model": completed}, blocks=blocks, idle=idle)
 
 
 def _stated(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Any]:

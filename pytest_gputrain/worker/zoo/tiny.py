@@ -144,6 +144,53 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
     return tiny
 
 
+_MOST_OF_VISION: Final = {
+    **dict.fromkeys(("depth", "num_hidden_layers"), 3),
+    **dict.fromkeys(("hidden_size", "embed_dim"), 32),
+    "intermediate_size": 64,
+    **dict.fromkeys(("num_heads", "num_attention_heads"), HEADS),
+}
+_TILE: Final = 4
+"""Patches of a side of a tiny tile."""
+
+
+def tiny_vision_language_model(facts: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a config of a model of images that are others at tiny scale.
+
+    Args:
+        facts: all keys of the full-size one.
+        text: those of its language model that are others.
+    """
+    text = {**facts["text_config"], **text}
+    full: dict[str, Any] = facts["vision_config"]
+    vision = full | {key: min(most, full[key]) for key, most in _MOST_OF_VISION.items() if _is_count(full.get(key))}
+    if "embed_dim" in full:  # beside which the hidden size is that of the language model
+        vision["hidden_size"] = text["hidden_size"]
+    if "head_dim" in full:
+        vision["head_dim"] = vision["hidden_size"] // HEADS
+    if ratio := full.get("pixel_shuffle_ratio"):  # neighbouring patches are one input of the network behind it
+        vision["intermediate_size"] = int(vision["hidden_size"] / ratio**2)
+    tiny: dict[str, Any] = {"text_config": text, "vision_config": vision}
+    for part, keys in ((vision, full), (tiny, facts)):
+        for key in ("out_hidden_size", "projection_dim"):
+            if key in keys:
+                part[key] = text["hidden_size"]
+    for key in ("deepstack_visual_indexes", "fullatt_block_indexes"):
+        if key in full:
+            vision[key] = [1]
+    tile = full.get("image_size")
+    if isinstance(tile, list):
+        vision["image_size"] = [_TILE * side for side in full["patch_size"]]
+    elif _is_count(tile):
+        vision["image_size"] = _TILE * full["patch_size"]
+        if pinpoints := facts.get("image_grid_pinpoints"):
+            tiny["image_grid_pinpoints"] = [[side * vision["image_size"] // tile for side in each] for each in pinpoints]
+    if "mm_tokens_per_image" in facts:
+        tiny["mm_tokens_per_image"] = _TILE
+    tokens = [key for key, value in facts.items() if key.endswith(("_token_id", "_token_index")) and _is_count(value)]
+    return tiny | {key: text["vocab_size"] - 1 - number for number, key in enumerate(tokens) if key not in _TOKENS}
+
+
 def _tiny_state_space(full: Callable[[str], Any]) -> dict[str, Any]:
     """Return the widths of state-space layers, which belong to each other.
 
@@ -209,6 +256,10 @@ def _tiny_rope(rope: dict[str, Any], width: float) -> dict[str, Any]:
             scaled[key] = _tiny_rope(value, width)
         elif isinstance(value, list) and key.endswith("_factor"):
             scaled[key] = value[: int(width) // 2]
+        elif key == "mrope_section":
+            half = int(width * (rope.get("partial_rotary_factor") or 1)) // 2
+            others = [max(1, half * part // sum(value)) for part in value[1:]]
+            scaled[key] = [half - sum(others), *others]
         elif key == "original_max_position_embeddings" and "long_factor" in rope:
             scaled[key] = 32
     return scaled

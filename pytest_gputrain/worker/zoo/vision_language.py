@@ -1,4 +1,5 @@
-"""Builds the family of language models that read an image through a vision tower, by transformers: LLaVA-1.6, Qwen2-VL."""
+"""Builds the family of language models that read an image through a vision tower, by transformers: LLaVA-1.6 and Qwen2-VL as
+their published tables train them, and whole models that a config.json describes."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pytest_gputrain.cases.architectures.facts import Part, language_config
 from pytest_gputrain.records import Scale
 from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.zoo.headed import keep_in_fp32
 from pytest_gputrain.worker.zoo.language import IGNORED_LABEL, LOSSES, next_token_labels, padded
 from pytest_gputrain.worker.zoo.samples import spread_lengths
 from pytest_gputrain.worker.zoo.workload import Batch, Workload
@@ -21,6 +24,9 @@ TINY_TEXT_LENGTH: Final = 32
 TINY_BATCH_SIZE: Final = 4
 """The batch at tiny scale: in bf16, 16 samples take over a second per step on one CPU thread."""
 
+DEFAULT_SIDE: Final = 1024
+"""Pixels of a side of an image whose size neither the case nor the model says."""
+
 LEAD: Final = 1
 """Text tokens before the image: the start of the sequence, or of the image."""
 
@@ -28,10 +34,27 @@ LEAD: Final = 1
 class VisionLanguageModel(Workload):
     """Random weights, sdpa attention; every sample is one image and the text that follows it, of the lengths of the case.
 
-    All methods freeze the vision tower, where the forward pass begins, so autograd never records it. It stays so because
-    only the language model's blocks are wrapped for recomputation: transformers' own switch, and peft where that is on, let
-    all embeddings require gradients, the tower's too, and it joins the backward pass.
+    All methods of the published models freeze the vision tower, where the forward pass begins, so autograd never records
+    it. It stays so because only the language model's blocks are wrapped for recomputation: transformers' own switch, and
+    peft where that is on, let all embeddings require gradients, the tower's too, and it joins the backward pass. Of a model
+    that a config.json describes, the tower trains as well.
     """
+
+    def _built(self, part: Part) -> nn.Module:
+        model = super()._built(part)
+        keep_in_fp32(model)
+        return model
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Say which images a whole model gets."""
+        if not self.architecture.is_whole:
+            return ()
+        image = self._image(self.scale)
+        return (
+            f"the whole model trains, vision tower included: each sample has one image of {image.width}x{image.height} "
+            f"pixels, which takes {image.tokens:,} of its tokens",
+        )
 
     def batch(self, device: torch.device) -> Batch:
         """Draw random text and images, labels for the text after the image. The tiny scale caps all three sizes.
@@ -39,18 +62,19 @@ class VisionLanguageModel(Workload):
         Raises:
             CheckFailed: the case's sequences cannot hold its image, at full size.
         """
-        image_length = self._image("full").tokens
+        full = self._image("full")
+        image_length = full.tokens
         text = self.case.sequence_length - image_length
         if text <= LEAD:
             raise CheckFailed(
-                f"{self.case} has sequence_length={self.case.sequence_length}, but its image of {self.case.resolution} "
+                f"{self.case} has sequence_length={self.case.sequence_length}, but its image of {full.width}x{full.height} "
                 f"pixels alone takes {image_length} tokens; set sequence_length to at least {image_length + LEAD + 1}, or a "
                 "lower resolution"
             )
         image, samples = self._image(self.scale), self.case.batch_size
         if self.scale == "tiny":
             text, samples = min(text, TINY_TEXT_LENGTH), min(samples, TINY_BATCH_SIZE)
-        ids = torch.randint(0, image.placeholder, (samples, image.tokens + text), device=device)
+        ids = torch.randint(*self._words(image), (samples, image.tokens + text), device=device)
         ids[:, LEAD : LEAD + image.tokens] = image.placeholder
         labels = next_token_labels(ids)
         labels[labels == image.placeholder] = IGNORED_LABEL
@@ -70,12 +94,28 @@ class VisionLanguageModel(Workload):
             self.model(**model_inputs, use_cache=False).logits, inputs["labels"]
         )
 
+    def _words(self, image: Image) -> tuple[int, int]:
+        """Return the range of the ids of text: on the side of the image's own id where there are more of them."""
+        words: int = language_config(image.facts).get("vocab_size", image.placeholder)
+        return (0, min(image.placeholder, words)) if 2 * image.placeholder > words else (image.placeholder + 1, words)
+
     def _image(self, scale: Scale) -> Image:
         part = self.architecture.trained_part
-        width, height = self.case.sides
-        if scale == "tiny":
+        kind, facts = IMAGES[part.model_class], part.facts(scale)
+        if self.case.resolution:
+            width, height = self.case.sides
+            if (fixed := kind.fixed_side(part.facts("full"))) and (width, height) != (fixed, fixed):
+                raise CheckFailed(
+                    f"{self.case} has resolution={self.case.resolution}, but images of {self.case.model} have "
+                    f"{fixed}x{fixed} pixels; leave resolution out"
+                )
+        else:
+            width = height = kind.fixed_side(part.facts("full")) or DEFAULT_SIDE
+        if fixed := kind.fixed_side(facts):
+            width = height = fixed
+        elif scale == "tiny":
             width, height = (max(1, round(side / TINY_SHRINK)) for side in (width, height))
-        return IMAGES[part.model_class](facts=part.facts(scale), width=width, height=height)
+        return kind(facts=facts, width=width, height=height)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +126,15 @@ class Image(abc.ABC):
     width: int
     height: int
 
+    @staticmethod
+    def fixed_side(facts: dict[str, Any]) -> int:
+        """Return the side in pixels of all images of a model; 0 where it takes images of any size."""
+        return 0
+
     @property
-    @abc.abstractmethod
     def placeholder(self) -> int:
-        """Id of the tokens that the image's features replace. Ids below it are text."""
+        """Id of the tokens that the image's features replace. Ids on one side of it are text."""
+        return next(int(self.facts[key]) for key in ("image_token_id", "image_token_index") if key in self.facts)
 
     @property
     @abc.abstractmethod
@@ -106,10 +151,6 @@ class Image(abc.ABC):
 
 class TiledImage(Image):
     """LLaVA-1.6: the image in one tile, then in the grid of tiles that fits it best; padding taken out, rows ended."""
-
-    @property
-    def placeholder(self) -> int:
-        return int(self.facts["image_token_index"])
 
     @property
     def tokens(self) -> int:
@@ -142,15 +183,11 @@ class TiledImage(Image):
 
 
 class PatchedImage(Image):
-    """Qwen2-VL: patches at the image's own resolution, four of them a token.
+    """Qwen2-VL and later ones: patches at the image's own resolution, four of them a token.
 
-    Each side is rounded to the nearest multiple of two patches (28 pixels), at least one. The library's processor does this
-    too, and beyond it resizes what has under 56 x 56 or over 1,003,520 pixels, which is not done here.
+    Each side is rounded to the nearest multiple of two patches (28 or 32 pixels), at least one. The library's processor does
+    this too, and beyond it resizes what has under 56 x 56 or over 1,003,520 pixels, which is not done here.
     """
-
-    @property
-    def placeholder(self) -> int:
-        return int(self.facts["image_token_id"])
 
     @property
     def tokens(self) -> int:
@@ -202,8 +239,111 @@ class PatchedImage(Image):
         return torch.cat([before.expand(3, -1), image, after.expand(3, -1)], dim=1)
 
 
+class GridImage(PatchedImage):
+    """Qwen2.5-VL and later ones: the same patches, whose positions the model reads from the device, as in a trainer."""
+
+    def inputs(self, samples: int, text: int, device: torch.device) -> dict[str, Tensor]:
+        """Draw ``pixel_values`` and ``position_ids`` as of Qwen2-VL, and ``image_grid_thw`` on the device."""
+        drawn = super().inputs(samples, text, device)
+        del drawn["image_position_ids"]
+        return {**drawn, "image_grid_thw": drawn["image_grid_thw"].to(device)}
+
+
+class RowImage(Image):
+    """Mistral 3: patches at the image's own resolution, each side rounded up to a multiple of a token.
+
+    The tokens that end the rows of an image are text here.
+    """
+
+    @property
+    def tokens(self) -> int:
+        rows, columns = (side // self._pixels for side in self._sides)
+        return rows * columns
+
+    def inputs(self, samples: int, text: int, device: torch.device) -> dict[str, Tensor]:
+        """Draw ``pixel_values`` (batch, 3, height, width) and ``image_sizes`` (batch, 2), height first."""
+        return {
+            "pixel_values": torch.randn(samples, 3, *self._sides, device=device),
+            "image_sizes": torch.tensor([self._sides] * samples, device="cpu").to(device),
+        }
+
+    @property
+    def _pixels(self) -> int:
+        """Pixels of a side of a token."""
+        return int(self.facts["vision_config"]["patch_size"] * self.facts["spatial_merge_size"])
+
+    @property
+    def _sides(self) -> tuple[int, int]:
+        """Height and width after rounding."""
+        height, width = (-(-side // self._pixels) * self._pixels for side in (self.height, self.width))
+        return height, width
+
+
+class SquareImage(Image):
+    """An image of the one size that the tower takes, with a token for each patch: LLaVA-1.5 and PaliGemma."""
+
+    @staticmethod
+    def fixed_side(facts: dict[str, Any]) -> int:
+        """Return the tower's side."""
+        side = facts["vision_config"]["image_size"]
+        return int(side[0] if isinstance(side, list) else side)
+
+    @property
+    def tokens(self) -> int:
+        patch = self.facts["vision_config"]["patch_size"]
+        return int((self.width // (patch[0] if isinstance(patch, list) else patch)) ** 2)
+
+    def inputs(self, samples: int, text: int, device: torch.device) -> dict[str, Tensor]:
+        """Draw ``pixel_values`` (batch, 3, height, width)."""
+        return {"pixel_values": torch.randn(samples, 3, self.height, self.width, device=device)}
+
+
+class ShuffledImage(SquareImage):
+    """The same with neighbouring patches in one token: one tile of InternVL or of Llama 4."""
+
+    @property
+    def tokens(self) -> int:
+        ratio = self.facts.get("downsample_ratio") or self.facts["vision_config"]["pixel_shuffle_ratio"]
+        return int(super().tokens * ratio * ratio)
+
+
+class TypedImage(SquareImage):
+    """The same for a model that is told which tokens are of the image, which attend to each other: Gemma 3."""
+
+    @property
+    def tokens(self) -> int:
+        return int(self.facts["mm_tokens_per_image"])
+
+    def inputs(self, samples: int, text: int, device: torch.device) -> dict[str, Tensor]:
+        """Draw also ``token_type_ids`` (batch, sequence), 1 for the image."""
+        kinds = torch.zeros(samples, self.tokens + text, dtype=torch.long, device="cpu")
+        kinds[:, LEAD : LEAD + self.tokens] = 1
+        return {**super().inputs(samples, text, device), "token_type_ids": kinds.to(device)}
+
+
+class PrefixedImage(SquareImage):
+    """The same for a model that is told which tokens are of the prompt, which attend to each other: PaliGemma."""
+
+    def inputs(self, samples: int, text: int, device: torch.device) -> dict[str, Tensor]:
+        """Draw also ``token_type_ids`` (batch, sequence), 0 for the prompt, which is all but the last half of the text."""
+        kinds = torch.zeros(samples, self.tokens + text, dtype=torch.long, device="cpu")
+        kinds[:, LEAD + self.tokens + text // 2 :] = 1
+        return {**super().inputs(samples, text, device), "token_type_ids": kinds.to(device)}
+
+
 IMAGES: Final[dict[str, type[Image]]] = {
+    "Gemma3ForConditionalGeneration": TypedImage,
+    "InternVLForConditionalGeneration": ShuffledImage,
+    "Llama4ForConditionalGeneration": ShuffledImage,
+    "LlavaForConditionalGeneration": SquareImage,
     "LlavaNextForConditionalGeneration": TiledImage,
+    "Mistral3ForConditionalGeneration": RowImage,
+    "PaliGemmaForConditionalGeneration": PrefixedImage,
     "Qwen2VLForConditionalGeneration": PatchedImage,
+    "Qwen2_5_VLForConditionalGeneration": GridImage,
+    "Qwen3VLForConditionalGeneration": GridImage,
+    "Qwen3VLMoeForConditionalGeneration": GridImage,
+    "Qwen3_5ForConditionalGeneration": GridImage,
+    "Qwen3_5MoeForConditionalGeneration": GridImage,
 }
 """The classes of images, by class of the model."""

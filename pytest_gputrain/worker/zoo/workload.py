@@ -129,6 +129,11 @@ class Workload(abc.ABC):
             )
         return min(length, int(part.facts(self.scale)["max_position_embeddings"]))
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what of the case was chosen here."""
+        return ()
+
     @abc.abstractmethod
     def batch(self, device: torch.device) -> Batch:
         """Draw one batch of random data."""
