@@ -6,6 +6,7 @@ its class in transformers. Neither these nor the defaults were compared with fil
 another form.
 
 Usage: python tools/public_configs.py [--method lora] [--gpu h100] [--sequence 1024] [--results results.jsonl] [NAME ...]
+       python tools/public_configs.py --summary --results results.jsonl
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,7 @@ from pytest_gputrain.utils.units import format_bytes
 
 CONFIGS: Final = Path(__file__).with_suffix(".json")
 _TIMEOUT_SECONDS: Final = 900.0
+_DOES_NOT_FIT: Final = "does not fit"
 
 
 def configs() -> dict[str, dict[str, Any]]:
@@ -68,11 +71,29 @@ def answers(names: Sequence[str], folder: Path, gpu: str, **knobs: Any) -> Itera
                 continue
             if isinstance(reply, EmulatedRun):
                 peak = format_bytes(reply.peak_reserved_bytes)
-                yield name, True, f"{peak} reserved at the peak" if reply.fits else f"does not fit: {reply.refused}"
+                yield name, True, f"{peak} reserved at the peak" if reply.fits else f"{_DOES_NOT_FIT}: {reply.refused}"
             else:
                 yield name, False, f"{case} {describe_failure(reply, 'figures on an emulated GPU')}"
     finally:
         executor.close()
+
+
+def summary(results: Iterable[tuple[str, str, bool, str]]) -> Iterator[str]:
+    """Yield how many of the results are answers, by method, and the names that were refused by the same sentence."""
+    by_method: dict[str, list[tuple[str, bool, str]]] = {}
+    for name, method, answered, what in results:
+        by_method.setdefault(method, []).append((name, answered, what))
+    for method, found in by_method.items():
+        fits = sum(answered and not what.startswith(_DOES_NOT_FIT) for _, answered, what in found)
+        refused = [(name, what) for name, answered, what in found if not answered]
+        too_large = len(found) - fits - len(refused)
+        yield f"{method}: {fits} fit, {too_large} do not fit, {len(refused)} of {len(found)} are refused"
+        names: dict[str, list[str]] = {}
+        for name, what in refused:
+            # Without what is of one model: its name with the digest, and what stands in quotes.
+            names.setdefault(re.sub(r"\S*#\S+ ?|'[^']*'", "", what), []).append(name)
+        for sentence, group in names.items():
+            yield f"- {len(group)} ({', '.join(group)}): {sentence}"
 
 
 def main() -> int:
@@ -84,6 +105,7 @@ def main() -> int:
     parser.add_argument("--sequence", type=int, default=1024, help="tokens of a sample (default: 1024)")
     parser.add_argument("--results", type=Path, help="a file for a line of JSON each; what it has is not run again")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="only write the files into this folder")
+    parser.add_argument("--summary", action="store_true", help="only count what the file of results has")
     options = parser.parse_args()
     if unknown := set(options.names) - configs().keys():
         parser.error(f"{CONFIGS.name} has no {', '.join(sorted(unknown))}")
@@ -91,6 +113,9 @@ def main() -> int:
         write(options.names or configs(), options.write)
         return 0
     known = options.results.read_text().splitlines() if options.results and options.results.exists() else []
+    if options.summary:
+        print(*summary(map(json.loads, known)), sep="\n")
+        return 0
     done = {tuple(json.loads(line)[:2]) for line in known}
     names = [name for name in options.names or configs() if (name, options.method) not in done]
     refused = 0
