@@ -198,7 +198,7 @@ GEMMA_3_4B = sizes(2560, 34, 8, num_key_value_heads=4, head_dim=256, intermediat
 DEEPSEEK_V3 = {"hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 129280}
 OF_MORE_THAN_TEXT = {
     "a text model without a head": ("qwen3_vl", {"text_config": QWEN3_8B}, 8_190_735_360),
-    "keys that lie beside those of images": ("qwen2_5_vl", QWEN2_7B | {"vision_config": {"depth": 32}}, 7_615_616_512),
+    "keys that are not apart": ("qwen2_5_vl", QWEN2_7B, 7_615_616_512),
     "a class of its own, and tied": ("gemma3", {"text_config": GEMMA_3_4B}, 3_880_263_168),
     "sizes that are the class's own": (
         "llava",
@@ -294,6 +294,7 @@ NOT_BUILT = "cannot be built from its config.json: "
         ),
         ("llama", LLAMA | {"hidden_size": None}, "has hidden_size=null in its config.json; it must be"),
         ("llama", LLAMA | {"hidden_size": {"__float__": "NaN"}}, "has hidden_size=NaN in its config.json; it must be"),
+        ("blt", {"vocab_size": 260}, "has model_type='blt', whose class BltConfig has no num_hidden_layers"),
         ("qwen9", {}, "does not have (did you mean 'qwen"),
         ("bert", {}, "is not a decoder-only language model"),
     ],

@@ -108,6 +108,12 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
     _check_spelling(name, config_class, stated)
     for key in _REQUIRED if stated is given else ():
         if not _is_told(config_class, key, given.keys()):
+            if not hasattr(config_class, config_class.attribute_map.get(key, key)):
+                kind: str = part.config["model_type"]
+                raise CheckFailed(
+                    f"{name} has model_type={kind!r}, whose class {config_class.__name__} has no {key}, so it is not known "
+                    "how to count and recompute its blocks; train it as own code"
+                )
             raise CheckFailed(f"{name} lacks the key {key} in its config.json, so its size is not known; add it")
     names: dict[str, str] = config_class.attribute_map
     _check_counts(name, stated, names)
