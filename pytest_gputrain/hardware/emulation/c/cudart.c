@@ -213,7 +213,9 @@ int cudaMallocFromPoolAsync(void **out, size_t bytes, void *pool, void *stream) 
   return take(out, bytes, DEVICE, "cudaMalloc", CALLER);
 }
 int cudaFreeAsync(void *start, void *stream) { return cudaFree(start); }
-int cudaMallocManaged(void **out, size_t bytes, unsigned flags) { return take(out, bytes, MANAGED, "cudaMallocManaged", CALLER); }
+int cudaMallocManaged(void **out, size_t bytes, unsigned flags) {
+  return take(out, bytes, MANAGED, "cudaMallocManaged", CALLER);
+}
 int cudaHostAlloc(void **out, size_t bytes, unsigned flags) { return take(out, bytes, HOST, "cudaHostAlloc", CALLER); }
 int cudaMallocHost(void **out, size_t bytes) { return cudaHostAlloc(out, bytes, 0); }
 int cudaFreeHost(void *start) { return give(start, "cudaFreeHost"); }

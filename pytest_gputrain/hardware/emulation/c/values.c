@@ -148,8 +148,8 @@ static uintptr_t *noted; // the last ones, in a ring
 uint64_t gputrain_noted; // how many so far
 GPUTRAIN_HOLD_WHILE_FORKING(noting)
 
-// The library whose kernels this thread registers. It is looked up once for each compiled file, which registers itself before
-// its kernels: to look it up for each of the kernels of libtorch_cuda takes two and a half seconds.
+// The library whose kernels this thread registers. It is looked up once for each compiled file, which registers itself
+// before its kernels: to look it up for each of the kernels of libtorch_cuda takes two and a half seconds.
 static __thread Dl_info registering;
 
 void gputrain_registers_kernels(const void *caller) {
@@ -290,29 +290,60 @@ static int asks(const char *symbol) {
   return 0;
 }
 
+// What is known of an address of code. dladdr looks through all symbols of a library, and torch's libraries have many: to
+// ask it for each frame of a stack takes milliseconds, and most reads come by the same frames.
+struct symbol {
+  const void *address;
+  const char *operator; // the name of the operator of torch; NULL if it is none
+  int asks, of_torch;
+};
+static pthread_mutex_t naming = PTHREAD_MUTEX_INITIALIZER;
+GPUTRAIN_HOLD_WHILE_FORKING(naming)
+
+static struct symbol symbol_of(const void *address) {
+  enum { MOST_SYMBOLS = 1 << 12 };
+  static struct symbol symbols[MOST_SYMBOLS];
+  struct symbol *kept = symbols + (uintptr_t)address % MOST_SYMBOLS;
+  pthread_mutex_lock(&naming);
+  struct symbol found = *kept;
+  pthread_mutex_unlock(&naming);
+  if (found.address == address)
+    return found;
+  Dl_info at;
+  found = (struct symbol){.address = address};
+  if (dladdr(address, &at) && at.dli_fname) {
+    found.asks = asks(at.dli_sname);
+    found.of_torch = strstr(at.dli_fname, "libtorch_cpu") || strstr(at.dli_fname, "libtorch_cuda");
+    found.operator = is_operator(at.dli_sname) ? at.dli_sname : NULL;
+  }
+  pthread_mutex_lock(&naming);
+  *kept = found;
+  pthread_mutex_unlock(&naming);
+  return found;
+}
+
 // Returns the symbol of torch's operator whose own code asks for the number that this thread reads now, or that of allclose
 // where a derivative compares by it. Returns NULL where the program asks.
 const char *gputrain_asking_operator(void) {
   enum { FRAMES = 128 };
   void *frames[FRAMES];
   int count = backtrace(frames, FRAMES), outermost = -1;
-  Dl_info at;
   for (int i = 0; i < count; i++) {
-    if (!dladdr(frames[i], &at))
-      continue;
-    if (asks(at.dli_sname))
+    struct symbol at = symbol_of(frames[i]);
+    if (at.asks)
       outermost = i;
-    else if (outermost >= 0 && is_operator(at.dli_sname))
+    else if (outermost >= 0 && at.operator)
       break;
   }
-  if (outermost < 0 || outermost + 1 == count || !dladdr(frames[outermost + 1], &at) || !at.dli_fname)
+  if (outermost < 0 || outermost + 1 == count || !symbol_of(frames[outermost + 1]).of_torch)
     return NULL;
-  if (!strstr(at.dli_fname, "libtorch_cpu") && !strstr(at.dli_fname, "libtorch_cuda"))
-    return NULL;
-  if (dladdr(frames[outermost], &at) && begins(at.dli_sname, "_ZN2at4_ops8allclose"))
-    return at.dli_sname;
-  for (int i = outermost + 1; i < count; i++)
-    if (dladdr(frames[i], &at) && is_operator(at.dli_sname))
-      return at.dli_sname;
+  const char *asking = symbol_of(frames[outermost]).operator;
+  if (begins(asking, "_ZN2at4_ops8allclose"))
+    return asking;
+  for (int i = outermost + 1; i < count; i++) {
+    struct symbol at = symbol_of(frames[i]);
+    if (at.operator)
+      return at.operator;
+  }
   return NULL;
 }
