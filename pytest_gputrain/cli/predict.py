@@ -263,7 +263,7 @@ def _answer(
         cells=tuple(cells),
         largest=tuple(largest),
         left_out=tuple(left_out),
-        about=(*about, *engine.about),
+        about=about,
     )
 
 

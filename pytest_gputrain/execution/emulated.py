@@ -53,16 +53,22 @@ class EmulatingExecutor(Executor[EmulatedReply]):
         platform: catalog marker.
         environ: variables of the session.
         fork_server: where the processes are forked from; fresh interpreters without it.
+        torch: that runs there; by default the one that is found.
 
     Raises:
         CannotEmulate: the catalog has no such NVIDIA GPU, or there is no CUDA build of torch here.
     """
 
     def __init__(
-        self, platform: str, timeout_seconds: float, environ: Mapping[str, str], fork_server: ForkServer | None
+        self,
+        platform: str,
+        timeout_seconds: float,
+        environ: Mapping[str, str],
+        fork_server: ForkServer | None,
+        torch: libraries.Torch | None = None,
     ) -> None:
         self._board = boards.board(platform)
-        self._torch = libraries.find_torch()
+        self._torch = torch or libraries.find_torch()
         self._host = Host(name="", platform=platform, device=f"{EMULATED}/{platform}", gpus=_ANY_NUMBER)
         self._timeout_seconds = timeout_seconds
         self._environ = environ
@@ -102,9 +108,11 @@ class EmulatingExecutor(Executor[EmulatedReply]):
                     fork_server=self._fork_server,
                     environ=environ,
                 )
-            if not isinstance(reply, EmulatedRun) or task.processes == 1 or not task.simulated:
+            if not isinstance(reply, EmulatedRun):
                 return reply
-            return msgspec.structs.replace(reply, notes=(*reply.notes, _first_for_all(task)))
+            alone = _first_for_all(task) if task.simulated and task.processes > 1 else ""
+            notes = filter(None, [alone, boards.computed_capacity(self._board)])
+            return msgspec.structs.replace(reply, notes=(*reply.notes, *notes))
         except CannotEmulate as error:
             raise BadCase(str(error)) from None
         except OSError as error:

@@ -13,7 +13,7 @@ from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.gate.fit import loads_in_parts
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.hardware.catalog import PLATFORMS
-from pytest_gputrain.hardware.emulation import boards
+from pytest_gputrain.hardware.emulation import libraries
 from pytest_gputrain.hardware.emulation.environment import DEVICE
 from pytest_gputrain.records import Case, Crashed, EmulatedRun, Limit
 from pytest_gputrain.records.emulation import OtherKernels
@@ -35,7 +35,6 @@ class EmulatedCells:
 
     Attributes:
         titles: of the GPUs, with the kernels that run on one that is emulated by those for another.
-        about: sentences about GPUs whose capacity is computed.
 
     Raises:
         CannotEmulate: there is no CUDA build of torch here, or the stand-ins cannot be built.
@@ -44,17 +43,17 @@ class EmulatedCells:
     def __init__(
         self, gpus: list[str], root: Path, timeout_seconds: float, environ: Mapping[str, str], cache: Path | None
     ) -> None:
-        self._root, self._cache_folder = root, cache
+        self._root = root
         self._fork_server = ForkServer()
         self._executors: dict[str, EmulatingExecutor] = {}
         self._caches: dict[str, ResultCache] = {}
         self.titles: dict[str, str] = {}
+        torch = libraries.find_torch()
         for gpu in gpus:
-            self._executors[gpu] = executor = EmulatingExecutor(gpu, timeout_seconds, environ, self._fork_server)
+            self._executors[gpu] = executor = EmulatingExecutor(gpu, timeout_seconds, environ, self._fork_server, torch)
             self._caches[gpu] = ResultCache(cache, executor.stand_ins())
             other = OtherKernels.of_description(executor.environment(1)[DEVICE])
             self.titles[gpu] = other.name if other else PLATFORMS[gpu].title
-        self.about = tuple(filter(None, (boards.computed_capacity(boards.board(gpu)) for gpu in gpus)))
 
     def figures(self, case: Case, gpu: str, memory_bytes: int = 0, *, memory_only: bool = False) -> EmulatedRun:
         """Return what the case takes of the GPU; several threads may ask at once.
