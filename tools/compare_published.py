@@ -30,7 +30,7 @@ from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.hardware.emulation import boards
-from pytest_gputrain.hardware.targets import CONTEXT_BYTES
+from pytest_gputrain.hardware.emulation.boards import CONTEXT_BYTES
 from pytest_gputrain.records import Case, EmulatedRun, Limit, Published, Task
 from pytest_gputrain.session.tasks import full_size_task
 from pytest_gputrain.storage.published import GATED, load
