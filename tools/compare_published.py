@@ -42,9 +42,6 @@ from pytest_gputrain.utils.units import GiB, MiB, format_percent
 MEDIAN_GOAL: Final = 0.015
 WORST_GOAL: Final = 0.036
 
-MOST_MICRO_BATCHES: Final = 4
-"""Of an update."""
-
 TOOLS: Final = Path(__file__).resolve().parent
 TABLES: Final = TOOLS.parent / "baselines" / "published"
 
@@ -59,6 +56,10 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """The memory that the driver takes for itself."""
     packages: dict[str, str]
     """The versions of libraries that must be installed."""
+    accumulation: int
+    """The most micro-batches of an update. A row that has more runs with so many, which takes less time."""
+    updates: int
+    """The updates of a row that accumulates so many, after a first one."""
     variables: dict[str, str] = {}
     """Environment variables that the program sets."""
     program: str
@@ -82,12 +83,16 @@ CONDITIONS: Final = {
         packages={"torch": "2.11.0", "transformers": "4.49.0", "peft": "0.14.0", "bitsandbytes": "0.50.2"},
         variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
         program="published_llm.py",
+        accumulation=4,
+        updates=1,
     ),
     "pangu-deepspeed": Conditions(
         read_as="MiB, printed as MB",
         context_bytes=1343 * MiB,
         packages={"torch": "2.11.0"},
         program="published_pangu.py",
+        accumulation=8,
+        updates=2,
     ),
 }
 """The conditions of the tables that print the memory of a single GPU."""
@@ -175,11 +180,10 @@ def task_of(row: Published, conditions: Conditions) -> Task:
         precision=published.precision,
         batch_size=published.batch_size,
         sequence_length=published.sequence_length,
-        # More micro-batches than so many take no more memory, but time.
-        gradient_accumulation=min(published.gradient_accumulation, MOST_MICRO_BATCHES),
+        gradient_accumulation=min(published.gradient_accumulation, conditions.accumulation),
         tf32=published.tf32,
         warmup=1,
-        steps=MOST_MICRO_BATCHES,
+        steps=conditions.accumulation * conditions.updates,
     )
     board = boards.board(row.platform)
     return msgspec.structs.replace(

@@ -10,7 +10,7 @@ from pytest_gputrain.records import Case, EmulatedRun
 from pytest_gputrain.records.fit import Fit
 
 ERROR: Final = 0.04
-"""The error of memory. Published peaks of cases on one GPU lay within 3.7 % of what was computed for them
+"""The error of memory. Published peaks of cases on one GPU lie within 3.8 % of emulated ones
 (docs/emulation-accuracy.md)."""
 
 _GUESSES: Final = 5
