@@ -33,7 +33,7 @@ PROGRAM = f"""
 """
 
 
-def test_workspaces_are_those_of_an_h200_and_of_a_prediction(emulate):
+def test_workspaces_are_those_of_an_h200(emulate):
     done, report = emulate(PROGRAM, gpu="h200")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["438 260 419", "512", "6"]

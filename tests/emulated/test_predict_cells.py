@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from pytest_gputrain import Case, GiB
 from pytest_gputrain.cli import predict
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.execution.launch import launcher
-from pytest_gputrain.session.fit_engines import EmulatedCells, FitEngines
+from pytest_gputrain.session.fit_engines import EmulatedCells
 
 SMALL = {
     "model_type": "qwen3",
@@ -64,7 +66,7 @@ def test_an_answer_is_of_emulated_gpus_and_remembered(answer, capsys, monkeypatc
 
 
 def test_kernels_for_another_gpu_are_told(stand_ins, tmp_path):
-    engines = FitEngines(["h100", "mi300x"], tmp_path, 300, os.environ, None)
+    engines = EmulatedCells(["h100", "mi300x"], tmp_path, 300, os.environ, None)
     engines.close()
     assert [*engines.titles.values()] == ["H100", "MI300X, by CUDA's kernels for sm_90"]
 
@@ -110,3 +112,42 @@ def test_a_change_makes_the_smallest_unfit_batch_fit(answer):
     assert {first["fit"], second["fit"]} == {"does-not-fit"}
     assert "loss_chunks=16 makes it fit" in first["remedy"]
     assert second["remedy"] == ""
+
+
+def test_an_answer_has_all_forms_and_the_parent_imports_no_library_that_trains(stand_ins, tmp_path):
+    (tmp_path / "small.json").write_text(json.dumps(SMALL))
+    words = ["small.json", "--method=full", "--sequence=512", "--gpu=h100,rtx_4090", "--only-cells"]
+    code = (
+        "import sys; from pytest_gputrain.cli.main import main; "
+        f"status = main(['predict', *{words}, '--markdown=answer.md', '--html=answer.html']); "
+        "print({'torch', 'transformers', 'pytest'} & set(sys.modules)); sys.exit(status)"
+    )
+    environ = {**os.environ, "XDG_CACHE_HOME": str(stand_ins.folder.parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "set()"
+    rows = [line for line in (tmp_path / "answer.md").read_text().splitlines() if line.startswith("| full | 1 |")]
+    assert rows[0].count(" GiB fits |") == 2
+    page = (tmp_path / "answer.html").read_text()
+    assert page.count('<span class="badge good">') == 2
+
+
+def test_a_model_of_the_hubs_cache_has_the_loss_of_transformers_and_impossible_combinations_are_left_out(
+    answer, tmp_path, monkeypatch, capsys
+):
+    snapshot = tmp_path / "hub" / "models--me--tiny-qwen" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "small.json").rename(snapshot / "config.json")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    words = ["me/tiny-qwen", "--method=full", "--gpu=h100", "--sequence=512", "--only-cells", "--json=answer.json"]
+    combinations = ["--set=loss=fp32,logits", "--parallel=single,fsdp", "--set=reshard_after_forward=true"]
+    assert main(["predict", *words, *combinations]) == 0
+    answered = json.loads(Path("answer.json").read_bytes())
+    assert answered["model"] == "tiny-qwen"
+    assert [cell["case"]["parallel"] for cell in answered["cells"]] == ["fsdp", "fsdp"]
+    as_transformers, in_own_type = (cell["figures"]["peak_allocated_bytes"] for cell in answered["cells"])
+    assert as_transformers > in_own_type
+    assert "asks for reshard_after_forward, which parallel='single' does not do" in capsys.readouterr().out
+    assert main(["predict", *words]) == 0
+    assert json.loads(Path("answer.json").read_bytes())["cells"][0]["case"]["loss"] == "fp32"
