@@ -151,3 +151,11 @@ def test_a_model_of_the_hubs_cache_has_the_loss_of_transformers_and_impossible_c
     assert "asks for reshard_after_forward, which parallel='single' does not do" in capsys.readouterr().out
     assert main(["predict", *words]) == 0
     assert json.loads(Path("answer.json").read_bytes())["cells"][0]["case"]["loss"] == "fp32"
+
+
+def test_what_a_worker_refuses_of_all_cases_is_one_sentence_and_status_2(stand_ins, capsys):
+    words = ["pangu-350m", "--gpu=v100", "--precision=fp16-amp", "--sequence=2000", "--method=full"]
+    assert main(["predict", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "has a table of 1,024 positions, too few for sequence_length=2000; set it to at most 1024" in err

@@ -8,6 +8,7 @@ import pytest
 from pytest_gputrain import Case
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.cli.predict import _about, _unlike_trainer
+from pytest_gputrain.utils.errors import CannotEmulate
 
 SMALL = {
     "model_type": "qwen3",
@@ -61,10 +62,6 @@ MANY = ",".join(map(str, range(1, 2002)))
         ("small/nothing.json --gpu=h100", "the model 'small/nothing.json' is unknown"),
         ("broken.json --gpu=h100", "broken.json has neither model_type"),
         (f"small --gpu=h100 --batch={MANY} --method=full", "2,001 combinations are"),
-        (
-            "pangu-350m --gpu=v100 --precision=fp16-amp --sequence=2000 --method=full",
-            "has a table of 1,024 positions, too few for sequence_length=2000; set it to at most 1024",
-        ),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(words, sentence, capsys):
@@ -74,6 +71,16 @@ def test_bad_input_is_one_sentence_and_status_2(words, sentence, capsys):
     assert out == ""
     (told,) = [line for line in err.splitlines() if "may take about" not in line]
     assert sentence in told
+
+
+def test_that_no_gpu_can_be_emulated_here_is_one_sentence_and_status_2(monkeypatch, capsys):
+    def refuse():
+        raise CannotEmulate("there is no torch to emulate a GPU for")
+
+    monkeypatch.setattr("pytest_gputrain.hardware.emulation.libraries.find_torch", refuse)
+    assert main(["predict", "small", "--gpu=h100", "--method=full", "--json=answer.json"]) == 2
+    assert capsys.readouterr().err == "gputrain: there is no torch to emulate a GPU for\n"
+    assert not Path("answer.json").exists()
 
 
 def test_a_folder_named_like_a_built_in_model_is_told(project):
