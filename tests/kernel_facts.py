@@ -1,4 +1,4 @@
-"""Operators, and what they allocate on a GPU: measured in torch's CUDA build, compared with what a prediction expects."""
+"""Operators, and the memory that each allocates on a GPU, as torch's CUDA build was seen to."""
 
 import functools
 from dataclasses import dataclass, replace

@@ -269,7 +269,7 @@ def _bad_model(case: Case) -> str | None:
 
 def _bad_part(case: Case, architecture: Architecture) -> str | None:
     if case.part == "all" and not architecture.is_whole:
-        return f"asks for part='all', but {case.model} is no config.json of a model of images; leave part out"
+        return f"asks for part='all', but {case.model} is not the config.json of a vision-language model; leave part out"
     return None
 
 

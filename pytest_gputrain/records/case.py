@@ -35,8 +35,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     or diffusers, or of its folder; results show it as ``NAME#DIGEST``, because other contents make another case. For own
     code, the name of the function."""
     part: str = "language"
-    """The networks of a config.json of more than text that train: ``language`` for its language model, or ``all`` for the
-    whole vision-language model, with one image in each sample."""
+    """The networks that train of a vision-language model that a config.json describes: ``language`` for its language model
+    alone, or ``all`` for the whole model, with one image in each sample."""
     method: str = "full"
     """The method of training: ``full``, ``lora``, ``qlora``, ``pretrain``, ``sft`` or ``dreambooth``; ``custom`` for own
     code, ``script`` for a script."""

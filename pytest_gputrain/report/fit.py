@@ -132,7 +132,8 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
         gpus = dict.fromkeys(titles[cell.gpu] for cell in report.cells if _counts_not(cell, what))
         yield (
             f"{', '.join(gpus)}: {what} are not known, and not counted, so at least this memory is needed; what fits "
-            "without them is called incomplete, and the largest batches are upper bounds"
+            "without them is called incomplete, the largest batches are upper bounds, and what makes a case fit may not be "
+            "enough"
         )
     yield from report.left_out
     yield from report.about

@@ -1,4 +1,4 @@
-"""Completes what a config.json tells of a model: its class, blocks, repetitions and scale for a CPU.
+"""Completes what a config.json tells of a model: its class, blocks and scale for a CPU.
 
 What is found is what the facts of the zoo's other models state, so that nothing else needs to know where a model is from.
 """
