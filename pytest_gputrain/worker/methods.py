@@ -178,13 +178,13 @@ def not_adapted(model: nn.Module) -> list[str]:
 def _read_by_code(model: nn.Module) -> list[str]:
     """Return the linear layers with whose weights the code of their model computes itself, as Gemma 3n clamps some."""
     found: list[str] = []
-    sources: dict[str, str] = {}
+    sources: dict[type, str] = {}
     for prefix, parent in model.named_modules():
         layers = [name for name, child in parent.named_children() if isinstance(child, nn.Linear)]
         kind = type(parent)
         if layers and kind.__module__.startswith(_OF_TRANSFORMERS):
-            source = sources.get(kind.__name__) or inspect.getsource(kind)
-            sources[kind.__name__] = source
+            source = sources.get(kind) or inspect.getsource(kind)
+            sources[kind] = source
             # More than its type and shape.
             read = re.findall(r"self\.(\w+)\.weight\.(?!dtype|device|shape)", source)
             found += [f"{prefix}.{name}" for name in layers if name in read]

@@ -94,7 +94,7 @@ def run(
             step=progress.step,
         )
     except Exception as error:
-        if mixed := _mixed_types(error, task.case):
+        if own is None and (mixed := _mixed_types(error, task.case)):
             return Crashed(sentence=mixed, phase=progress.phase, step=progress.step, refused=True)
         where = _out_of_memory(error)
         if where is None or device is None or progress.phase == "check":  # whose steps have fitted
@@ -120,11 +120,11 @@ def _keep_emulated(
     keep(emulated_run(figures, task, device, emulated))
 
 
-def crash(error: BaseException, progress: Progress, lines: OwnLines | None = None) -> Crashed:
+def crash(error: BaseException, progress: Progress, lines: OwnLines | None) -> Crashed:
     """Turn an exception into a reply, with its traceback.
 
     Args:
-        lines: tells which lines are the user's own, of which the sentence has the last.
+        lines: tells which lines are the user's own, of which the sentence has the last; None for a model of the zoo.
     """
     line = lines.of_traceback(error.__traceback__) if lines else ""
     install = f"; install it for {sys.executable}" if isinstance(error, ModuleNotFoundError) else ""
@@ -180,7 +180,7 @@ def _out_of_memory(error: Exception) -> Literal["device", "host"] | None:
 
 def _mixed_types(error: Exception, case: Case) -> str:
     """Return the sentence for a model of transformers whose code needs autocast; empty for any other error."""
-    if case.precision != "bf16" or case.code or not _MIXED_TYPES.search(str(error)):
+    if case.precision != "bf16" or not _MIXED_TYPES.search(str(error)):
         return ""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [frame.f_globals.get("__name__", "") for frame in frames]

@@ -20,18 +20,18 @@ class Storages:
     Args:
         trace: gets what is allocated and freed.
         line: tells which line of the user's own files runs.
-        lock: is held while these change; needed where several threads make or free tensors.
+        lock: is held while these change, as several threads may make or free tensors.
     """
 
     def __init__(
         self,
         trace: Trace,
-        line: Callable[[], str] = str,
-        lock: contextlib.AbstractContextManager[Any] | None = None,
+        line: Callable[[], str],
+        lock: contextlib.AbstractContextManager[Any],
     ) -> None:
         self.trace = trace
         self._line = line
-        self._lock = lock or contextlib.nullcontext()
+        self._lock = lock
         self._sizes: dict[int, int] = {}
         """Bytes by address."""
         self._numbers: dict[int, int] = {}

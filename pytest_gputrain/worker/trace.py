@@ -11,12 +11,10 @@ import msgspec
 
 from pytest_gputrain.records import LiveTensor, TrainingPhase
 
-EMPTY_CACHE: Final = -(2**62)
-"""Among the events of a trace: training starts. What is wholly free is given back, and peaks start from there."""
+TRAINING: Final = -(2**62)
+"""Among the events of a trace: training starts, and its peak is counted from there."""
 
-ENTER: Final[dict[TrainingPhase, int]] = {
-    phase: EMPTY_CACHE - 1 - place for place, phase in enumerate(get_args(TrainingPhase))
-}
+ENTER: Final[dict[TrainingPhase, int]] = {phase: TRAINING - 1 - place for place, phase in enumerate(get_args(TrainingPhase))}
 """Among the events of a trace: a phase begins."""
 BLOCK: Final = 512
 """The allocator of a GPU rounds every request up to a multiple of this many bytes."""
@@ -34,7 +32,7 @@ class Trace:
         rounding: bytes that every allocation is rounded up to a multiple of.
 
     Attributes:
-        events: an allocation's number where it is made, its complement (``~number``) where it is freed, `EMPTY_CACHE`, or
+        events: an allocation's number where it is made, its complement (``~number``) where it is freed, `TRAINING`, or
             one of `ENTER`.
         allocations: by number.
     """
@@ -66,8 +64,8 @@ class Trace:
         self.events.append(~number)
 
     def begin_training(self) -> None:
-        """Note that the build has ended. What is wholly free is given back, and peaks start from here."""
-        self.events.append(EMPTY_CACHE)
+        """Note that the build has ended: the peak of training is counted from here."""
+        self.events.append(TRAINING)
 
     def enter(self, phase: TrainingPhase) -> None:
         """Note that a phase begins."""
@@ -96,7 +94,7 @@ class Trace:
         for event in self.events[:event_number]:
             if event >= 0:
                 live.add(event)
-            elif event > EMPTY_CACHE:
+            elif event > TRAINING:
                 live.remove(~event)
         return live
 
@@ -141,10 +139,10 @@ def peaks(trace: Trace) -> Peaks:
     for place, event in enumerate(trace.events, start=1):
         if event >= 0:
             live += sizes[event]
-        elif event > EMPTY_CACHE:
+        elif event > TRAINING:
             live -= sizes[~event]
             continue
-        elif event == EMPTY_CACHE:
+        elif event == TRAINING:
             peak = 0
             continue
         else:

@@ -1,6 +1,6 @@
 """Traces of what is allocated: their peaks, and what lived there."""
 
-from pytest_gputrain.worker.trace import EMPTY_CACHE, ENTER, Trace, peaks
+from pytest_gputrain.worker.trace import ENTER, TRAINING, Trace, peaks
 
 
 def allocate(trace, size, phase="forward"):
@@ -11,7 +11,7 @@ def test_peaks_begin_anew_with_training_and_belong_to_phases():
     trace = Trace(rounding=512)
     model, scratch = allocate(trace, 1000, "build"), allocate(trace, 9000, "build")
     trace.free(scratch)
-    trace.events.append(EMPTY_CACHE)
+    trace.events.append(TRAINING)
     trace.events.append(ENTER["forward"])
     activation = allocate(trace, 2000)
     trace.events.append(ENTER["backward"])
