@@ -135,7 +135,7 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     not_counted: tuple[str, ...] = ()
     """Memory of libraries that is not known here, such as ``cuDNN's workspaces``."""
     notes: tuple[str, ...] = ()
-    """Sentences that name the memory that was not counted."""
+    """Sentences about what the figures rest on, and about what was not checked or was chosen for the case."""
 
     def update_seconds(self, accumulation: int) -> None:
         """Return None: a `Measurement` has the seconds of an optimizer update."""
