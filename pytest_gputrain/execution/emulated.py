@@ -26,6 +26,9 @@ EmulatedReply = EmulatedRun | OutOfMemory | Crashed | TimedOut
 _ANY_NUMBER: Final = 1 << 20
 """GPUs of a machine that is not there: no case is refused for taking many."""
 
+NO_SERVERS: Final = "takes parameter servers, which have to answer, and an emulated GPU runs the first worker alone"
+"""Why a case with parameter servers has no figures, as the rest of a sentence."""
+
 _OF_A_NODE: Final = 8
 """GPUs that a process sees at most."""
 

@@ -8,7 +8,7 @@ import shlex
 import msgspec
 
 from pytest_gputrain.cases.identity import key_of
-from pytest_gputrain.execution.emulated import EmulatedReply, EmulatingExecutor
+from pytest_gputrain.execution.emulated import NO_SERVERS, EmulatedReply, EmulatingExecutor
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.gate.count_lines import count_changes
 from pytest_gputrain.gate.emulation import judge
@@ -57,7 +57,7 @@ class EmulatingRunner(CaseRunner):
         host = self.executor.host
         refuse_unfit(request.case, request.markers, request.expression, host, self.settings)
         if request.case.servers:
-            raise CannotRun("takes parameter servers, which have to answer, and an emulated GPU runs the first worker alone")
+            raise CannotRun(NO_SERVERS)
         if request.inline:
             raise CannotRun("runs inline, but an emulated GPU needs a process of its own")
         self._declared.refuse_same_id(request.suite, request.case)

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from pytest_gputrain.execution.emulated import EmulatingExecutor
+from pytest_gputrain.execution.emulated import NO_SERVERS, EmulatingExecutor
 from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.gate.fit import loads_in_parts
 from pytest_gputrain.gate.messages import describe_failure
@@ -66,9 +66,7 @@ class EmulatedCells:
             BadCase: there are no figures; one sentence.
         """
         if case.servers:
-            raise BadCase(
-                f"{case} takes parameter servers, which have to answer, and an emulated GPU runs the first worker alone"
-            )
+            raise BadCase(f"{case} {NO_SERVERS}")
         task = msgspec.structs.replace(
             # The second step has all that later ones have: gradients of its own, and the optimizer's state.
             full_size_task(case.replace(steps=1, warmup=1), self._root, gpu),
