@@ -266,6 +266,22 @@ def test_images_of_another_size_than_the_tower_takes_are_refused():
         Training(whole("gemma3", resolution="448x448"), "tiny", DEVICE)
 
 
+@pytest.mark.parametrize(
+    ("part", "keys", "sentence"),
+    [
+        ("text_config", {"num_hidden_layer": 2}, "has the key num_hidden_layer in its config.json"),
+        ("text_config", {"hidden_size": 0}, "has hidden_size=0 in its config.json"),
+        ("vision_config", {"num_hidden_layer": 2}, "has the key num_hidden_layer in its config.json"),
+    ],
+)
+def test_a_network_of_a_whole_model_whose_size_is_wrong_is_refused(part, keys, sentence):
+    name = f"gemma3#{part}-{min(keys)}-wrong"
+    declare(name, {"model_type": "gemma3", "text_config": {}, "vision_config": {}, part: keys})
+    reply = run(Case(model=name, part="all", sequence_length=512))
+    assert isinstance(reply, Crashed)
+    assert sentence in reply.sentence
+
+
 def test_a_model_of_other_images_names_those_that_are_known():
     declare("idefics3#whole", {"model_type": "idefics3", "vision_config": {}})
     reply = run(Case(model="idefics3#whole", part="all", sequence_length=64))

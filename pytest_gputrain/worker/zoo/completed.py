@@ -168,6 +168,10 @@ def _whole_model(name: str, architecture: Architecture) -> Architecture:
         )
     config_class: Any = CONFIG_MAPPING[kind]
     config = config_class(**config_class._decode_special_floats(given))
+    text = config.get_text_config(decoder=True)
+    for network, stated in ((text, language_config(part.config)), (config.vision_config, part.config["vision_config"])):
+        _check_spelling(name, type(network), stated)
+        _check_counts(name, stated, type(network).attribute_map)
     written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     facts = {key: value for key, value in written.items() if key not in _OF_FILES}
     for each in (facts, *(value for value in facts.values() if isinstance(value, dict))):
@@ -182,7 +186,6 @@ def _whole_model(name: str, architecture: Architecture) -> Architecture:
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and all(isinstance(block, GradientCheckpointingLayer) for block in module)
     )
-    text = config.get_text_config(decoder=True)
     layers = _fewest(_kinds(model.get_submodule(blocks[-1]), facts["text_config"]))
     shallow = with_layers(facts["text_config"], "num_hidden_layers", layers)
     completed = msgspec.structs.replace(
