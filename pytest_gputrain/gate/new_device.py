@@ -31,12 +31,14 @@ _LARGEST_FLOPS_RATIO: Final = 0.03
 
 
 def judge_by_emulated(verdict: Verdict, case: Case, measured: Sequence[Measurement], run: EmulatedRun) -> Verdict:
-    """Judge runs of a case against its run on an emulated GPU.
+    """Judge runs of a case against its run on an emulated GPU; the verdict stays where that run tells only the least memory.
 
     Args:
         verdict: that the case is new.
         run: on an emulated GPU of the platform that the case ran on, which it fits.
     """
+    if run.not_counted:
+        return verdict
     metrics = [_memory("peak_allocated_bytes", measured, run.peak_allocated_bytes)]
     if measured[0].flops_per_step and run.flops_per_step:
         # Where the first process stands for all, each of them computes as much.

@@ -83,8 +83,9 @@ def load(
     with _uncollected(), _asking_no_driver() if beside_gpu else contextlib.nullcontext():
         import pytest_gputrain.worker.run  # noqa: F401
 
-        # The first optimizer imports it, which takes most of the time of a small case.
-        importlib.import_module("torch._dynamo")
+        if case.method != "script":
+            # The first optimizer imports it, which takes most of the time of a small case.
+            importlib.import_module("torch._dynamo")
         if case.parallel == "fsdp":
             importlib.import_module("torch.distributed.fsdp")
         if case.code:

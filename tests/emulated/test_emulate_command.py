@@ -11,11 +11,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from pytest_gputrain.hardware.targets import CONTEXT_BYTES
 
 import pytest_gputrain
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.hardware.emulation import boards, build
+from pytest_gputrain.hardware.emulation.boards import CONTEXT_BYTES
 
 GIB = 1 << 30
 ROOT = Path(pytest_gputrain.__file__).parents[1]

@@ -256,6 +256,7 @@ def test_numbers_are_drawn_in_the_order_of_memory(emulate):
 
 def test_dropout_keeps_what_its_mask_says_also_of_unknown_values(emulate):
     lines, process = emulate("""
+        torch.manual_seed(0)  # of eight elements another seed may keep none
         for count, dtype in ((8, torch.float32), (4096, torch.bfloat16), (4095, torch.float32), (30, torch.float64)):
             ones = torch.ones(count, dtype=dtype, device="cuda")
             values, mask = torch.native_dropout(ones, 0.75, True)

@@ -185,6 +185,10 @@ def test_flops_are_those_of_all_processes(alone, flops):
         assert _beside_emulated(PEAK, flops=value, **several).status == status
 
 
+def test_a_run_that_tells_only_the_least_memory_holds_nothing():
+    assert _beside_emulated(2 * PEAK, not_counted=("cuDNN's workspaces",)) == NEW
+
+
 def _exactly(**figures):
     return row(**{name: figure(value, rounding=0) for name, value in figures.items()}) if figures else row()
 

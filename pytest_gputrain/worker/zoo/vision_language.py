@@ -290,8 +290,11 @@ class SquareImage(Image):
 
     @property
     def tokens(self) -> int:
-        patch = self.facts["vision_config"]["patch_size"]
-        return int((self.width // (patch[0] if isinstance(patch, list) else patch)) ** 2)
+        tower = self.facts["vision_config"]
+        patch = tower["patch_size"]
+        # CLIP has a token for the class, too, which is left out by default.
+        of_class = self.facts.get("vision_feature_select_strategy") == "full" and tower["model_type"] == "clip_vision_model"
+        return int((self.width // (patch[0] if isinstance(patch, list) else patch)) ** 2) + of_class
 
     def inputs(self, samples: int, text: int, device: torch.device) -> dict[str, Tensor]:
         """Draw ``pixel_values`` (batch, 3, height, width)."""
