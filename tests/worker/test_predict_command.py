@@ -85,8 +85,8 @@ def test_that_no_gpu_can_be_emulated_here_is_one_sentence_and_status_2(monkeypat
 
 def test_a_folder_named_like_a_built_in_model_is_told(project):
     (project / "sdxl").mkdir()
-    assert _about("sdxl") == ("sdxl is the built-in model; give ./sdxl for the file or folder of that name",)
-    assert not _about("sd3")
+    assert _about("sdxl", alone=True) == ("sdxl is the built-in model; give ./sdxl for the file or folder of that name",)
+    assert not _about("sd3", alone=True)
 
 
 @pytest.mark.parametrize(
