@@ -466,8 +466,8 @@ OPTIONS: Final = (
 
 
 WITHOUT_PREDICT: Final = (
-    "--gpu-predict was removed: --gpu-emulate runs every case on an emulated GPU, and gputrain predict tells whether a "
-    "model fits a GPU"
+    "--gpu-predict (gpu_predict in the ini file) was removed: --gpu-emulate runs every case on an emulated GPU, and "
+    "gputrain predict tells whether a model fits a GPU"
 )
 """The sentence that refuses this option of earlier versions."""
 

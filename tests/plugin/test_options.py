@@ -52,7 +52,7 @@ def test_an_abbreviation_is_no_option(suite, abbreviated):
 
 
 def test_an_option_that_was_removed_names_what_took_its_place(suite):
-    sentence = "--gpu-predict was removed: --gpu-emulate runs every case on an emulated GPU, and gputrain predict tells *"
+    sentence = "--gpu-predict (gpu_predict in the ini file) was removed: --gpu-emulate runs every case on an emulated GPU, *"
     for arguments in (["--gpu-predict"], ["--no-gpu-predict"], ["-o", "gpu_predict=true"]):
         assert_refused(suite, sentence, *arguments)
     suite.ini("gpu_predict = true")

@@ -7,7 +7,7 @@ import pytest
 
 from pytest_gputrain import Case
 from pytest_gputrain.cli.main import main
-from pytest_gputrain.cli.predict import _about, _unlike_trainer
+from pytest_gputrain.cli.predict import _about, _known_errors
 from pytest_gputrain.utils.errors import CannotEmulate
 
 SMALL = {
@@ -101,7 +101,13 @@ def test_a_folder_named_like_a_built_in_model_is_told(project):
 )
 def test_the_states_that_a_trainer_keeps_in_more_bits_are_told(fields, said):
     case = Case(**{"model": "qwen3-0.6b", "method": "full", "optimizer": "adamw_8bit"} | fields)
-    told = _unlike_trainer([Case(model="qwen3-0.6b"), case])
+    told = _known_errors([Case(model="qwen3-0.6b"), case])
     assert [sentence.partition(" (")[0] for sentence in told] == [
         "transformers' Trainer keeps the states of embeddings in fp32"
     ] * said
+
+
+@pytest.mark.parametrize(("parallel", "said"), [("zero2", True), ("fsdp", False)])
+def test_the_error_of_zero_is_told(parallel, said):
+    told = _known_errors([Case(model="qwen3-0.6b", method="lora", parallel=parallel, gpus=2)])
+    assert [sentence.partition(":")[0] for sentence in told] == ["the error is larger with ZeRO"] * said
