@@ -294,6 +294,7 @@ NOT_BUILT = "cannot be built from its config.json: "
         ),
         ("llama", LLAMA | {"hidden_size": None}, "has hidden_size=null in its config.json; it must be"),
         ("llama", LLAMA | {"hidden_size": {"__float__": "NaN"}}, "has hidden_size=NaN in its config.json; it must be"),
+        ("qwen2_vl", {"text_config": LLAMA, "vison_config": {}}, "would ignore (did you mean 'vision_config'?)"),
         ("blt", {"vocab_size": 260}, "has model_type='blt', whose class BltConfig has no num_hidden_layers"),
         ("qwen9", {}, "does not have (did you mean 'qwen"),
         ("bert", {}, "is not a decoder-only language model"),

@@ -218,6 +218,7 @@ def _stated(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     if not config_class.sub_configs:
         return stated, stated, config_class
     without_type = {key: value for key, value in copy.deepcopy(config).items() if key != "model_type"}
+    _check_spelling(name, config_class, without_type)
     whole = config_class(**config_class._decode_special_floats(without_type))
     text = whole.get_text_config(decoder=True)
     if text is not whole:
@@ -284,13 +285,14 @@ def _class_of(name: str, config_class: Any, *, alone: bool) -> str:
 
 
 def _check_spelling(name: str, config_class: Any, given: dict[str, Any]) -> None:
-    """Check that no count is misspelt: a class ignores keys that it does not know, and takes its own default instead.
+    """Check that no count and no network is misspelt: a class ignores keys that it does not know, and takes its own default
+    instead.
 
     Raises:
-        CheckFailed: a key is nearly the name of a count that is not given.
+        CheckFailed: a key is nearly the name of a count, or of the config of a network, that is not given.
     """
     known = {*inspect.signature(config_class).parameters, *config_class.attribute_map}
-    absent = {config_class.attribute_map.get(key, key) for key in _COUNTS} - given.keys()
+    absent = {config_class.attribute_map.get(key, key) for key in _COUNTS}.union(config_class.sub_configs) - given.keys()
     for key in given:
         near = difflib.get_close_matches(key, sorted(absent), n=1, cutoff=0.85)
         if near and key not in known and not hasattr(config_class, key):
