@@ -38,7 +38,7 @@ def test_values_have_the_type_of_their_field(text, values):
 REFUSED = (
     "batchsize=1 platforms=h100,h10 platforms=h100,h100 named=batch_size code=a.py::b batch_size batch_size= =1 "
     "batch_size=1,,2 batch_size=two batch_size=0 batch_size=1,1 precision=bf61 precision=fp32,fp16 optimizer=adamww "
-    "model=gemma-7 method=custom learning_rate=nan cpu_offload=maybe resolution=512"
+    "optimizer=adamW model=gemma-7 method=custom learning_rate=nan cpu_offload=maybe resolution=512"
 )
 
 
