@@ -19,12 +19,12 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from pytest_gputrain.cases.libraries import versions
 from pytest_gputrain.execution.emulated import EmulatingExecutor
 from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.gate.messages import describe_failure
@@ -268,15 +268,8 @@ def summary(rows: Sequence[Row]) -> tuple[str, bool]:
 
 def lacking(packages: dict[str, str]) -> list[str]:
     """Find the libraries that are not installed in these versions, as pip names them."""
-    return [f"{name}=={version}" for name, version in packages.items() if version_of(name) != version]
-
-
-def version_of(name: str) -> str:
-    """Return the installed version of a library; empty if there is none."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
+    installed = versions()
+    return [f"{name}=={version}" for name, version in packages.items() if installed.get(name) != version]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

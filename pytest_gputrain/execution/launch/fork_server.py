@@ -1,9 +1,9 @@
 """Forks workers from a process that has imported their libraries: most of a tiny case's time is imports.
 
-Only for cases on a CPU and on an emulated GPU. A process that has used OpenMP or a GPU must not be forked;
-the ones here do nothing but import, and refuse to fork should they ever have a second thread or have asked a driver for its
-GPUs. Own code is forked from a process that has imported torch and nothing else that it may use, so that it finds what it
-would find in a fresh interpreter.
+Only for cases on a CPU and on an emulated GPU. A process that has used OpenMP or a GPU must not be forked; the ones here do
+nothing but import, and refuse to fork should they ever have a second thread or have asked a driver for its GPUs. Own code is
+forked from a process that has imported torch and nothing else that it may use, so that it finds what it would find in a
+fresh interpreter.
 """
 
 from __future__ import annotations
