@@ -5,12 +5,9 @@ from __future__ import annotations
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 from pytest_gputrain.records.emulation import DeviceUse, EmulatedProcess, ProgramFit, Refused
 from pytest_gputrain.utils.units import format_bytes
-
-_WENT_ON: Final = "; the program went on after the error"
 
 
 def judge(
@@ -29,12 +26,12 @@ def judge(
         status: the program's exit status.
         memory_bytes: of each GPU.
     """
+    went_on = "" if status else "; the program went on after the error"
     refused = [one for process in processes for device in process.devices for one in device.refused]
     if refused:
         largest = max(refused, key=_missing)
-        return ProgramFit(verdict="does not fit", headroom_bytes=-_missing(largest), sentence=_refusal(largest, status))
+        return ProgramFit(verdict="does not fit", headroom_bytes=-_missing(largest), sentence=_refusal(largest) + went_on)
     if beside := max((one.missing_beside_torch for one in use), default=0):
-        went_on = "" if status else _WENT_ON
         sentence = f"at least {format_bytes(beside)} are missing for a request beside torch's allocator{went_on}"
         return ProgramFit(verdict="does not fit", headroom_bytes=-beside, sentence=sentence)
     if not use:
@@ -66,12 +63,11 @@ def _missing(refused: Refused) -> int:
     return max(refused.bytes - refused.free, 0)
 
 
-def _refusal(refused: Refused, status: int) -> str:
+def _refusal(refused: Refused) -> str:
     asked = f"the {format_bytes(refused.bytes)} of {refused.where or 'a place without a Python line'}"
-    went_on = "" if status else _WENT_ON
     if missing := _missing(refused):
-        return f"at least {format_bytes(missing)} are missing for {asked}{went_on}"
-    return f"the memory that is free lies in pieces, none for {asked}{went_on}"
+        return f"at least {format_bytes(missing)} are missing for {asked}"
+    return f"the memory that is free lies in pieces, none for {asked}"
 
 
 def _unknown(status: int, processes: Sequence[EmulatedProcess], use: Sequence[DeviceUse]) -> Iterator[str]:

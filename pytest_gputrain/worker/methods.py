@@ -182,7 +182,7 @@ def _read_by_code(model: nn.Module) -> list[str]:
     for prefix, parent in model.named_modules():
         layers = [name for name, child in parent.named_children() if isinstance(child, nn.Linear)]
         kind = type(parent)
-        if layers and kind.__module__.startswith(_OF_TRANSFORMERS):
+        if layers and _is_of_a_model(parent):
             source = sources.get(kind) or inspect.getsource(kind)
             sources[kind] = source
             # More than its type and shape.
@@ -202,8 +202,8 @@ def _kept_by_transformers(model: nn.Module) -> list[str]:
     ]
 
 
-def _is_of_a_model(layer: nn.Linear) -> bool:
-    return type(layer).__module__.startswith(_OF_TRANSFORMERS)
+def _is_of_a_model(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(_OF_TRANSFORMERS)
 
 
 def _is_one_product(layer: nn.Linear) -> bool:
