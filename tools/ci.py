@@ -33,6 +33,7 @@ INSTALL_MINUTES: Final = 12.0
 _SKIPPED: Final = re.compile(r"SKIPPED \[(\d+)\] (?P<place>[^:]+)(?::\d+)?: (?P<reason>.*)")
 # A line of pytest's progress with a test that failed, or such a line as far as it was printed.
 _FAILING: Final = re.compile(r"(\S+\.py )?[.sxX]*[FE][.sxXFE]*( +\[ *\d+%\])?\s*")
+_REMOVED: Final = "removed-"
 _ERROR: Final = re.compile(r"error[: ]|^E: |no space left|timed out", re.IGNORECASE)
 
 
@@ -182,11 +183,21 @@ def outcome(part: Part, tox: str, run: Runner, minutes_left: float) -> Outcome:
     left = minutes_left - (time.monotonic() - started) / 60
     ran = run((tox, "run", "-e", part.name, "--skip-pkg-install"), min(part.minutes, left))
     # Several environments hold the CUDA build of torch, of 3 GB and more.
-    shutil.rmtree(ROOT / ".tox" / part.name, ignore_errors=True)
+    remove_in_background(ROOT / ".tox" / part.name)
     if ran.status is None and left < part.minutes and not any(map(_FAILING.fullmatch, ran.lines)):
         # The machine was slow in the parts before, which is no fault of this one.
         return ended("skipped", *without, f"the rest of it: the {ALL_MINUTES:.0f} minutes of the whole run were over")
     return ended(_status(ran), *without, *skipped_tests(ran.lines))
+
+
+def remove_in_background(folder: Path) -> None:
+    """Remove an environment while the next part runs: that takes minutes on a slow disk, and hardly any CPU.
+
+    Its name is free at once. The end of the run does not wait, and the next run removes what is left.
+    """
+    if folder.is_dir():
+        folder = folder.rename(Path(tempfile.mkdtemp(dir=folder.parent, prefix=_REMOVED)) / folder.name).parent
+        threading.Thread(target=shutil.rmtree, args=(folder, True), daemon=True).start()
 
 
 def _status(ran: Ran) -> str:
@@ -211,6 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"there is no part {', '.join(unknown)}; the parts are {', '.join(names)}")
     started = time.monotonic()
     outcomes: list[Outcome] = []
+    for left in (ROOT / ".tox").glob(f"{_REMOVED}*"):
+        remove_in_background(left)
     with tempfile.TemporaryDirectory() as folder:
         python = f"{folder}/bin/python"
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
