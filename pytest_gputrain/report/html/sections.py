@@ -184,11 +184,7 @@ def memory(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart
 
 _BASELINE, _NOW = 4, 0
 _MOST_COUNTS: Final = 2
-_LEGEND: Final = (
-    LegendEntry(text="baseline", colour=_BASELINE),
-    LegendEntry(text="now", colour=_NOW),
-    LegendEntry(text="grown", bad=True),
-)
+"""Counts of a case that are drawn; those that fail it come first."""
 
 
 def beside_baseline(result: Result, charts: Charts) -> Iterator[CaptionedChart]:
@@ -225,19 +221,14 @@ def _beside(
         (
             name,
             [
-                Bar(parts=((before, _BASELINE),), text=show(round(before))),
+                Bar(parts=((before, _BASELINE),), text=f"{show(round(before))} before"),
                 Bar(parts=((now, _NOW),), text=f"{show(round(now))} now", bad=grown),
             ],
         )
         for name, before, now, grown in rows
     ]
-    description = "; ".join(f"{name}: {before.text} in the baseline, {now.text}" for name, (before, now) in groups)
-    return CaptionedChart(
-        title=title,
-        about="",
-        chart=charts.bars(groups, title=title, description=description),
-        legend=_LEGEND if any(grown for *_, grown in rows) else _LEGEND[:2],
-    )
+    description = "; ".join(f"{name}: {before.text}, {now.text}" for name, (before, now) in groups)
+    return CaptionedChart(title=title, about="", chart=charts.bars(groups, title=title, description=description))
 
 
 def _stack(figures: PeaksByPhase, phase: TrainingPhase) -> Bar:
