@@ -35,6 +35,7 @@ from pytest_gputrain.records.emulation import (
     Tensors,
     not_exchanged_sentence,
 )
+from pytest_gputrain.report.asked import asked_by
 from pytest_gputrain.report.html import page
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import CannotEmulate
@@ -305,6 +306,7 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
         if process.unknown:
             yield f"  not known, and not counted: {', '.join(process.unknown)}"
         yield from _lines_of_peak(device)
+        yield from _lines_of_counts(process)
         if process.dealt:
             yield f"  balanced routing is assumed: unknown scores were distributed evenly, by {_lines(process.dealt)}"
         if process.not_exchanged:
@@ -349,6 +351,23 @@ def _lines_of_peak(device: EmulatedDevice) -> Iterator[str]:
     rest = peak.bytes - sum(tensors.bytes * tensors.count for tensors in peak.tensors)
     if rest:
         yield f"  {format_bytes(rest):>12}  all others"
+
+
+def _lines_of_counts(process: EmulatedProcess) -> Iterator[str]:
+    """Tell what each line of the program asks of the GPU."""
+    asked = asked_by(process)
+    if asked is None:
+        yield "  what each line asks of the GPU is not known: pytest-gputrain is not in the program's environment"
+        return
+    if asked.lines_unknown:
+        yield f"  what asks it has no lines: {asked.lines_unknown}"
+    yield f"  what each line asks of the GPU {asked.about}:"
+    rows: list[tuple[str, list[str]]] = [("", list(asked.columns))]
+    rows += ((place, asked.cells(figures)) for place, figures in (*asked.lines, *asked.sums))
+    widths = [max(map(len, column)) for column in zip(*(cells for _, cells in rows), strict=True)]
+    for place, cells in rows:
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        yield f"    {'  '.join(padded)}  {place}".rstrip()
 
 
 def _rows(groups: Iterable[Tensors]) -> Iterator[str]:

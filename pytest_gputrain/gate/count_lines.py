@@ -12,8 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+import msgspec
+
 from pytest_gputrain.gate.messages import count, listed
-from pytest_gputrain.records import CountCause, CountFigure, CountName, Counts, StepCounts
+from pytest_gputrain.records import CountCause, CountFigure, CountName, Counts, LineCount, StepCounts
 from pytest_gputrain.records.counts import COUNT_FIGURES
 from pytest_gputrain.utils.units import format_bytes, format_flops
 
@@ -63,6 +65,8 @@ _IMPLIED: Final[dict[CountFigure, tuple[CountFigure, ...]]] = {
 _LEAST_SHARE_OF_WORK: Final = 0.2
 """A part of the work is described if this share of the change, or the most of it, is its."""
 _MOST_PLACES: Final = 2
+_MOST_LINES: Final = 6
+"""Lines that are told beside those of the baseline; the others are added up."""
 _UNITS: Final = ("_bytes", "_flops")
 """The ends of the names of figures that are no numbers of times."""
 
@@ -140,6 +144,51 @@ def describe_falls(differences: Iterable[Difference]) -> Iterator[str]:
     for figure, difference in figures:
         if not names & set(_IMPLIED.get(figure, ())):
             yield _said(figure, difference)
+
+
+def lines_beside(figure: CountFigure, step: int, before: Counts, now: Counts) -> tuple[LineCount, ...]:
+    """Return what each line asks for in one step, beside what it asked for before: what has grown first, then the most."""
+    if before.lines_unknown or now.lines_unknown:
+        return ()
+    numbers: defaultdict[_Spot, list[int]] = defaultdict(lambda: [0, 0])
+    causes: dict[_Spot, CountCause] = {}
+    more: Counter[_Spot] = Counter()
+    for at, counts in enumerate((before, now)):
+        for cause, number in _asked(figure, counts, counts.steps[step]):
+            told = _of_line(cause)
+            numbers[_spot(told)][at] += number
+            causes[_spot(told)] = told
+    for cause, number in _places(figure, step, before, now):
+        more[_spot(_of_line(cause))] += number
+    lines = [
+        LineCount(line=_place(figure, causes[spot]).removeprefix("at "), value=new, baseline=old, more=more[spot])
+        for spot, (old, new) in sorted(numbers.items(), key=lambda line: (-more[line[0]], -max(line[1])))
+    ]
+    rest = lines[_MOST_LINES:]
+    if rest:
+        value, baseline = sum(line.value for line in rest), sum(line.baseline for line in rest)
+        lines[_MOST_LINES:] = [LineCount(line=f"{len(rest)} other lines", value=value, baseline=baseline)]
+    return tuple(lines)
+
+
+def by_line(counts: Counts, kind: int, figures: Iterable[CountFigure]) -> dict[str, dict[CountFigure, int]]:
+    """Return what each line asks for in a step of one kind, without figures that are 0.
+
+    A line of the program is one, whatever it calls in torch.
+    """
+    lines: defaultdict[str, dict[CountFigure, int]] = defaultdict(dict)
+    for figure in figures:
+        for cause, number in _asked(figure, counts, kind):
+            line = _place(figure, _of_line(cause)).removeprefix("at ")
+            lines[line][figure] = lines[line].get(figure, 0) + number
+    return lines
+
+
+def _of_line(cause: CountCause) -> CountCause:
+    """Return the cause without what tells several of one line apart: a line is one, whatever it calls in torch."""
+    in_torch = cause.library is not None and cause.library.file.startswith("torch/")
+    library = None if cause.own and in_torch else cause.library
+    return msgspec.structs.replace(cause, library=library, shape="")
 
 
 def most_of_a_step(figure: CountFigure, counts: Counts) -> int:
@@ -240,7 +289,8 @@ def _place(figure: CountFigure, cause: CountCause) -> str:
     elif own and own.text:
         text += f", {own.text}"
     elif not text:
-        text = f'for torch.compile\'s reason "{cause.by}"' if figure == "graph_breaks" else f"by {cause.by}"
+        by = f"by {cause.by}" if cause.by else "at other lines"
+        text = f'for torch.compile\'s reason "{cause.by}"' if figure == "graph_breaks" else by
     return f"{text} ({cause.shape})" if cause.shape and figure.endswith("_flops") else text
 
 

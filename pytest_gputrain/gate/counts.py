@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from pytest_gputrain.gate.count_lines import PARTS_OF_WORK, Difference, describe_falls, describe_growth
+from pytest_gputrain.gate.count_lines import PARTS_OF_WORK, Difference, describe_falls, describe_growth, lines_beside
 from pytest_gputrain.records import CountFigure, Counts, MetricVerdict, Status, StepCounts
 from pytest_gputrain.records.counts import COUNT_FIGURES
 from pytest_gputrain.records.tolerance import CountTerms
@@ -71,12 +71,14 @@ class _Finding(NamedTuple):
     """How steps differ. None if they do not, or fall by less than what counts as an improvement."""
     passes: str = ""
     """Why growth passes, to follow its sentence."""
+    step: int = 0
+    """The index of the step whose values the metric has."""
 
     def without_fewer_bytes(self) -> _Finding:
         """Return the finding, which is no improvement by bytes alone."""
         if self.metric.status != "improved" or not self.metric.metric.endswith("_bytes"):
             return self
-        return _Finding(msgspec.structs.replace(self.metric, status="pass"), None)
+        return _Finding(msgspec.structs.replace(self.metric, status="pass"), None, step=self.step)
 
 
 def judge_counts(
@@ -94,7 +96,8 @@ def judge_counts(
     pairs = _pairs(before, now)
     if not pairs:
         return None
-    findings = [_Rule(figure, terms).judge(pairs, now, again) for figure in _judged_figures(terms)]
+    figures = tuple(_judged_figures(terms))
+    findings = [_Rule(figure, terms).judge(pairs, now, again) for figure in figures]
     work_rose = any(pair.now.work > pair.before.work for pair in pairs)
     if work_rose:
         findings = [finding.without_fewer_bytes() for finding in findings]
@@ -108,7 +111,14 @@ def judge_counts(
         clauses = describe_growth(of_status("pass", reason), before, now)
         notes |= {figure: f"{clause}, {reason}" for figure, clause in clauses.items()}
     return JudgedCounts(
-        metrics=tuple(msgspec.structs.replace(f.metric, note=notes.get(f.metric.metric, "")) for f in findings),
+        metrics=tuple(
+            msgspec.structs.replace(
+                finding.metric,
+                note=notes.get(finding.metric.metric, ""),
+                lines=lines_beside(figure, finding.step, before, now) if _is_drawn(finding.metric) else (),
+            )
+            for figure, finding in zip(figures, findings, strict=True)
+        ),
         worse=tuple(describe_growth(of_status("regressed"), before, now).values()),
         doubtful=tuple(describe_growth(of_status("inconclusive"), before, now).values()),
         better=tuple(describe_falls(of_status("improved"))),
@@ -140,6 +150,11 @@ def _aligned(before: Counts, now: Counts, again: Counts | None) -> tuple[Counts,
     return without(later, before), without(-later, now), None if again is None else without(-later, again)
 
 
+def _is_drawn(metric: MetricVerdict) -> bool:
+    """Tell whether reports draw the figure by line: the work, and whatever has grown."""
+    return metric.metric == "work" or (metric.value or 0) > (metric.baseline or 0)
+
+
 def _judged_figures(terms: CountTerms) -> Iterator[CountFigure]:
     """Yield the figures that are judged: the parts of the work together, and alone those with a tolerance of their own."""
     yield from (name for name in COUNT_FIGURES if name not in PARTS_OF_WORK or name in terms.tolerances)
@@ -161,7 +176,7 @@ class _Rule:
         more = [self._value(pair.now) - self._value(pair.before) for pair in pairs]
         steady = self._steady(pairs)
         above = [at for at, pair in enumerate(pairs) if self._value(pair.now) > self._limit(pair.before, pair.now)]
-        tail = steady or range(max(len(pairs) - _STEADY_STEPS, 0), len(pairs))
+        tail = steady or range(max(len(pairs) - _STEADY_STEPS, len(pairs) // 2), len(pairs))
         below = [at for at in tail if self._value(pairs[at].before) > self._limit(pairs[at].now, pairs[at].before)]
         grown = [at for at, change in enumerate(more) if change > 0]
         excused = [at for at in above if self._is_excused(pairs[at])]
@@ -196,11 +211,12 @@ class _Rule:
             limit=None if self._only_told else self._limit(pair.before, pair.now),
         )
         if not chosen:
-            return _Finding(metric, None)
+            return _Finding(metric, None, step=pair.step)
         when = "a step"
         if len(chosen) < len(pairs):
             when = f"in step {pair.step + 1}" if len(chosen) == 1 else f"in {len(chosen)} of its {len(pairs)} steps"
-        return _Finding(metric, Difference(self._figure, self._parts, pair.step, pair.before, pair.now, when), passes)
+        difference = Difference(self._figure, self._parts, pair.step, pair.before, pair.now, when)
+        return _Finding(metric, difference, passes, pair.step)
 
     def _values(self, counts: Counts) -> list[int]:
         return [self._value(counts.kinds[kind]) for kind in counts.steps]

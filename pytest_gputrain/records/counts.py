@@ -57,6 +57,9 @@ the others."""
 
 COUNT_FIGURES: Final[tuple[CountFigure, ...]] = get_args(CountFigure)
 
+DETAILS: Final[frozenset[CountFigure]] = frozenset({"launches", "library_calls", "d2d", "memsets", "blocks"})
+"""Figures that tables leave out: the parts of the work, and what is never judged."""
+
 SlowClass = Literal["fp32", "unaligned", "nchw"]
 """A class of products and convolutions that a GPU computes slower than others of the same shape: in FP32 where TF32 would
 multiply on tensor cores; with rows that do not start at multiples of 16 bytes (8 elements of 16 bits); a convolution of
@@ -200,6 +203,11 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What other threads than the training's ask for, which is not judged."""
     lines_unknown: str = ""
     """The reason why causes have no lines."""
+
+    @property
+    def usual_kind(self) -> int:
+        """The kind of most steps; of several kinds with as many steps the one that came last."""
+        return max(reversed(self.steps), key=self.steps.count)
 
     def of_step(self, index: int) -> StepCounts:
         """Return the figures of timed step ``index``, from 0."""

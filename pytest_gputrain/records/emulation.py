@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from pytest_gputrain.records.counts import Counts
 from pytest_gputrain.utils.units import format_bytes
 
 ASSUMPTION: Final = "unknown values are assumed to differ from each other and from zero, and to pass torch's checks"
@@ -151,6 +152,12 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Operators that assume of unknown values that all differ and none is zero, and checks that are assumed to pass."""
     packages: dict[str, str] = {}
     """The training libraries that the process imported, with their versions."""
+    asked: Counts | None = None
+    """What all of its threads asked of the GPUs in the whole run, as one step. None if the program's environment lacks
+    pytest-gputrain, or if the process ended without Python's own end."""
+    steps: Counts | None = None
+    """What it asked of them in each of its first 50 steps, from one update of its optimizer to the next. None if there were
+    fewer than two updates by optimizers of torch."""
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,9 +32,11 @@ _HIDDEN: Final = tuple(
         "work.py",
         "step_counts.py",
         "python_frames.py",
+        "memory_recorder.py",
+        "script_recorder.py",
     )
 )
-"""Code that stands between an operator and the stand-ins."""
+"""Code that stands between an operator and the stand-ins, or between a program and the trainer that it calls."""
 _MEASURING: Final = tuple(str(_PACKAGE / "worker" / name) for name in ("device.py", "loop.py", "straggler_clock.py"))
 """Code that measures: what it asks for is no part of the training."""
 _BETWEEN: Final = tuple(
@@ -65,6 +67,18 @@ class _Row(NamedTuple):
     size: int
 
 
+Numbers = dict[CountCause, tuple[int, int]]
+"""How many things each cause asks for, and their bytes."""
+
+
+class Rows(NamedTuple):
+    """What a step has asked for."""
+
+    judged: Numbers
+    others: Numbers
+    """What other threads than the training's have asked for."""
+
+
 class StepCounter:
     """Counts the timed steps of this process, which runs on an emulated GPU.
 
@@ -76,11 +90,12 @@ class StepCounter:
         # PyDLL keeps Python's lock in a call, and a call is short.
         self._library: Any = ctypes.PyDLL(None)
         self._lines = lines
-        self._lines_unknown = ""
+        self.lines_unknown = ""
+        """The reason why causes have no lines."""
         try:
             read_frames(self._library)
         except LayoutUnknown as error:
-            self._lines_unknown = str(error)
+            self.lines_unknown = str(error)
         self._noted: dict[str, int] = {}
         """The number of each line that was noted for a backward pass, from 1."""
         self._places: dict[int, tuple[Place | None, Place | None, bool]] = {}
@@ -115,9 +130,16 @@ class StepCounter:
         Args:
             update: whether the optimizer was to update at its end.
         """
+        self._keep(self._end(), update=update)
+
+    def _end(self) -> Rows:
+        """Count no more, and return what was counted since the step began."""
         self._library.gputrain_counters_end()
         self._counting = False
-        judged, others = self._rows_of_step()
+        return self._rows_of_step()
+
+    def _keep(self, rows: Rows, *, update: bool) -> None:
+        judged, others = rows
         figures = _figures(judged, update)
         # Names of kernels are left out: those of compiled code differ between equal runs.
         lines = sorted((repr(msgspec.structs.replace(cause, by="")), *numbers) for cause, numbers in judged.items())
@@ -130,6 +152,11 @@ class StepCounter:
                     kept[cause][kind] = numbers
         self._steps.append(kind)
 
+    @property
+    def steps(self) -> int:
+        """The number of steps that have ended."""
+        return len(self._steps)
+
     def counts(self) -> Counts | None:
         """Return what all steps so far have asked for; None before the first one has ended."""
         if not self._steps:
@@ -140,7 +167,7 @@ class StepCounter:
             causes=tuple(_largest(self._by_kind(self._causes))),
             others=tuple(_largest(self._by_kind(self._others))),
             first=self.first,
-            lines_unknown=self._lines_unknown,
+            lines_unknown=self.lines_unknown,
         )
 
     def _by_kind(self, causes: dict[CountCause, dict[int, tuple[int, int]]]) -> Iterator[CountCause]:
@@ -148,8 +175,7 @@ class StepCounter:
             counts, sizes = zip(*(numbers.get(kind, (0, 0)) for kind in range(len(self._figures))), strict=True)
             yield msgspec.structs.replace(cause, counts=counts, bytes=sizes if any(sizes) else ())
 
-    def _rows_of_step(self) -> tuple[dict[CountCause, tuple[int, int]], dict[CountCause, tuple[int, int]]]:
-        """Return numbers and bytes by what asked for them: those that are judged, and those of other threads."""
+    def _rows_of_step(self) -> Rows:
         judged: defaultdict[CountCause, tuple[int, int]] = defaultdict(lambda: (0, 0))
         others: defaultdict[CountCause, tuple[int, int]] = defaultdict(lambda: (0, 0))
         noted = list(self._noted)
@@ -176,7 +202,7 @@ class StepCounter:
             kept[cause] = count + row.number, size + row.size
         for cause in self._compiled_since(self._compiled):
             judged[cause] = judged[cause][0] + 1, 0
-        return judged, others
+        return Rows(judged, others)
 
     def _compiled_since(self, before: tuple[int, dict[str, int]]) -> Iterator[CountCause]:
         """Yield a cause for each function that torch.compile has compiled since, and for each graph break."""
@@ -198,7 +224,7 @@ class StepCounter:
         by = f"torch.compile of {function}" if function else "torch.compile"
         line = getattr(metrics, "co_firstlineno", None) or 0
         if file and self._lines and (name := self._lines.name_of(file)):
-            return {"by": by, "own": _own_place(name, file, function, line)}
+            return {"by": by, "own": own_place(name, file, function, line)}
         short = _name_in_library(file) if file else ""
         return {"by": by, "library": Place(short, function, "", line) if short else None}
 
@@ -219,7 +245,7 @@ class StepCounter:
                 return None, library, file.startswith(_MEASURING) or (self._lines is not None and library is None)
             name = self._lines.name_of(file) if self._lines else ""
             if name:
-                place = _own_place(name, file, function, line)
+                place = own_place(name, file, function, line)
                 self._functions.setdefault(f"{name}:{line}", place)
                 return place, library, False
             if library is None and (short := _name_in_library(file)):
@@ -235,12 +261,22 @@ class StepCounter:
         return found
 
 
-def _own_place(name: str, file: str, function: str, line: int) -> Place:
+def own_place(name: str, file: str, function: str, line: int) -> Place:
     """Return the place of a line of the user's own file, which goes by this name."""
     return Place(name, function, linecache.getline(file, line).strip()[:_MOST_TEXT], line)
 
 
-def _figures(causes: dict[CountCause, tuple[int, int]], update: bool) -> StepCounts:
+def counts_of(rows: Numbers, lines_unknown: str) -> Counts:
+    """Return counts of one step."""
+    causes = (
+        msgspec.structs.replace(cause, counts=(count,), bytes=(size,) if size else ())
+        for cause, (count, size) in rows.items()
+    )
+    figures = _figures(rows, update=True)
+    return Counts(steps=(0,), kinds=(figures,), causes=tuple(_largest(causes)), lines_unknown=lines_unknown)
+
+
+def _figures(causes: Numbers, update: bool) -> StepCounts:
     """Add up what a step asks for."""
     sums: defaultdict[str, int] = defaultdict(int)
     slow: defaultdict[SlowClass, int] = defaultdict(int)
