@@ -31,7 +31,7 @@ from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.precision import PRECISIONS
 from pytest_gputrain.worker.progress import Progress
-from pytest_gputrain.worker.python_calls import PythonCalls
+from pytest_gputrain.worker.python_calls import CannotCount, PythonCalls
 from pytest_gputrain.worker.straggler_clock import StragglerClock
 from pytest_gputrain.worker.training import OwnCodeTraining, StepBuilder, Trainable, Training, load_builder
 
@@ -45,6 +45,10 @@ UNWATCHED: Final = (
 )
 UNCOUNTED: Final = (
     "without FLOPs and bytes moved, because the step in which they are counted failed, where the measured steps did not"
+)
+OTHER_STEP: Final = (
+    "without calls of Python functions, because the step in which they are counted asks the GPU for something else than "
+    "every timed step"
 )
 UNCALLED: Final = "without calls of Python functions, because the step in which they are counted failed"
 
@@ -218,10 +222,18 @@ class Measuring:
         if not self._own and accumulation > 1:
             yield False
         calls = PythonCalls(counter.lines, self._device.torch_device)
-        with calls.counting():
-            counter.begin_step()
-            yield update
-            counter.end_python_step(calls, update=update)
+        try:
+            with calls.counting():
+                counter.begin_step()
+                yield update
+                kind = counter.end_further_step(update=update)
+        except CannotCount as error:
+            self._note(f"without calls of Python functions, because {error}")
+        else:
+            if kind is None:
+                self._note(OTHER_STEP)
+            else:
+                counter.python = calls, kind
         self._only_calls_are_missing = False
 
     def _checked_losses(self, losses: tuple[float, ...], steps: int) -> tuple[float, ...]:

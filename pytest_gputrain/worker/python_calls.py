@@ -138,11 +138,11 @@ class PythonCalls:
         current, threads = sys._getframe, self._threads
 
         def start(code: CodeType, instruction: int) -> None:
-            if threads.get(threading.get_ident(), None) or self._counts_thread():
+            if threads.get(threading.get_ident()) or self._counts_thread():
                 self._enter(current(1), code, starts=True)
 
         def resume(code: CodeType, instruction: int, *exception: BaseException) -> None:
-            if threads.get(threading.get_ident(), None) or self._counts_thread():
+            if threads.get(threading.get_ident()) or self._counts_thread():
                 self._enter(current(1), code, starts=False)
 
         events = monitoring.events

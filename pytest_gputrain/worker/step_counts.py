@@ -93,8 +93,8 @@ class StepCounter:
         self._steps: list[int] = []
         self._kinds: dict[bytes, int] = {}
         self._figures: list[StepCounts] = []
-        self._python: tuple[PythonCalls, int] | None = None
-        """The calls of Python functions, and the kind of the steps that they are of."""
+        self.python: tuple[PythonCalls, int] | None = None
+        """The calls of Python functions, and the kind of the steps that they are of; None if they are not known."""
         self._causes: defaultdict[CountCause, dict[int, tuple[int, int]]] = defaultdict(dict)
         self._others: defaultdict[CountCause, dict[int, tuple[int, int]]] = defaultdict(dict)
 
@@ -110,10 +110,9 @@ class StepCounter:
         self._counting = True
         self._library.gputrain_counters_begin()
 
-    def end_python_step(self, calls: PythonCalls, *, update: bool) -> None:
-        """Take notice that a further step has ended whose calls of Python functions were counted.
-
-        They are those of the timed steps that ask the GPU for the same.
+    def end_further_step(self, *, update: bool) -> int | None:
+        """Take notice that a step behind the timed ones has ended, and return the kind of the timed steps that ask for the
+        same; None if none does.
 
         Args:
             update: whether the optimizer was to update at its end.
@@ -122,9 +121,7 @@ class StepCounter:
         self._counting = False
         judged, _ = self._rows_of_step()
         asked = _steady(_figures(judged, update))
-        alike = [kind for kind in self._steps if _steady(self._figures[kind]) == asked]
-        if alike:
-            self._python = calls, alike[-1]
+        return next((kind for kind in reversed(self._steps) if _steady(self._figures[kind]) == asked), None)
 
     def end_step(self, *, update: bool) -> None:
         """Take notice that the step has ended.
@@ -159,7 +156,7 @@ class StepCounter:
             first=self.first,
             lines_unknown=self._lines_unknown,
         )
-        return counts if self._python is None else with_python_calls(counts, *self._python)
+        return counts if self.python is None else with_python_calls(counts, *self.python)
 
     def _by_kind(self, causes: dict[CountCause, dict[int, tuple[int, int]]]) -> Iterator[CountCause]:
         for cause, numbers in causes.items():
