@@ -42,6 +42,7 @@ _SAID: Final[dict[CountFigure, str]] = {
     "stream_waits": "makes one stream wait for another {now} {when} ({before} before)",
     "memsets": "sets blocks of memory {now} {when} ({before} before)",
     "blocks": "runs {now} of threads {when} ({before} before)",
+    "python_calls": "calls Python functions {now} {when} ({before} before)",
 }
 _NOUNS: Final[dict[CountFigure, str]] = {"work": "task", "launches": "kernel", "blocks": "block", "compilations": "function"}
 """What is counted, where it is not times."""
@@ -226,6 +227,8 @@ def count_changes(before: Counts, now: Counts, *, only_more: bool = False) -> It
     for figure in COUNT_FIGURES:
         if figure == "work":  # whose parts are named
             continue
+        if figure == "python_calls" and (not before.python or before.python != now.python):
+            continue
         old, new = ([counts.of_step(step).figure(figure) for step in steps] for counts in (before, now))
         if old == new or (only_more and not any(map(operator.gt, new, old))):
             continue
@@ -285,7 +288,7 @@ def _place(figure: CountFigure, cause: CountCause) -> str:
         words.append(f"{own.at} in {own.function}")
     text = " ".join(words)
     if library:
-        text += f"{', ' if text else ''}in {library.file} {library.function}"
+        text += f"{', ' if text else ''}in {library.file} {library.function}".rstrip()
     elif own and own.text:
         text += f", {own.text}"
     elif not text:

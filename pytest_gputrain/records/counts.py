@@ -27,6 +27,7 @@ CountName = Literal[
     "frees",
     "compilations",
     "graph_breaks",
+    "python_calls",
 ]
 """What is counted; `StepCounts` explains each."""
 
@@ -51,6 +52,7 @@ CountFigure = Literal[
     "stream_waits",
     "memsets",
     "blocks",
+    "python_calls",
 ]
 """A figure of a step that is judged, told, limited or tolerated. Three are the FLOPs of a `SlowClass`; `StepCounts` explains
 the others."""
@@ -115,6 +117,8 @@ class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Floating-point operations of matrix products and convolutions in libraries, without those whose shape is not known."""
     slow_flops: dict[SlowClass, Whole] = {}
     """Those of them that are of a slower class."""
+    python_calls: Whole = 0
+    """Calls of Python functions, counted in one further step that asks the GPU for the same. 0 if they were not counted."""
 
     @property
     def work(self) -> int:
@@ -153,7 +157,7 @@ class Place(Struct, frozen=True, omit_defaults=True):
     file: str
     """The path, for own code from the folder of the project, for a library from ``site-packages``."""
     function: str
-    """The qualified name of the function."""
+    """The qualified name of the function. Empty where the file as a whole is meant."""
     text: str = ""
     """The line itself, for own code."""
     line: Whole = 0
@@ -203,6 +207,9 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What other threads than the training's ask for, which is not judged."""
     lines_unknown: str = ""
     """The reason why causes have no lines."""
+    python: str = ""
+    """The version of Python whose calls were counted, such as ``3.12``, because versions differ in what they call. Empty if
+    none were counted."""
 
     @property
     def usual_kind(self) -> int:

@@ -241,6 +241,7 @@ METRIC_NAMES: Final[dict[MetricName, str]] = {
     "stream_waits": "waits of streams",
     "memsets": "blocks of memory set",
     "blocks": "blocks of threads",
+    "python_calls": "calls of Python functions",
 }
 
 

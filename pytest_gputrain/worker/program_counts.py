@@ -13,8 +13,8 @@ import msgspec
 
 from pytest_gputrain.records import CountCause, Place
 from pytest_gputrain.worker.emulated_values.program_lines import describe_line, name_of_file, own_frame
-from pytest_gputrain.worker.own_lines import OwnLines
-from pytest_gputrain.worker.step_counts import Rows, StepCounter, counts_of, own_place
+from pytest_gputrain.worker.own_lines import OwnLines, own_place
+from pytest_gputrain.worker.step_counts import Rows, StepCounter, counts_of
 
 MOST_STEPS: Final = 50
 """Steps of a program that are kept one by one, its first. Each may be of a kind of its own."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import linecache
 import os
 import re
 import sys
@@ -17,7 +16,8 @@ import msgspec
 
 from pytest_gputrain.records import CountCause, CountName, Counts, Place, SlowClass, StepCounts
 from pytest_gputrain.records.counts import MOST_CAUSES, added_up
-from pytest_gputrain.worker.own_lines import OwnLines, is_installed
+from pytest_gputrain.worker.own_lines import MOST_TEXT, OwnLines, name_in_library, own_place
+from pytest_gputrain.worker.python_calls import PythonCalls, with_python_calls
 from pytest_gputrain.worker.python_frames import LayoutUnknown, read_frames, stack, text
 
 _PACKAGE: Final = Path(__file__).parents[1]
@@ -44,7 +44,6 @@ _BETWEEN: Final = tuple(
     for name in ("_ops.py", "_compile.py", "_dynamo/eval_frame.py", "utils/_python_dispatch.py")
 )
 """The ends of the names of torch's files that call any operator or any mode: the line outside of them tells more."""
-_MOST_TEXT: Final = 120
 _MOST_NAME: Final = 60
 _BYTES: Final = {"h2d": "h2d_bytes", "d2h": "d2h_bytes", "d2d": "d2d_bytes", "collectives": "collective_bytes"}
 """The figure that adds up the bytes of what is counted, by the beginning of its name."""
@@ -89,7 +88,7 @@ class StepCounter:
     def __init__(self, lines: OwnLines | None) -> None:
         # PyDLL keeps Python's lock in a call, and a call is short.
         self._library: Any = ctypes.PyDLL(None)
-        self._lines = lines
+        self.lines = lines
         self.lines_unknown = ""
         """The reason why causes have no lines."""
         try:
@@ -109,6 +108,8 @@ class StepCounter:
         self._steps: list[int] = []
         self._kinds: dict[bytes, int] = {}
         self._figures: list[StepCounts] = []
+        self.python: tuple[PythonCalls, int] | None = None
+        """The calls of Python functions, and the kind of the steps that they are of; None if they are not known."""
         self._causes: defaultdict[CountCause, dict[int, tuple[int, int]]] = defaultdict(dict)
         self._others: defaultdict[CountCause, dict[int, tuple[int, int]]] = defaultdict(dict)
 
@@ -123,6 +124,19 @@ class StepCounter:
         self._compiled = _compiled()
         self._counting = True
         self._library.gputrain_counters_begin()
+
+    def end_further_step(self, *, update: bool) -> int | None:
+        """Take notice that a step behind the timed ones has ended, and return the kind of the timed steps that ask for the
+        same; None if none does.
+
+        Args:
+            update: whether the optimizer was to update at its end.
+        """
+        self._library.gputrain_counters_end()
+        self._counting = False
+        judged, _ = self._rows_of_step()
+        asked = _steady(_figures(judged, update))
+        return next((kind for kind in reversed(self._steps) if _steady(self._figures[kind]) == asked), None)
 
     def end_step(self, *, update: bool) -> None:
         """Take notice that the step has ended.
@@ -161,7 +175,7 @@ class StepCounter:
         """Return what all steps so far have asked for; None before the first one has ended."""
         if not self._steps:
             return None
-        return Counts(
+        counts = Counts(
             steps=tuple(self._steps),
             kinds=tuple(self._figures),
             causes=tuple(_largest(self._by_kind(self._causes))),
@@ -169,6 +183,7 @@ class StepCounter:
             first=self.first,
             lines_unknown=self.lines_unknown,
         )
+        return counts if self.python is None else with_python_calls(counts, *self.python)
 
     def _by_kind(self, causes: dict[CountCause, dict[int, tuple[int, int]]]) -> Iterator[CountCause]:
         for cause, numbers in causes.items():
@@ -214,7 +229,7 @@ class StepCounter:
             for one in [*named[-added:], *[None] * (added - len(named))]:
                 yield CountCause(what="compilations", counts=(), **self._compiled_function(one))
         for reason, number in breaks.items():
-            first = next(iter(reason.splitlines()), "")[:_MOST_TEXT]
+            first = next(iter(reason.splitlines()), "")[:MOST_TEXT]
             for _ in range(number - before[1].get(reason, 0)):
                 yield CountCause(what="graph_breaks", by=first, counts=())
 
@@ -223,9 +238,9 @@ class StepCounter:
         file, function = (getattr(metrics, name, None) or "" for name in ("co_filename", "co_name"))
         by = f"torch.compile of {function}" if function else "torch.compile"
         line = getattr(metrics, "co_firstlineno", None) or 0
-        if file and self._lines and (name := self._lines.name_of(file)):
+        if file and self.lines and (name := self.lines.name_of(file)):
             return {"by": by, "own": own_place(name, file, function, line)}
-        short = _name_in_library(file) if file else ""
+        short = name_in_library(file) if file else ""
         return {"by": by, "library": Place(short, function, "", line) if short else None}
 
     # --- Lines
@@ -242,13 +257,13 @@ class StepCounter:
                 continue
             if file.startswith(f"{_PACKAGE}{os.sep}"):
                 # What the worker itself calls is no part of the user's own code.
-                return None, library, file.startswith(_MEASURING) or (self._lines is not None and library is None)
-            name = self._lines.name_of(file) if self._lines else ""
+                return None, library, file.startswith(_MEASURING) or (self.lines is not None and library is None)
+            name = self.lines.name_of(file) if self.lines else ""
             if name:
                 place = own_place(name, file, function, line)
                 self._functions.setdefault(f"{name}:{line}", place)
                 return place, library, False
-            if library is None and (short := _name_in_library(file)):
+            if library is None and (short := name_in_library(file)):
                 library = Place(short, function, "", line)
         return None, library, False
 
@@ -259,11 +274,6 @@ class StepCounter:
             file, _, number = line.rpartition(":")
             found = Place(file, "", "", int(number))
         return found
-
-
-def own_place(name: str, file: str, function: str, line: int) -> Place:
-    """Return the place of a line of the user's own file, which goes by this name."""
-    return Place(name, function, linecache.getline(file, line).strip()[:_MOST_TEXT], line)
 
 
 def counts_of(rows: Numbers, lines_unknown: str) -> Counts:
@@ -293,6 +303,11 @@ def _figures(causes: Numbers, update: bool) -> StepCounts:
     return StepCounts(update=update, slow_flops=dict(sorted(slow.items())), **sums)
 
 
+def _steady(figures: StepCounts) -> StepCounts:
+    """Return the figures without those that depend on what the caches of allocators have."""
+    return msgspec.structs.replace(figures, mallocs=0, frees=0)
+
+
 def _largest(causes: Iterable[CountCause]) -> Iterator[CountCause]:
     """Yield the causes, those of launches and library calls behind the others, and the most first; the rest in one row."""
     ordered = sorted(causes, key=lambda cause: (cause.what in ("launches", "library_calls", "d2d"), -max(cause.counts)))
@@ -300,14 +315,6 @@ def _largest(causes: Iterable[CountCause]) -> Iterator[CountCause]:
     yield from added_up(
         CountCause(what=cause.what, counts=cause.counts, bytes=cause.bytes) for cause in ordered[MOST_CAUSES:]
     )
-
-
-def _name_in_library(file: str) -> str:
-    """Return the path of a file of an installed package from its folder of packages; empty for one that was generated."""
-    if file.startswith("<") or not is_installed(Path(file)):
-        return ""
-    folders = [folder for folder in sys.path if folder and file.startswith(folder.rstrip(os.sep) + os.sep)]
-    return file[len(max(folders, key=len)) :].lstrip(os.sep) if folders else os.path.basename(file)
 
 
 @functools.cache
