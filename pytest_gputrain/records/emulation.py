@@ -9,6 +9,9 @@ import msgspec
 
 from pytest_gputrain.utils.units import format_bytes
 
+BESIDE_TORCH: Final = "the driver's buffers for CUDA graphs"
+"""What is not known and takes memory of the device alone: torch's allocated and reserved memory are exact beside it."""
+
 ASSUMPTION: Final = "unknown values are assumed to differ from each other and from zero, and to pass torch's checks"
 """What sizes and checks rest on where nothing computed the values that they depend on."""
 
@@ -140,7 +143,7 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[EmulatedDevice, ...] = ()
     """Empty where the process ended without Python's own end, and only the driver's figures are known."""
     unknown: tuple[str, ...] = ()
-    """Memory of libraries that is not known and not counted."""
+    """Memory of libraries and of the driver that is not known and not counted."""
     unknown_reads: tuple[AtLine, ...] = ()
     """The lines that read values that no kernel computed, and got made-up ones. Most first."""
     not_exchanged: tuple[NotExchanged, ...] = ()
@@ -151,6 +154,11 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Operators that assume of unknown values that all differ and none is zero, and checks that are assumed to pass."""
     packages: dict[str, str] = {}
     """The training libraries that the process imported, with their versions."""
+
+    @property
+    def unknown_in_torch(self) -> tuple[str, ...]:
+        """What is not known of the memory that torch allocates and reserves."""
+        return tuple(what for what in self.unknown if what != BESIDE_TORCH)
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
