@@ -289,9 +289,9 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
             else f"  peak device use {format_bytes(use.peak_bytes)}, and torch allocated nothing"
         )
         return
-    at_least = "at least " if process.unknown else ""
-    yield f"  peak allocated  {at_least}{format_bytes(device.peak_allocated)}"
-    yield f"  peak reserved   {at_least}{format_bytes(device.peak_reserved)}"
+    at_least, torch_at_least = ("at least " if what else "" for what in (process.unknown, process.unknown_in_torch))
+    yield f"  peak allocated  {torch_at_least}{format_bytes(device.peak_allocated)}"
+    yield f"  peak reserved   {torch_at_least}{format_bytes(device.peak_reserved)}"
     yield (
         f"  peak device use {at_least}{format_bytes(use.peak_bytes)} of {format_bytes(report.memory_bytes)}, of which "
         f"{format_bytes(boards.CONTEXT_BYTES)} are assumed for CUDA's context"

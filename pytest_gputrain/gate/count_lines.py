@@ -16,10 +16,8 @@ import msgspec
 
 from pytest_gputrain.gate.messages import count, listed
 from pytest_gputrain.records import CountCause, CountFigure, CountName, Counts, LineCount, StepCounts
-from pytest_gputrain.records.counts import COUNT_FIGURES
+from pytest_gputrain.records.counts import COUNT_FIGURES, PARTS_OF_WORK
 from pytest_gputrain.utils.units import format_bytes, format_flops
-
-PARTS_OF_WORK: Final[tuple[CountFigure, ...]] = ("launches", "library_calls", "d2d")
 
 _SAID: Final[dict[CountFigure, str]] = {
     "waits": "waits for the GPU {now} {when} ({before} before)",
@@ -27,6 +25,7 @@ _SAID: Final[dict[CountFigure, str]] = {
     "collectives": "communicates with other GPUs {now} {when} ({before} before)",
     "compilations": "compiles {now} {when} ({before} before)",
     "graph_breaks": "breaks the graph of torch.compile {now} {when} ({before} before)",
+    "captures": "captures {now} {when} ({before} before)",
     "mallocs": "asks the driver for memory {now} {when} ({before} before)",
     "frees": "gives memory back to the driver {now} {when} ({before} before)",
     "launches": "launches {now} {when} ({before} before)",
@@ -39,15 +38,25 @@ _SAID: Final[dict[CountFigure, str]] = {
     "unaligned_flops": "computes {now} on rows that do not start at multiples of 16 bytes {when} ({before} before)",
     "nchw_flops": "computes {now} in convolutions whose channels are not last in memory {when} ({before} before)",
     "work": "asks the GPU for {now} {when} ({before} before)",
+    "gpu_work": "has the GPU do {now} {when} ({before} before), those of CUDA graphs included",
+    "replays": "launches CUDA graphs {now} {when} ({before} before)",
     "stream_waits": "makes one stream wait for another {now} {when} ({before} before)",
     "memsets": "sets blocks of memory {now} {when} ({before} before)",
     "blocks": "runs {now} of threads {when} ({before} before)",
     "python_calls": "calls Python functions {now} {when} ({before} before)",
 }
-_NOUNS: Final[dict[CountFigure, str]] = {"work": "task", "launches": "kernel", "blocks": "block", "compilations": "function"}
+_NOUNS: Final[dict[CountFigure, str]] = {
+    "work": "task",
+    "gpu_work": "task",
+    "launches": "kernel",
+    "blocks": "block",
+    "compilations": "function",
+    "captures": "CUDA graph",
+}
 """What is counted, where it is not times."""
 _ASKS: Final[dict[CountFigure, tuple[CountName, ...]]] = {
-    "work": ("launches", "library_calls", "d2d"),
+    "work": ("launches", "library_calls", "d2d", "replays"),
+    "gpu_work": ("launches", "library_calls", "d2d"),
     "pageable": ("h2d_pageable", "d2h_pageable"),
     "h2d_bytes": ("h2d_pageable", "h2d_pinned"),
     "d2h_bytes": ("d2h_pageable", "d2h_pinned"),
@@ -61,6 +70,7 @@ _IMPLIED: Final[dict[CountFigure, tuple[CountFigure, ...]]] = {
     "h2d_bytes": ("waits", "pageable"),
     "d2h_bytes": ("waits", "pageable"),
     "collective_bytes": ("collectives",),
+    "gpu_work": PARTS_OF_WORK,
 }
 """Figures of which nothing is said where one of these changes at the same line: who reads a scalar copies its bytes."""
 _LEAST_SHARE_OF_WORK: Final = 0.2
@@ -229,6 +239,8 @@ def count_changes(before: Counts, now: Counts, *, only_more: bool = False) -> It
             continue
         if figure == "python_calls" and (not before.python or before.python != now.python):
             continue
+        if figure == "gpu_work" and not launches_graphs(before, now):
+            continue
         old, new = ([counts.of_step(step).figure(figure) for step in steps] for counts in (before, now))
         if old == new or (only_more and not any(map(operator.gt, new, old))):
             continue
@@ -240,6 +252,11 @@ def count_changes(before: Counts, now: Counts, *, only_more: bool = False) -> It
         moved = " at other steps" if ends[0] == ends[1] else ""
         when = "a step" if alike else f"in {count(len(steps), 'step')}"
         yield f"{figure} {shown[0]} -> {shown[1]} {when}{moved}"
+
+
+def launches_graphs(*counts: Counts) -> bool:
+    """Tell whether any step launches CUDA graphs, so that the GPU does another number of tasks than the host asks for."""
+    return any(kind.replays for one in counts for kind in one.kinds)
 
 
 def _described(clauses: Sequence[_Clause]) -> str:
@@ -325,7 +342,8 @@ def _asked(figure: CountFigure, counts: Counts, kind: int) -> Iterator[tuple[Cou
     slow = figure.removesuffix("_flops") if figure.endswith("_flops") else None
     for cause in counts.causes:
         numbers = cause.bytes if figure.endswith(_UNITS) else cause.counts
-        if cause.what in what and numbers and numbers[kind] and slow in (None, cause.slow):
+        by_host = not (cause.replayed and figure in ("work", *PARTS_OF_WORK))
+        if cause.what in what and numbers and numbers[kind] and slow in (None, cause.slow) and by_host:
             yield cause, numbers[kind]
 
 

@@ -2,7 +2,7 @@
 
 Each step is compared with the step of the same number, steps of the warm-up included, if both update or both do not. The
 first steps are compared so, too, since what a step allocates or sets up late is the same in each run. Only steps in which
-the baseline itself compiles, up to the first that does not, are not judged: they are not steady.
+the baseline itself compiles or captures, up to the first that does neither, are not judged: they are not steady.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from pytest_gputrain.gate.count_lines import PARTS_OF_WORK, Difference, describe_falls, describe_growth, lines_beside
+from pytest_gputrain.gate.count_lines import Difference, describe_falls, describe_growth, launches_graphs, lines_beside
 from pytest_gputrain.records import CountFigure, Counts, MetricVerdict, Status, StepCounts
-from pytest_gputrain.records.counts import COUNT_FIGURES
+from pytest_gputrain.records.counts import COUNT_FIGURES, PARTS_OF_WORK
 from pytest_gputrain.records.tolerance import CountTerms
 
 BY_THE_RULES: Final = CountTerms()
@@ -101,7 +101,8 @@ def judge_counts(
     pairs = _pairs(before, now)
     if not pairs:
         return None
-    figures = list(_judged_figures(terms))
+    graphs = launches_graphs(before, now)
+    figures = [figure for figure in _judged_figures(terms) if graphs or figure != "gpu_work"]
     findings = [_Rule(figure, terms).judge(pairs, now, again) for figure in figures]
     uncompared = _uncompared_calls(before, now)
     called = [pair for pair in pairs if pair.before.python_calls and pair.now.python_calls] if not uncompared else []
@@ -257,7 +258,7 @@ class _Rule:
         if self._tolerance:
             return value + self._tolerance.ratio * whole + self._tolerance.more
         match self._figure:
-            case "work":
+            case "work" | "gpu_work":
                 return value + max(_LEAST_WORK, min(_WORK_RATIO * value, _MOST_WORK))
             case "h2d_bytes" | "d2h_bytes" | "collective_bytes":
                 return value + _BYTES_RATIO * value
@@ -281,7 +282,7 @@ class _Rule:
             asked = [at for at, pair in enumerate(pairs) if self._value(pair.before)]
             steady = range(asked[-1] + 1 if asked else 0, len(pairs))
             return steady if len(steady) >= min(_STEADY_STEPS, len(pairs)) else range(0)
-        compiling = (pair.before.compilations or pair.before.graph_breaks for pair in pairs)
+        compiling = (pair.before.compilations or pair.before.graph_breaks or pair.before.captures for pair in pairs)
         first = sum(1 for _ in itertools.takewhile(bool, compiling))
         return range(min(first, len(pairs) // 2), len(pairs))
 

@@ -27,6 +27,8 @@ CountName = Literal[
     "frees",
     "compilations",
     "graph_breaks",
+    "captures",
+    "replays",
     "python_calls",
 ]
 """What is counted; `StepCounts` explains each."""
@@ -37,9 +39,11 @@ CountFigure = Literal[
     "collectives",
     "compilations",
     "graph_breaks",
+    "captures",
     "mallocs",
     "frees",
     "work",
+    "gpu_work",
     "launches",
     "library_calls",
     "d2d",
@@ -50,6 +54,7 @@ CountFigure = Literal[
     "unaligned_flops",
     "nchw_flops",
     "stream_waits",
+    "replays",
     "memsets",
     "blocks",
     "python_calls",
@@ -59,7 +64,9 @@ the others."""
 
 COUNT_FIGURES: Final[tuple[CountFigure, ...]] = get_args(CountFigure)
 
-DETAILS: Final[frozenset[CountFigure]] = frozenset({"launches", "library_calls", "d2d", "memsets", "blocks"})
+PARTS_OF_WORK: Final[tuple[CountFigure, ...]] = ("launches", "library_calls", "d2d", "replays")
+"""The tasks that the host gives to the GPU."""
+DETAILS: Final[frozenset[CountFigure]] = frozenset({*PARTS_OF_WORK, "gpu_work", "memsets", "blocks"})
 """Figures that tables leave out: the parts of the work, and what is never judged."""
 
 SlowClass = Literal["fp32", "unaligned", "nchw"]
@@ -113,6 +120,12 @@ class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Functions that torch.compile compiles."""
     graph_breaks: Whole = 0
     """Places where torch.compile gives up a graph."""
+    captures: Whole = 0
+    """CUDA graphs that are captured."""
+    replays: Whole = 0
+    """Launches of CUDA graphs, each one task for the host."""
+    replayed: Whole = 0
+    """Kernels, library calls and copies on the device that these graphs run."""
     library_flops: Whole = 0
     """Floating-point operations of matrix products and convolutions in libraries, without those whose shape is not known."""
     slow_flops: dict[SlowClass, Whole] = {}
@@ -122,8 +135,14 @@ class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def work(self) -> int:
-        """The number of tasks of the GPU: launches, library calls and copies on the device."""
-        return self.launches + self.library_calls + self.d2d
+        """The number of tasks that the host gives to the GPU: launches, library calls, copies on the device, and launches of
+        CUDA graphs."""
+        return self.launches + self.library_calls + self.d2d + self.replays
+
+    @property
+    def gpu_work(self) -> int:
+        """The number of tasks that the GPU does: those of the host, and in place of graphs what these run."""
+        return self.work - self.replays + self.replayed
 
     @property
     def pageable(self) -> int:
@@ -182,6 +201,8 @@ class CountCause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The innermost line of Python, where it is another one."""
     backward: bool = False
     """Whether it is asked for in a backward pass."""
+    replayed: bool = False
+    """Whether a CUDA graph asks for it. The lines are then those of its capture."""
     shape: str = ""
     """The shape of a product or a convolution of a slower class: ``64 x 50257 x 512 bf16``."""
     slow: SlowClass | None = None

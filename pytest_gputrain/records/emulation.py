@@ -10,6 +10,9 @@ import msgspec
 from pytest_gputrain.records.counts import Counts
 from pytest_gputrain.utils.units import format_bytes
 
+BESIDE_TORCH: Final = "the driver's buffers for CUDA graphs"
+"""What is not known and takes memory of the device alone: torch's allocated and reserved memory are exact beside it."""
+
 ASSUMPTION: Final = "unknown values are assumed to differ from each other and from zero, and to pass torch's checks"
 """What sizes and checks rest on where nothing computed the values that they depend on."""
 
@@ -141,7 +144,7 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[EmulatedDevice, ...] = ()
     """Empty where the process ended without Python's own end, and only the driver's figures are known."""
     unknown: tuple[str, ...] = ()
-    """Memory of libraries that is not known and not counted."""
+    """Memory of libraries and of the driver that is not known and not counted."""
     unknown_reads: tuple[AtLine, ...] = ()
     """The lines that read values that no kernel computed, and got made-up ones. Most first."""
     not_exchanged: tuple[NotExchanged, ...] = ()
@@ -158,6 +161,11 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     steps: Counts | None = None
     """What it asked of them in each of its first 50 steps, from one update of its optimizer to the next. None if there were
     fewer than two updates by optimizers of torch."""
+
+    @property
+    def unknown_in_torch(self) -> tuple[str, ...]:
+        """What is not known of the memory that torch allocates and reserves."""
+        return tuple(what for what in self.unknown if what != BESIDE_TORCH)
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 from pytest_gputrain.records import CountCause, CountName, Counts, Place, SlowClass, StepCounts
-from pytest_gputrain.records.counts import MOST_CAUSES, added_up
+from pytest_gputrain.records.counts import MOST_CAUSES, PARTS_OF_WORK, added_up
 from pytest_gputrain.worker.own_lines import MOST_TEXT, OwnLines, name_in_library, own_place
 from pytest_gputrain.worker.python_calls import PythonCalls, with_python_calls
 from pytest_gputrain.worker.python_frames import LayoutUnknown, read_frames, stack, text
@@ -62,6 +62,7 @@ class _Row(NamedTuple):
     noted: int
     thread: int
     backward: int
+    replayed: int
     number: int
     size: int
 
@@ -95,6 +96,7 @@ class StepCounter:
             read_frames(self._library)
         except LayoutUnknown as error:
             self.lines_unknown = str(error)
+        self._captures = ctypes.c_int.in_dll(self._library, "gputrain_captures")
         self._noted: dict[str, int] = {}
         """The number of each line that was noted for a backward pass, from 1."""
         self._places: dict[int, tuple[Place | None, Place | None, bool]] = {}
@@ -115,7 +117,7 @@ class StepCounter:
 
     def note(self, line: str) -> None:
         """Note that what this thread asks for in a backward pass belongs to this own line, until another one is noted."""
-        if self._counting:
+        if self._counting or self._captures.value:  # a replay is counted with the lines of its capture
             number = self._noted.setdefault(line, len(self._noted) + 1) if line else 0
             self._library.gputrain_counters_note(number)
 
@@ -208,6 +210,7 @@ class StepCounter:
                 own=own,
                 library=library,
                 backward=bool(row.backward),
+                replayed=bool(row.replayed),
                 shape=row.shape,
                 slow=cast("SlowClass | None", row.slow or None),
                 counts=(),
@@ -291,7 +294,8 @@ def _figures(causes: Numbers, update: bool) -> StepCounts:
     sums: defaultdict[str, int] = defaultdict(int)
     slow: defaultdict[SlowClass, int] = defaultdict(int)
     for cause, (count, size) in causes.items():
-        sums[cause.what] += count
+        of_graph = cause.replayed and cause.what in PARTS_OF_WORK
+        sums["replayed" if of_graph else cause.what] += count
         if cause.what == "launches":
             sums["blocks"] += size
         elif cause.what == "library_calls":
@@ -313,7 +317,8 @@ def _largest(causes: Iterable[CountCause]) -> Iterator[CountCause]:
     ordered = sorted(causes, key=lambda cause: (cause.what in ("launches", "library_calls", "d2d"), -max(cause.counts)))
     yield from ordered[:MOST_CAUSES]
     yield from added_up(
-        CountCause(what=cause.what, counts=cause.counts, bytes=cause.bytes) for cause in ordered[MOST_CAUSES:]
+        CountCause(what=cause.what, replayed=cause.replayed, counts=cause.counts, bytes=cause.bytes)
+        for cause in ordered[MOST_CAUSES:]
     )
 
 

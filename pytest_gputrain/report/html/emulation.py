@@ -100,7 +100,7 @@ def _course(process: EmulatedProcess, device: EmulatedDevice, report: Emulation,
         )
         for which, name in enumerate(_LINES, 1)
     ]
-    at_least = "at least " if process.unknown else ""
+    at_least = "at least " if process.unknown_in_torch else ""
     facts = (
         f"peak allocated {at_least}{format_bytes(device.peak_allocated)}",
         f"peak reserved {at_least}{format_bytes(device.peak_reserved)} of {format_bytes(report.memory_bytes)}",
