@@ -265,15 +265,13 @@ def _number_of(figure: CountFigure, number: int) -> str:
     return amount if figure.endswith(_UNITS) else f"{amount} {_NOUNS.get(figure, 'time')}{'' if number == 1 else 's'}"
 
 
-def format_count(figure: CountFigure, number: int) -> str:
-    """Return a number of times, or bytes or FLOPs with their unit."""
-    return (
-        format_bytes(number)
-        if figure.endswith("_bytes")
-        else format_flops(number)
-        if figure.endswith("_flops")
-        else f"{number:,}"
-    )
+def format_count(figure: CountFigure, number: float) -> str:
+    """Return a number of times, or bytes or FLOPs with their unit. Means of steps may have a fraction."""
+    if figure.endswith("_bytes"):
+        return format_bytes(number)
+    if figure.endswith("_flops"):
+        return format_flops(number)
+    return f"{int(number):,}" if number == int(number) else f"{number:,.2f}"
 
 
 def _place(figure: CountFigure, cause: CountCause) -> str:
