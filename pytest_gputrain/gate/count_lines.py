@@ -160,6 +160,8 @@ def lines_beside(figure: CountFigure, step: int, before: Counts, now: Counts) ->
             causes[_spot(told)] = told
     for cause, number in _places(figure, step, before, now):
         more[_spot(_of_line(cause))] += number
+    for alike in (_text_of, _function_of):
+        _match_edited(numbers, alike)
     lines = [
         LineCount(line=_place(figure, causes[spot]).removeprefix("at "), value=new, baseline=old, more=more[spot])
         for spot, (old, new) in sorted(numbers.items(), key=lambda line: (-more[line[0]], -max(line[1])))
@@ -169,6 +171,16 @@ def lines_beside(figure: CountFigure, step: int, before: Counts, now: Counts) ->
         value, baseline = sum(line.value for line in rest), sum(line.baseline for line in rest)
         lines[_MOST_LINES:] = [LineCount(line=f"{len(rest)} other lines", value=value, baseline=baseline)]
     return tuple(lines)
+
+
+def _match_edited(numbers: dict[_Spot, list[int]], alike: Callable[[_Spot], Hashable]) -> None:
+    """Give what a line asked for that is gone to a line that is new and alike, which is the same line after an edit."""
+    for spot, (before, now) in list(numbers.items()):
+        if before or alike(spot) is None:
+            continue
+        gone = [other for other, counts in numbers.items() if not counts[1] and alike(other) == alike(spot)]
+        if gone:
+            numbers[spot][0] = numbers.pop(min(gone, key=lambda other: abs(numbers[other][0] - now)))[0]
 
 
 def by_line(counts: Counts, kind: int, figures: Iterable[CountFigure]) -> dict[str, dict[CountFigure, int]]:
