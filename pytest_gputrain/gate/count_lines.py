@@ -171,6 +171,8 @@ def lines_beside(figure: CountFigure, step: int, before: Counts, now: Counts) ->
             causes[_spot(told)] = told
     for cause, number in _places(figure, step, before, now):
         more[_spot(_of_line(cause))] += number
+    for alike in (_text_of, _function_of):
+        _match_edited(numbers, alike)
     lines = [
         LineCount(line=_place(figure, causes[spot]).removeprefix("at "), value=new, baseline=old, more=more[spot])
         for spot, (old, new) in sorted(numbers.items(), key=lambda line: (-more[line[0]], -max(line[1])))
@@ -180,6 +182,16 @@ def lines_beside(figure: CountFigure, step: int, before: Counts, now: Counts) ->
         value, baseline = sum(line.value for line in rest), sum(line.baseline for line in rest)
         lines[_MOST_LINES:] = [LineCount(line=f"{len(rest)} other lines", value=value, baseline=baseline)]
     return tuple(lines)
+
+
+def _match_edited(numbers: dict[_Spot, list[int]], alike: Callable[[_Spot], Hashable]) -> None:
+    """Give what a line asked for that is gone to a line that is new and alike, which is the same line after an edit."""
+    for spot, (before, now) in list(numbers.items()):
+        if before or alike(spot) is None:
+            continue
+        gone = [other for other, counts in numbers.items() if not counts[1] and alike(other) == alike(spot)]
+        if gone:
+            numbers[spot][0] = numbers.pop(min(gone, key=lambda other: abs(numbers[other][0] - now)))[0]
 
 
 def by_line(counts: Counts, kind: int, figures: Iterable[CountFigure]) -> dict[str, dict[CountFigure, int]]:
@@ -285,15 +297,13 @@ def _number_of(figure: CountFigure, number: int) -> str:
     return amount if figure.endswith(_UNITS) else f"{amount} {_NOUNS.get(figure, 'time')}{'' if number == 1 else 's'}"
 
 
-def format_count(figure: CountFigure, number: int) -> str:
-    """Return a number of times, or bytes or FLOPs with their unit."""
-    return (
-        format_bytes(number)
-        if figure.endswith("_bytes")
-        else format_flops(number)
-        if figure.endswith("_flops")
-        else f"{number:,}"
-    )
+def format_count(figure: CountFigure, number: float) -> str:
+    """Return a number of times, or bytes or FLOPs with their unit. Means of steps may have a fraction."""
+    if figure.endswith("_bytes"):
+        return format_bytes(number)
+    if figure.endswith("_flops"):
+        return format_flops(number)
+    return f"{int(number):,}" if number == int(number) else f"{number:,.2f}"
 
 
 def _place(figure: CountFigure, cause: CountCause) -> str:

@@ -164,6 +164,23 @@ def _aligned(before: Counts, now: Counts, again: Counts | None) -> tuple[Counts,
     return without(later, before), without(-later, now), None if again is None else without(-later, again)
 
 
+def most_without_growth(figure: CountFigure, value: float) -> float:
+    """Return the highest value beside this one that is no growth by the rules, as far as this figure alone tells."""
+    match figure:
+        case "work" | "gpu_work" | "launches" | "library_calls" | "d2d" | "replays":
+            return value + max(_LEAST_WORK, min(_WORK_RATIO * value, _MOST_WORK))
+        case "h2d_bytes" | "d2h_bytes" | "collective_bytes":
+            return value + _BYTES_RATIO * value
+        case "fp32_flops" | "unaligned_flops" | "nchw_flops":
+            return value + _FLOPS_RATIO * value
+        case "python_calls":
+            return value + _PYTHON_RATIO * value
+        case "stream_waits":
+            return value + max(_STREAM_WAITS_RATIO * value, _LEAST_STREAM_WAITS)
+        case _:
+            return value
+
+
 def _is_drawn(metric: MetricVerdict) -> bool:
     """Tell whether reports draw the figure by line: the work, and whatever has grown."""
     return metric.metric == "work" or (metric.value or 0) > (metric.baseline or 0)
@@ -257,24 +274,14 @@ class _Rule:
         whole = other.library_flops if self._figure.endswith("_flops") else value
         if self._tolerance:
             return value + self._tolerance.ratio * whole + self._tolerance.more
-        match self._figure:
-            case "work" | "gpu_work":
-                return value + max(_LEAST_WORK, min(_WORK_RATIO * value, _MOST_WORK))
-            case "h2d_bytes" | "d2h_bytes" | "collective_bytes":
-                return value + _BYTES_RATIO * value
-            case "fp32_flops" | "unaligned_flops" | "nchw_flops":
-                # A step that computes more of everything moves nothing to a slower class, and what moves between two slower
-                # classes was slow before.
-                others = set(_SLOW_CLASSES) - {self._figure}
-                left = sum(max(0, base.figure(other_class) - other.figure(other_class)) for other_class in others)
-                growth = whole / base.library_flops if base.library_flops else 1.0
-                return value * max(1.0, growth) + left + _FLOPS_RATIO * whole
-            case "python_calls":
-                return value + _PYTHON_RATIO * value
-            case "stream_waits":
-                return value + max(_STREAM_WAITS_RATIO * value, _LEAST_STREAM_WAITS)
-            case _:
-                return value
+        if self._figure in _SLOW_CLASSES:
+            # A step that computes more of everything moves nothing to a slower class, and what moves between two slower
+            # classes was slow before.
+            others = set(_SLOW_CLASSES) - {self._figure}
+            left = sum(max(0, base.figure(other_class) - other.figure(other_class)) for other_class in others)
+            growth = whole / base.library_flops if base.library_flops else 1.0
+            return value * max(1.0, growth) + left + _FLOPS_RATIO * whole
+        return most_without_growth(self._figure, value)
 
     def _steady(self, pairs: Sequence[_Pair]) -> range:
         """Return the places of the pairs whose growth fails."""

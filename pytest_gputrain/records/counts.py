@@ -69,6 +69,9 @@ PARTS_OF_WORK: Final[tuple[CountFigure, ...]] = ("launches", "library_calls", "d
 DETAILS: Final[frozenset[CountFigure]] = frozenset({*PARTS_OF_WORK, "gpu_work", "memsets", "blocks"})
 """Figures that tables leave out: the parts of the work, and what is never judged."""
 
+MAIN: Final[tuple[CountFigure, ...]] = ("waits", "work")
+"""Figures that narrow tables have."""
+
 SlowClass = Literal["fp32", "unaligned", "nchw"]
 """A class of products and convolutions that a GPU computes slower than others of the same shape: in FP32 where TF32 would
 multiply on tensor cores; with rows that do not start at multiples of 16 bytes (8 elements of 16 bits); a convolution of
@@ -236,6 +239,10 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def usual_kind(self) -> int:
         """The kind of most steps; of several kinds with as many steps the one that came last."""
         return max(reversed(self.steps), key=self.steps.count)
+
+    def per_step(self, name: CountFigure) -> float:
+        """Return one figure of a timed step, the mean of all of them."""
+        return sum(self.kinds[kind].figure(name) for kind in self.steps) / len(self.steps)
 
     def of_step(self, index: int) -> StepCounts:
         """Return the figures of timed step ``index``, from 0."""

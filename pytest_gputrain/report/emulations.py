@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from pytest_gputrain.gate.count_lines import format_count
 from pytest_gputrain.gate.memory import in_phase, tensor
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Emulated, EmulatedRun, Result
+from pytest_gputrain.records.counts import MAIN
 from pytest_gputrain.report import rich_text
-from pytest_gputrain.report.results import latest, of_kind
+from pytest_gputrain.report.results import counts_of, latest, of_kind
 from pytest_gputrain.utils.units import format_bytes, format_flops
 
 if TYPE_CHECKING:
@@ -43,6 +45,10 @@ def table(
     if not wide:
         del figures["(Model)"], figures["Compute"]
     cells: dict[str, list[str]] = {header: [] for header in figures}
+    if wide:
+        counts = [counts_of(result) for result in results]
+        for name in MAIN if any(counts) else ():
+            cells[name.capitalize()] = [format_count(name, of[name]) if of else "" for of in counts]
     for result in results:
         for number, (header, show) in enumerate(figures.items()):
             failed = "" if number else outcome(result)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
-from pytest_gputrain.records import Emulated, Result, Verdict
+from pytest_gputrain.records import CountFigure, Counts, Emulated, Measured, Result, Verdict
+from pytest_gputrain.records.counts import COUNT_FIGURES
 
 FAILURES: Final[dict[str, str]] = {
     "out_of_memory": "OOM",
@@ -60,3 +61,11 @@ def verdict_of(result: Result) -> str:
     if result.figures is None:
         return "failed"
     return "emulated" if isinstance(result, Emulated) else "measured"
+
+
+def counts_of(result: Result) -> dict[CountFigure, float]:
+    """Return what a timed step of a case asks of the GPU, the mean of each figure; empty if nothing was counted."""
+    runs = [result.figures] if isinstance(result, Emulated) else result.replies if isinstance(result, Measured) else ()
+    counted = (getattr(run, "counts", None) for run in runs)
+    counts: Counts | None = next((counts for counts in counted if counts is not None and counts.steps), None)
+    return {name: counts.per_step(name) for name in COUNT_FIGURES} if counts is not None else {}

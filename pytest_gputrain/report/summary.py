@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
+from pytest_gputrain.gate.count_lines import format_count
 from pytest_gputrain.records import Emulated, Result
+from pytest_gputrain.records.counts import MAIN
 from pytest_gputrain.report import published, terminal
 from pytest_gputrain.report.github import Failure
-from pytest_gputrain.report.results import BY_ATTENTION, latest, verdict_of
+from pytest_gputrain.report.results import BY_ATTENTION, counts_of, latest, verdict_of
 from pytest_gputrain.utils import markdown
 from pytest_gputrain.utils.files import write_atomically
 from pytest_gputrain.utils.units import format_bytes, format_seconds
@@ -62,7 +64,9 @@ def lines(
     ]
     summary_lines += [""] if failures else []
     if cases:
-        summary_lines += [*markdown.table(_HEADERS, cases), ""]
+        asked = map(str.capitalize, MAIN) if any(map(counts_of, results)) else ()
+        headers = (*_HEADERS, *asked)
+        summary_lines += [*markdown.table(headers, (row[: len(headers)] for row in cases)), ""]
     return [*summary_lines, *(f"- {markdown.escaped(note)}" for note in notes), ""]
 
 
@@ -75,7 +79,9 @@ def _row(result: Result) -> tuple[str, ...]:
     else:
         seconds = peak = published.outcome(result)
     changes = (terminal.change("step_seconds", result), terminal.change("peak_allocated_bytes", result))
-    return (verdict_of(result), result.suite, result.key, result.device, seconds, changes[0], peak, changes[1])
+    counts = counts_of(result)
+    asked = (format_count(name, counts[name]) if counts else "" for name in MAIN)
+    return (verdict_of(result), result.suite, result.key, result.device, seconds, changes[0], peak, changes[1], *asked)
 
 
 def fitted(summary_lines: Sequence[str], most_bytes: int) -> str:

@@ -72,12 +72,12 @@ def follow_optimizers(updated: Callable[..., None]) -> None:
 
 
 def program_counter() -> Any:
-    """Begin to count what the program asks of the GPU; return None where its environment lacks this package."""
+    """Begin to count what the program asks of the GPU; return None where its environment lacks this very package."""
     try:
-        counts = importlib.import_module("pytest_gputrain.worker.program_counts")
+        counts: Any = importlib.import_module("pytest_gputrain.worker.program_counts")
     except ImportError:
         return None
-    return counts.ProgramCounter()
+    return counts.ProgramCounter() if os.path.samefile(os.path.dirname(counts.__file__), _OWN) else None
 
 
 class Recorder:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gputrain.gate.count_lines import count_changes
+from pytest_gputrain.gate.count_lines import count_changes, lines_beside
 from pytest_gputrain.gate.counts import judge_counts
 from pytest_gputrain.records import CountCause, Counts, Place, StepCounts
 from pytest_gputrain.records.tolerance import CountTerms, CountTolerance
@@ -53,6 +53,20 @@ def test_steps_are_compared_by_their_number_with_those_of_the_warm_up(warmup, st
 def test_runs_without_a_step_of_the_same_number_are_not_compared():
     before, now = counts({}, steps=[0] * 3), msgspec.structs.replace(counts({}, steps=[0] * 3), first=3)
     assert judge_counts(before, now) is None
+
+
+def test_an_edited_line_stands_beside_what_it_asked_for_before_the_edit():
+    def at(text, number, function="train"):
+        return cause("launches", number, own=Place(file="train.py", function=function, text=text, line=3))
+
+    before = (at("loss = f(x)", 9), at("y = g(x)", 30), at("z = x + 1", 5, "other"))
+    now = (at("loss = f(x.float())", 12), at("y = g(x)", 30), at("z = x + 1", 5, "moved"))
+    lines = lines_beside("work", 0, *(counts({"launches": 50}, causes=causes) for causes in (before, now)))
+    assert [(line.line.rpartition(", ")[2], line.baseline, line.value, line.more) for line in lines] == [
+        ("loss = f(x.float())", 9, 12, 3),
+        ("y = g(x)", 30, 30, 0),
+        ("z = x + 1", 5, 5, 0),
+    ]
 
 
 ANY = ("waits", "collectives", "compilations", "graph_breaks", "mallocs", "frees")

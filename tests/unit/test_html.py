@@ -171,6 +171,7 @@ def test_a_failing_case_is_drawn_beside_its_baseline():
     assert lines[0] == "benchmarks/test_train.py:10 in train, x = layer_3(x): 22 before, 60 now"
     assert lines[1] == "benchmarks/test_train.py:17 in train, x = layer_10(x): 29 before, 29 now"
     assert lines[-1].startswith("4 other lines: ")
+    assert re.search(r"Waits Work .* 2 283 ", " ".join(read(report(failing)).lines("cases")))
     marked = {metric.metric: [line.more for line in metric.lines] for metric in failing.verdict.metrics if metric.lines}
     assert marked == {"waits": [2], "work": [38, 0, 0, 0, 0, 0, 0]}
 
@@ -374,6 +375,13 @@ def test_the_command_writes_a_page(tmp_path):
     written = write(tmp_path / "a.json", report(timed(1.0)))
     assert main(["html", written, "--history", str(tmp_path / "history.jsonl"), "-o", str(output)]) == 0
     assert Reader(output.read_text()).sections == ["verdicts", "cases", "trends", "environment"]
+
+
+def test_a_change_of_a_count_from_0_is_drawn_with_its_commit(tmp_path):
+    waiting = [result(device="emulated/h100", reply=emulated_run(counts=asking(20, waits=waits))) for waits in (0, 0, 3, 3)]
+    reader = read(history_trends=history_trends_of(tmp_path, *([case] for case in waiting)))
+    assert "more on 2026-01-03: 0 to 3 commits c1..c2" in reader.lines("trends")
+    assert "launches_per_step" not in reader.text
 
 
 def test_gputrain_trend_draws_what_it_tells(tmp_path, capsys):

@@ -17,7 +17,7 @@ from pytest_gputrain.records import Course, Published, Report, Result
 from pytest_gputrain.records.emulation import Emulation
 from pytest_gputrain.report import studies, terminal
 from pytest_gputrain.report.trend.reading import Filter, History, Subject
-from pytest_gputrain.report.trend.series import analyse
+from pytest_gputrain.report.trend.series import DEFAULT_METRICS, analyse, is_told
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.published import PublishedStore, PublishedTable
 from pytest_gputrain.utils.files import write_atomically
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pytest_gputrain.report.html.sections import CaptionedChart
 
 _NEEDED: Final = ("jinja2", "matplotlib")
-_METRICS: Final = ("median_step_seconds", "peak_allocated_bytes")
 _MOST_DRAWN: Final = 20
 """Failing cases whose figures are drawn beside those of their baselines."""
 
@@ -51,8 +50,8 @@ def read_trends(paths: Sequence[Path], warn: Callable[[str], None]) -> HistoryTr
     Raises:
         HistoryError: they cannot be read, or hold nothing.
     """
-    history = History(paths, _METRICS, Filter(), warn)
-    return HistoryTrends(history, tuple(analyse(history, _METRICS)))
+    history = History(paths, DEFAULT_METRICS, Filter(), warn)
+    return HistoryTrends(history, tuple(filter(is_told, analyse(history, DEFAULT_METRICS))))
 
 
 def missing() -> str:
