@@ -20,6 +20,7 @@ WHERE = {
     "butterfly": "BOFTLayer.cayley_batch",
     "fourier": "FourierFTLayer.get_delta_weight",
     "images": "Qwen3VLVisionAttention.forward",
+    "logged": "LightningModule.__to_tensor",
     "mean_of_losses": "BaseAggregator._cast_and_nan_check_input",
     "trainer": "Trainer._run_epoch",
     "wavelet": "_get_filter_tensors",

@@ -196,7 +196,35 @@ def trainer(setup, mended):
     return Trainer(model, TrainingArguments("out", per_device_train_batch_size=8, **options), train_dataset=rows)
 
 
-FINDS = [averaged, batches, beit, butterfly, fourier, images, mean_of_losses, trainer, wavelet]
+def logged(setup, mended):
+    import lightning
+    import torch
+
+    from pytest_gputrain import adapters
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, _ = layers(setup)
+            self.rate = torch.tensor(0.1, device=setup.device) if mended else 0.1
+
+        def training_step(self, batch, index):
+            inputs, targets = batch
+            loss = (self.net(inputs) - targets).square().mean()
+            self.log("loss", loss, prog_bar=not mended)
+            self.log("rate", self.rate)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    data = torch.utils.data.TensorDataset(torch.randn(800, 64), torch.randn(800, 64))
+    loader = torch.utils.data.DataLoader(data, batch_size=8, pin_memory=True)
+    trainer = lightning.Trainer(max_steps=100, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    return adapters.lightning(trainer, Module(), loader)
+
+
+FINDS = [averaged, batches, beit, butterfly, fourier, images, logged, mean_of_losses, trainer, wavelet]
 
 
 @pytest.mark.parametrize("mended", [False, True])
