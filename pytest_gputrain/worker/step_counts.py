@@ -44,6 +44,8 @@ _BETWEEN: Final = tuple(
     for name in ("_ops.py", "_compile.py", "_dynamo/eval_frame.py", "utils/_python_dispatch.py")
 )
 """The ends of the names of torch's files that call any operator or any mode: the line outside of them tells more."""
+_COMPREHENSION: Final = re.compile(r"\.<locals>\.<(?:list|set|dict)comp>$")
+"""Up to Python 3.11 a comprehension has a frame of its own. Without its name a line has one function in all versions."""
 _MOST_NAME: Final = 60
 _BYTES: Final = {"h2d": "h2d_bytes", "d2h": "d2h_bytes", "d2d": "d2d_bytes", "collectives": "collective_bytes"}
 """The figure that adds up the bytes of what is counted, by the beginning of its name."""
@@ -255,7 +257,8 @@ class StepCounter:
 
     def _find_places(self, number: int) -> tuple[Place | None, Place | None, bool]:
         library: Place | None = None
-        for line, file, function in stack(self._library, number):
+        for line, file, qualified in stack(self._library, number):
+            function = _COMPREHENSION.sub("", qualified)
             if file.startswith(_HIDDEN) or file.endswith(_BETWEEN):
                 continue
             if file.startswith(f"{_PACKAGE}{os.sep}"):
