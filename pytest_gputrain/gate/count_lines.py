@@ -40,8 +40,17 @@ _SAID: Final[dict[CountFigure, str]] = {
     "stream_waits": "makes one stream wait for another {now} {when} ({before} before)",
     "memsets": "sets blocks of memory {now} {when} ({before} before)",
     "blocks": "runs {now} of threads {when} ({before} before)",
+    "operators": "runs {now} {when} ({before} before)",
+    "reads": "reads values that depend on its trained weights {now} {when} ({before} before)",
+    "other_reads": "reads other values {now} {when} ({before} before)",
 }
-_NOUNS: Final[dict[CountFigure, str]] = {"work": "task", "launches": "kernel", "blocks": "block", "compilations": "function"}
+_NOUNS: Final[dict[CountFigure, str]] = {
+    "work": "task",
+    "launches": "kernel",
+    "blocks": "block",
+    "compilations": "function",
+    "operators": "operator",
+}
 """What is counted, where it is not times."""
 _ASKS: Final[dict[CountFigure, tuple[CountName, ...]]] = {
     "work": ("launches", "library_calls", "d2d"),
@@ -279,7 +288,7 @@ def _asked(figure: CountFigure, counts: Counts, kind: int) -> Iterator[tuple[Cou
 def _spot(cause: CountCause) -> _Spot:
     own = (cause.own.file, cause.own.function, cause.own.text) if cause.own else None
     library = (cause.library.file, cause.library.function) if cause.library else None
-    by = "" if own or library or cause.what == "launches" else cause.by
+    by = "" if own or library or cause.what in ("launches", "operators") else cause.by
     return _Spot(own, library, cause.backward, by)
 
 

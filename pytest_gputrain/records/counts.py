@@ -1,4 +1,7 @@
-"""Defines the records of what the steps of a training ask of the GPU, as whole numbers, with the lines that ask for it."""
+"""Defines the records of what the steps of a training ask of the GPU, as whole numbers, with the lines that ask for it.
+
+A run on a CPU has the figures of them that exist there.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,9 @@ CountName = Literal[
     "frees",
     "compilations",
     "graph_breaks",
+    "operators",
+    "reads",
+    "other_reads",
 ]
 """What is counted; `StepCounts` explains each."""
 
@@ -51,11 +57,17 @@ CountFigure = Literal[
     "stream_waits",
     "memsets",
     "blocks",
+    "operators",
+    "reads",
+    "other_reads",
 ]
 """A figure of a step that is judged, told, limited or tolerated. Three are the FLOPs of a `SlowClass`; `StepCounts` explains
 the others."""
 
 COUNT_FIGURES: Final[tuple[CountFigure, ...]] = get_args(CountFigure)
+
+_ON_A_CPU_ONLY: Final[tuple[CountFigure, ...]] = ("operators", "reads", "other_reads")
+_ON_BOTH: Final[tuple[CountFigure, ...]] = ("collectives", "collective_bytes", "compilations", "graph_breaks")
 
 SlowClass = Literal["fp32", "unaligned", "nchw"]
 """A class of products and convolutions that a GPU computes slower than others of the same shape: in FP32 where TF32 would
@@ -108,6 +120,13 @@ class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Functions that torch.compile compiles."""
     graph_breaks: Whole = 0
     """Places where torch.compile gives up a graph."""
+    operators: Whole = 0
+    """Operators that are no views, counted in a run on a CPU. This and the next two figures are 0 on an emulated GPU."""
+    reads: Whole = 0
+    """Times that the program reads a value which depends on trained parameters, as in ``loss.item()``. On a GPU each is a
+    wait."""
+    other_reads: Whole = 0
+    """Times that it reads another value, which may be on the host when the program runs on a GPU."""
     library_flops: Whole = 0
     """Floating-point operations of matrix products and convolutions in libraries, without those whose shape is not known."""
     slow_flops: dict[SlowClass, Whole] = {}
@@ -200,17 +219,28 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What other threads than the training's ask for, which is not judged."""
     lines_unknown: str = ""
     """The reason why causes have no lines."""
+    on_cpu: bool = False
+    """Whether they are of a run on a CPU, whose counted steps are further ones behind the timed steps. ``first`` is then the
+    number of all steps before them."""
+
+    @property
+    def figures(self) -> tuple[CountFigure, ...]:
+        """The figures that such a run has."""
+        if self.on_cpu:
+            return (*_ON_A_CPU_ONLY, *_ON_BOTH)
+        return tuple(figure for figure in COUNT_FIGURES if figure not in _ON_A_CPU_ONLY)
 
     def of_step(self, index: int) -> StepCounts:
         """Return the figures of timed step ``index``, from 0."""
         return self.kinds[self.steps[index]]
 
     def as_stored(self) -> Counts:
-        """Return the counts as baselines keep them: without numbers of lines, which move, and without names of kernels."""
+        """Return the counts as baselines keep them: without numbers of lines, which move, and without names of kernels and
+        operators."""
         stored = (
             msgspec.structs.replace(
                 cause,
-                by="" if cause.what == "launches" else cause.by,
+                by="" if cause.what in ("launches", "operators") else cause.by,
                 own=_without_line(cause.own),
                 library=_without_line(cause.library),
                 bytes=cause.bytes if cause.what != "launches" else (),  # nothing is said of the lines of blocks
