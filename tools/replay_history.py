@@ -1,4 +1,4 @@
-"""Replays commits of a public library on an emulated H100, each judged against the one before.
+"""Replays commits of a public library on an emulated H100 or on a CPU, each judged against the one before.
 
 It tells how often the gate would have failed, and why: a rule is worth what its failures are worth. Programs that train with
 a library lie in ``tools/replay``. For example, with a clone of timm:
@@ -7,7 +7,7 @@ a library lie in ``tools/replay``. For example, with a clone of timm:
 
 Only commits are taken that change a Python file below the folder. Each is exported to a folder of its own, which is first on
 ``PYTHONPATH``. Whatever else the library imports has to be installed. The result is a table in Markdown, and a line of JSON
-for each commit beside it.
+for each commit beside it. With ``--on-cpu`` the programs run on the CPU.
 """
 
 from __future__ import annotations
@@ -52,14 +52,18 @@ def export(repository: Path, commit: str, folder: str, target: Path) -> None:
         raise SystemExit(f"git cannot export {folder} of {commit} from {repository}")
 
 
-def run(scratch: Path, source: Path, arguments: list[str]) -> list[dict[str, Any]]:
-    """Run the programs with the library in ``source``, record their figures, and return their results."""
+def run(scratch: Path, source: Path, device: list[str], arguments: list[str]) -> list[dict[str, Any]]:
+    """Run the programs with the library in ``source``, record their figures, and return their results.
+
+    Args:
+        device: options that name it.
+    """
     report = scratch / "report.json"
     report.unlink(missing_ok=True)
     path = os.pathsep.join([str(source), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environ = {name: value for name, value in os.environ.items() if name not in ("CI", "PYTHONDONTWRITEBYTECODE")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", f"--gpu-json={report}"]
-    options = ["--gpu-emulate", "--gpu-platform=h100", "--gpu-baseline-update"]
+    options = [*device, "--gpu-baseline-update"]
     log = scratch / "log.txt"
     with log.open("w") as output, contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(
@@ -92,8 +96,10 @@ def main() -> None:
     parser.add_argument("--head", default="HEAD", help="the last commit")
     parser.add_argument("--commits", type=int, default=50, help="number of commits that are judged")
     parser.add_argument("--output", type=Path, help="file of the table (default: <program>.md here)")
+    parser.add_argument("--on-cpu", action="store_true", help="run on the CPU instead of an emulated H100")
     parser.add_argument("--reports", type=Path, help="folder for the whole report of each commit (default: none is kept)")
     arguments, others = parser.parse_known_args()
+    device = ["--gpu-platform=cpu"] if arguments.on_cpu else ["--gpu-emulate", "--gpu-platform=h100"]
     output = arguments.output or Path(f"{arguments.program.stem}.md")
     history = commits(arguments.repository, arguments.head, arguments.folder, arguments.commits + 1)
     with tempfile.TemporaryDirectory(prefix="replay-") as made, output.with_suffix(".jsonl").open("w") as lines:
@@ -104,7 +110,7 @@ def main() -> None:
         for place, (commit, date, subject) in enumerate(history):
             export(arguments.repository, commit, arguments.folder, scratch / "source")
             code = scratch / "source" / arguments.folder
-            results = run(scratch, code.parent if (code / "__init__.py").exists() else code, others)
+            results = run(scratch, code.parent if (code / "__init__.py").exists() else code, device, others)
             found = list(changes(results)) if results else [("", "not run", (scratch / "log.txt").read_text()[-300:])]
             if results and arguments.reports:
                 arguments.reports.mkdir(parents=True, exist_ok=True)

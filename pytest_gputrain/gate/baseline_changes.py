@@ -10,7 +10,7 @@ from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.count_lines import count_changes
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Baseline, EmulatedRun, Recorded
+from pytest_gputrain.records import Baseline, Counts, EmulatedRun, Recorded
 from pytest_gputrain.utils.units import format_bytes, format_flops, format_percent, format_seconds
 
 
@@ -57,13 +57,14 @@ def loosened(before: _Record, after: _Record | None) -> Loosened:
                 lost[f"without {name}, which was {show(value)}"] = None
             elif value and value_now and value_now > value:
                 raised[f"{name} {show(value)} -> {show(value_now)} ({format_percent(value_now / value - 1)})"] = None
-        if isinstance(old, EmulatedRun) and isinstance(new, EmulatedRun) and old.counts:
-            if new.counts is None:
-                lost["without what its steps ask of the GPU"] = None
+        if counts_before := _counts(old):
+            counts = _counts(new)
+            if counts is None:
+                lost[f"without what its steps ask of the {'CPU' if counts_before.on_cpu else 'GPU'}"] = None
             else:
-                steps, steps_before = len(new.counts.steps), len(old.counts.steps)
+                steps, steps_before = len(counts.steps), len(counts_before.steps)
                 lost.update({f"counts of {steps_before} steps -> {steps}": None} if steps < steps_before else {})
-                raised.update(dict.fromkeys(count_changes(old.counts, new.counts, only_more=True)))
+                raised.update(dict.fromkeys(count_changes(counts_before, counts, only_more=True)))
     runs, runs_before = _runs(after), _runs(before)
     if runs < runs_before:
         lost[f"{count(runs_before, 'run')} -> {runs}"] = None
@@ -84,6 +85,10 @@ def _kind(stored: _Stored) -> str:
     environment = stored.runs[-1].environment
     outcome = "figures" if any(run.outcome == "measured" for run in stored.runs) else "out of memory"
     return f"{outcome} of {environment.device_count} x {environment.device_type}"
+
+
+def _counts(stored: _Stored) -> Counts | None:
+    return stored.counts if isinstance(stored, EmulatedRun) else stored.runs[-1].counts
 
 
 def _runs(record: _Record) -> int:

@@ -44,6 +44,9 @@ _SAID: Final[dict[CountFigure, str]] = {
     "memsets": "sets blocks of memory {now} {when} ({before} before)",
     "blocks": "runs {now} of threads {when} ({before} before)",
     "python_calls": "calls Python functions {now} {when} ({before} before)",
+    "operators": "runs {now} {when} ({before} before)",
+    "reads": "reads values that depend on its trained weights {now} {when} ({before} before)",
+    "other_reads": "reads other values {now} {when} ({before} before)",
 }
 _NOUNS: Final[dict[CountFigure, str]] = {
     "work": "task",
@@ -52,6 +55,7 @@ _NOUNS: Final[dict[CountFigure, str]] = {
     "blocks": "block",
     "compilations": "function",
     "captures": "CUDA graph",
+    "operators": "operator",
 }
 """What is counted, where it is not times."""
 _ASKS: Final[dict[CountFigure, tuple[CountName, ...]]] = {
@@ -360,7 +364,7 @@ def _asked(figure: CountFigure, counts: Counts, kind: int) -> Iterator[tuple[Cou
 def _spot(cause: CountCause) -> _Spot:
     own = (cause.own.file, cause.own.function, cause.own.text) if cause.own else None
     library = (cause.library.file, cause.library.function) if cause.library else None
-    by = "" if own or library or cause.what == "launches" else cause.by
+    by = "" if own or library or cause.what in ("launches", "operators") else cause.by
     return _Spot(own, library, cause.backward, by)
 
 

@@ -1,12 +1,14 @@
-"""Judges what the steps of a case ask of the GPU against what they asked for before. Pure.
+"""Judges what the steps of a case ask of the GPU, or of a CPU, against what they asked for before. Pure.
 
 Each step is compared with the step of the same number, steps of the warm-up included, if both update or both do not. The
 first steps are compared so, too, since what a step allocates or sets up late is the same in each run. Only steps in which
-the baseline itself compiles or captures, up to the first that does neither, are not judged: they are not steady.
+the baseline itself compiles or captures, up to the first that does neither, are not judged: they are not steady. A CPU runs
+graphs as they are, so there what is compiled is all that differs in such steps.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
@@ -36,7 +38,7 @@ _STREAM_WAITS_RATIO: Final = 0.5
 _LEAST_STREAM_WAITS: Final = 8
 """More waits of streams than this fail if they are more than the ratio, too. A stream that copies ahead of time adds one to
 none and saves time."""
-_TOLD: Final[tuple[CountFigure, ...]] = ("memsets", "blocks", "python_calls")
+_TOLD: Final[tuple[CountFigure, ...]] = ("memsets", "blocks", "python_calls", "other_reads")
 """The figures that fail nothing without a tolerance."""
 _PYTHON_RATIO: Final = 0.1
 """More calls of Python functions than this share are told, unless the GPU has less to do. On 294 commits of public libraries
@@ -101,14 +103,16 @@ def judge_counts(
     pairs = _pairs(before, now)
     if not pairs:
         return None
+    if now.on_cpu and before.first != now.first:
+        terms = dataclasses.replace(terms, mode="tell")
     graphs = launches_graphs(before, now)
-    figures = [figure for figure in _judged_figures(terms) if graphs or figure != "gpu_work"]
-    findings = [_Rule(figure, terms).judge(pairs, now, again) for figure in figures]
+    figures = [figure for figure in _judged_figures(terms) if figure in now.figures and (graphs or figure != "gpu_work")]
+    findings = [_Rule(figure, terms, on_cpu=now.on_cpu).judge(pairs, now, again) for figure in figures]
     uncompared = _uncompared_calls(before, now)
     called = [pair for pair in pairs if pair.before.python_calls and pair.now.python_calls] if not uncompared else []
     if called:
         figures.append("python_calls")
-        findings.append(_Rule("python_calls", terms).judge(called, now, again))
+        findings.append(_Rule("python_calls", terms, on_cpu=now.on_cpu).judge(called, now, again))
     work_rose = any(pair.now.work > pair.before.work for pair in pairs)
     if work_rose:
         findings = [finding.without_fewer_bytes() for finding in findings]
@@ -160,14 +164,14 @@ def _aligned(before: Counts, now: Counts, again: Counts | None) -> tuple[Counts,
     def without(steps: int, counts: Counts) -> Counts:
         return msgspec.structs.replace(counts, steps=counts.steps[max(0, steps) :])
 
-    later = now.first - before.first
+    later = 0 if now.on_cpu else now.first - before.first
     return without(later, before), without(-later, now), None if again is None else without(-later, again)
 
 
 def most_without_growth(figure: CountFigure, value: float) -> float:
     """Return the highest value beside this one that is no growth by the rules, as far as this figure alone tells."""
     match figure:
-        case "work" | "gpu_work" | "launches" | "library_calls" | "d2d" | "replays":
+        case "work" | "gpu_work" | "operators" | "launches" | "library_calls" | "d2d" | "replays":
             return value + max(_LEAST_WORK, min(_WORK_RATIO * value, _MOST_WORK))
         case "h2d_bytes" | "d2h_bytes" | "collective_bytes":
             return value + _BYTES_RATIO * value
@@ -205,8 +209,9 @@ def _uncompared_calls(before: Counts, now: Counts) -> str:
 class _Rule:
     """How one figure is judged."""
 
-    def __init__(self, figure: CountFigure, terms: CountTerms) -> None:
+    def __init__(self, figure: CountFigure, terms: CountTerms, *, on_cpu: bool) -> None:
         self._figure = figure
+        self._on_cpu = on_cpu
         self._tolerance = terms.tolerances.get(figure)
         self._parts: tuple[CountFigure, ...] = (figure,)
         if figure == "work":
@@ -236,7 +241,7 @@ class _Rule:
             passes = (
                 "which is not judged"
                 if self._only_told
-                else "which passes because the step waits less for the GPU"
+                else f"which passes because the step {'reads fewer values' if self._on_cpu else 'waits less for the GPU'}"
                 if shown in excused
                 else "which passes outside of steady steps"
                 if shown in above
@@ -289,14 +294,17 @@ class _Rule:
             asked = [at for at, pair in enumerate(pairs) if self._value(pair.before)]
             steady = range(asked[-1] + 1 if asked else 0, len(pairs))
             return steady if len(steady) >= min(_STEADY_STEPS, len(pairs)) else range(0)
+        if self._on_cpu and self._figure != "compilations":
+            return range(len(pairs))
         compiling = (pair.before.compilations or pair.before.graph_breaks or pair.before.captures for pair in pairs)
         first = sum(1 for _ in itertools.takewhile(bool, compiling))
-        return range(min(first, len(pairs) // 2), len(pairs))
+        return range(first if self._on_cpu else min(first, len(pairs) // 2), len(pairs))
 
     def _is_excused(self, pair: _Pair) -> bool:
         """Tell whether a step's work grows a little, while the host waits less often and never more."""
-        if self._figure != "work" or self._tolerance:
+        if self._figure not in ("work", "operators") or self._tolerance:
             return False
         waits, copies = pair.now.waits - pair.before.waits, pair.now.pageable - pair.before.pageable
+        waits += pair.now.reads - pair.before.reads
         little = self._value(pair.now) <= self._value(pair.before) * (1 + _EXCUSED_WORK_RATIO)
         return little and waits <= 0 and copies <= 0 and waits + copies < 0

@@ -13,12 +13,14 @@ import msgspec
 
 from pytest_gputrain.gate import regression
 from pytest_gputrain.gate.contention import why_not_recorded
+from pytest_gputrain.gate.count_lines import count_changes
+from pytest_gputrain.gate.counts import BY_THE_RULES
 from pytest_gputrain.gate.limits import judge_limits, with_limits
 from pytest_gputrain.gate.new_device import judge_by_emulated, judge_by_published
 from pytest_gputrain.gate.published import judge_published, why_not_comparable
 from pytest_gputrain.gate.step_times import AGREEING, PRIOR_SD
 from pytest_gputrain.records import Baseline, Case, EmulatedRun, Measurement, OutOfMemory, Published, Reply, Scale, Verdict
-from pytest_gputrain.records.tolerance import Cap, Tolerance
+from pytest_gputrain.records.tolerance import Cap, CountTerms, Tolerance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,8 @@ class Criteria:
     caps: tuple[Cap, ...] = ()
     """The limits of its test."""
     tolerance: Tolerance
+    counts: CountTerms = BY_THE_RULES
+    """How it is judged what its steps ask of a CPU."""
     baseline: Baseline | None = None
     hint: str = ""
     """Further information about a missing baseline."""
@@ -98,6 +102,7 @@ def judge(criteria: Criteria, replies: tuple[Reply, ...], shift: float = 0.0, no
             prior=criteria.prior,
             shift=shift,
             variables=criteria.variables,
+            counts=criteria.counts,
         )
         verdict, settled = regression.judge(
             case, replies, criteria.baseline, tolerance, criteria.hint, no_scaling, circumstances
@@ -134,4 +139,7 @@ def _recorded(criteria: Criteria, verdict: Verdict, replies: tuple[Reply, ...], 
     what += f", without a scaling efficiency ({no_scaling})," if no_scaling else ""
     before = f"; before, {verdict.sentence}" if criteria.baseline is not None else ""
     sentence = f"{case} has {what} as its baseline now{before}"
-    return msgspec.structs.replace(verdict, status="recorded", sentence=sentence, before=verdict.status)
+    old = criteria.baseline.runs[-1].counts if criteria.baseline is not None else None
+    new = with_figures[0].counts if isinstance(with_figures[0], Measurement) else None
+    accepted = tuple(count_changes(old, new)) if old and new else ()
+    return msgspec.structs.replace(verdict, status="recorded", sentence=sentence, before=verdict.status, accepted=accepted)

@@ -53,7 +53,10 @@ def judge_limits(
     limits, settled = [], True
     for cap in caps:
         if cap.metric in COUNT_FIGURES:
-            limits.append(_of_count(cap, None, None))
+            counts, again = [*(run.counts for run in measured), None, None][:2]
+            limit = _of_count(cap, counts, again, _why_not_of_this_scale(case, scale))
+            limits.append(limit)
+            settled = settled and (limit.status != "over-limit" or len(measured) > 1 or most == 1)
             continue
         values = [_value(cap, reply) for reply in measured]
         reason = "there are no figures" if not values else _why_not_judged(cap, case, measured[0], scale, cpu_time)
@@ -123,8 +126,10 @@ def _of_count(cap: Cap, counts: Counts | None, again: Counts | None, reason: str
     limit = LimitVerdict(metric=figure, status="pass", value=None, limit=cap.most, stated=cap.stated)
     if not reason and figure == "python_calls" and counts and not counts.python:
         reason = "they were not counted"
-    if reason or counts is None or not counts.steps:
-        note = reason or "what its steps ask of the GPU was not counted"
+    if reason or counts is None or not counts.steps or figure not in counts.figures:
+        where = "on a CPU" if counts and counts.on_cpu else "on an emulated GPU"
+        not_here = f"{figure} are not counted {where}" if counts and counts.steps else ""
+        note = reason or not_here or "what its steps ask of the GPU was not counted"
         return msgspec.structs.replace(limit, status="not-judged", note=note)
     most = most_of_a_step(figure, counts)
     limit = msgspec.structs.replace(limit, value=most)

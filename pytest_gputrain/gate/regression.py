@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.contention import describe_memory_shortage, describe_throttling, with_contention
+from pytest_gputrain.gate.counts import BY_THE_RULES, JudgedCounts, have_steps_in_common, judge_counts
 from pytest_gputrain.gate.memory import (
     JudgedPeak,
     describe_memory,
@@ -50,7 +51,8 @@ from pytest_gputrain.records import (
     TimedOut,
     Verdict,
 )
-from pytest_gputrain.records.tolerance import Tolerance
+from pytest_gputrain.records.counts import COUNT_FIGURES
+from pytest_gputrain.records.tolerance import CountTerms, Tolerance
 from pytest_gputrain.utils.bounds import LEAST_RUNS_ON_A_CPU, MOST_RUNS
 from pytest_gputrain.utils.units import format_bytes, format_percent
 
@@ -67,6 +69,8 @@ class Circumstances:
     """See `pytest_gputrain.gate.step_times.suite_shift`."""
     variables: tuple[str, ...] = ()
     """Names of the environment variables that the test has changed."""
+    counts: CountTerms = BY_THE_RULES
+    """How it is judged what steps ask of a CPU."""
 
 
 class GateResult(NamedTuple):
@@ -128,9 +132,12 @@ def judge(
         judged_metrics.append(
             _scaling(measured_efficiencies, baseline_efficiencies, measured, fitted, tolerance, circumstances)
         )
+    counts, count_metrics = _counts(measured, fitted, circumstances)
+    judged_metrics += count_metrics
     verdict = _conclude(
         case,
         tuple(judged_metric.metric for judged_metric in judged_metrics),
+        counts,
         measured,
         baseline,
         fitted,
@@ -350,30 +357,63 @@ def _flops(measured: Measurement, fitted: Sequence[BaselineRun], tolerance: Tole
     return _JudgedMetric(metric)
 
 
+def _counts(
+    measured: Sequence[Measurement], fitted: Sequence[BaselineRun], circumstances: Circumstances
+) -> tuple[JudgedCounts | None, list[_JudgedMetric]]:
+    """Judge what steps ask of a CPU: growth fails if a second process confirms it.
+
+    Returns:
+        What counts say, None where they are not compared; and the verdict of each figure.
+    """
+    before, now, terms = fitted[-1].counts, measured[0].counts, circumstances.counts
+    if terms.mode == "off" or not (before or now) or describe_process_count(measured[0].environment, fitted):
+        return None, []
+    if before is None or now is None or not have_steps_in_common(before, now):
+        note = (
+            "what its steps ask of a CPU was not recorded; record it again"
+            if before is None
+            else "what its steps ask of a CPU was not counted"
+            if now is None
+            else "no counted step updates where the step of its number was recorded to update"
+        )
+        return None, [_JudgedMetric(MetricVerdict(metric="operators", status="not-comparable", note=note))]
+    again = measured[1].counts if len(measured) > 1 else None
+    judged = judge_counts(before, now, terms, again)
+    assert judged is not None, "they have steps in common"
+    alone = len(measured) == 1 < circumstances.most
+    return judged, [_JudgedMetric(metric, not (alone and metric.status == "regressed")) for metric in judged.metrics]
+
+
 def _conclude(
     case: Case,
     metrics: tuple[MetricVerdict, ...],
+    counts: JudgedCounts | None,
     measured: Sequence[Measurement],
     baseline: Baseline,
     fitted: Sequence[BaselineRun],
     tolerance: Tolerance,
     given: Circumstances,
 ) -> Verdict:
-    measures = [metric for metric in metrics if metric.metric != "flops_per_step"]
+    measures = [metric for metric in metrics if metric.metric not in ("flops_per_step", *COUNT_FIGURES)]
     if all(metric.status == "not-comparable" for metric in measures):
         reasons = "; ".join(dict.fromkeys(metric.note for metric in measures))
         sentence = f"{case} cannot be compared with its baseline of {dates(baseline)}: {reasons}; {_RECORD}"
         return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
+
+    of_counts: dict[Status, tuple[str, ...]] = {}
+    if counts is not None:
+        of_counts = {"regressed": counts.worse, "inconclusive": counts.doubtful, "improved": counts.better}
 
     def describe(status: Status) -> str:
         chosen = [metric for metric in metrics if metric.status == status]
         parts = [
             f"{describe_metric(metric)}{f'; {metric.note}' if metric.note else ''}"
             for metric in chosen
-            if not is_memory_metric(metric)
+            if not is_memory_metric(metric) and metric.metric not in COUNT_FIGURES
         ]
         timed = bool(chosen) and chosen[0].metric == "step_seconds"
         parts[timed:timed] = describe_memory(chosen, measured[0], fitted)
+        parts += of_counts.get(status, ())
         return f"{case} {', and '.join(parts)}" if parts else ""
 
     if worse := describe("regressed"):
@@ -389,20 +429,8 @@ def _conclude(
         allowed = format_percent(tolerance.time, signed=False)
         sentence = f"{unclear}; this exceeds the tolerance of {allowed}, but noise or the whole suite may explain it"
         return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
-    # What was asked for and cannot be gated must not pass for gated.
-    if phases := describe_missing_phases(metrics, "new"):
-        sentence = f"{case} has {phases} in its baseline of {dates(baseline)}; {_RECORD}"
-        return Verdict(status="new", sentence=sentence, metrics=metrics)
-    if phases := describe_missing_phases(metrics, "not-comparable"):
-        sentence = f"{case} has {phases}, as its baseline of {dates(baseline)} had; {_RECORD}"
-        return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
-    for metric in (metric for metric in metrics if metric.metric == "scaling_efficiency"):
-        if metric.status == "new":
-            sentence = f"{case} has no scaling efficiency in its baseline of {dates(baseline)}; {_RECORD}"
-            return Verdict(status="new", sentence=sentence, metrics=metrics)
-        if metric.value is None:
-            sentence = f"{case} has no scaling efficiency: {metric.note}"
-            return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
+    if not_gated := _not_gated(case, metrics, measured, baseline, fitted):
+        return not_gated
     if better := describe("improved"):
         return Verdict(status="improved", sentence=f"{better}; {_RECORD} to keep it", metrics=metrics)
     notes = [f"{phase_prefix(metric)}{metric.note}" for metric in metrics if metric.note]
@@ -411,3 +439,28 @@ def _conclude(
         notes.append(f"a slowdown of {format_percent(caught, signed=False)} would be caught 99 times in 100")
     sentence = f"{case} is within its limits{': ' if notes else ''}{'; '.join(notes)}"
     return Verdict(status="pass", sentence=sentence, metrics=metrics)
+
+
+def _not_gated(
+    case: Case,
+    metrics: tuple[MetricVerdict, ...],
+    measured: Sequence[Measurement],
+    baseline: Baseline,
+    fitted: Sequence[BaselineRun],
+) -> Verdict | None:
+    """Return the verdict if something cannot be gated that was asked for or recorded: it must not pass for gated."""
+    recorded = f"its baseline of {dates(baseline)}"
+    status: Status = "not-comparable"
+    said = ""
+    efficiency = next((metric for metric in metrics if metric.metric == "scaling_efficiency"), None)
+    if phases := describe_missing_phases(metrics, "new"):
+        status, said = "new", f"has {phases} in {recorded}"
+    elif phases := describe_missing_phases(metrics, "not-comparable"):
+        said = f"has {phases}, as {recorded} had"
+    elif efficiency is not None and efficiency.status == "new":
+        status, said = "new", f"has no scaling efficiency in {recorded}"
+    elif efficiency is not None and efficiency.value is None:
+        return Verdict(status=status, sentence=f"{case} has no scaling efficiency: {efficiency.note}", metrics=metrics)
+    elif fitted[-1].counts is not None and measured[0].counts is None:
+        said = f"is not compared in full with {recorded}, because it was not counted what its steps ask of a CPU"
+    return Verdict(status=status, sentence=f"{case} {said}; {_RECORD}", metrics=metrics) if said else None

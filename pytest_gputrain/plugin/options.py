@@ -209,8 +209,8 @@ OPTIONS: Final = (
         default="judge",
         metavar="judge|tell|off",
         help=(
-            "what to do about what each step asks of an emulated GPU, such as launches and waits: fail the case where "
-            "it asks for more than recorded (judge), only tell of it (tell), or count nothing (off) (default: judge)"
+            "what to do about what each step asks of an emulated GPU or a CPU, such as launches and reads: fail the case "
+            "where it asks for more than recorded (judge), only tell of it (tell), or count nothing (off) (default: judge)"
         ),
     ),
     Option(

@@ -273,7 +273,7 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     emulated: str = ""
     """Catalog marker of the GPU that is emulated; empty where the devices are real."""
     counts: bool = True
-    """Whether it is counted what each step asks of an emulated GPU."""
+    """Whether it is counted what each step asks of an emulated GPU, or of a CPU."""
     limit: Limit | None = None
     """The memory of an emulated GPU, if it is not to be its own."""
     rates: Rates | None = None

@@ -1,4 +1,7 @@
-"""Defines the records of what the steps of a training ask of the GPU, as whole numbers, with the lines that ask for it."""
+"""Defines the records of what the steps of a training ask of the GPU, as whole numbers, with the lines that ask for it.
+
+A run on a CPU has the figures of them that exist there.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,9 @@ CountName = Literal[
     "captures",
     "replays",
     "python_calls",
+    "operators",
+    "reads",
+    "other_reads",
 ]
 """What is counted; `StepCounts` explains each."""
 
@@ -58,6 +64,9 @@ CountFigure = Literal[
     "memsets",
     "blocks",
     "python_calls",
+    "operators",
+    "reads",
+    "other_reads",
 ]
 """A figure of a step that is judged, told, limited or tolerated. Three are the FLOPs of a `SlowClass`; `StepCounts` explains
 the others."""
@@ -71,6 +80,8 @@ DETAILS: Final[frozenset[CountFigure]] = frozenset({*PARTS_OF_WORK, "gpu_work", 
 
 MAIN: Final[tuple[CountFigure, ...]] = ("waits", "work")
 """Figures that narrow tables have."""
+_ON_A_CPU_ONLY: Final[tuple[CountFigure, ...]] = ("operators", "reads", "other_reads")
+_ON_BOTH: Final[tuple[CountFigure, ...]] = ("collectives", "collective_bytes", "compilations", "graph_breaks")
 
 SlowClass = Literal["fp32", "unaligned", "nchw"]
 """A class of products and convolutions that a GPU computes slower than others of the same shape: in FP32 where TF32 would
@@ -129,6 +140,13 @@ class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Launches of CUDA graphs, each one task for the host."""
     replayed: Whole = 0
     """Kernels, library calls and copies on the device that these graphs run."""
+    operators: Whole = 0
+    """Operators that are no views, counted in a run on a CPU. This and the next two figures are 0 on an emulated GPU."""
+    reads: Whole = 0
+    """Times that the program reads a value which depends on trained parameters, as in ``loss.item()``. On a GPU each is a
+    wait."""
+    other_reads: Whole = 0
+    """Times that it reads another value, which may be on the host when the program runs on a GPU."""
     library_flops: Whole = 0
     """Floating-point operations of matrix products and convolutions in libraries, without those whose shape is not known."""
     slow_flops: dict[SlowClass, Whole] = {}
@@ -244,16 +262,28 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Return one figure of a timed step, the mean of all of them."""
         return sum(self.kinds[kind].figure(name) for kind in self.steps) / len(self.steps)
 
+    on_cpu: bool = False
+    """Whether they are of a run on a CPU, whose counted steps are further ones behind the timed steps. ``first`` is then the
+    number of all steps before them."""
+
+    @property
+    def figures(self) -> tuple[CountFigure, ...]:
+        """The figures that such a run has."""
+        if self.on_cpu:
+            return (*_ON_A_CPU_ONLY, *_ON_BOTH)
+        return tuple(figure for figure in COUNT_FIGURES if figure not in _ON_A_CPU_ONLY)
+
     def of_step(self, index: int) -> StepCounts:
         """Return the figures of timed step ``index``, from 0."""
         return self.kinds[self.steps[index]]
 
     def as_stored(self) -> Counts:
-        """Return the counts as baselines keep them: without numbers of lines, which move, and without names of kernels."""
+        """Return the counts as baselines keep them: without numbers of lines, which move, and without names of kernels and
+        operators."""
         stored = (
             msgspec.structs.replace(
                 cause,
-                by="" if cause.what == "launches" else cause.by,
+                by="" if cause.what in ("launches", "operators") else cause.by,
                 own=_without_line(cause.own),
                 library=_without_line(cause.library),
                 bytes=cause.bytes if cause.what != "launches" else (),  # nothing is said of the lines of blocks

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from pytest_gputrain.records.counts import Counts
 from pytest_gputrain.records.emulated import EmulatedRun
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase
 from pytest_gputrain.records.whole import Whole
@@ -201,9 +202,12 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     tf32_share: float | None = None
     """The share of all these operations that torch may compute in TF32: in fp32, on a GPU of NVIDIA, where its switch for
     convolutions or for matrix products allows it. None if there are none."""
+    counts: Counts | None = None
+    """What a step asks for, if it ran on a CPU: operators, collectives, compilations and values that the program reads. If
+    several processes train, it is that of the first."""
     uncompiled: bool = False
-    """Whether own code uses `torch.compile` on a CPU. There nothing is compiled, because its tensors are counted one by
-    one."""
+    """Whether own code uses `torch.compile` on a CPU. There its graphs are made only in the steps of ``counts``, and
+    nothing is generated."""
     ranks: tuple[Rank, ...] = ()
     """The figures of each process, if there were several."""
     own_seconds: tuple[float, ...] = ()

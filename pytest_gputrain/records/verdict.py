@@ -7,7 +7,7 @@ from typing import Final, Literal
 from msgspec import Struct
 
 from pytest_gputrain.records.case import Case, Scale
-from pytest_gputrain.records.counts import CountFigure
+from pytest_gputrain.records.counts import CountFigure, Counts
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase
 from pytest_gputrain.records.published import Figures
 from pytest_gputrain.records.reply import Environment
@@ -39,7 +39,7 @@ MetricName = Literal[
     "bytes_per_step",
     CountFigure,
 ]
-"""A real GPU gives no peak of a phase. Recomputed FLOPs, bytes and counts are of emulated runs."""
+"""A real GPU gives no peak of a phase and no counts. Recomputed FLOPs and bytes are those of emulated runs."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -67,6 +67,8 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     peak_host_bytes: Whole | None = None
     model_bytes: Whole | None = None
     flops_per_step: Whole | None = None
+    counts: Counts | None = None
+    """What a step asks for, as in `Measurement`, without numbers of lines."""
     one_worker_seconds: float | None = None
     """The step time of one worker, as in `Measurement`. The scaling efficiency of this run follows from it."""
     free_bytes: Whole | None = None

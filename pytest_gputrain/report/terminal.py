@@ -132,8 +132,8 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
     if uncompiled:
         use = f"{next(iter(uncompiled))}{_and_more(list(uncompiled))} use{'s' if len(uncompiled) == 1 else ''}"
         lines.append(
-            f"{count(len(uncompiled), 'case')} not compiled: {use} torch.compile, which has no effect on a CPU, "
-            "because tensors are counted one by one; its effect shows on a GPU"
+            f"{count(len(uncompiled), 'case')} not compiled: {use} torch.compile, which has no effect on memory and time on "
+            "a CPU, because tensors are counted one by one; its effect shows on a GPU"
         )
     lines += emulations.explain(results)
     lines += [f"{count(number, 'case')} with {reason}" for reason, number in reasons.items()]
@@ -245,6 +245,9 @@ METRIC_NAMES: Final[dict[MetricName, str]] = {
     "memsets": "blocks of memory set",
     "blocks": "blocks of threads",
     "python_calls": "calls of Python functions",
+    "operators": "operators",
+    "reads": "values read",
+    "other_reads": "other values read",
 }
 
 

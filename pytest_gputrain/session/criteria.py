@@ -113,6 +113,7 @@ class CriteriaLookup:
             records=is_recorded,
             caps=terms.caps,
             tolerance=tolerance_of(self.settings, terms),
+            counts=count_terms_of(self.settings, terms),
             baseline=baseline,
             hint=hint,
             emulated=emulated,

@@ -44,23 +44,40 @@ def uncompiled(case: Case) -> contextlib.AbstractContextManager[Any]:
 
 
 class CompileCalls:
-    """Notes whether own code hands something to `torch.compile`, by its name, as a decorator or by ``model.compile()``."""
+    """Notes whether own code hands something to `torch.compile`, by its name, as a decorator or by ``model.compile()``.
 
-    def __init__(self) -> None:
+    Args:
+        on_cpu: whether nothing is compiled but in `traced`, where graphs are made and run as they are.
+    """
+
+    def __init__(self, *, on_cpu: bool = False) -> None:
         self.any = False
+        self._on_cpu = on_cpu
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
         """Provide a context in which the calls of `torch.compile` are noted. Own code has to be imported in it."""
         real = torch.compile
+        with contextlib.ExitStack() as stack:
 
-        @functools.wraps(real)
-        def compile_(*args: Any, **kwargs: Any) -> Any:
-            self.any = self.any or not _a_library_is_imported(sys._getframe(1))
-            return real(*args, **kwargs)
+            @functools.wraps(real)
+            def compile_(*args: Any, **kwargs: Any) -> Any:
+                if _a_library_is_imported(sys._getframe(1)):
+                    return real(*args, **kwargs)
+                if self._on_cpu:
+                    kwargs = {name: value for name, value in kwargs.items() if name not in ("mode", "options")}
+                    kwargs["backend"] = "eager"
+                    if not self.any:
+                        stack.enter_context(torch.compiler.set_stance("force_eager"))
+                self.any = True
+                return real(*args, **kwargs)
 
-        with mock.patch.object(torch, "compile", compile_):
+            stack.enter_context(mock.patch.object(torch, "compile", compile_))
             yield
+
+    def traced(self) -> contextlib.AbstractContextManager[Any]:
+        """Provide a context in which what own code compiles on a CPU is traced."""
+        return torch.compiler.set_stance("default") if self.any else contextlib.nullcontext()
 
 
 def _a_library_is_imported(frame: FrameType | None) -> bool:

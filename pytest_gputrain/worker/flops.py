@@ -86,7 +86,7 @@ class FlopCount(SharedMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         formula = self.formulas.get(func.overloadpacket)
-        if formula is None and _is_composite(func, _device_of(args)):
+        if formula is None and is_composite(func, device_of(args)):
             with on_this_thread(self):
                 return func.decompose(*args, **kwargs)
         self.note_thread()
@@ -142,7 +142,7 @@ def is_convolution(operator: str) -> bool:
 
 
 def _may_use_tf32(operator: str, args: Any) -> bool:
-    if torch.version.hip is not None or _device_of(args) != "cuda":
+    if torch.version.hip is not None or device_of(args) != "cuda":
         return False
     # The older switches raise an error once own code has set one of these.
     backends: Any = torch.backends
@@ -150,7 +150,7 @@ def _may_use_tf32(operator: str, args: Any) -> bool:
     return bool(switch.fp32_precision == "tf32")
 
 
-def _device_of(args: Any) -> str:
+def device_of(args: Any) -> str:
     return next((value.device.type for value in args if isinstance(value, torch.Tensor)), "cpu")
 
 
@@ -161,7 +161,7 @@ def type_of(args: Any) -> torch.dtype | None:
 
 
 @functools.cache
-def _is_composite(func: Any, device: str) -> bool:
+def is_composite(func: Any, device: str) -> bool:
     """Tell if an operator is made of others: `torch.inference_mode` passes these on without what autograd does before."""
     if not func._can_decompose():
         return False

@@ -27,6 +27,7 @@ from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loop import Steps, Timed, lead_in, levelled, schedule, timed, timed_steps
+from pytest_gputrain.worker.operator_counts import OperatorCounter
 from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.precision import PRECISIONS
@@ -43,6 +44,7 @@ UNWATCHED: Final = (
     "without FLOPs, and without a check that every trained tensor gets a gradient: both take a step without torch.compile, "
     "which ran out of memory"
 )
+COUNTED_LESS: Final = "without further counts of what a step asks for, because the step after the last check failed"
 UNCOUNTED: Final = (
     "without FLOPs and bytes moved, because the step in which they are counted failed, where the measured steps did not"
 )
@@ -51,6 +53,11 @@ OTHER_STEP: Final = (
     "every timed step"
 )
 UNCALLED: Final = "without calls of Python functions, because the step in which they are counted failed"
+
+_COUNTED_STEPS: Final = 2
+"""The steps of own code, on a CPU, in which it is counted what they ask for."""
+_COMPILING_STEPS: Final = 4
+"""The same where own code compiles: the first two compile."""
 
 
 class Measuring:
@@ -81,6 +88,11 @@ class Measuring:
         self._keep = keep
         self._own = own
         self._emulated = emulated
+        self._operators: OperatorCounter | None = None
+        """Counts further steps on a CPU."""
+        self._counts_further = False
+        """Whether a step runs that nothing but this counter needs."""
+        self._compile_calls = CompileCalls(on_cpu=device.type == "cpu")
         self._own_work = StragglerClock(device)
         self._figures: Measurement | None = None
         self._only_calls_are_missing = False
@@ -98,23 +110,25 @@ class Measuring:
         Raises:
             CheckFailed: the case does not train as it says, or ends before it is measured.
         """
-        compile_calls = CompileCalls()
+        if self._device.type == "cpu" and self._task.counts and not self._task.curve:
+            self._operators = OperatorCounter(own_lines(self._task, builder) if self._own else None)
         self._progress.enter("build")
         self._device.reset_peaks()
         if limit := self._task.limit:
             self._device.limit(0 if limit.of_steps else limit.bytes)
-        with contextlib.ExitStack() as counting:
+        with contextlib.ExitStack() as counting, contextlib.ExitStack() as noting:
             counter = counting.enter_context(self._device.counting(own_lines(self._task, builder).current))
             if self._emulated:
                 counting.enter_context(self._emulated.allocations.following())
             if self._own:
-                counting.enter_context(compile_calls.noted())
+                # On a CPU nothing is to be compiled in any later step, either.
+                (noting if self._device.type == "cpu" else counting).enter_context(self._compile_calls.noted())
             training = build(self._task, self._device.torch_device, builder, self._group, self._own_work.done)
             check = None
-            with contextlib.closing(self._steps(training, counting, counter, compile_calls)) as steps:
+            with contextlib.closing(self._steps(training, counting, counter)) as steps:
                 try:
                     training.run(steps)
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     why = self._why_without_step(error)
                     if self._only_calls_are_missing:
                         self._note(f"{UNCALLED} ({_described(error)})")
@@ -129,11 +143,13 @@ class Measuring:
         assert self._figures is not None, "a training runs until it has no more steps to run"
         return self._figures
 
-    def _why_without_step(self, error: Exception) -> str:
+    def _why_without_step(self, error: BaseException) -> str:
         """Return the note for a counted step that ended with this error; empty where the error is no fault of counting."""
+        if self._counts_further:
+            return f"{COUNTED_LESS} ({_described(error)})"
         if isinstance(error, torch.OutOfMemoryError) and self._case.compile != "off":
             return UNWATCHED
-        if self._emulated is None or isinstance(error, CheckFailed):
+        if self._emulated is None or isinstance(error, CheckFailed | SystemExit):
             return ""
         return f"{UNCOUNTED} ({_described(error)})"
 
@@ -146,7 +162,6 @@ class Measuring:
         training: Trainable,
         counting: contextlib.ExitStack,
         counter: AllocationCounter | None,
-        compile_calls: CompileCalls,
     ) -> Steps:
         task, case, device, group, own = self._task, self._case, self._device, self._group, self._own
         emulated = self._emulated
@@ -200,7 +215,7 @@ class Measuring:
         counting.close()
         losses = tuple(float(loss) for loss in training.losses)
         figures = self._unchecked(training, measured, warmup_seconds, losses, peaks, counter)
-        figures = msgspec.structs.replace(figures, uncompiled=compile_calls.any and counter is not None)
+        figures = msgspec.structs.replace(figures, uncompiled=self._compile_calls.any and counter is not None)
         self._keep(figures)
         self._progress.enter("check")
         check_peak(peaks, 0 if training.model is None else model_bytes(training.model, device.torch_device))
@@ -268,17 +283,54 @@ class Measuring:
         figures = msgspec.structs.replace(figures, notes=(*training.notes, *filter(None, [growth])))
         if self._task.memory_only:
             return figures
+        if self._operators:
+            self._operators.steps.first = steps
+            if not own and self._case.gradient_accumulation > 1:
+                with uncompiled(self._case), self._counting_step(training, update=False):
+                    yield False
         flops = yield from self._watched(training, movement, figures, steps=steps + 1)
         checked = own.check(flops, training) if own else Checked(())
         if self._emulated and not checked.knows_flops:
             self._emulated.work = None
-        return msgspec.structs.replace(
+        figures = msgspec.structs.replace(
             figures,
             flops_per_step=(flops.total - flops.recomputed) or None if checked.knows_flops else None,
             recomputed_flops_per_step=flops.recomputed if flops.total and checked.knows_flops else None,
             tf32_share=(flops.tf32_share or None) if checked.knows_flops else None,
             notes=(*figures.notes, *checked.notes),
         )
+        yield from self._count_further(training, figures)
+        return self._with_counts(figures)
+
+    def _counting_step(self, training: Trainable, *, update: bool) -> contextlib.AbstractContextManager[None]:
+        """Provide a context for a step in which it is counted what the step asks of a CPU."""
+        if self._operators is None:
+            return contextlib.nullcontext()
+        parameters = () if training.model is None else training.model.parameters()
+        return self._operators.counting((value for value in parameters if value.requires_grad), update=update)
+
+    def _count_further(self, training: Trainable, figures: Measurement) -> Steps:
+        """Have further steps of own code run in which it is counted what they ask for: a whole round of its accumulation.
+
+        Of several processes there is none, because the others would wait for one whose step fails.
+        """
+        if self._operators is None or self._own is None or self._group.size > 1:
+            return
+        compiles, round_steps = self._compile_calls.any, self._case.gradient_accumulation
+        if compiles:
+            torch._dynamo.reset()  # a case before this one in the same process may have compiled the same code
+        self._counts_further = True
+        self._check_without_step = lambda why: self._with_counts(
+            msgspec.structs.replace(figures, notes=(*figures.notes, why))
+        )
+        for number in range(0 if compiles else 1, max(_COMPILING_STEPS if compiles else _COUNTED_STEPS, round_steps)):
+            with self._compile_calls.traced(), self._counting_step(training, update=(number + 1) % round_steps == 0):
+                yield True
+        self._counts_further, self._check_without_step = False, None
+
+    def _with_counts(self, figures: Measurement) -> Measurement:
+        counts = self._operators.counts() if self._operators else None
+        return msgspec.structs.replace(figures, counts=counts)
 
     def _unchecked(
         self,
@@ -392,9 +444,12 @@ class Measuring:
             self._device.limit(0)
             if self._group.size == 1:  # of several processes, the others would wait for the one that has no memory
                 self._check_without_step = functools.partial(_unwatched, figures, training, movement, steps=steps - 1)
+        traced_later = self._compile_calls.any and self._group.size == 1
+        updates = own is None or self._case.gradient_accumulation == 1
         with (
             uncompiled(self._case),
             own.recording_threads() if own else contextlib.nullcontext(),
+            contextlib.nullcontext() if traced_later else self._counting_step(training, update=updates),
             self._emulated.counting_work() if self._emulated else count_flops() as flops,
             movement.watching() if movement else contextlib.nullcontext(),
         ):
@@ -408,7 +463,7 @@ class Measuring:
         return flops
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 

@@ -12,9 +12,10 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain.records import CountCause, Place
+from pytest_gputrain.worker.counted_steps import counts_of
 from pytest_gputrain.worker.emulated_values.program_lines import describe_line, name_of_file, own_frame
 from pytest_gputrain.worker.own_lines import OwnLines, own_place
-from pytest_gputrain.worker.step_counts import Rows, StepCounter, counts_of
+from pytest_gputrain.worker.step_counts import Rows, StepCounter
 
 MOST_STEPS: Final = 50
 """Steps of a program that are kept one by one, its first. Each may be of a kind of its own."""
@@ -61,10 +62,10 @@ class ProgramCounter(StepCounter):
         Args:
             kept: whether it was a step; otherwise it is part of the whole run alone.
         """
-        rows = self._end()
+        rows = self.end()
         self._add(rows)
         if kept and self.steps < MOST_STEPS:
-            self._keep(rows, update=self._has_updated)
+            self.add(*rows, update=self._has_updated)
         self._has_updated = False
         self._others_since.clear()
         self.begin_step()
@@ -74,7 +75,7 @@ class ProgramCounter(StepCounter):
 
         A record of an `EmulatedProcess` has these fields.
         """
-        self._add(self._end())
+        self._add(self.end())
         whole = counts_of(self._whole, self.lines_unknown)
         return {name: msgspec.to_builtins(counts) for name, counts in (("asked", whole), ("steps", self.counts())) if counts}
 
@@ -100,7 +101,7 @@ class ProgramCounter(StepCounter):
             self._described[described] = place
         return described
 
-    def _place_of(self, line: str) -> Place:
+    def place_of(self, line: str) -> Place:
         return self._described[line]
 
 

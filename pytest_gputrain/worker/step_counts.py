@@ -4,51 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import re
-import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
-import msgspec
-
-from pytest_gputrain.records import CountCause, CountName, Counts, Place, SlowClass, StepCounts
-from pytest_gputrain.records.counts import MOST_CAUSES, PARTS_OF_WORK, added_up
-from pytest_gputrain.worker.own_lines import MOST_TEXT, OwnLines, name_in_library, own_place
-from pytest_gputrain.worker.python_calls import PythonCalls, with_python_calls
+from pytest_gputrain.records import CountCause, CountName, Place, SlowClass
+from pytest_gputrain.worker.counted_steps import Causes, CountedSteps, compiled
+from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.python_frames import LayoutUnknown, read_frames, stack, text
 
-_PACKAGE: Final = Path(__file__).parents[1]
-"""The folder as frames name it, which may be below a symbolic link."""
-_HIDDEN: Final = tuple(
-    str(_PACKAGE / "worker" / name)
-    for name in (
-        "emulated_values",
-        "device_allocations.py",
-        "untouched_host.py",
-        "threads.py",
-        "work.py",
-        "step_counts.py",
-        "python_frames.py",
-        "memory_recorder.py",
-        "script_recorder.py",
-    )
-)
-"""Code that stands between an operator and the stand-ins, or between a program and the trainer that it calls."""
-_MEASURING: Final = tuple(str(_PACKAGE / "worker" / name) for name in ("device.py", "loop.py", "straggler_clock.py"))
-"""Code that measures: what it asks for is no part of the training."""
-_BETWEEN: Final = tuple(
-    os.path.join(os.sep, "torch", *name.split("/"))
-    for name in ("_ops.py", "_compile.py", "_dynamo/eval_frame.py", "utils/_python_dispatch.py")
-)
-"""The ends of the names of torch's files that call any operator or any mode: the line outside of them tells more."""
-_COMPREHENSION: Final = re.compile(r"\.<locals>\.<(?:list|set|dict)comp>$")
-"""Up to Python 3.11 a comprehension has a frame of its own. Without its name a line has one function in all versions."""
 _MOST_NAME: Final = 60
-_BYTES: Final = {"h2d": "h2d_bytes", "d2h": "d2h_bytes", "d2d": "d2d_bytes", "collectives": "collective_bytes"}
-"""The figure that adds up the bytes of what is counted, by the beginning of its name."""
 
 _OTHER_THREAD: Final = 1
 
@@ -69,19 +34,15 @@ class _Row(NamedTuple):
     size: int
 
 
-Numbers = dict[CountCause, tuple[int, int]]
-"""How many things each cause asks for, and their bytes."""
-
-
 class Rows(NamedTuple):
     """What a step has asked for."""
 
-    judged: Numbers
-    others: Numbers
+    judged: Causes
+    others: Causes
     """What other threads than the training's have asked for."""
 
 
-class StepCounter:
+class StepCounter(CountedSteps):
     """Counts the timed steps of this process, which runs on an emulated GPU.
 
     Args:
@@ -89,11 +50,9 @@ class StepCounter:
     """
 
     def __init__(self, lines: OwnLines | None) -> None:
+        super().__init__(lines)
         # PyDLL keeps Python's lock in a call, and a call is short.
         self._library: Any = ctypes.PyDLL(None)
-        self.lines = lines
-        self.lines_unknown = ""
-        """The reason why causes have no lines."""
         try:
             read_frames(self._library)
         except LayoutUnknown as error:
@@ -103,19 +62,7 @@ class StepCounter:
         """The number of each line that was noted for a backward pass, from 1."""
         self._places: dict[int, tuple[Place | None, Place | None, bool]] = {}
         """The own line and the library's of each stack, and whether this package's measuring asks."""
-        self._functions: dict[str, Place] = {}
-        """Own places by ``train.py:41``, of several functions in one line the first that asked for something."""
-        self.first = 0
-        """The number of steps before the first one that is counted."""
         self._counting = False
-        self._compiled: tuple[int, dict[str, int]] = (0, {})
-        self._steps: list[int] = []
-        self._kinds: dict[bytes, int] = {}
-        self._figures: list[StepCounts] = []
-        self.python: tuple[PythonCalls, int] | None = None
-        """The calls of Python functions, and the kind of the steps that they are of; None if they are not known."""
-        self._causes: defaultdict[CountCause, dict[int, tuple[int, int]]] = defaultdict(dict)
-        self._others: defaultdict[CountCause, dict[int, tuple[int, int]]] = defaultdict(dict)
 
     def note(self, line: str) -> None:
         """Note that what this thread asks for in a backward pass belongs to this own line, until another one is noted."""
@@ -125,9 +72,17 @@ class StepCounter:
 
     def begin_step(self) -> None:
         """Take notice that a step starts on this thread."""
-        self._compiled = _compiled()
+        self.compiled = compiled()
         self._counting = True
         self._library.gputrain_counters_begin()
+
+    def end_step(self, *, update: bool) -> None:
+        """Take notice that the step has ended.
+
+        Args:
+            update: whether the optimizer was to update at its end.
+        """
+        self.add(*self.end(), update=update)
 
     def end_further_step(self, *, update: bool) -> int | None:
         """Take notice that a step behind the timed ones has ended, and return the kind of the timed steps that ask for the
@@ -136,65 +91,12 @@ class StepCounter:
         Args:
             update: whether the optimizer was to update at its end.
         """
-        self._library.gputrain_counters_end()
-        self._counting = False
-        judged, _ = self._rows_of_step()
-        asked = _steady(_figures(judged, update))
-        return next((kind for kind in reversed(self._steps) if _steady(self._figures[kind]) == asked), None)
+        return self.kind_of(self.end().judged, update=update)
 
-    def end_step(self, *, update: bool) -> None:
-        """Take notice that the step has ended.
-
-        Args:
-            update: whether the optimizer was to update at its end.
-        """
-        self._keep(self._end(), update=update)
-
-    def _end(self) -> Rows:
+    def end(self) -> Rows:
         """Count no more, and return what was counted since the step began."""
         self._library.gputrain_counters_end()
         self._counting = False
-        return self._rows_of_step()
-
-    def _keep(self, rows: Rows, *, update: bool) -> None:
-        judged, others = rows
-        figures = _figures(judged, update)
-        # Names of kernels are left out: those of compiled code differ between equal runs.
-        lines = sorted((repr(msgspec.structs.replace(cause, by="")), *numbers) for cause, numbers in judged.items())
-        key = msgspec.json.encode([figures, lines])
-        kind = self._kinds.setdefault(key, len(self._kinds))
-        if kind == len(self._figures):
-            self._figures.append(figures)
-            for kept, counted in ((self._causes, judged), (self._others, others)):
-                for cause, numbers in counted.items():
-                    kept[cause][kind] = numbers
-        self._steps.append(kind)
-
-    @property
-    def steps(self) -> int:
-        """The number of steps that have ended."""
-        return len(self._steps)
-
-    def counts(self) -> Counts | None:
-        """Return what all steps so far have asked for; None before the first one has ended."""
-        if not self._steps:
-            return None
-        counts = Counts(
-            steps=tuple(self._steps),
-            kinds=tuple(self._figures),
-            causes=tuple(_largest(self._by_kind(self._causes))),
-            others=tuple(_largest(self._by_kind(self._others))),
-            first=self.first,
-            lines_unknown=self.lines_unknown,
-        )
-        return counts if self.python is None else with_python_calls(counts, *self.python)
-
-    def _by_kind(self, causes: dict[CountCause, dict[int, tuple[int, int]]]) -> Iterator[CountCause]:
-        for cause, numbers in causes.items():
-            counts, sizes = zip(*(numbers.get(kind, (0, 0)) for kind in range(len(self._figures))), strict=True)
-            yield msgspec.structs.replace(cause, counts=counts, bytes=sizes if any(sizes) else ())
-
-    def _rows_of_step(self) -> Rows:
         judged: defaultdict[CountCause, tuple[int, int]] = defaultdict(lambda: (0, 0))
         others: defaultdict[CountCause, tuple[int, int]] = defaultdict(lambda: (0, 0))
         noted = list(self._noted)
@@ -205,7 +107,7 @@ class StepCounter:
             if is_ours:
                 continue
             if row.noted:
-                own = self._place_of(noted[row.noted - 1])
+                own = self.place_of(noted[row.noted - 1])
             cause = CountCause(
                 what=row.what,
                 by=_short_name(row.by) if what == "launches" else row.by,
@@ -220,109 +122,16 @@ class StepCounter:
             kept = others if row.thread == _OTHER_THREAD else judged
             count, size = kept[cause]
             kept[cause] = count + row.number, size + row.size
-        for cause in self._compiled_since(self._compiled):
+        for cause in self.compiled_since():
             judged[cause] = judged[cause][0] + 1, 0
         return Rows(judged, others)
-
-    def _compiled_since(self, before: tuple[int, dict[str, int]]) -> Iterator[CountCause]:
-        """Yield a cause for each function that torch.compile has compiled since, and for each graph break."""
-        frames, breaks = _compiled()
-        if (added := frames - before[0]) > 0:  # a program may clear torch's counters
-            utils: Any = sys.modules["torch._dynamo.utils"]
-            # Backward graphs are compiled, too, but have no function of their own.
-            named = [one for one in getattr(utils, "get_compilation_metrics", list)() if getattr(one, "co_name", None)]
-            for one in [*named[-added:], *[None] * (added - len(named))]:
-                yield CountCause(what="compilations", counts=(), **self._compiled_function(one))
-        for reason, number in breaks.items():
-            first = next(iter(reason.splitlines()), "")[:MOST_TEXT]
-            for _ in range(number - before[1].get(reason, 0)):
-                yield CountCause(what="graph_breaks", by=first, counts=())
-
-    def _compiled_function(self, metrics: Any) -> dict[str, Any]:
-        """Return what asks for a compilation, and the place of the function that is compiled."""
-        file, function = (getattr(metrics, name, None) or "" for name in ("co_filename", "co_name"))
-        by = f"torch.compile of {function}" if function else "torch.compile"
-        line = getattr(metrics, "co_firstlineno", None) or 0
-        if file and self.lines and (name := self.lines.name_of(file)):
-            return {"by": by, "own": own_place(name, file, function, line)}
-        short = name_in_library(file) if file else ""
-        return {"by": by, "library": Place(short, function, "", line) if short else None}
 
     # --- Lines
 
     def _places_of(self, number: int) -> tuple[Place | None, Place | None, bool]:
         if number not in self._places:
-            self._places[number] = self._find_places(number)
+            self._places[number] = self.places(stack(self._library, number))
         return self._places[number]
-
-    def _find_places(self, number: int) -> tuple[Place | None, Place | None, bool]:
-        library: Place | None = None
-        for line, file, qualified in stack(self._library, number):
-            function = _COMPREHENSION.sub("", qualified)
-            if file.startswith(_HIDDEN) or file.endswith(_BETWEEN):
-                continue
-            if file.startswith(f"{_PACKAGE}{os.sep}"):
-                # What the worker itself calls is no part of the user's own code.
-                return None, library, file.startswith(_MEASURING) or (self.lines is not None and library is None)
-            name = self.lines.name_of(file) if self.lines else ""
-            if name:
-                place = own_place(name, file, function, line)
-                self._functions.setdefault(f"{name}:{line}", place)
-                return place, library, False
-            if library is None and (short := name_in_library(file)):
-                library = Place(short, function, "", line)
-        return None, library, False
-
-    def _place_of(self, line: str) -> Place:
-        """Return the place of a noted line, of which the forward pass may have told the function."""
-        found = self._functions.get(line)
-        if found is None:
-            file, _, number = line.rpartition(":")
-            found = Place(file, "", "", int(number))
-        return found
-
-
-def counts_of(rows: Numbers, lines_unknown: str) -> Counts:
-    """Return counts of one step."""
-    causes = (
-        msgspec.structs.replace(cause, counts=(count,), bytes=(size,) if size else ())
-        for cause, (count, size) in rows.items()
-    )
-    figures = _figures(rows, update=True)
-    return Counts(steps=(0,), kinds=(figures,), causes=tuple(_largest(causes)), lines_unknown=lines_unknown)
-
-
-def _figures(causes: Numbers, update: bool) -> StepCounts:
-    """Add up what a step asks for."""
-    sums: defaultdict[str, int] = defaultdict(int)
-    slow: defaultdict[SlowClass, int] = defaultdict(int)
-    for cause, (count, size) in causes.items():
-        of_graph = cause.replayed and cause.what in PARTS_OF_WORK
-        sums["replayed" if of_graph else cause.what] += count
-        if cause.what == "launches":
-            sums["blocks"] += size
-        elif cause.what == "library_calls":
-            sums["library_flops"] += size
-            if cause.slow:
-                slow[cause.slow] += size
-        elif figure := _BYTES.get(cause.what.partition("_")[0]):
-            sums[figure] += size
-    return StepCounts(update=update, slow_flops=dict(sorted(slow.items())), **sums)
-
-
-def _steady(figures: StepCounts) -> StepCounts:
-    """Return the figures without those that depend on what the caches of allocators have."""
-    return msgspec.structs.replace(figures, mallocs=0, frees=0)
-
-
-def _largest(causes: Iterable[CountCause]) -> Iterator[CountCause]:
-    """Yield the causes, those of launches and library calls behind the others, and the most first; the rest in one row."""
-    ordered = sorted(causes, key=lambda cause: (cause.what in ("launches", "library_calls", "d2d"), -max(cause.counts)))
-    yield from ordered[:MOST_CAUSES]
-    yield from added_up(
-        CountCause(what=cause.what, replayed=cause.replayed, counts=cause.counts, bytes=cause.bytes)
-        for cause in ordered[MOST_CAUSES:]
-    )
 
 
 @functools.cache
@@ -334,11 +143,3 @@ def _short_name(mangled: str) -> str:
     name = ctypes.string_at(pointer).decode("utf-8", "replace") if pointer else mangled
     bare = re.sub(r"\(anonymous namespace\)::", "", name).removeprefix("void ")
     return re.split(r"[<(]", bare, maxsplit=1)[0].rpartition("::")[2][:_MOST_NAME]
-
-
-def _compiled() -> tuple[int, dict[str, int]]:
-    """Return how many functions this process has compiled so far, and its graph breaks by reason."""
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    if utils is None:
-        return 0, {}
-    return int(utils.counters["frames"]["total"]), dict(utils.counters["graph_break"])

@@ -294,8 +294,8 @@ def test_what_is_not_compiled_on_a_cpu_and_what_is_not_counted_is_told_once(proj
     assert sorted(notes) == [
         "1 case: memory and FLOPs of processes that the code starts, such as those of a DataLoader, are not counted: "
         "loader-fp32",
-        "2 cases not compiled: decorated-fp32 (and 1 more) use torch.compile, which has no effect on a CPU, because "
-        "tensors are counted one by one; its effect shows on a GPU",
+        "2 cases not compiled: decorated-fp32 (and 1 more) use torch.compile, which has no effect on memory and time on "
+        "a CPU, because tensors are counted one by one; its effect shows on a GPU",
     ]
     uncompiled = {entry["key"] for entry in project.report()["results"] if entry["replies"][0]["uncompiled"]}
     assert uncompiled == {"decorated-fp32@tiny", "in_place-fp32@tiny"}

@@ -520,3 +520,60 @@ def test_steps_in_which_no_calls_were_counted_are_not_compared_with_those_in_whi
 @pytest.mark.parametrize(("python", "changes"), [("3.12", ["python_calls 1,000 -> 1,200 a step"]), ("3.11", [])])
 def test_an_update_names_calls_of_python_functions_of_the_same_python(python, changes):
     assert list(count_changes(calling(1000, python=python), calling(1200))) == changes
+
+
+# --- On a CPU
+
+
+def on_cpu(*kinds, first=4, **fields):
+    return msgspec.structs.replace(counts(*kinds, **fields), on_cpu=True, first=first)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "status"),
+    [
+        ({"operators": 100}, {"operators": 105}, "pass"),
+        ({"operators": 100}, {"operators": 106}, "regressed"),
+        ({"operators": 1000}, {"operators": 1010}, "pass"),
+        ({"operators": 1000}, {"operators": 1011}, "regressed"),
+        ({"operators": 100_000}, {"operators": 100_061}, "regressed"),
+        ({"reads": 1}, {"reads": 2}, "regressed"),
+        ({"other_reads": 1}, {"other_reads": 100}, "pass"),
+        ({"collectives": 1}, {"collectives": 2}, "regressed"),
+        ({"graph_breaks": 0, "compilations": 1}, {"graph_breaks": 1, "compilations": 1}, "regressed"),
+        ({"compilations": 1}, {"compilations": 2}, "pass"),
+    ],
+)
+def test_on_a_cpu_operators_have_the_rule_of_work_and_reads_fail_as_waits_do(before, now, status):
+    verdict = judge_counts(on_cpu(before), on_cpu(now))
+    assert statuses(verdict)[next(figure for figure in now if before[figure] != now[figure])] == status
+    assert set(statuses(verdict)) == {
+        "operators", "reads", "other_reads", "collectives", "collective_bytes", "compilations", "graph_breaks",
+    }  # fmt: skip
+
+
+def test_other_reads_are_told_and_judged_where_a_tolerance_asks_for_it():
+    before, now = on_cpu({"other_reads": 1}), on_cpu({"other_reads": 3})
+    assert judge_counts(before, now).told == ("reads other values 3 times a step (1 before), which is not judged",)
+    terms = CountTerms(tolerances={"other_reads": CountTolerance(more=1)})
+    assert statuses(judge_counts(before, now, terms))["other_reads"] == "regressed"
+
+
+def test_a_function_that_is_compiled_again_in_each_step_fails_behind_the_steps_that_compile():
+    before = on_cpu({"compilations": 1}, {}, steps=[0, 0, 1, 1])
+    assert statuses(judge_counts(before, before))["compilations"] == "pass"
+    assert statuses(judge_counts(before, on_cpu({"compilations": 1}, steps=[0] * 4)))["compilations"] == "regressed"
+
+
+def test_fewer_reads_excuse_a_few_operators_more():
+    before, now = on_cpu({"operators": 1000, "reads": 2}), on_cpu({"operators": 1030, "reads": 1})
+    verdict = judge_counts(before, now)
+    assert statuses(verdict)["operators"] == "pass"
+    assert verdict.told == ("runs 1,030 operators a step (1,000 before), which passes because the step reads fewer values",)
+
+
+def test_other_steps_of_the_training_are_compared_and_growth_is_told_only():
+    """A program may log in every tenth step."""
+    verdict = judge_counts(on_cpu({}, first=13), on_cpu({"reads": 1}, first=6))
+    assert statuses(verdict)["reads"] == "pass"
+    assert verdict.told

@@ -1,0 +1,270 @@
+"""Collects what the steps of a training ask for, by kind of step and by line, whatever counts it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from pytest_gputrain.records import CountCause, Counts, Place, SlowClass, StepCounts
+from pytest_gputrain.records.counts import MOST_CAUSES, PARTS_OF_WORK, added_up
+from pytest_gputrain.worker.own_lines import MOST_TEXT, OwnLines, name_in_library, own_place
+from pytest_gputrain.worker.python_calls import PythonCalls, with_python_calls
+
+_PACKAGE: Final = Path(__file__).parents[1]
+"""The folder as frames name it, which may be below a symbolic link."""
+_HIDDEN: Final = tuple(
+    str(_PACKAGE / "worker" / name)
+    for name in (
+        "emulated_values",
+        "device_allocations.py",
+        "untouched_host.py",
+        "threads.py",
+        "flops.py",
+        "work.py",
+        "step_counts.py",
+        "operator_counts.py",
+        "python_frames.py",
+        "memory_recorder.py",
+        "script_recorder.py",
+    )
+)
+"""Code that stands between an operator and what counts it, or between a program and the trainer that it calls."""
+_MEASURING: Final = tuple(
+    str(_PACKAGE / "worker" / name) for name in ("device.py", "loop.py", "straggler_clock.py", "checks.py")
+)
+"""Code that measures: what it asks for is no part of the training."""
+_BETWEEN: Final = tuple(
+    os.path.join(os.sep, "torch", *name.split("/"))
+    for name in ("_ops.py", "_compile.py", "_dynamo/eval_frame.py", "utils/_python_dispatch.py")
+)
+"""The ends of the names of torch's files that call any operator or any mode: the line outside of them tells more."""
+_COMPREHENSION: Final = re.compile(r"\.<locals>\.<(?:list|set|dict)comp>$")
+"""Up to Python 3.11 a comprehension has a frame of its own. Without its name a line has one function in all versions."""
+_BYTES: Final = {"h2d": "h2d_bytes", "d2h": "d2h_bytes", "d2d": "d2d_bytes", "collectives": "collective_bytes"}
+"""The figure that adds up the bytes of what is counted, by the beginning of its name."""
+
+_Kind = Literal["own", "library", "ours", "measuring", "between"]
+"""Whose a file is: the user's, a package's, this package's, of this package what measures, or of no interest."""
+_WORK: Final = (*PARTS_OF_WORK, "operators")
+Causes = Mapping[CountCause, tuple[int, int]]
+"""What asks for something, with how many and how many bytes."""
+
+
+class CountedSteps:
+    """The steps that were counted, with what asked for what.
+
+    Args:
+        lines: finds the user's own lines; None for a case without own code.
+    """
+
+    def __init__(self, lines: OwnLines | None) -> None:
+        self.lines = lines
+        self.lines_unknown = ""
+        """The reason why causes have no lines."""
+        self.python: tuple[PythonCalls, int] | None = None
+        """The calls of Python functions, and the kind of the steps that they are of; None if they are not known."""
+        self.on_cpu = False
+        self.first = 0
+        """The number of steps before the first one that is counted."""
+        self.compiled: tuple[int, dict[str, int]] = (0, {})
+        """What torch.compile had compiled before the step that is counted."""
+        self._files: dict[str, tuple[_Kind, str]] = {}
+        """Whose each file is, and its name."""
+        self._functions: dict[str, Place] = {}
+        """Own places by ``train.py:41``, of several functions in one line the first that asked for something."""
+        self._steps: list[int] = []
+        self._kinds: dict[bytes, int] = {}
+        self._figures: list[StepCounts] = []
+        self._causes: defaultdict[CountCause, dict[int, tuple[int, int]]] = defaultdict(dict)
+        self._others: defaultdict[CountCause, dict[int, tuple[int, int]]] = defaultdict(dict)
+
+    def add(self, judged: Causes, others: Causes, *, update: bool) -> None:
+        """Add a step.
+
+        Args:
+            judged: what asked for something in the training.
+            others: the same of other threads.
+            update: whether the optimizer was to update at the end of the step.
+        """
+        figures = _figures(judged, update)
+        # Names of kernels are left out: those of compiled code differ between equal runs.
+        lines = sorted((repr(msgspec.structs.replace(cause, by="")), *numbers) for cause, numbers in judged.items())
+        key = msgspec.json.encode([figures, lines])
+        kind = self._kinds.setdefault(key, len(self._kinds))
+        if kind == len(self._figures):
+            self._figures.append(figures)
+            for kept, counted in ((self._causes, judged), (self._others, others)):
+                for cause, numbers in counted.items():
+                    kept[cause][kind] = numbers
+        self._steps.append(kind)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that have ended."""
+        return len(self._steps)
+
+    def kind_of(self, judged: Causes, *, update: bool) -> int | None:
+        """Return the kind of the steps that ask for the same as a further one; None if no step does.
+
+        Args:
+            judged: what asked for something in the further step.
+            update: whether the optimizer was to update at its end.
+        """
+        asked = _steady(_figures(judged, update))
+        return next((kind for kind in reversed(self._steps) if _steady(self._figures[kind]) == asked), None)
+
+    def counts(self) -> Counts | None:
+        """Return what all steps so far have asked for; None before the first one has ended."""
+        if not self._steps:
+            return None
+        counts = Counts(
+            steps=tuple(self._steps),
+            kinds=tuple(self._figures),
+            causes=tuple(_largest(self._by_kind(self._causes))),
+            others=tuple(_largest(self._by_kind(self._others))),
+            first=self.first,
+            lines_unknown=self.lines_unknown,
+            on_cpu=self.on_cpu,
+        )
+        return counts if self.python is None else with_python_calls(counts, *self.python)
+
+    def _by_kind(self, causes: dict[CountCause, dict[int, tuple[int, int]]]) -> Iterator[CountCause]:
+        for cause, numbers in causes.items():
+            counts, sizes = zip(*(numbers.get(kind, (0, 0)) for kind in range(len(self._figures))), strict=True)
+            yield msgspec.structs.replace(cause, counts=counts, bytes=sizes if any(sizes) else ())
+
+    def compiled_since(self) -> Iterator[CountCause]:
+        """Yield a cause for each function that torch.compile has compiled in the step, and for each graph break."""
+        before = self.compiled
+        frames, breaks = compiled()
+        if (added := frames - before[0]) > 0:  # a program may clear torch's counters
+            utils: Any = sys.modules["torch._dynamo.utils"]
+            # Backward graphs are compiled, too, but have no function of their own.
+            named = [one for one in getattr(utils, "get_compilation_metrics", list)() if getattr(one, "co_name", None)]
+            for one in [*named[-added:], *[None] * (added - len(named))]:
+                yield CountCause(what="compilations", counts=(), **self._compiled_function(one))
+        for reason, number in breaks.items():
+            first = next(iter(reason.splitlines()), "")[:MOST_TEXT]
+            for _ in range(number - before[1].get(reason, 0)):
+                yield CountCause(what="graph_breaks", by=first, counts=())
+
+    def _compiled_function(self, metrics: Any) -> dict[str, Any]:
+        """Return what asks for a compilation, and the place of the function that is compiled."""
+        file, function = (getattr(metrics, name, None) or "" for name in ("co_filename", "co_name"))
+        by = f"torch.compile of {function}" if function else "torch.compile"
+        line = getattr(metrics, "co_firstlineno", None) or 0
+        if file and self.lines and (name := self.lines.name_of(file)):
+            return {"by": by, "own": self._own_place(name, file, function, line)}
+        short = name_in_library(file) if file else ""
+        return {"by": by, "library": Place(short, function, "", line) if short else None}
+
+    # --- Lines
+
+    def places(self, frames: Iterable[tuple[int, str, str]]) -> tuple[Place | None, Place | None, bool]:
+        """Return the own line and the library's of frames, and whether this package's measuring asks.
+
+        Args:
+            frames: line, file and function of each, the innermost first.
+        """
+        library: Place | None = None
+        for line, file, qualified in frames:
+            function = _COMPREHENSION.sub("", qualified)
+            kind, name = self._files.get(file) or self._look_at(file)
+            if kind == "own":
+                return self._own_place(name, file, function, line), library, False
+            if kind == "ours":
+                # What the worker itself calls is no part of the user's own code.
+                return None, library, self.lines is not None and library is None
+            if kind == "measuring":
+                return None, library, True
+            if library is None and kind == "library":
+                library = Place(name, function, "", line)
+        return None, library, False
+
+    def _look_at(self, file: str) -> tuple[_Kind, str]:
+        """Return whose a file is, and its name."""
+        kind: _Kind
+        name = ""
+        if file.startswith(_HIDDEN) or file.endswith(_BETWEEN):
+            kind = "between"
+        elif file.startswith(f"{_PACKAGE}{os.sep}"):
+            kind = "measuring" if file.startswith(_MEASURING) else "ours"
+        elif name := self.lines.name_of(file) if self.lines else "":
+            kind = "own"
+        else:
+            name = name_in_library(file)
+            kind = "library" if name else "between"
+        self._files[file] = kind, name
+        return kind, name
+
+    def _own_place(self, name: str, file: str, function: str, line: int) -> Place:
+        """Return the place of a line of the user's own file, which goes by this name."""
+        place = own_place(name, file, function, line)
+        self._functions.setdefault(f"{name}:{line}", place)
+        return place
+
+    def place_of(self, line: str) -> Place:
+        """Return the place of a noted line, of which the forward pass may have told the function."""
+        found = self._functions.get(line)
+        if found is None:
+            file, _, number = line.rpartition(":")
+            found = Place(file, "", "", int(number))
+        return found
+
+
+def counts_of(causes: Causes, lines_unknown: str) -> Counts:
+    """Return counts of one step."""
+    rows = (
+        msgspec.structs.replace(cause, counts=(count,), bytes=(size,) if size else ())
+        for cause, (count, size) in causes.items()
+    )
+    figures = _figures(causes, update=True)
+    return Counts(steps=(0,), kinds=(figures,), causes=tuple(_largest(rows)), lines_unknown=lines_unknown)
+
+
+def _figures(causes: Causes, update: bool) -> StepCounts:
+    """Add up what a step asks for."""
+    sums: defaultdict[str, int] = defaultdict(int)
+    slow: defaultdict[SlowClass, int] = defaultdict(int)
+    for cause, (count, size) in causes.items():
+        of_graph = cause.replayed and cause.what in PARTS_OF_WORK
+        sums["replayed" if of_graph else cause.what] += count
+        if cause.what == "launches":
+            sums["blocks"] += size
+        elif cause.what == "library_calls":
+            sums["library_flops"] += size
+            if cause.slow:
+                slow[cause.slow] += size
+        elif figure := _BYTES.get(cause.what.partition("_")[0]):
+            sums[figure] += size
+    return StepCounts(update=update, slow_flops=dict(sorted(slow.items())), **sums)
+
+
+def _steady(figures: StepCounts) -> StepCounts:
+    """Return the figures without those that depend on what the caches of allocators have."""
+    return msgspec.structs.replace(figures, mallocs=0, frees=0)
+
+
+def _largest(causes: Iterable[CountCause]) -> Iterator[CountCause]:
+    """Yield the causes, those of work behind the others, and the most first; the rest in one row."""
+    ordered = sorted(causes, key=lambda cause: (cause.what in _WORK, -max(cause.counts)))
+    yield from ordered[:MOST_CAUSES]
+    yield from added_up(
+        CountCause(what=cause.what, replayed=cause.replayed, counts=cause.counts, bytes=cause.bytes)
+        for cause in ordered[MOST_CAUSES:]
+    )
+
+
+def compiled() -> tuple[int, dict[str, int]]:
+    """Return how many functions this process has compiled so far, and its graph breaks by reason."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return 0, {}
+    return int(utils.counters["frames"]["total"]), dict(utils.counters["graph_break"])
