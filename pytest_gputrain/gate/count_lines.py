@@ -255,7 +255,7 @@ def count_changes(before: Counts, now: Counts, *, only_more: bool = False) -> It
             continue
         if figure == "python_calls" and (not before.python or before.python != now.python):
             continue
-        if figure == "gpu_work" and not launches_graphs(before, now):
+        if figure == "gpu_work" and not (before.launches_graphs or now.launches_graphs):
             continue
         old, new = ([counts.of_step(step).figure(figure) for step in steps] for counts in (before, now))
         if old == new or (only_more and not any(map(operator.gt, new, old))):
@@ -268,11 +268,6 @@ def count_changes(before: Counts, now: Counts, *, only_more: bool = False) -> It
         moved = " at other steps" if ends[0] == ends[1] else ""
         when = "a step" if alike else f"in {count(len(steps), 'step')}"
         yield f"{figure} {shown[0]} -> {shown[1]} {when}{moved}"
-
-
-def launches_graphs(*counts: Counts) -> bool:
-    """Tell whether any step launches CUDA graphs, so that the GPU does another number of tasks than the host asks for."""
-    return any(kind.replays for one in counts for kind in one.kinds)
 
 
 def _described(clauses: Sequence[_Clause]) -> str:

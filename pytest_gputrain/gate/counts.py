@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from pytest_gputrain.gate.count_lines import Difference, describe_falls, describe_growth, launches_graphs, lines_beside
+from pytest_gputrain.gate.count_lines import Difference, describe_falls, describe_growth, lines_beside
 from pytest_gputrain.records import CountFigure, Counts, MetricVerdict, Status, StepCounts
 from pytest_gputrain.records.counts import COUNT_FIGURES, PARTS_OF_WORK
 from pytest_gputrain.records.tolerance import CountTerms
@@ -105,7 +105,7 @@ def judge_counts(
         return None
     if now.on_cpu and before.first != now.first:
         terms = dataclasses.replace(terms, mode="tell")
-    graphs = launches_graphs(before, now)
+    graphs = before.launches_graphs or now.launches_graphs
     figures = [figure for figure in _judged_figures(terms) if figure in now.figures and (graphs or figure != "gpu_work")]
     findings = [_Rule(figure, terms, on_cpu=now.on_cpu).judge(pairs, now, again) for figure in figures]
     uncompared = _uncompared_calls(before, now)

@@ -78,8 +78,8 @@ PARTS_OF_WORK: Final[tuple[CountFigure, ...]] = ("launches", "library_calls", "d
 DETAILS: Final[frozenset[CountFigure]] = frozenset({*PARTS_OF_WORK, "gpu_work", "memsets", "blocks"})
 """Figures that tables leave out: the parts of the work, and what is never judged."""
 
-MAIN: Final[tuple[CountFigure, ...]] = ("waits", "work")
-"""Figures that narrow tables have."""
+MAIN: Final[tuple[CountFigure, ...]] = ("waits", "work", "reads", "operators")
+"""Figures that narrow tables have: those of emulated GPUs, and those of a CPU in their place."""
 _ON_A_CPU_ONLY: Final[tuple[CountFigure, ...]] = ("operators", "reads", "other_reads")
 _ON_BOTH: Final[tuple[CountFigure, ...]] = ("collectives", "collective_bytes", "compilations", "graph_breaks")
 
@@ -253,6 +253,10 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The version of Python whose calls were counted, such as ``3.12``, because versions differ in what they call. Empty if
     none were counted."""
 
+    on_cpu: bool = False
+    """Whether they are of a run on a CPU, whose counted steps are further ones behind the timed steps. ``first`` is then the
+    number of all steps before them."""
+
     @property
     def usual_kind(self) -> int:
         """The kind of most steps; of several kinds with as many steps the one that came last."""
@@ -262,16 +266,17 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Return one figure of a timed step, the mean of all of them."""
         return sum(self.kinds[kind].figure(name) for kind in self.steps) / len(self.steps)
 
-    on_cpu: bool = False
-    """Whether they are of a run on a CPU, whose counted steps are further ones behind the timed steps. ``first`` is then the
-    number of all steps before them."""
-
     @property
     def figures(self) -> tuple[CountFigure, ...]:
         """The figures that such a run has."""
         if self.on_cpu:
             return (*_ON_A_CPU_ONLY, *_ON_BOTH)
         return tuple(figure for figure in COUNT_FIGURES if figure not in _ON_A_CPU_ONLY)
+
+    @property
+    def launches_graphs(self) -> bool:
+        """Whether any step launches CUDA graphs, so that the GPU does another number of tasks than the host asks for."""
+        return any(kind.replays for kind in self.kinds)
 
     def of_step(self, index: int) -> StepCounts:
         """Return the figures of timed step ``index``, from 0."""

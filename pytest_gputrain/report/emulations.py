@@ -47,7 +47,7 @@ def table(
     cells: dict[str, list[str]] = {header: [] for header in figures}
     if wide:
         counts = [counts_of(result) for result in results]
-        for name in MAIN if any(counts) else ():
+        for name in (name for name in MAIN if any(name in of for of in counts)):
             cells[name.capitalize()] = [format_count(name, of[name]) if of else "" for of in counts]
     for result in results:
         for number, (header, show) in enumerate(figures.items()):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Final, TypeVar
 
 from pytest_gputrain.records import CountFigure, Counts, Emulated, Measured, Result, Verdict
-from pytest_gputrain.records.counts import COUNT_FIGURES
 
 FAILURES: Final[dict[str, str]] = {
     "out_of_memory": "OOM",
@@ -68,4 +67,7 @@ def counts_of(result: Result) -> dict[CountFigure, float]:
     runs = [result.figures] if isinstance(result, Emulated) else result.replies if isinstance(result, Measured) else ()
     counted = (getattr(run, "counts", None) for run in runs)
     counts: Counts | None = next((counts for counts in counted if counts is not None and counts.steps), None)
-    return {name: counts.per_step(name) for name in COUNT_FIGURES} if counts is not None else {}
+    if counts is None:
+        return {}
+    absent = {"gpu_work": not counts.launches_graphs, "python_calls": not counts.python}
+    return {name: counts.per_step(name) for name in counts.figures if not absent.get(name)}

@@ -64,9 +64,10 @@ def lines(
     ]
     summary_lines += [""] if failures else []
     if cases:
-        asked = map(str.capitalize, MAIN) if any(map(counts_of, results)) else ()
-        headers = (*_HEADERS, *asked)
-        summary_lines += [*markdown.table(headers, (row[: len(headers)] for row in cases)), ""]
+        asked = [name for name in MAIN if any(name in counts_of(result) for result in results)]
+        columns = [*range(len(_HEADERS)), *(len(_HEADERS) + MAIN.index(name) for name in asked)]
+        rows = ([row[column] for column in columns] for row in cases)
+        summary_lines += [*markdown.table((*_HEADERS, *map(str.capitalize, asked)), rows), ""]
     return [*summary_lines, *(f"- {markdown.escaped(note)}" for note in notes), ""]
 
 
@@ -80,7 +81,7 @@ def _row(result: Result) -> tuple[str, ...]:
         seconds = peak = published.outcome(result)
     changes = (terminal.change("step_seconds", result), terminal.change("peak_allocated_bytes", result))
     counts = counts_of(result)
-    asked = (format_count(name, counts[name]) if counts else "" for name in MAIN)
+    asked = (format_count(name, counts[name]) if name in counts else "" for name in MAIN)
     return (verdict_of(result), result.suite, result.key, result.device, seconds, changes[0], peak, changes[1], *asked)
 
 

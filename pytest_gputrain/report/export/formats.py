@@ -144,7 +144,7 @@ def _measures(point: Point) -> dict[str, Any]:
     so are the waits and the work of a step.
     """
     kind, asked = _kind(point.result).replace(" ", "-"), counts_of(point.result)
-    counts = {f"{kind}{name}": {"value": asked[name]} for name in MAIN if asked}
+    counts = {f"{kind}{name}": {"value": asked[name]} for name in MAIN if name in asked}
     if not point.runs:
         return {f"{kind}peak-memory": {"value": point.peak_allocated_bytes}, **counts}
     peaks = [run.peak_allocated_bytes for run in point.runs]
