@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -68,14 +67,6 @@ def explain(results: Sequence[Result]) -> list[str]:
         "operators and allocator decided what was allocated; kernels computed nothing, and no time was measured"
     ]
     lines += _largest_tensors(runs)
-    accepted: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
-    for result, _ in runs:
-        if result.verdict and result.verdict.accepted:
-            accepted[result.verdict.accepted].append(str(result.case))
-    lines += [
-        f"{count(len(cases), 'case')} recorded with {', '.join(changes)}: {', '.join(cases)}"
-        for changes, cases in accepted.items()
-    ]
     unfit = [str(result.case) for result, run in runs if not run.fits]
     if unfit:
         lines.append(f"does not fit: {', '.join(unfit)}")

@@ -136,6 +136,7 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
             "a CPU, because tensors are counted one by one; its effect shows on a GPU"
         )
     lines += emulations.explain(results)
+    lines += _accepted(results)
     lines += [f"{count(number, 'case')} with {reason}" for reason, number in reasons.items()]
     lines += [
         f"{count(len(names), 'case')}: {note}: {next(iter(names))}{_and_more(names)}" for note, names in uncounted.items()
@@ -152,6 +153,16 @@ def advice(results: Sequence[Result]) -> str:
     sentences = [result.verdict.sentence for result in results if result.verdict and result.verdict.status == "new"]
     held = any(result.verdict and (result.verdict.status != "new" or result.verdict.held_to) for result in results)
     return "" if held or not sentences else _doubt(_DOUBTS["new"], sentences)
+
+
+def _accepted(results: Sequence[Result]) -> Iterator[str]:
+    """List the counts that an update has changed, before and after."""
+    accepted: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for result in results:
+        if result.verdict and result.verdict.accepted:
+            accepted[result.verdict.accepted].append(str(result.case))
+    for changes, cases in accepted.items():
+        yield f"{count(len(cases), 'case')} recorded with {', '.join(changes)}: {', '.join(cases)}"
 
 
 def _doubt(description: str, sentences: Sequence[str]) -> str:

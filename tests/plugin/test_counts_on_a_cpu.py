@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import torch
-
-
 def train(setup):
+    import torch
+
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1)).to(setup.device)
     setup.watch(net)
     optimizer = torch.optim.AdamW(net.parameters())
@@ -31,7 +30,7 @@ SAID = "reads values that depend on its trained weights 1 time a step (0 before)
 
 
 def written(project, program, markers=""):
-    project.write(test_mine="import pytest\n" + program.format(markers=markers).lstrip("\n"))
+    project.write(test_mine="import pytest\n" + program.format(markers=markers))
 
 
 @pytest.fixture
@@ -132,10 +131,10 @@ UNSEEN = (
 def test_the_public_regressions_that_a_cpu_shows(project, monkeypatch):
     project.write(test_mechanisms=PROGRAMS)
     selected = ("-k", "not blocking_batches", "--gpu-json=report.json", "--gpu-warmup=1", "--gpu-steps=2")
-    project.run("--gpu-baseline-update", *selected).assert_outcomes(passed=len(BY_COUNTS) + len(UNSEEN))
+    project.spawn("--gpu-baseline-update", *selected).assert_outcomes(passed=len(BY_COUNTS) + len(UNSEEN))
     monkeypatch.setenv("WITH_CAUSE", "1")
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    project.run(*selected)
+    project.spawn(*selected)
     found = {}
     for entry in project.report()["results"]:
         metrics = [metric for metric in entry["verdict"]["metrics"] if metric["status"] == "regressed"]
