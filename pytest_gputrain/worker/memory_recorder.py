@@ -121,6 +121,7 @@ class Recorder:
             "unknown": list(unknown()),
             "not_exchanged": list(not_exchanged()),
             "packages": packages(),
+            "graphs": self._values.graphs() or None,
             **self._values.report(),
         }
         path = Path(folder, f"{os.getpid()}.json")
