@@ -42,6 +42,8 @@ int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, uns
 int gputrain_note_step(void *, int (*)(void *, int), uint64_t);
 size_t gputrain_dropped_steps(uint64_t *, size_t);
 void gputrain_graphs(uint64_t *);
+uint64_t gputrain_watch(uintptr_t);
+int gputrain_is_watched(uintptr_t, uint64_t);
 
 void note_failure(int line, const char *condition);
 #define CHECK(condition) ((condition) ? (void)0 : note_failure(__LINE__, #condition))
@@ -264,7 +266,9 @@ void check_captures(void) {
   while ((count = gputrain_dropped_steps(dropped, 64)))
     all += count;
   CHECK(all == 200 * THREADS);
-  CHECK(cudaFree(device) == OK && cudaFreeHost(pinned) == OK && cudaEventDestroy(event) == OK &&
-        cudaEventDestroy(other) == OK);
+  uint64_t number = gputrain_watch((uintptr_t)device + BYTES); // as a replay does in a pool, of what torch has freed
+  CHECK(gputrain_is_watched((uintptr_t)device + BYTES, number) && cudaFree(device) == OK);
+  CHECK(!gputrain_is_watched((uintptr_t)device + BYTES, number));
+  CHECK(cudaFreeHost(pinned) == OK && cudaEventDestroy(event) == OK && cudaEventDestroy(other) == OK);
   CHECK(cudaStreamDestroy(a) == OK && cudaStreamDestroy(b) == OK && cudaStreamDestroy(c) == OK);
 }
