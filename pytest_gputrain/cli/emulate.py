@@ -307,6 +307,12 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
             yield f"  not known, and not counted: {', '.join(process.unknown)}"
         yield from _lines_of_peak(device)
         yield from _lines_of_counts(process)
+        if graphs := process.graphs:
+            pools = format_bytes(graphs.most_in_pools)
+            yield (
+                f"  CUDA graphs: {graphs.captured:,} captured, launched {graphs.launched:,} times; at most "
+                f"{graphs.most:,} at a time with {graphs.most_kernels:,} kernels; up to {pools} in private pools"
+            )
         if process.dealt:
             yield f"  balanced routing is assumed: unknown scores were distributed evenly, by {_lines(process.dealt)}"
         if process.not_exchanged:

@@ -135,6 +135,19 @@ def not_exchanged_sentence(calls: Sequence[NotExchanged]) -> str:
     return f"NCCL did not exchange or compute data of more than 1 MiB for all GPUs together, by {named}"
 
 
+class CudaGraphs(msgspec.Struct, frozen=True, kw_only=True):
+    """The CUDA graphs of a process."""
+
+    captured: int
+    launched: int
+    most: int
+    """The most graphs that could be launched at a time."""
+    most_kernels: int
+    """The most kernels that these have together."""
+    most_in_pools: int
+    """The most bytes that were reserved in private pools when a capture ended."""
+
+
 class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one process of the program on the emulated GPUs."""
 
@@ -153,6 +166,8 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Choices among unknown scores that were dealt in turn, such as those of experts by a router."""
     assumed: tuple[AtLine, ...] = ()
     """Operators that assume of unknown values that all differ and none is zero, and checks that are assumed to pass."""
+    graphs: CudaGraphs | None = None
+    """What it captured; None if it captured nothing."""
     packages: dict[str, str] = {}
     """The training libraries that the process imported, with their versions."""
     asked: Counts | None = None

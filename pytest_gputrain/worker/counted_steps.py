@@ -25,6 +25,7 @@ _HIDDEN: Final = tuple(
         "emulated_values",
         "device_allocations.py",
         "untouched_host.py",
+        "updates.py",
         "threads.py",
         "flops.py",
         "work.py",
@@ -42,7 +43,13 @@ _MEASURING: Final = tuple(
 """Code that measures: what it asks for is no part of the training."""
 _BETWEEN: Final = tuple(
     os.path.join(os.sep, "torch", *name.split("/"))
-    for name in ("_ops.py", "_compile.py", "_dynamo/eval_frame.py", "utils/_python_dispatch.py")
+    for name in (
+        "_ops.py",
+        "_compile.py",
+        "_dynamo/eval_frame.py",
+        "_higher_order_ops/cudagraph_conditional_nodes.py",
+        "utils/_python_dispatch.py",
+    )
 )
 """The ends of the names of torch's files that call any operator or any mode: the line outside of them tells more."""
 _COMPREHENSION: Final = re.compile(r"\.<locals>\.<(?:list|set|dict)comp>$")

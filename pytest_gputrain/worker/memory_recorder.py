@@ -147,6 +147,7 @@ class Recorder:
             "not_exchanged": list(not_exchanged()),
             "packages": packages(),
             **counts,
+            "graphs": self._values.graphs() or None,
             **self._values.report(),
         }
         path = Path(folder, f"{os.getpid()}.json")

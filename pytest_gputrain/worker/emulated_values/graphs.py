@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from .busy_streams import memory_segments
 from .contents import Contents
 from .evaluation import flat
 
@@ -49,8 +51,38 @@ class Graphs:
         self._stand_ins: Any = ctypes.CDLL(None)
         self._stand_ins.gputrain_note_step.argtypes = [ctypes.c_void_p, _Function, ctypes.c_uint64]
         self._stand_ins.gputrain_dropped_steps.restype = ctypes.c_size_t
+        self._most_in_pools = 0
         self.captures = ctypes.c_int.in_dll(self._stand_ins, "gputrain_captures")
         self._function = _Function(self._run)
+
+    def follow_pools(self) -> None:
+        """Note the memory of private pools after each capture."""
+        graph: Any = torch.cuda.CUDAGraph
+        end = graph.capture_end
+
+        @functools.wraps(end)
+        def end_and_note(this: Any) -> None:
+            end(this)
+            in_pools = sum(one["total_size"] for one in memory_segments() if tuple(one["segment_pool_id"]) != (0, 0))
+            self._most_in_pools = max(self._most_in_pools, in_pools)
+
+        graph.capture_end = end_and_note
+
+    def report(self) -> dict[str, int]:
+        """Tell how many graphs were captured and launched, the most of them and of their kernels that existed at a time, and
+        the most memory that was reserved in private pools after a capture; nothing if none was captured."""
+        numbers = (ctypes.c_uint64 * 4)()
+        self._stand_ins.gputrain_graphs(numbers)
+        captured, launched, most, kernels = numbers
+        if not captured:
+            return {}
+        return {
+            "captured": captured,
+            "launched": launched,
+            "most": most,
+            "most_kernels": kernels,
+            "most_in_pools": self._most_in_pools,
+        }
 
     def capture(self) -> bool:
         """Tell whether the current stream is captured."""

@@ -116,6 +116,7 @@ class Operators:
         reads: what read values that nobody knows.
         dealt: which choices were dealt in turn.
         assumed: which sizes and checks rest on values that nobody knows.
+        graphs: the CUDA graphs.
     """
 
     def __init__(self, observer: Observer | None = None) -> None:
@@ -131,8 +132,8 @@ class Operators:
         self._stand_ins.gputrain_asking_operator.restype = ctypes.c_char_p
         self._unanswered = ctypes.c_uint64.in_dll(self._stand_ins, "gputrain_unanswered_reads")
         self.values = Values(self.contents)
-        self._graphs = Graphs(self.contents)
-        self._exchanges = Exchanges(self.contents, self._graphs)
+        self.graphs = Graphs(self.contents)
+        self._exchanges = Exchanges(self.contents, self.graphs)
         self._looks = Looks(self.contents, self.values)
         self._answering = threading.local()
         self._libraries: dict[str, Any] = {}
@@ -145,9 +146,10 @@ class Operators:
         self._stand_ins.gputrain_track_values()
         self._replace_new()
         follow_libraries(self._replace_new, lambda: self._replacing)
-        follow_triton(self.contents, self._graphs)
+        follow_triton(self.contents, self.graphs)
         self._exchanges.replace_functions()
         self._lbfgs.follow()
+        self.graphs.follow_pools()
 
     def _replace_new(self) -> None:
         """Replace the operators that were not there before."""
@@ -170,7 +172,7 @@ class Operators:
         run = self._replacement(operator, qualified, base, name, written)
         if namespace == "aten" and device_asserts.checks(base):
             original = _original(qualified)
-            run = device_asserts.asserting(self.contents, self._graphs, base, run or original, original)
+            run = device_asserts.asserting(self.contents, self.graphs, base, run or original, original)
         if self._observer is not None and base not in _VIEWS and qualified not in _WITHOUT_PYTHON:
             run = self._observing(self._observer, run or _original(qualified), f"{namespace}.{base}")
         if run is not None:
@@ -189,7 +191,7 @@ class Operators:
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             output = original(keys, *_with_tensors(arguments, numbers), **keywords)
             elements = [sparse.elements(tensor) for tensor in flat([output])]
-            if not (self._graphs.captures.value and self._graphs.defer(None, (), {}, None, elements)):
+            if not (self.graphs.captures.value and self.graphs.defer(None, (), {}, None, elements)):
                 for tensor in elements:
                     self.contents.forget(tensor)
             return output
@@ -260,7 +262,7 @@ class Operators:
         compare = self._lbfgs.compared if by_lbfgs else rules.compared if base in ("eq", "ne", "isnan") else None
         fresh = all(one.alias_info is None for one in operator._schema.returns)
         numbers, random = _places_of_tensors(operator), _is_random(operator)
-        captures, defer = self._graphs.captures, self._graphs.defer
+        captures, defer = self.graphs.captures, self.graphs.defer
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             if numbers:
@@ -302,7 +304,7 @@ class Operators:
         names = [argument.name for argument in operator._schema.arguments] if name in _UPDATING else []
         updated = [place for place, one in enumerate(names) if one.startswith("running_")]
         training = names.index("training") if "training" in names else None
-        captures, defer = self._graphs.captures, self._graphs.defer
+        captures, defer = self.graphs.captures, self.graphs.defer
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             output = self._run(original, name, keys, arguments, keywords)
@@ -325,7 +327,7 @@ class Operators:
         elementwise = torch.Tag.pointwise in operator.tags or base in ("fill_", "zero_")
         decides = rules.DECIDING.get(base.rstrip("_"))
         numbers = _places_of_tensors(operator)
-        captures, defer = self._graphs.captures, self._graphs.defer
+        captures, defer = self.graphs.captures, self.graphs.defer
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             if numbers:
@@ -372,12 +374,12 @@ class Operators:
     def _draw(self, original: _Kernel, name: str) -> _Kernel:
         """Return an operator that draws random numbers, which follow from the state that its generator had before."""
         contents, draw = self.contents, random_numbers.DRAWN[name]
-        in_place, captures = name.partition(".")[0].endswith("_"), self._graphs.captures
+        in_place, captures = name.partition(".")[0].endswith("_"), self.graphs.captures
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
-            if captures.value and self._graphs.capture():
+            if captures.value and self.graphs.capture():
                 output = original(keys, *arguments, **keywords)
-                self._graphs.defer(deal, arguments, keywords, output, [output])
+                self.graphs.defer(deal, arguments, keywords, output, [output])
                 return output
             given = [*arguments, *keywords.values()]
             first = next(tensor for tensor in flat(given) if tensor.is_cuda)
@@ -418,7 +420,7 @@ class Operators:
         return run
 
     def _copy(self, original: _Kernel) -> _Kernel:
-        contents, captures, defer = self.contents, self._graphs.captures, self._graphs.defer
+        contents, captures, defer = self.contents, self.graphs.captures, self.graphs.defer
 
         def run(keys: Any, to: Tensor, source: Tensor, *others: Any) -> Tensor:
             original(keys, to, source, *others)
@@ -501,7 +503,7 @@ class Operators:
 
         def run(keys: Any, condition: Tensor) -> Tensor:
             output: Tensor = original(keys, condition)
-            if not (self._graphs.captures.value and self._graphs.defer(after, (condition,), {}, output, [output])):
+            if not (self.graphs.captures.value and self.graphs.defer(after, (condition,), {}, output, [output])):
                 after((condition,), {}, output)
             return output
 
@@ -518,7 +520,7 @@ class Operators:
 
         def run(keys: Any, gradients: list[Tensor], *others: Any) -> Any:
             output = original(keys, gradients, *others)
-            if not (self._graphs.captures.value and self._graphs.defer(None, (), {}, None, gradients)):
+            if not (self.graphs.captures.value and self.graphs.defer(None, (), {}, None, gradients)):
                 for gradient in gradients:
                     contents.forget(gradient)
             return output
@@ -532,7 +534,7 @@ class Operators:
             output = original(keys, *arguments, **keywords)
             places = zip(written, names, strict=True)
             targets = [arguments[index] if index < len(arguments) else keywords.get(name) for index, name in places]
-            if not (self._graphs.captures.value and self._graphs.defer(None, (), {}, None, targets)):
+            if not (self.graphs.captures.value and self.graphs.defer(None, (), {}, None, targets)):
                 for tensor in flat(targets):
                     if tensor.is_cuda:
                         self.contents.forget(tensor)
@@ -542,7 +544,7 @@ class Operators:
 
     def _run_equal(self, operator: Any, original: _Kernel, keys: Any, tensors: Any) -> Any:
         """Run an operator that reads its own result from the device."""
-        if self._graphs.captures.value and self._graphs.capture():
+        if self.graphs.captures.value and self.graphs.capture():
             return original(keys, *tensors)  # which may not be
         known = self.values.find_all(tensors, {})
         same = self._looks.equal(*tensors) if known is None else None
@@ -558,7 +560,7 @@ class Operators:
 
     def _unless_captured(self, run: _Kernel, original: _Kernel) -> _Kernel:
         """Return ``run``, and where the current stream is captured ``original``."""
-        captures, capture = self._graphs.captures, self._graphs.capture
+        captures, capture = self.graphs.captures, self.graphs.capture
 
         def choose(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             return (original if captures.value and capture() else run)(keys, *arguments, **keywords)
@@ -588,9 +590,9 @@ class Operators:
 
     def _run_sized(self, operator: Any, original: _Kernel, keys: Any, arguments: Any, keywords: Any) -> Any:
         """Run an operator that reads from the device how many results there are, which it is answered."""
-        if self._graphs.captures.value and self._graphs.capture():
+        if self.graphs.captures.value and self.graphs.capture():
             output = original(keys, *arguments, **keywords)  # which may not be, but where it does without
-            self._graphs.defer(None, (), {}, None, [output])
+            self.graphs.defer(None, (), {}, None, [output])
             return output
         name = operator._schema.name.partition("::")[2]
         known = self.values.find_all(arguments, keywords, without=[keywords["out"]] if "out" in keywords else ())

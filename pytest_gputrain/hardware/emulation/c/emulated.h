@@ -98,6 +98,7 @@ int gputrain_copy(void *to, const void *from, size_t bytes);
 int gputrain_copy_rows(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height);
 int gputrain_set(void *to, int value, size_t bytes);
 int gputrain_read_value(void *to, size_t bytes);
+void gputrain_freed_range(uintptr_t start, size_t bytes);
 // Notes where a kernel may write that is in no library of torch's.
 void gputrain_registers_kernels(const void *caller); // of the library that this is in, from now on on this thread
 void gputrain_kernel(const void *function);

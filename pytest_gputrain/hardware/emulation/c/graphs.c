@@ -28,10 +28,8 @@ struct graph {
 
 struct executable {
   int references; // of the program and of the graphs that it is a node of
-  uint64_t id;
   struct nodes nodes;
-  uint64_t kernels, launches;
-  struct executable *next, **link; // all that the program has
+  uint64_t kernels;
 };
 
 struct participant {
@@ -56,10 +54,10 @@ enum { NONE = 0, ACTIVE = 1, INVALIDATED = 2 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct capture *captures;
-static struct executable *executables;
-static uint64_t last_id, last_executable;
-static uint64_t begun, replayed; // captures and launches of graphs so far
-static uint64_t *dropped;        // numbers of functions of the worker's that no graph has any more
+static uint64_t last_id;
+static uint64_t begun, replayed;                            // captures and launches of graphs so far
+static uint64_t graphs, kernels, most_graphs, most_kernels; // that can be launched, and their kernels
+static uint64_t *dropped; // numbers of functions of the worker's that no graph has any more
 static size_t dropped_count, dropped_room;
 static __thread int thread_mode;
 static __thread void *last_stream;
@@ -533,12 +531,10 @@ struct executable *gputrain_instantiate(const struct graph *graph) {
     push(&made->nodes, node);
   }
   pthread_mutex_lock(&lock);
-  made->id = ++last_executable;
-  made->next = executables;
-  made->link = &executables;
-  if (executables)
-    executables->link = &made->next;
-  executables = made;
+  graphs++;
+  kernels += made->kernels;
+  most_graphs = most_graphs < graphs ? graphs : most_graphs;
+  most_kernels = most_kernels < kernels ? kernels : most_kernels;
   pthread_mutex_unlock(&lock);
   gputrain_unknown("the driver's buffers for CUDA graphs");
   return made;
@@ -552,9 +548,8 @@ static void let_go(struct executable *executable) {
 }
 void gputrain_destroy_executable(struct executable *executable) {
   pthread_mutex_lock(&lock);
-  *executable->link = executable->next;
-  if (executable->next)
-    executable->next->link = executable->link;
+  graphs--;
+  kernels -= executable->kernels;
   pthread_mutex_unlock(&lock);
   let_go(executable);
 }
@@ -594,7 +589,6 @@ int gputrain_launch_graph(struct executable *executable, void *stream) {
     return status;
   }
   gputrain_count("replays", "cudaGraphLaunch", 0);
-  __atomic_add_fetch(&executable->launches, 1, __ATOMIC_RELAXED);
   __atomic_add_fetch(&replayed, 1, __ATOMIC_RELAXED);
   status = do_all(&executable->nodes, 0);
   let_go(executable);
@@ -631,15 +625,13 @@ struct node *gputrain_add_conditional(struct graph *graph, unsigned count, struc
 
 // --- For the worker
 
-// Tells how many captures began and how many graphs were launched so far, and how many kernels the graphs have that exist.
-void gputrain_graphs(uint64_t *captured, uint64_t *launched, uint64_t *graphs, uint64_t *kernels) {
+// Tells how many captures began and how many graphs were launched so far, and the most graphs and kernels of theirs that
+// could be launched at a time.
+void gputrain_graphs(uint64_t found[4]) {
   pthread_mutex_lock(&lock);
-  *captured = begun;
-  *launched = __atomic_load_n(&replayed, __ATOMIC_RELAXED);
-  *graphs = *kernels = 0;
-  for (const struct executable *one = executables; one; one = one->next) {
-    ++*graphs;
-    *kernels += one->kernels;
-  }
+  found[0] = begun;
+  found[1] = __atomic_load_n(&replayed, __ATOMIC_RELAXED);
+  found[2] = most_graphs;
+  found[3] = most_kernels;
   pthread_mutex_unlock(&lock);
 }

@@ -134,6 +134,15 @@ static void freed(uintptr_t address) {
   pthread_mutex_unlock(&lock);
 }
 
+// Memory went back to the driver. torch has freed the blocks in it, but of a CUDA graph's pool replays write to freed ones.
+void gputrain_freed_range(uintptr_t start, size_t bytes) {
+  pthread_mutex_lock(&lock);
+  for (size_t at = 0; at < room; at++)
+    if (blocks[at].address - start < bytes)
+      blocks[at].number = 0;
+  pthread_mutex_unlock(&lock);
+}
+
 // --- What kernels of other libraries may have written: the addresses of GPUs among their arguments. Where a kernel takes
 // them, and which of them it writes to, is compiled code. Its arguments lie on the stack of the function that launches it,
 // so whatever lies there is looked at, and an address that was no argument makes only less known than is.
