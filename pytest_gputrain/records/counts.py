@@ -258,6 +258,11 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     number of all steps before them."""
 
     @property
+    def figures(self) -> tuple[CountFigure, ...]:
+        """The figures that such a run has."""
+        return COUNT_FIGURES
+
+    @property
     def usual_kind(self) -> int:
         """The kind of most steps; of several kinds with as many steps the one that came last."""
         return max(reversed(self.steps), key=self.steps.count)
