@@ -257,10 +257,9 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether they are of a run on a CPU, whose counted steps are further ones behind the timed steps. ``first`` is then the
     number of all steps before them."""
 
-    @property
-    def figures(self) -> tuple[CountFigure, ...]:
-        """The figures that such a run has."""
-        return COUNT_FIGURES
+    def __post_init__(self) -> None:
+        if self.steps and max(self.steps) >= len(self.kinds):
+            raise ValueError(f"a step is of kind {max(self.steps)}, and there are {len(self.kinds)} kinds, from 0")
 
     @property
     def usual_kind(self) -> int:
