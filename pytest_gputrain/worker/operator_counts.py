@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import threading
 import weakref
@@ -106,6 +107,7 @@ class OperatorCounter(SharedMode):
         with contextlib.ExitStack() as stack:
             for name in ("cpu", "numpy", "tolist"):
                 stack.enter_context(mock.patch.object(torch.Tensor, name, self._reading(name)))
+            stack.enter_context(_no_garbage_collected())
             with self:
                 yield
         for cause in self.steps.compiled_since():
@@ -190,6 +192,19 @@ class OperatorCounter(SharedMode):
         within = torch._C._current_autograd_node() is not None
         self._here.found = own, _, _ = self.steps.places(_frames(frame, within_backward=within))
         return own.at if own else ""
+
+
+@contextlib.contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Provide a context without garbage collection: autograd copies a gradient that a cycle of garbage still refers to."""
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Asked(NamedTuple):

@@ -1,6 +1,7 @@
 """What a step asks for on a CPU: operators, values that the program reads, and what it compiles."""
 
 import functools
+import gc
 import inspect
 import itertools
 from pathlib import Path
@@ -124,6 +125,38 @@ def test_memory_that_is_given_back_depends_on_nothing(counter):
 
     figures, _ = counted(counter, step)
     assert (figures.reads, figures.other_reads) == (0, 20)
+
+
+class _Keeps(torch.autograd.Function):
+    """Leaves a gradient in a cycle of garbage."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        made = gradient * 2
+        cycle = [made]
+        cycle.append(cycle)
+        return made
+
+
+def test_garbage_collection_changes_no_count(counter):
+    weight = torch.ones(3, requires_grad=True)
+    weight.register_hook(lambda gradient: [[] for _ in range(100)] and None)  # makes objects before the gradient is kept
+
+    def step():
+        _Keeps.apply(weight).sum().backward()
+        weight.grad = None
+
+    thresholds = gc.get_threshold()
+    found = []
+    for often in (False, True):
+        gc.set_threshold(*((1, 1, 1) if often else thresholds))
+        found.append(counted(counter, step)[0])
+    gc.set_threshold(*thresholds)
+    assert found[0] == found[1]
 
 
 def trains(optimizer):
