@@ -429,7 +429,7 @@ def _conclude(
         allowed = format_percent(tolerance.time, signed=False)
         sentence = f"{unclear}; this exceeds the tolerance of {allowed}, but noise or the whole suite may explain it"
         return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
-    if not_gated := _not_gated(case, metrics, measured, baseline, fitted):
+    if not_gated := _not_gated(case, metrics, baseline, fitted, given):
         return not_gated
     if better := describe("improved"):
         return Verdict(status="improved", sentence=f"{better}; {_RECORD} to keep it", metrics=metrics)
@@ -444,15 +444,16 @@ def _conclude(
 def _not_gated(
     case: Case,
     metrics: tuple[MetricVerdict, ...],
-    measured: Sequence[Measurement],
     baseline: Baseline,
     fitted: Sequence[BaselineRun],
+    given: Circumstances,
 ) -> Verdict | None:
     """Return the verdict if something cannot be gated that was asked for or recorded: it must not pass for gated."""
     recorded = f"its baseline of {dates(baseline)}"
     status: Status = "not-comparable"
     said = ""
-    efficiency = next((metric for metric in metrics if metric.metric == "scaling_efficiency"), None)
+    by_name = {metric.metric: metric for metric in metrics}
+    efficiency, operators = by_name.get("scaling_efficiency"), by_name.get("operators")
     if phases := describe_missing_phases(metrics, "new"):
         status, said = "new", f"has {phases} in {recorded}"
     elif phases := describe_missing_phases(metrics, "not-comparable"):
@@ -461,6 +462,6 @@ def _not_gated(
         status, said = "new", f"has no scaling efficiency in {recorded}"
     elif efficiency is not None and efficiency.value is None:
         return Verdict(status=status, sentence=f"{case} has no scaling efficiency: {efficiency.note}", metrics=metrics)
-    elif fitted[-1].counts is not None and measured[0].counts is None:
-        said = f"is not compared in full with {recorded}, because it was not counted what its steps ask of a CPU"
+    elif fitted[-1].counts and given.counts.mode == "judge" and operators and operators.status == "not-comparable":
+        said = f"is not compared in full with {recorded}: {operators.note}"
     return Verdict(status=status, sentence=f"{case} {said}; {_RECORD}", metrics=metrics) if said else None
