@@ -138,7 +138,10 @@ def judge_counts(
     return JudgedCounts(
         metrics=tuple(metrics),
         worse=tuple(describe_growth(of_status("regressed"), before, now).values()),
-        doubtful=tuple(describe_growth(of_status("inconclusive"), before, now).values()),
+        doubtful=tuple(
+            f"{what}, which a second run in a fresh process does not confirm"
+            for what in describe_growth(of_status("inconclusive"), before, now).values()
+        ),
         better=tuple(describe_falls(of_status("improved"))),
         told=tuple(notes.values()),
         work_rose=work_rose,

@@ -402,7 +402,8 @@ def _conclude(
 
     of_counts: dict[Status, tuple[str, ...]] = {}
     if counts is not None:
-        of_counts = {"regressed": counts.worse, "inconclusive": counts.doubtful, "improved": counts.better}
+        of_counts = {"regressed": counts.worse, "improved": counts.better}
+    doubtful = counts.doubtful if counts is not None else ()
 
     def describe(status: Status) -> str:
         chosen = [metric for metric in metrics if metric.status == status]
@@ -416,18 +417,20 @@ def _conclude(
         parts += of_counts.get(status, ())
         return f"{case} {', and '.join(parts)}" if parts else ""
 
+    unclear = describe("inconclusive").removeprefix(f"{case} ")
     if worse := describe("regressed"):
         flops_described = any(metric.metric == "flops_per_step" and metric.status == "regressed" for metric in metrics)
         since = [describe_changes(measured[0].environment, fitted, given.variables)]
         since += describe_counters(measured[0], fitted, flops=not flops_described)
         since += filter(None, [describe_throttling(measured)])
-        unclear = describe("inconclusive").removeprefix(f"{case} ")
-        doubt = f"; it also {unclear}, which noise or the whole suite may explain" if unclear else ""
+        doubts = [f"{unclear}, which noise or the whole suite may explain"] if unclear else []
+        doubt = "".join(f"; it also {what}" for what in (*doubts, *doubtful))
         sentence = f"{worse} (baseline of {dates(baseline)}); {', '.join(since)}{doubt}"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
-    if unclear := describe("inconclusive"):
+    if unclear or doubtful:
         allowed = format_percent(tolerance.time, signed=False)
-        sentence = f"{unclear}; this exceeds the tolerance of {allowed}, but noise or the whole suite may explain it"
+        explained = f"{unclear}; this exceeds the tolerance of {allowed}, but noise or the whole suite may explain it"
+        sentence = f"{case} {'; it also '.join((*([explained] if unclear else []), *doubtful))}"
         return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
     if not_gated := _not_gated(case, metrics, baseline, fitted, given):
         return not_gated
