@@ -76,27 +76,20 @@ def figures(step):
     return [f"{number:,}" for number in (step.get("waits", 0), pageable, step["launches"])]
 
 
-@pytest.fixture(scope="session")
-def finds(run_tests_in, tmp_path_factory):
-    """The results of all finds, as the libraries are and mended."""
-    folder = tmp_path_factory.mktemp("finds")
-    (folder / "test_finds.py").write_text(FINDS.read_text())
-    done, results = run_tests_in(folder, "-n2", "--gpu-steps=2", "--gpu-warmup=2")
-    assert done.returncode == 0, done.stdout
-    return results
-
-
 @pytest.mark.slow
 @pytest.mark.weekly
-@pytest.mark.parametrize("name", WHERE)
-def test_a_find_of_the_table_waits_as_often_as_the_page_says(finds, name):
-    before, after = (finds[f"test_find[{name}-{mended}]"] for mended in (False, True))
-    named = [
-        cause.get("library", {}).get("function", "")
-        for cause in before["reply"]["counts"]["causes"]
-        if cause["what"] == "waits"
-    ]
-    assert WHERE[name] in named
-    (row,) = rows(f"`{WHERE[name]}`")
-    waits = [of_last_step(result).get("waits", 0) for result in (before, after)]
-    assert [row[2], row[4]] == [str(number) for number in waits]
+def test_the_finds_of_the_table_wait_as_often_as_the_page_says(run_tests_in, tmp_path):
+    (tmp_path / "test_finds.py").write_text(FINDS.read_text())
+    done, results = run_tests_in(tmp_path, "-n2", "--gpu-steps=2", "--gpu-warmup=2")
+    assert done.returncode == 0, done.stdout
+    counted, shown = {}, {}
+    for name, function in WHERE.items():
+        before, after = (results[f"test_find[{name}-{mended}]"] for mended in (False, True))
+        assert function in {
+            cause["library"]["function"]
+            for cause in before["reply"]["counts"]["causes"]
+            if cause["what"] == "waits" and "library" in cause
+        }
+        counted[name] = [str(of_last_step(result).get("waits", 0)) for result in (before, after)]
+        shown[name] = next([row[2], row[4]] for row in rows(f"`{function}`"))
+    assert counted == shown

@@ -164,7 +164,7 @@ def images(setup, mended):
     sizes = {"hidden_size": 64, "intermediate_size": 128}
     text = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512}
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    vision = {"depth": 24, "num_heads": 4, "out_hidden_size": 64, **sizes}
+    vision = {"depth": 24, "num_heads": 4, "out_hidden_size": 64, "deepstack_visual_indexes": [5, 11, 17], **sizes}
     config = Qwen3VLConfig(text_config=text | sizes, vision_config=vision, image_token_id=IMAGE)
     model = Qwen3VLForConditionalGeneration(config).to(setup.device)
 
