@@ -6,13 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from pytest_gputrain.gate.count_lines import format_count
 from pytest_gputrain.gate.memory import in_phase, tensor
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Emulated, EmulatedRun, Result
-from pytest_gputrain.records.counts import MAIN
 from pytest_gputrain.report import rich_text
-from pytest_gputrain.report.results import counts_of, latest, of_kind
+from pytest_gputrain.report.results import count_columns, latest, of_kind
 from pytest_gputrain.utils.units import format_bytes, format_flops
 
 if TYPE_CHECKING:
@@ -46,9 +44,7 @@ def table(
         del figures["(Model)"], figures["Compute"]
     cells: dict[str, list[str]] = {header: [] for header in figures}
     if wide:
-        counts = [counts_of(result) for result in results]
-        for name in (name for name in MAIN if any(name in of for of in counts)):
-            cells[name.capitalize()] = [format_count(name, of[name]) if of else "" for of in counts]
+        cells |= count_columns(results)
     for result in results:
         for number, (header, show) in enumerate(figures.items()):
             failed = "" if number else outcome(result)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
+from pytest_gputrain.gate.count_lines import format_count
 from pytest_gputrain.records import CountFigure, Counts, Emulated, Measured, Result, Verdict
+from pytest_gputrain.records.counts import MAIN
 
 FAILURES: Final[dict[str, str]] = {
     "out_of_memory": "OOM",
@@ -71,3 +73,13 @@ def counts_of(result: Result) -> dict[CountFigure, float]:
         return {}
     absent = {"gpu_work": not counts.launches_graphs, "python_calls": not counts.python}
     return {name: counts.per_step(name) for name in counts.figures if not absent.get(name)}
+
+
+def count_columns(results: Sequence[Result]) -> dict[str, list[str]]:
+    """Return the columns of counts for a narrow table, by their title: a cell for each result."""
+    counts = [counts_of(result) for result in results]
+    figures = (figure for figure in MAIN if any(figure in asked for asked in counts))
+    return {
+        figure.capitalize(): [format_count(figure, asked[figure]) if figure in asked else "" for asked in counts]
+        for figure in figures
+    }
