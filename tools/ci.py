@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -33,6 +34,7 @@ INSTALL_MINUTES: Final = 12.0
 _SKIPPED: Final = re.compile(r"SKIPPED \[(\d+)\] (?P<place>[^:]+)(?::\d+)?: (?P<reason>.*)")
 # A line of pytest's progress with a test that failed, or such a line as far as it was printed.
 _FAILING: Final = re.compile(r"(\S+\.py )?[.sxX]*[FE][.sxXFE]*( +\[ *\d+%\])?\s*")
+_REMOVED: Final = "removed-"
 _ERROR: Final = re.compile(r"error[: ]|^E: |no space left|timed out", re.IGNORECASE)
 
 
@@ -58,11 +60,11 @@ PARTS: Final = (
         40,
         {"chromium": "chromium", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"},
     ),
-    Part("recipes", 12),
-    Part("ray", 12),
     Part("emulated", 50, {"cc": "gcc"}),
     Part("foreign", 10, {"cc": "gcc"}),
     Part("oldest", 24),
+    Part("recipes", 12),
+    Part("ray", 12),
     Part("operators", 100, {"cc": "gcc"}, by_name=True),
     Part("foreign-weekly", 20, {"cc": "gcc"}, by_name=True),
     Part("weekly", 150, by_name=True),
@@ -162,8 +164,23 @@ def skipped_tests(lines: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{count} of {place}: {reason}" for (place, reason), count in sorted(found.items()))
 
 
-def outcome(part: Part, tox: str, run: Runner, minutes_left: float) -> Outcome:
-    """Run a part in the time that is left for all."""
+class Prepared(NamedTuple):
+    """What the installation of a part came to."""
+
+    installed: Ran
+    without: tuple[str, ...] = ()
+    """The things that could not be installed, each with its reason."""
+
+
+def prepare(part: Part, tox: str, run: Runner, minutes_left: float) -> Prepared:
+    """Install a part, with the programs that its tests look for."""
+    minutes = min(INSTALL_MINUTES, minutes_left)
+    without = missing_programs(part, run, minutes)
+    return Prepared(run((tox, "run", "-e", part.name, "--notest"), minutes), without)
+
+
+def outcome(part: Part, tox: str, run: Runner, minutes_left: float, prepared: Callable[[], Prepared]) -> Outcome:
+    """Run a part in the time that is left for all. The quick one installs itself, and asks for no `prepared`."""
     started = time.monotonic()
 
     def ended(status: str, *skipped: str) -> Outcome:
@@ -174,19 +191,28 @@ def outcome(part: Part, tox: str, run: Runner, minutes_left: float) -> Outcome:
     if part.name == QUICK:
         ran = run((tox, "run-parallel", "--parallel-live"), part.minutes)
         return ended(_status(ran), *skipped_tests(ran.lines))
-    without = missing_programs(part, run, min(INSTALL_MINUTES, minutes_left))
-    installed = run((tox, "run", "-e", part.name, "--notest"), min(INSTALL_MINUTES, minutes_left))
+    installed, without = prepared()
     if installed.status != 0:
         why = "its installation took too long" if installed.status is None else installed.reason
         return ended("skipped", f"all of it: cannot be installed: {why}")
     left = minutes_left - (time.monotonic() - started) / 60
     ran = run((tox, "run", "-e", part.name, "--skip-pkg-install"), min(part.minutes, left))
     # Several environments hold the CUDA build of torch, of 3 GB and more.
-    shutil.rmtree(ROOT / ".tox" / part.name, ignore_errors=True)
+    remove_in_background(ROOT / ".tox" / part.name)
     if ran.status is None and left < part.minutes and not any(map(_FAILING.fullmatch, ran.lines)):
         # The machine was slow in the parts before, which is no fault of this one.
         return ended("skipped", *without, f"the rest of it: the {ALL_MINUTES:.0f} minutes of the whole run were over")
     return ended(_status(ran), *without, *skipped_tests(ran.lines))
+
+
+def remove_in_background(folder: Path) -> None:
+    """Remove an environment while the next part runs: that takes minutes on a slow disk, and hardly any CPU.
+
+    Its name is free at once. The end of the run does not wait, and the next run removes what is left.
+    """
+    if folder.is_dir():
+        folder = folder.rename(Path(tempfile.mkdtemp(dir=folder.parent, prefix=_REMOVED)) / folder.name).parent
+        threading.Thread(target=shutil.rmtree, args=(folder, True), daemon=True).start()
 
 
 def _status(ran: Ran) -> str:
@@ -209,17 +235,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = parser.parse_args(arguments).parts or [part.name for part in PARTS if not part.by_name]
     if unknown := sorted(set(wanted) - set(names)):
         parser.error(f"there is no part {', '.join(unknown)}; the parts are {', '.join(names)}")
-    started = time.monotonic()
+    ends = time.monotonic() + ALL_MINUTES * 60
     outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory() as folder:
-        python = f"{folder}/bin/python"
+    for removed in (ROOT / ".tox").glob(f"{_REMOVED}*"):
+        remove_in_background(removed)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as installer:
+        python, tox = f"{folder}/bin/python", f"{folder}/bin/tox"
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "tox"], check=True)
-        for part in PARTS:
-            if part.name in wanted:
-                outcomes.append(outcome(part, f"{folder}/bin/tox", run, ALL_MINUTES - (time.monotonic() - started) / 60))
-                if part.name == QUICK and outcomes[-1].status != "passed":
-                    break
+        prepared: dict[str, Future[Prepared]] = {}
+        due = [part for part in PARTS if part.name in wanted]
+        for part, following in zip(due, [*due[1:], None], strict=True):
+            minutes_left = (ends - time.monotonic()) / 60
+            # An installation waits for the network and the disk, so the next part is installed beside the tests of this one.
+            for each in filter(None, (part, following)):
+                if part.name != QUICK and each.name not in prepared:
+                    prepared[each.name] = installer.submit(prepare, each, tox, run, minutes_left)
+            outcomes.append(outcome(part, tox, run, minutes_left, lambda name=part.name: prepared[name].result()))
+            if part.name == QUICK and outcomes[-1].status != "passed":
+                break
+        installer.shutdown(cancel_futures=True)
     print(told(outcomes), flush=True)
     return int(any(each.status.startswith("failed") for each in outcomes))
 

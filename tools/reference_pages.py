@@ -27,6 +27,7 @@ from pytest_gputrain.hardware.catalog import MARKERS
 from pytest_gputrain.plugin.marker_help import lines as marker_lines
 from pytest_gputrain.plugin.options import OPTIONS, Option
 from pytest_gputrain.records import Report
+from pytest_gputrain.records.history import COUNT_KEYS
 
 DOCS: Final = Path(__file__).parent.parent / "docs"
 PAGES: Final = tuple(DOCS / name for name in ("api.md", "api-records.md", "cli.md", "options.md", "history.md"))
@@ -35,6 +36,7 @@ _PART: Final = re.compile(r"<!-- begin ([\w.]+) -->\n.*?<!-- end \1 -->", re.DOT
 _WITH_DEFAULTS: Final = ("Case",)
 """Classes whose objects users make; they only read those of the others."""
 _OF_CASE: Final = "The field of [`Case`](api.md#case)."
+_OF_COUNTS: Final = "of [what a timed step asks of the GPU](counts.md), the mean of the steps; null if nothing was counted."
 _INTERNAL: Final = ("identity", "loaders", "sides", "watched")
 """Public members that users have no use for."""
 _SHORT_TYPES: Final = {"Whole": "int", "StepSeconds": "tuple[float, ...]", " | UnsetType": ""}
@@ -200,10 +202,12 @@ def _aliases(module: ModuleType) -> Iterator[tuple[str, str]]:
 
 def history() -> str:
     """Return the table of the keys of the history: name, type in JSON, meaning."""
-    node = _definitions("pytest_gputrain.records.history")["HistoryLine"]
+    node = _definitions("pytest_gputrain.records.history")["_Line"]
     assert isinstance(node, ast.ClassDef)
     rows = [row for row in _members(node) if isinstance(row, Row)]
-    return table(("key", "type", "meaning"), ((row.name, _json_type(row.type), row.meaning or _OF_CASE) for row in rows))
+    keys = [(row.name, _json_type(row.type), row.meaning or _OF_CASE) for row in rows]
+    keys += ((f"`{key}`", "number or null", f"`{figure}` {_OF_COUNTS}") for key, figure in COUNT_KEYS.items())
+    return table(("key", "type", "meaning"), keys)
 
 
 def _json_type(kind: str) -> str:

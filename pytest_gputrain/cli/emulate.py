@@ -35,6 +35,7 @@ from pytest_gputrain.records.emulation import (
     Tensors,
     not_exchanged_sentence,
 )
+from pytest_gputrain.report.asked import asked_by
 from pytest_gputrain.report.html import page
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import CannotEmulate
@@ -288,9 +289,9 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
             else f"  peak device use {format_bytes(use.peak_bytes)}, and torch allocated nothing"
         )
         return
-    at_least = "at least " if process.unknown else ""
-    yield f"  peak allocated  {at_least}{format_bytes(device.peak_allocated)}"
-    yield f"  peak reserved   {at_least}{format_bytes(device.peak_reserved)}"
+    at_least, torch_at_least = ("at least " if what else "" for what in (process.unknown, process.unknown_in_torch))
+    yield f"  peak allocated  {torch_at_least}{format_bytes(device.peak_allocated)}"
+    yield f"  peak reserved   {torch_at_least}{format_bytes(device.peak_reserved)}"
     yield (
         f"  peak device use {at_least}{format_bytes(use.peak_bytes)} of {format_bytes(report.memory_bytes)}, of which "
         f"{format_bytes(boards.CONTEXT_BYTES)} are assumed for CUDA's context"
@@ -305,6 +306,13 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
         if process.unknown:
             yield f"  not known, and not counted: {', '.join(process.unknown)}"
         yield from _lines_of_peak(device)
+        yield from _lines_of_counts(process)
+        if graphs := process.graphs:
+            pools = format_bytes(graphs.most_in_pools)
+            yield (
+                f"  CUDA graphs: {graphs.captured:,} captured, launched {graphs.launched:,} times; at most "
+                f"{graphs.most:,} at a time with {graphs.most_kernels:,} kernels; up to {pools} in private pools"
+            )
         if process.dealt:
             yield f"  balanced routing is assumed: unknown scores were distributed evenly, by {_lines(process.dealt)}"
         if process.not_exchanged:
@@ -349,6 +357,23 @@ def _lines_of_peak(device: EmulatedDevice) -> Iterator[str]:
     rest = peak.bytes - sum(tensors.bytes * tensors.count for tensors in peak.tensors)
     if rest:
         yield f"  {format_bytes(rest):>12}  all others"
+
+
+def _lines_of_counts(process: EmulatedProcess) -> Iterator[str]:
+    """Tell what each line of the program asks of the GPU."""
+    asked = asked_by(process)
+    if asked is None:
+        yield "  what each line asks of the GPU is not known: pytest-gputrain is not in the program's environment"
+        return
+    if asked.lines_unknown:
+        yield f"  what asks it has no lines: {asked.lines_unknown}"
+    yield f"  what each line asks of the GPU {asked.about}:"
+    rows: list[tuple[str, list[str]]] = [("", list(asked.columns))]
+    rows += ((place, asked.cells(figures)) for place, figures in (*asked.lines, *asked.sums))
+    widths = [max(map(len, column)) for column in zip(*(cells for _, cells in rows), strict=True)]
+    for place, cells in rows:
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        yield f"    {'  '.join(padded)}  {place}".rstrip()
 
 
 def _rows(groups: Iterable[Tensors]) -> Iterator[str]:

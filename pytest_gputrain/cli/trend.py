@@ -15,12 +15,10 @@ from pytest_gputrain.records import Change, Course, Moment, Trends
 from pytest_gputrain.report import tables
 from pytest_gputrain.report.html import page
 from pytest_gputrain.report.trend.reading import METRICS, Filter, History
-from pytest_gputrain.report.trend.series import HIGHER_IS_BETTER, analyse, shown
+from pytest_gputrain.report.trend.series import DEFAULT_METRICS, HIGHER_IS_BETTER, analyse, format_share, is_told, shown
 from pytest_gputrain.storage.history import HistoryError
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.units import format_percent, parse_ratio
-
-DEFAULT_METRICS: Final = ("median_step_seconds", "peak_allocated_bytes")
 
 
 def add_to(commands: Any) -> None:
@@ -39,7 +37,8 @@ def add_to(commands: Any) -> None:
         action="append",
         choices=METRICS,
         metavar="KEY",
-        help=f"a key of the history; may be repeated (default: {', '.join(DEFAULT_METRICS)})",
+        help="a key of the history; may be repeated (default: median_step_seconds, peak_allocated_bytes, and the counts "
+        "that have changed)",
     )
     trend.add_argument(
         "--case", action="append", default=[], metavar="TEXT", help="only cases whose id contains this; may be repeated"
@@ -88,7 +87,8 @@ def main(options: argparse.Namespace) -> int:
     wanted = Filter(cases=options.case, devices=options.device, branch=options.branch)
     try:
         history = History(options.history, metrics, wanted, console.say)
-        courses = tuple(_with_wanted_changes(course, options) for course in analyse(history, metrics))
+        analysed = (_with_wanted_changes(course, options) for course in analyse(history, metrics))
+        courses = tuple(course for course in analysed if options.metric or is_told(course))
     except HistoryError as error:
         console.say(error)
         return 2
@@ -111,7 +111,7 @@ def _with_wanted_changes(course: Course, options: argparse.Namespace) -> Course:
     wanted = [
         change
         for change in course.changes
-        if abs(change.share) >= options.least and (options.newest is None or change.runs_since <= options.newest)
+        if change.size >= options.least and (options.newest is None or change.runs_since <= options.newest)
     ]
     return msgspec.structs.replace(course, changes=tuple(wanted))
 
@@ -135,7 +135,7 @@ def _text_tables(courses: Sequence[Course]) -> list[tables.TextTable]:
     changed = [
         (
             *_names(course),
-            f"{format_percent(change.share)} {_word(course.metric, change)}",
+            " ".join(filter(None, [format_share(change), _word(course.metric, change)])),
             f"{shown(course.metric, change.before)} -> {shown(course.metric, change.after)}",
             _commits(change.base, change.first),
             " .. ".join(dict.fromkeys((change.base.date[:10], change.first.date[:10]))),

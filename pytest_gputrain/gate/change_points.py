@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -82,6 +82,22 @@ def levels(figures: Sequence[float] | Array, prior: float = PRIOR_SD) -> Levels:
     edges = _settled(logs, [0, *sorted(cuts), len(logs)], cost)
     medians = tuple(_median(values[begin:end]) for begin, end in itertools.pairwise(edges))
     return Levels(starts=tuple(edges[:-1]), medians=medians, sd=sd)
+
+
+def exact_levels(figures: Sequence[float], most: Callable[[float], float]) -> Levels:
+    """Find the levels of figures without noise: each figure that differs from the first one of its level begins another.
+
+    Args:
+        most: the highest figure that does not differ from one that is lower.
+    """
+    starts = [0]
+    for index, figure in enumerate(figures):
+        low, high = sorted((figures[starts[-1]], figure))
+        if high > most(low):
+            starts.append(index)
+    ends = [*starts[1:], len(figures)]
+    medians = tuple(_median(np.asarray(figures[start:end], float)) for start, end in zip(starts, ends, strict=True))
+    return Levels(starts=tuple(starts), medians=medians, sd=0.0)
 
 
 def _median(values: Array) -> float:

@@ -12,12 +12,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from pytest_gputrain.gate.messages import count, listed
-from pytest_gputrain.records import CountCause, CountFigure, CountName, Counts, StepCounts
-from pytest_gputrain.records.counts import COUNT_FIGURES
-from pytest_gputrain.utils.units import format_bytes, format_flops
+import msgspec
 
-PARTS_OF_WORK: Final[tuple[CountFigure, ...]] = ("launches", "library_calls", "d2d")
+from pytest_gputrain.gate.messages import count, listed
+from pytest_gputrain.records import CountCause, CountFigure, CountName, Counts, LineCount, StepCounts
+from pytest_gputrain.records.counts import COUNT_FIGURES, PARTS_OF_WORK
+from pytest_gputrain.utils.units import format_bytes, format_flops
 
 _SAID: Final[dict[CountFigure, str]] = {
     "waits": "waits for the GPU {now} {when} ({before} before)",
@@ -25,6 +25,7 @@ _SAID: Final[dict[CountFigure, str]] = {
     "collectives": "communicates with other GPUs {now} {when} ({before} before)",
     "compilations": "compiles {now} {when} ({before} before)",
     "graph_breaks": "breaks the graph of torch.compile {now} {when} ({before} before)",
+    "captures": "captures {now} {when} ({before} before)",
     "mallocs": "asks the driver for memory {now} {when} ({before} before)",
     "frees": "gives memory back to the driver {now} {when} ({before} before)",
     "launches": "launches {now} {when} ({before} before)",
@@ -37,23 +38,29 @@ _SAID: Final[dict[CountFigure, str]] = {
     "unaligned_flops": "computes {now} on rows that do not start at multiples of 16 bytes {when} ({before} before)",
     "nchw_flops": "computes {now} in convolutions whose channels are not last in memory {when} ({before} before)",
     "work": "asks the GPU for {now} {when} ({before} before)",
+    "gpu_work": "has the GPU do {now} {when} ({before} before), those of CUDA graphs included",
+    "replays": "launches CUDA graphs {now} {when} ({before} before)",
     "stream_waits": "makes one stream wait for another {now} {when} ({before} before)",
     "memsets": "sets blocks of memory {now} {when} ({before} before)",
     "blocks": "runs {now} of threads {when} ({before} before)",
+    "python_calls": "calls Python functions {now} {when} ({before} before)",
     "operators": "runs {now} {when} ({before} before)",
     "reads": "reads values that depend on its trained weights {now} {when} ({before} before)",
     "other_reads": "reads other values {now} {when} ({before} before)",
 }
 _NOUNS: Final[dict[CountFigure, str]] = {
     "work": "task",
+    "gpu_work": "task",
     "launches": "kernel",
     "blocks": "block",
     "compilations": "function",
+    "captures": "CUDA graph",
     "operators": "operator",
 }
 """What is counted, where it is not times."""
 _ASKS: Final[dict[CountFigure, tuple[CountName, ...]]] = {
-    "work": ("launches", "library_calls", "d2d"),
+    "work": ("launches", "library_calls", "d2d", "replays"),
+    "gpu_work": ("launches", "library_calls", "d2d"),
     "pageable": ("h2d_pageable", "d2h_pageable"),
     "h2d_bytes": ("h2d_pageable", "h2d_pinned"),
     "d2h_bytes": ("d2h_pageable", "d2h_pinned"),
@@ -67,11 +74,14 @@ _IMPLIED: Final[dict[CountFigure, tuple[CountFigure, ...]]] = {
     "h2d_bytes": ("waits", "pageable"),
     "d2h_bytes": ("waits", "pageable"),
     "collective_bytes": ("collectives",),
+    "gpu_work": PARTS_OF_WORK,
 }
 """Figures of which nothing is said where one of these changes at the same line: who reads a scalar copies its bytes."""
 _LEAST_SHARE_OF_WORK: Final = 0.2
 """A part of the work is described if this share of the change, or the most of it, is its."""
 _MOST_PLACES: Final = 2
+_MOST_LINES: Final = 6
+"""Lines that are told beside those of the baseline; the others are added up."""
 _UNITS: Final = ("_bytes", "_flops")
 """The ends of the names of figures that are no numbers of times."""
 
@@ -151,6 +161,63 @@ def describe_falls(differences: Iterable[Difference]) -> Iterator[str]:
             yield _said(figure, difference)
 
 
+def lines_beside(figure: CountFigure, step: int, before: Counts, now: Counts) -> tuple[LineCount, ...]:
+    """Return what each line asks for in one step, beside what it asked for before: what has grown first, then the most."""
+    if before.lines_unknown or now.lines_unknown:
+        return ()
+    numbers: defaultdict[_Spot, list[int]] = defaultdict(lambda: [0, 0])
+    causes: dict[_Spot, CountCause] = {}
+    more: Counter[_Spot] = Counter()
+    for at, counts in enumerate((before, now)):
+        for cause, number in _asked(figure, counts, counts.steps[step]):
+            told = _of_line(cause)
+            numbers[_spot(told)][at] += number
+            causes[_spot(told)] = told
+    for cause, number in _places(figure, step, before, now):
+        more[_spot(_of_line(cause))] += number
+    for alike in (_text_of, _function_of):
+        _match_edited(numbers, alike)
+    lines = [
+        LineCount(line=_place(figure, causes[spot]).removeprefix("at "), value=new, baseline=old, more=more[spot])
+        for spot, (old, new) in sorted(numbers.items(), key=lambda line: (-more[line[0]], -max(line[1])))
+    ]
+    rest = lines[_MOST_LINES:]
+    if rest:
+        value, baseline = sum(line.value for line in rest), sum(line.baseline for line in rest)
+        lines[_MOST_LINES:] = [LineCount(line=f"{len(rest)} other lines", value=value, baseline=baseline)]
+    return tuple(lines)
+
+
+def _match_edited(numbers: dict[_Spot, list[int]], alike: Callable[[_Spot], Hashable]) -> None:
+    """Give what a line asked for that is gone to a line that is new and alike, which is the same line after an edit."""
+    for spot, (before, now) in list(numbers.items()):
+        if before or alike(spot) is None:
+            continue
+        gone = [other for other, counts in numbers.items() if not counts[1] and alike(other) == alike(spot)]
+        if gone:
+            numbers[spot][0] = numbers.pop(min(gone, key=lambda other: abs(numbers[other][0] - now)))[0]
+
+
+def by_line(counts: Counts, kind: int, figures: Iterable[CountFigure]) -> dict[str, dict[CountFigure, int]]:
+    """Return what each line asks for in a step of one kind, without figures that are 0.
+
+    A line of the program is one, whatever it calls in torch.
+    """
+    lines: defaultdict[str, dict[CountFigure, int]] = defaultdict(dict)
+    for figure in figures:
+        for cause, number in _asked(figure, counts, kind):
+            line = _place(figure, _of_line(cause)).removeprefix("at ")
+            lines[line][figure] = lines[line].get(figure, 0) + number
+    return lines
+
+
+def _of_line(cause: CountCause) -> CountCause:
+    """Return the cause without what tells several of one line apart: a line is one, whatever it calls in torch."""
+    in_torch = cause.library is not None and cause.library.file.startswith("torch/")
+    library = None if cause.own and in_torch else cause.library
+    return msgspec.structs.replace(cause, library=library, shape="")
+
+
 def most_of_a_step(figure: CountFigure, counts: Counts) -> int:
     """Return the value of a figure in the step that has the highest."""
     return max(kind.figure(figure) for kind in counts.kinds)
@@ -185,6 +252,10 @@ def count_changes(before: Counts, now: Counts, *, only_more: bool = False) -> It
     steps = range(min(len(before.steps), len(now.steps)))
     for figure in COUNT_FIGURES:
         if figure == "work":  # whose parts are named
+            continue
+        if figure == "python_calls" and (not before.python or before.python != now.python):
+            continue
+        if figure == "gpu_work" and not (before.launches_graphs or now.launches_graphs):
             continue
         old, new = ([counts.of_step(step).figure(figure) for step in steps] for counts in (before, now))
         if old == new or (only_more and not any(map(operator.gt, new, old))):
@@ -225,15 +296,13 @@ def _number_of(figure: CountFigure, number: int) -> str:
     return amount if figure.endswith(_UNITS) else f"{amount} {_NOUNS.get(figure, 'time')}{'' if number == 1 else 's'}"
 
 
-def format_count(figure: CountFigure, number: int) -> str:
-    """Return a number of times, or bytes or FLOPs with their unit."""
-    return (
-        format_bytes(number)
-        if figure.endswith("_bytes")
-        else format_flops(number)
-        if figure.endswith("_flops")
-        else f"{number:,}"
-    )
+def format_count(figure: CountFigure, number: float) -> str:
+    """Return a number of times, or bytes or FLOPs with their unit. Means of steps may have a fraction."""
+    if figure.endswith("_bytes"):
+        return format_bytes(number)
+    if figure.endswith("_flops"):
+        return format_flops(number)
+    return f"{int(number):,}" if number == int(number) else f"{number:,.2f}"
 
 
 def _place(figure: CountFigure, cause: CountCause) -> str:
@@ -245,11 +314,12 @@ def _place(figure: CountFigure, cause: CountCause) -> str:
         words.append(f"{own.at} in {own.function}")
     text = " ".join(words)
     if library:
-        text += f"{', ' if text else ''}in {library.file} {library.function}"
+        text += f"{', ' if text else ''}in {library.file} {library.function}".rstrip()
     elif own and own.text:
         text += f", {own.text}"
     elif not text:
-        text = f'for torch.compile\'s reason "{cause.by}"' if figure == "graph_breaks" else f"by {cause.by}"
+        by = f"by {cause.by}" if cause.by else "at other lines"
+        text = f'for torch.compile\'s reason "{cause.by}"' if figure == "graph_breaks" else by
     return f"{text} ({cause.shape})" if cause.shape and figure.endswith("_flops") else text
 
 
@@ -281,7 +351,8 @@ def _asked(figure: CountFigure, counts: Counts, kind: int) -> Iterator[tuple[Cou
     slow = figure.removesuffix("_flops") if figure.endswith("_flops") else None
     for cause in counts.causes:
         numbers = cause.bytes if figure.endswith(_UNITS) else cause.counts
-        if cause.what in what and numbers and numbers[kind] and slow in (None, cause.slow):
+        by_host = not (cause.replayed and figure in ("work", *PARTS_OF_WORK))
+        if cause.what in what and numbers and numbers[kind] and slow in (None, cause.slow) and by_host:
             yield cause, numbers[kind]
 
 

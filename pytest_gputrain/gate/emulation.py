@@ -174,7 +174,7 @@ def _not_compared(before: EmulatedRun, now: EmulatedRun, terms: CountTerms) -> I
         yield f"the bytes that it moves were not recorded, so they are not compared; {_RECORD}"
     if terms.mode != "off" and (reason := _lost_counts(before, now)):
         yield f"what its steps ask of the GPU is not compared, {reason}"
-    elif terms.mode != "off" and now.counts and not before.counts and before.phase_peak_bytes:
+    elif terms.mode != "off" and now.counts and not before.counts and (before.phase_peak_bytes or not now.phase_peak_bytes):
         yield f"what its steps ask of the GPU was not recorded, so it is not compared; {_RECORD}"
 
 

@@ -124,6 +124,8 @@ def _of_count(cap: Cap, counts: Counts | None, again: Counts | None, reason: str
     """Judge the step that has most of a count."""
     figure = next(figure for figure in COUNT_FIGURES if figure == cap.metric)
     limit = LimitVerdict(metric=figure, status="pass", value=None, limit=cap.most, stated=cap.stated)
+    if not reason and figure == "python_calls" and counts and not counts.python:
+        reason = "they were not counted"
     if reason or counts is None or not counts.steps or figure not in counts.figures:
         where = "on a CPU" if counts and counts.on_cpu else "on an emulated GPU"
         not_here = f"{figure} are not counted {where}" if counts and counts.steps else ""

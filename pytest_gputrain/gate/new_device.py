@@ -17,6 +17,7 @@ from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.messages import describe_metric
 from pytest_gputrain.gate.published import MEMORY
 from pytest_gputrain.records import Case, EmulatedRun, Measurement, MetricName, MetricVerdict, Published, Status, Verdict
+from pytest_gputrain.records.emulation import BESIDE_TORCH
 from pytest_gputrain.records.published import Figures
 from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.records.verdict import HeldTo
@@ -37,7 +38,7 @@ def judge_by_emulated(verdict: Verdict, case: Case, measured: Sequence[Measureme
         verdict: that the case is new.
         run: on an emulated GPU of the platform that the case ran on, which it fits.
     """
-    if run.not_counted:
+    if set(run.not_counted) - {BESIDE_TORCH}:
         return verdict
     metrics = [_memory("peak_allocated_bytes", measured, run.peak_allocated_bytes)]
     if measured[0].flops_per_step and run.flops_per_step:

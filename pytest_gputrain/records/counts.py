@@ -30,6 +30,9 @@ CountName = Literal[
     "frees",
     "compilations",
     "graph_breaks",
+    "captures",
+    "replays",
+    "python_calls",
     "operators",
     "reads",
     "other_reads",
@@ -42,9 +45,11 @@ CountFigure = Literal[
     "collectives",
     "compilations",
     "graph_breaks",
+    "captures",
     "mallocs",
     "frees",
     "work",
+    "gpu_work",
     "launches",
     "library_calls",
     "d2d",
@@ -55,8 +60,10 @@ CountFigure = Literal[
     "unaligned_flops",
     "nchw_flops",
     "stream_waits",
+    "replays",
     "memsets",
     "blocks",
+    "python_calls",
     "operators",
     "reads",
     "other_reads",
@@ -66,6 +73,13 @@ the others."""
 
 COUNT_FIGURES: Final[tuple[CountFigure, ...]] = get_args(CountFigure)
 
+PARTS_OF_WORK: Final[tuple[CountFigure, ...]] = ("launches", "library_calls", "d2d", "replays")
+"""The tasks that the host gives to the GPU."""
+DETAILS: Final[frozenset[CountFigure]] = frozenset({*PARTS_OF_WORK, "gpu_work", "memsets", "blocks"})
+"""Figures that tables leave out: the parts of the work, and what is never judged."""
+
+MAIN: Final[tuple[CountFigure, ...]] = ("waits", "work", "reads", "operators")
+"""Figures that narrow tables have: those of emulated GPUs, and those of a CPU in their place."""
 _ON_A_CPU_ONLY: Final[tuple[CountFigure, ...]] = ("operators", "reads", "other_reads")
 _ON_BOTH: Final[tuple[CountFigure, ...]] = ("collectives", "collective_bytes", "compilations", "graph_breaks")
 
@@ -120,6 +134,12 @@ class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Functions that torch.compile compiles."""
     graph_breaks: Whole = 0
     """Places where torch.compile gives up a graph."""
+    captures: Whole = 0
+    """CUDA graphs that are captured."""
+    replays: Whole = 0
+    """Launches of CUDA graphs, each one task for the host."""
+    replayed: Whole = 0
+    """Kernels, library calls and copies on the device that these graphs run."""
     operators: Whole = 0
     """Operators that are no views, counted in a run on a CPU. This and the next two figures are 0 on an emulated GPU."""
     reads: Whole = 0
@@ -131,11 +151,19 @@ class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Floating-point operations of matrix products and convolutions in libraries, without those whose shape is not known."""
     slow_flops: dict[SlowClass, Whole] = {}
     """Those of them that are of a slower class."""
+    python_calls: Whole = 0
+    """Calls of Python functions, counted in one further step that asks the GPU for the same. 0 if they were not counted."""
 
     @property
     def work(self) -> int:
-        """The number of tasks of the GPU: launches, library calls and copies on the device."""
-        return self.launches + self.library_calls + self.d2d
+        """The number of tasks that the host gives to the GPU: launches, library calls, copies on the device, and launches of
+        CUDA graphs."""
+        return self.launches + self.library_calls + self.d2d + self.replays
+
+    @property
+    def gpu_work(self) -> int:
+        """The number of tasks that the GPU does: those of the host, and in place of graphs what these run."""
+        return self.work - self.replays + self.replayed
 
     @property
     def pageable(self) -> int:
@@ -169,7 +197,7 @@ class Place(Struct, frozen=True, omit_defaults=True):
     file: str
     """The path, for own code from the folder of the project, for a library from ``site-packages``."""
     function: str
-    """The qualified name of the function."""
+    """The qualified name of the function. Empty where the file as a whole is meant."""
     text: str = ""
     """The line itself, for own code."""
     line: Whole = 0
@@ -194,6 +222,8 @@ class CountCause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The innermost line of Python, where it is another one."""
     backward: bool = False
     """Whether it is asked for in a backward pass."""
+    replayed: bool = False
+    """Whether a CUDA graph asks for it. The lines are then those of its capture."""
     shape: str = ""
     """The shape of a product or a convolution of a slower class: ``64 x 50257 x 512 bf16``."""
     slow: SlowClass | None = None
@@ -219,9 +249,26 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What other threads than the training's ask for, which is not judged."""
     lines_unknown: str = ""
     """The reason why causes have no lines."""
+    python: str = ""
+    """The version of Python whose calls were counted, such as ``3.12``, because versions differ in what they call. Empty if
+    none were counted."""
+
     on_cpu: bool = False
     """Whether they are of a run on a CPU, whose counted steps are further ones behind the timed steps. ``first`` is then the
     number of all steps before them."""
+
+    def __post_init__(self) -> None:
+        if self.steps and max(self.steps) >= len(self.kinds):
+            raise ValueError(f"a step is of kind {max(self.steps)}, and there are {len(self.kinds)} kinds, from 0")
+
+    @property
+    def usual_kind(self) -> int:
+        """The kind of most steps; of several kinds with as many steps the one that came last."""
+        return max(reversed(self.steps), key=self.steps.count)
+
+    def per_step(self, name: CountFigure) -> float:
+        """Return one figure of a timed step, the mean of all of them."""
+        return sum(self.kinds[kind].figure(name) for kind in self.steps) / len(self.steps)
 
     @property
     def figures(self) -> tuple[CountFigure, ...]:
@@ -229,6 +276,11 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.on_cpu:
             return (*_ON_A_CPU_ONLY, *_ON_BOTH)
         return tuple(figure for figure in COUNT_FIGURES if figure not in _ON_A_CPU_ONLY)
+
+    @property
+    def launches_graphs(self) -> bool:
+        """Whether any step launches CUDA graphs, so that the GPU does another number of tasks than the host asks for."""
+        return any(kind.replays for kind in self.kinds)
 
     def of_step(self, index: int) -> StepCounts:
         """Return the figures of timed step ``index``, from 0."""

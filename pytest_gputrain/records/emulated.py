@@ -131,7 +131,8 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     operators: dict[str, OperatorWork] = field(default_factory=dict)
     """The work of each operator in that step, including recomputation."""
     counts: Counts | None = None
-    """What each timed step asks of the GPU. None for a script, if the case does not fit, and in older files."""
+    """What each timed step asks of the GPU; of a script each of the first 50 steps after its first update. None if the case
+    does not fit, and in older files."""
     not_counted: tuple[str, ...] = ()
     """Memory of libraries that is not known here, such as ``cuDNN's workspaces``."""
     notes: tuple[str, ...] = ()

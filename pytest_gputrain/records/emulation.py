@@ -7,7 +7,11 @@ from typing import Final, Literal
 
 import msgspec
 
+from pytest_gputrain.records.counts import Counts
 from pytest_gputrain.utils.units import format_bytes
+
+BESIDE_TORCH: Final = "the driver's buffers for CUDA graphs"
+"""What is not known and takes memory of the device alone: torch's allocated and reserved memory are exact beside it."""
 
 ASSUMPTION: Final = "unknown values are assumed to differ from each other and from zero, and to pass torch's checks"
 """What sizes and checks rest on where nothing computed the values that they depend on."""
@@ -131,6 +135,19 @@ def not_exchanged_sentence(calls: Sequence[NotExchanged]) -> str:
     return f"NCCL did not exchange or compute data of more than 1 MiB for all GPUs together, by {named}"
 
 
+class CudaGraphs(msgspec.Struct, frozen=True, kw_only=True):
+    """The CUDA graphs of a process."""
+
+    captured: int
+    launched: int
+    most: int
+    """The most graphs that could be launched at a time."""
+    most_kernels: int
+    """The most kernels that these have together."""
+    most_in_pools: int
+    """The most bytes that were reserved in private pools when a capture ended."""
+
+
 class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one process of the program on the emulated GPUs."""
 
@@ -140,7 +157,7 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[EmulatedDevice, ...] = ()
     """Empty where the process ended without Python's own end, and only the driver's figures are known."""
     unknown: tuple[str, ...] = ()
-    """Memory of libraries that is not known and not counted."""
+    """Memory of libraries and of the driver that is not known and not counted."""
     unknown_reads: tuple[AtLine, ...] = ()
     """The lines that read values that no kernel computed, and got made-up ones. Most first."""
     not_exchanged: tuple[NotExchanged, ...] = ()
@@ -149,8 +166,21 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Choices among unknown scores that were dealt in turn, such as those of experts by a router."""
     assumed: tuple[AtLine, ...] = ()
     """Operators that assume of unknown values that all differ and none is zero, and checks that are assumed to pass."""
+    graphs: CudaGraphs | None = None
+    """What it captured; None if it captured nothing."""
     packages: dict[str, str] = {}
     """The training libraries that the process imported, with their versions."""
+    asked: Counts | None = None
+    """What all of its threads asked of the GPUs in the whole run, as one step. None if the program's environment lacks
+    pytest-gputrain, or if the process ended without Python's own end."""
+    steps: Counts | None = None
+    """What it asked of them in each of its first 50 steps, from one update of its optimizer to the next. None if there were
+    fewer than two updates by optimizers of torch."""
+
+    @property
+    def unknown_in_torch(self) -> tuple[str, ...]:
+        """What is not known of the memory that torch allocates and reserves."""
+        return tuple(what for what in self.unknown if what != BESIDE_TORCH)
 
 
 class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):

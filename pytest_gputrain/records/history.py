@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Final, Literal
 
+import msgspec
 from msgspec import Struct
 
 from pytest_gputrain.records.case import FORMAT, Scale
+from pytest_gputrain.records.counts import COUNT_FIGURES, CountFigure
 from pytest_gputrain.records.verdict import Status
 from pytest_gputrain.records.whole import Whole
 
 
-class HistoryLine(Struct, frozen=True, kw_only=True):
+class _Line(Struct, frozen=True, kw_only=True):
     """A line of ``--gpu-history``: one case in one pytest run.
 
     It is flat, and every line has every key, so that whatever reads JSON lines makes one column of each. A key has one type,
@@ -230,3 +232,20 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     """The peak that the verdict compared with."""
     limit_peak_allocated_bytes: Whole | None
     """The peak beyond which the case regresses."""
+
+
+COUNT_KEYS: Final[dict[str, CountFigure]] = {f"{figure}_per_step": figure for figure in COUNT_FIGURES}
+"""The keys of what a timed step asks of the GPU, each with its figure: the mean of the timed steps."""
+
+if TYPE_CHECKING:
+    HistoryLine = _Line
+else:
+    HistoryLine = msgspec.defstruct(
+        "HistoryLine",
+        [(key, float | None, None) for key in COUNT_KEYS],
+        bases=(_Line,),
+        module=__name__,
+        namespace={"__doc__": _Line.__doc__},
+        frozen=True,
+        kw_only=True,
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from msgspec import Struct
 
 from pytest_gputrain.records.case import FORMAT
@@ -26,8 +28,8 @@ class Change(Struct, frozen=True, kw_only=True):
     """The median of the level before, in the unit of the metric."""
     after: float
     """The median of the level after."""
-    share: float
-    """The change as a share of ``before``, negative if the metric fell."""
+    share: float | None
+    """The change as a share of ``before``, negative if the metric fell. None if ``before`` is 0."""
     worse: bool
     """Whether the change is for the worse."""
     base: Moment
@@ -40,6 +42,11 @@ class Change(Struct, frozen=True, kw_only=True):
     """Runs from ``first`` to the end of the history."""
     differences: tuple[str, ...]
     """Other differences between these two runs: versions, machine, fields of the case."""
+
+    @property
+    def size(self) -> float:
+        """The change as a share without its sign, infinite if ``before`` is 0."""
+        return math.inf if self.share is None else abs(self.share)
 
 
 class Course(Struct, frozen=True, kw_only=True):

@@ -111,6 +111,19 @@ class Published(Struct, frozen=True, kw_only=True):
     """The same for its memory."""
 
 
+class LineCount(Struct, frozen=True, kw_only=True):
+    """What one line asks of the GPU in a step, beside what it asked for in the step of the baseline."""
+
+    line: str
+    """The line, as sentences name it."""
+    value: Whole
+    """How much it asks for today."""
+    baseline: Whole
+    """How much it asked for before."""
+    more: Whole = 0
+    """By how much it has grown. What has only moved from another line is no growth."""
+
+
 class MetricVerdict(Struct, frozen=True, kw_only=True):
     """One metric of a case, compared with its baseline."""
 
@@ -126,6 +139,9 @@ class MetricVerdict(Struct, frozen=True, kw_only=True):
     """The value beyond which the metric regresses: above it, or below it for a scaling efficiency."""
     note: str = ""
     """Why it was not compared, what changed within the limit, or what else you should know."""
+    lines: tuple[LineCount, ...] = ()
+    """The lines that ask for most of a count that has grown, and of the work, in the step that has these values. What has
+    grown comes first."""
     sd: float | None = None
     """The standard deviation between fresh processes, as a share of the time. This and the following fields are set for step
     times only."""

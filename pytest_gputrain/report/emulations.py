@@ -9,7 +9,7 @@ from pytest_gputrain.gate.memory import in_phase, tensor
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Emulated, EmulatedRun, Result
 from pytest_gputrain.report import rich_text
-from pytest_gputrain.report.results import latest, of_kind
+from pytest_gputrain.report.results import count_columns, latest, of_kind
 from pytest_gputrain.utils.units import format_bytes, format_flops
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ def table(
     if not wide:
         del figures["(Model)"], figures["Compute"]
     cells: dict[str, list[str]] = {header: [] for header in figures}
+    if wide:
+        cells |= count_columns(results)
     for result in results:
         for number, (header, show) in enumerate(figures.items()):
             failed = "" if number else outcome(result)

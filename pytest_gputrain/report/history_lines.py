@@ -27,9 +27,10 @@ from pytest_gputrain.records import (
     Result,
     TrainingPhase,
 )
+from pytest_gputrain.records.history import COUNT_KEYS
 from pytest_gputrain.records.reply import failure_of
 from pytest_gputrain.records.result import CaseResult
-from pytest_gputrain.report.results import latest, of_kind
+from pytest_gputrain.report.results import counts_of, latest, of_kind
 from pytest_gputrain.storage.history import read
 from pytest_gputrain.utils.git import RunInfo
 from pytest_gputrain.utils.units import format_nics, format_topology
@@ -117,6 +118,7 @@ def _line_of(result: Declared, session: RunInfo) -> HistoryLine:
         for field in ("baseline", "limit")
     }
     time = verdict.metric("step_seconds") if verdict else None
+    counts = counts_of(result)
     return HistoryLine(
         kind=_KINDS[type(result)],
         date=session.created,
@@ -150,6 +152,7 @@ def _line_of(result: Declared, session: RunInfo) -> HistoryLine:
         fits=emulated.fits if emulated else None,
         step_sensitivity=time.sensitivity if time else None,
         **compared,  # type: ignore[arg-type]
+        **{key: counts.get(figure) for key, figure in COUNT_KEYS.items()},  # type: ignore[arg-type]
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
-from pytest_gputrain.records import Emulated, Result, Verdict
+from pytest_gputrain.gate.count_lines import format_count
+from pytest_gputrain.records import CountFigure, Counts, Emulated, Measured, Result, Verdict
+from pytest_gputrain.records.counts import MAIN
 
 FAILURES: Final[dict[str, str]] = {
     "out_of_memory": "OOM",
@@ -60,3 +62,24 @@ def verdict_of(result: Result) -> str:
     if result.figures is None:
         return "failed"
     return "emulated" if isinstance(result, Emulated) else "measured"
+
+
+def counts_of(result: Result) -> dict[CountFigure, float]:
+    """Return what a timed step of a case asks of the GPU, the mean of each figure; empty if nothing was counted."""
+    runs = [result.figures] if isinstance(result, Emulated) else result.replies if isinstance(result, Measured) else ()
+    counted = (getattr(run, "counts", None) for run in runs)
+    counts: Counts | None = next((counts for counts in counted if counts is not None and counts.steps), None)
+    if counts is None:
+        return {}
+    absent = {"gpu_work": not counts.launches_graphs, "python_calls": not counts.python}
+    return {name: counts.per_step(name) for name in counts.figures if not absent.get(name)}
+
+
+def count_columns(results: Sequence[Result]) -> dict[str, list[str]]:
+    """Return the columns of counts for a narrow table, by their title: a cell for each result."""
+    counts = [counts_of(result) for result in results]
+    figures = (figure for figure in MAIN if any(figure in asked for asked in counts))
+    return {
+        figure.capitalize(): [format_count(figure, asked[figure]) if figure in asked else "" for asked in counts]
+        for figure in figures
+    }

@@ -14,7 +14,7 @@ from typing import Final, Literal
 from pytest_gputrain.records import Emulated, Result
 from pytest_gputrain.report import published, terminal
 from pytest_gputrain.report.github import Failure
-from pytest_gputrain.report.results import BY_ATTENTION, latest, verdict_of
+from pytest_gputrain.report.results import BY_ATTENTION, count_columns, latest, verdict_of
 from pytest_gputrain.utils import markdown
 from pytest_gputrain.utils.files import write_atomically
 from pytest_gputrain.utils.units import format_bytes, format_seconds
@@ -53,7 +53,9 @@ def lines(
     results: Sequence[Result], failures: Sequence[Failure], notes: Sequence[str], title: str = "gputrain"
 ) -> list[str]:
     """Return the whole summary."""
-    cases = sorted(map(_row, latest(results)), key=lambda row: BY_ATTENTION.index(row[0]))
+    columns = count_columns(latest(results))
+    rows = (_row(result, [column[at] for column in columns.values()]) for at, result in enumerate(latest(results)))
+    cases = sorted(rows, key=lambda row: BY_ATTENTION.index(row[0]))
     counts = Counter(row[0] for row in cases)
     counted_verdicts = ", ".join(f"{counts[status]} {status}" for status in BY_ATTENTION if counts[status])
     summary_lines = [f"## {markdown.escaped(title)}: {counted_verdicts or 'no case has run'}", ""]
@@ -62,11 +64,11 @@ def lines(
     ]
     summary_lines += [""] if failures else []
     if cases:
-        summary_lines += [*markdown.table(_HEADERS, cases), ""]
+        summary_lines += [*markdown.table((*_HEADERS, *columns), cases), ""]
     return [*summary_lines, *(f"- {markdown.escaped(note)}" for note in notes), ""]
 
 
-def _row(result: Result) -> tuple[str, ...]:
+def _row(result: Result, counts: Sequence[str]) -> tuple[str, ...]:
     if isinstance(result, Emulated) and result.figures is not None:
         seconds, peak = "", format_bytes(result.figures.peak_allocated_bytes)
     elif result.summary is not None:
@@ -75,7 +77,7 @@ def _row(result: Result) -> tuple[str, ...]:
     else:
         seconds = peak = published.outcome(result)
     changes = (terminal.change("step_seconds", result), terminal.change("peak_allocated_bytes", result))
-    return (verdict_of(result), result.suite, result.key, result.device, seconds, changes[0], peak, changes[1])
+    return (verdict_of(result), result.suite, result.key, result.device, seconds, changes[0], peak, changes[1], *counts)
 
 
 def fitted(summary_lines: Sequence[str], most_bytes: int) -> str:

@@ -116,7 +116,7 @@ class EmulatingRunner(CaseRunner):
         # A worker that runs a script sees the allocator's peaks alone, not what holds them.
         command = shlex.join(["python", case.code, *msgspec.json.decode(case.args or "[]", type=list[str])])
         emulate = f"gputrain emulate --gpu {self.executor.host.platform} -- {command}"
-        sentence = f"{verdict.sentence}; {emulate} shows what is allocated at the peak, and where"
+        sentence = f"{verdict.sentence}; {emulate} shows what each line allocates and asks of the GPU"
         return msgspec.structs.replace(verdict, sentence=sentence)
 
     def _limits(self, request: Request, task: Task, figures: EmulatedRun) -> tuple[LimitVerdict, ...]:

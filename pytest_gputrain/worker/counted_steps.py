@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import linecache
 import os
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,8 +13,9 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pytest_gputrain.records import CountCause, Counts, Place, SlowClass, StepCounts
-from pytest_gputrain.records.counts import MOST_CAUSES, added_up
-from pytest_gputrain.worker.own_lines import OwnLines, is_installed
+from pytest_gputrain.records.counts import MOST_CAUSES, PARTS_OF_WORK, added_up
+from pytest_gputrain.worker.own_lines import MOST_TEXT, OwnLines, name_in_library, own_place
+from pytest_gputrain.worker.python_calls import PythonCalls, with_python_calls
 
 _PACKAGE: Final = Path(__file__).parents[1]
 """The folder as frames name it, which may be below a symbolic link."""
@@ -24,31 +25,41 @@ _HIDDEN: Final = tuple(
         "emulated_values",
         "device_allocations.py",
         "untouched_host.py",
+        "updates.py",
         "threads.py",
         "flops.py",
         "work.py",
         "step_counts.py",
         "operator_counts.py",
         "python_frames.py",
+        "memory_recorder.py",
+        "script_recorder.py",
     )
 )
-"""Code that stands between an operator and what counts it."""
+"""Code that stands between an operator and what counts it, or between a program and the trainer that it calls."""
 _MEASURING: Final = tuple(
     str(_PACKAGE / "worker" / name) for name in ("device.py", "loop.py", "straggler_clock.py", "checks.py")
 )
 """Code that measures: what it asks for is no part of the training."""
 _BETWEEN: Final = tuple(
     os.path.join(os.sep, "torch", *name.split("/"))
-    for name in ("_ops.py", "_compile.py", "_dynamo/eval_frame.py", "utils/_python_dispatch.py")
+    for name in (
+        "_ops.py",
+        "_compile.py",
+        "_dynamo/eval_frame.py",
+        "_higher_order_ops/cudagraph_conditional_nodes.py",
+        "utils/_python_dispatch.py",
+    )
 )
 """The ends of the names of torch's files that call any operator or any mode: the line outside of them tells more."""
-_MOST_TEXT: Final = 120
+_COMPREHENSION: Final = re.compile(r"\.<locals>\.<(?:list|set|dict)comp>$")
+"""Up to Python 3.11 a comprehension has a frame of its own. Without its name a line has one function in all versions."""
 _BYTES: Final = {"h2d": "h2d_bytes", "d2h": "d2h_bytes", "d2d": "d2d_bytes", "collectives": "collective_bytes"}
 """The figure that adds up the bytes of what is counted, by the beginning of its name."""
 
 _Kind = Literal["own", "library", "ours", "measuring", "between"]
 """Whose a file is: the user's, a package's, this package's, of this package what measures, or of no interest."""
-_WORK: Final = ("launches", "library_calls", "d2d", "operators")
+_WORK: Final = (*PARTS_OF_WORK, "operators")
 Causes = Mapping[CountCause, tuple[int, int]]
 """What asks for something, with how many and how many bytes."""
 
@@ -63,6 +74,9 @@ class CountedSteps:
     def __init__(self, lines: OwnLines | None) -> None:
         self.lines = lines
         self.lines_unknown = ""
+        """The reason why causes have no lines."""
+        self.python: tuple[PythonCalls, int] | None = None
+        """The calls of Python functions, and the kind of the steps that they are of; None if they are not known."""
         self.on_cpu = False
         self.first = 0
         """The number of steps before the first one that is counted."""
@@ -98,11 +112,26 @@ class CountedSteps:
                     kept[cause][kind] = numbers
         self._steps.append(kind)
 
+    @property
+    def steps(self) -> int:
+        """The number of steps that have ended."""
+        return len(self._steps)
+
+    def kind_of(self, judged: Causes, *, update: bool) -> int | None:
+        """Return the kind of the steps that ask for the same as a further one; None if no step does.
+
+        Args:
+            judged: what asked for something in the further step.
+            update: whether the optimizer was to update at its end.
+        """
+        asked = _steady(_figures(judged, update))
+        return next((kind for kind in reversed(self._steps) if _steady(self._figures[kind]) == asked), None)
+
     def counts(self) -> Counts | None:
         """Return what all steps so far have asked for; None before the first one has ended."""
         if not self._steps:
             return None
-        return Counts(
+        counts = Counts(
             steps=tuple(self._steps),
             kinds=tuple(self._figures),
             causes=tuple(_largest(self._by_kind(self._causes))),
@@ -111,6 +140,7 @@ class CountedSteps:
             lines_unknown=self.lines_unknown,
             on_cpu=self.on_cpu,
         )
+        return counts if self.python is None else with_python_calls(counts, *self.python)
 
     def _by_kind(self, causes: dict[CountCause, dict[int, tuple[int, int]]]) -> Iterator[CountCause]:
         for cause, numbers in causes.items():
@@ -128,7 +158,7 @@ class CountedSteps:
             for one in [*named[-added:], *[None] * (added - len(named))]:
                 yield CountCause(what="compilations", counts=(), **self._compiled_function(one))
         for reason, number in breaks.items():
-            first = next(iter(reason.splitlines()), "")[:_MOST_TEXT]
+            first = next(iter(reason.splitlines()), "")[:MOST_TEXT]
             for _ in range(number - before[1].get(reason, 0)):
                 yield CountCause(what="graph_breaks", by=first, counts=())
 
@@ -138,8 +168,8 @@ class CountedSteps:
         by = f"torch.compile of {function}" if function else "torch.compile"
         line = getattr(metrics, "co_firstlineno", None) or 0
         if file and self.lines and (name := self.lines.name_of(file)):
-            return {"by": by, "own": self.own_place(name, file, function, line)}
-        short = _name_in_library(file) if file else ""
+            return {"by": by, "own": self._own_place(name, file, function, line)}
+        short = name_in_library(file) if file else ""
         return {"by": by, "library": Place(short, function, "", line) if short else None}
 
     # --- Lines
@@ -151,10 +181,11 @@ class CountedSteps:
             frames: line, file and function of each, the innermost first.
         """
         library: Place | None = None
-        for line, file, function in frames:
+        for line, file, qualified in frames:
+            function = _COMPREHENSION.sub("", qualified)
             kind, name = self._files.get(file) or self._look_at(file)
             if kind == "own":
-                return self.own_place(name, file, function, line), library, False
+                return self._own_place(name, file, function, line), library, False
             if kind == "ours":
                 # What the worker itself calls is no part of the user's own code.
                 return None, library, self.lines is not None and library is None
@@ -175,14 +206,14 @@ class CountedSteps:
         elif name := self.lines.name_of(file) if self.lines else "":
             kind = "own"
         else:
-            name = _name_in_library(file)
+            name = name_in_library(file)
             kind = "library" if name else "between"
         self._files[file] = kind, name
         return kind, name
 
-    def own_place(self, name: str, file: str, function: str, line: int) -> Place:
+    def _own_place(self, name: str, file: str, function: str, line: int) -> Place:
         """Return the place of a line of the user's own file, which goes by this name."""
-        place = Place(name, function, linecache.getline(file, line).strip()[:_MOST_TEXT], line)
+        place = own_place(name, file, function, line)
         self._functions.setdefault(f"{name}:{line}", place)
         return place
 
@@ -195,12 +226,23 @@ class CountedSteps:
         return found
 
 
+def counts_of(causes: Causes, lines_unknown: str) -> Counts:
+    """Return counts of one step."""
+    rows = (
+        msgspec.structs.replace(cause, counts=(count,), bytes=(size,) if size else ())
+        for cause, (count, size) in causes.items()
+    )
+    figures = _figures(causes, update=True)
+    return Counts(steps=(0,), kinds=(figures,), causes=tuple(_largest(rows)), lines_unknown=lines_unknown)
+
+
 def _figures(causes: Causes, update: bool) -> StepCounts:
     """Add up what a step asks for."""
     sums: defaultdict[str, int] = defaultdict(int)
     slow: defaultdict[SlowClass, int] = defaultdict(int)
     for cause, (count, size) in causes.items():
-        sums[cause.what] += count
+        of_graph = cause.replayed and cause.what in PARTS_OF_WORK
+        sums["replayed" if of_graph else cause.what] += count
         if cause.what == "launches":
             sums["blocks"] += size
         elif cause.what == "library_calls":
@@ -212,21 +254,19 @@ def _figures(causes: Causes, update: bool) -> StepCounts:
     return StepCounts(update=update, slow_flops=dict(sorted(slow.items())), **sums)
 
 
+def _steady(figures: StepCounts) -> StepCounts:
+    """Return the figures without those that depend on what the caches of allocators have."""
+    return msgspec.structs.replace(figures, mallocs=0, frees=0)
+
+
 def _largest(causes: Iterable[CountCause]) -> Iterator[CountCause]:
     """Yield the causes, those of work behind the others, and the most first; the rest in one row."""
     ordered = sorted(causes, key=lambda cause: (cause.what in _WORK, -max(cause.counts)))
     yield from ordered[:MOST_CAUSES]
     yield from added_up(
-        CountCause(what=cause.what, counts=cause.counts, bytes=cause.bytes) for cause in ordered[MOST_CAUSES:]
+        CountCause(what=cause.what, replayed=cause.replayed, counts=cause.counts, bytes=cause.bytes)
+        for cause in ordered[MOST_CAUSES:]
     )
-
-
-def _name_in_library(file: str) -> str:
-    """Return the path of a file of an installed package from its folder of packages; empty for one that was generated."""
-    if file.startswith("<") or not is_installed(Path(file)):
-        return ""
-    folders = [folder for folder in sys.path if folder and file.startswith(folder.rstrip(os.sep) + os.sep)]
-    return file[len(max(folders, key=len)) :].lstrip(os.sep) if folders else os.path.basename(file)
 
 
 def compiled() -> tuple[int, dict[str, int]]:

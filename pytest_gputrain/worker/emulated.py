@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gputrain.cases.libraries import packages_of
-from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
+from pytest_gputrain.records import Case, Counts, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.records.emulated import NOT_MADE
 from pytest_gputrain.records.emulation import ASSUMPTION, NotExchanged, OtherKernels, not_exchanged_sentence
 from pytest_gputrain.utils.torch_beside import ORIGIN_VARIABLE
@@ -201,9 +201,6 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
     allocations, work = figures.allocations, figures.work
     unnamed = f"the tensors at the peaks are not named: {allocations.why_unknown}" if allocations.why_unknown else ""
     counts, reads = figures.counter.counts() if figures.counter else None, tracking.report()
-    without_lines = (
-        f"what the steps ask of the GPU has no lines: {counts.lines_unknown}" if counts and counts.lines_unknown else ""
-    )
     return EmulatedRun(
         **conditions(task, device),
         fits=True,
@@ -225,10 +222,10 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
         not_counted=tuple(unknown()),
         notes=(
             *measured.notes,
-            *filter(None, [unnamed, without_lines]),
+            *filter(None, [unnamed]),
             NOT_MADE,
             *_own_rests_on(reads),
-            *(gone_by(reads["unknown_reads"]) if counts else ()),
+            *of_counts(counts, reads["unknown_reads"]),
         ),
     )
 
@@ -277,8 +274,15 @@ def read_though_unknown(reads: Sequence[Mapping[str, str | int]]) -> Iterator[st
         yield f"made-up values were read where a GPU would have computed them, by {_places(reads)}"
 
 
-def gone_by(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
-    """Yield what the program went by although nothing computed it: it may have gone another way than on a GPU."""
+def of_counts(counts: Counts | None, reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
+    """Yield what counts lack, and what the program went by although nothing computed it.
+
+    It may have gone another way than on a GPU.
+    """
+    if counts is None:
+        return
+    if counts.lines_unknown:
+        yield f"what the steps ask of the GPU has no lines: {counts.lines_unknown}"
     if chosen := [one for one in reads if str(one["what"]).startswith(A_TRUTH_VALUE)]:
         yield f"what the steps ask of the GPU rests on values that nobody computed: {_places(chosen)}"
 

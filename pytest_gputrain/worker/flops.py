@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -58,6 +59,8 @@ class FlopCount(SharedMode):
         super().__init__()
         self.formulas = formulas()
         self._shares: dict[int, _Share] = {}
+        self.launches_graphs = False
+        """Whether a CUDA graph was launched, whose operators are not counted."""
 
     @property
     def total(self) -> int:
@@ -109,11 +112,21 @@ class FlopCount(SharedMode):
             register_optimizer_step_pre_hook(lambda *_: self._optimizes(1)),
             register_optimizer_step_post_hook(lambda *_: self._optimizes(-1)),
         ]
+        graph: Any = torch.cuda.CUDAGraph
+        replay = graph.replay
+
+        def launch(this: Any) -> None:
+            self.launches_graphs = True
+            replay(this)
+
+        self._patch = mock.patch.object(graph, "replay", launch)
+        self._patch.start()
         super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
+        self._patch.stop()
         for hook in self._hooks:
             hook.remove()
 

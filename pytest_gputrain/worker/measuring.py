@@ -32,6 +32,7 @@ from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.precision import PRECISIONS
 from pytest_gputrain.worker.progress import Progress
+from pytest_gputrain.worker.python_calls import CannotCount, PythonCalls
 from pytest_gputrain.worker.straggler_clock import StragglerClock
 from pytest_gputrain.worker.training import OwnCodeTraining, StepBuilder, Trainable, Training, load_builder
 
@@ -47,6 +48,11 @@ COUNTED_LESS: Final = "without further counts of what a step asks for, because t
 UNCOUNTED: Final = (
     "without FLOPs and bytes moved, because the step in which they are counted failed, where the measured steps did not"
 )
+OTHER_STEP: Final = (
+    "without calls of Python functions, because the step in which they are counted asks the GPU for something else than "
+    "every timed step"
+)
+UNCALLED: Final = "without calls of Python functions, because the step in which they are counted failed"
 
 _COUNTED_STEPS: Final = 2
 """The steps of own code, on a CPU, in which it is counted what they ask for."""
@@ -89,6 +95,8 @@ class Measuring:
         self._compile_calls = CompileCalls(on_cpu=device.type == "cpu")
         self._own_work = StragglerClock(device)
         self._figures: Measurement | None = None
+        self._only_calls_are_missing = False
+        """Whether the step runs whose calls of Python functions are counted, behind all else."""
         self._check_without_step: Callable[[str], Measurement] | None = None
         """The last check without the step that it takes, while that step runs and may fail where those before did not: it
         may need more memory, and under its dispatch mode torch refuses some operators of a GPU."""
@@ -122,9 +130,12 @@ class Measuring:
                     training.run(steps)
                 except (Exception, SystemExit) as error:
                     why = self._why_without_step(error)
-                    if self._check_without_step is None or not why:
+                    if self._only_calls_are_missing:
+                        self._note(f"{UNCALLED} ({_described(error)})")
+                    elif self._check_without_step is None or not why:
                         raise
-                    check = functools.partial(self._check_without_step, why)
+                    else:
+                        check = functools.partial(self._check_without_step, why)
             if check is not None:
                 self._device.reset_peaks()  # only here, where the exception is gone with all that its frames held
                 self._figures = check()
@@ -134,14 +145,17 @@ class Measuring:
 
     def _why_without_step(self, error: BaseException) -> str:
         """Return the note for a counted step that ended with this error; empty where the error is no fault of counting."""
-        described = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         if self._counts_further:
-            return f"{COUNTED_LESS} ({described})"
+            return f"{COUNTED_LESS} ({_described(error)})"
         if isinstance(error, torch.OutOfMemoryError) and self._case.compile != "off":
             return UNWATCHED
         if self._emulated is None or isinstance(error, CheckFailed | SystemExit):
             return ""
-        return f"{UNCOUNTED} ({described})"
+        return f"{UNCOUNTED} ({_described(error)})"
+
+    def _note(self, note: str) -> None:
+        assert self._figures is not None
+        self._figures = msgspec.structs.replace(self._figures, notes=(*self._figures.notes, note))
 
     def _steps(
         self,
@@ -209,6 +223,33 @@ class Measuring:
         all_steps = steps + (0 if counter is None else len(counted_steps(case)))
         figures = msgspec.structs.replace(figures, losses=self._checked_losses(losses, all_steps))
         self._figures = yield from self._checked(training, movement, figures, steps=steps)
+        yield from self._python_calls()
+
+    def _python_calls(self) -> Steps:
+        """Have one more step run whose calls of Python functions are counted, where it can be compared with others."""
+        counter = self._emulated.counter if self._emulated else None
+        if counter is None or self._task.curve or self._task.memory_only or self._case.asynchronous:
+            return
+        # The step before was the first of a round, of which a built-in model made a whole one.
+        accumulation = self._case.gradient_accumulation
+        update = not self._own or accumulation <= 2
+        self._only_calls_are_missing = True
+        if not self._own and accumulation > 1:
+            yield False
+        calls = PythonCalls(counter.lines, self._device.torch_device)
+        try:
+            with calls.counting():
+                counter.begin_step()
+                yield update
+                kind = counter.end_further_step(update=update)
+        except CannotCount as error:
+            self._note(f"without calls of Python functions, because {error}")
+        else:
+            if kind is None:
+                self._note(OTHER_STEP)
+            else:
+                counter.python = calls, kind
+        self._only_calls_are_missing = False
 
     def _checked_losses(self, losses: tuple[float, ...], steps: int) -> tuple[float, ...]:
         """Return the losses that tell how the case trains.
@@ -420,6 +461,10 @@ class Measuring:
             reached = (reached | moved) if own else reached
             movement.check(moved, reached, steps=steps, remote_tensors=training.remote_tensors)
         return flops
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def _unwatched(figures: Measurement, training: Trainable, movement: Movement | None, why: str, *, steps: int) -> Measurement:

@@ -1,6 +1,7 @@
-"""Records what a program allocates on an emulated GPU, and writes at its end what was allocated at the peak, and where.
+"""Records what a program allocates on an emulated GPU and asks of it, and writes at its end what was allocated at the peak.
 
-It runs inside the program that `gputrain emulate` starts, loaded by its path: it imports the standard library and torch.
+It runs inside the program that `gputrain emulate` starts, loaded by its path: it imports the standard library and torch, and
+this package only where the program's environment has it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -61,6 +62,22 @@ def install(torch: ModuleType) -> None:
     torch.cuda._lazy_call(recorder.begin)  # not now: a program that uses CUDA before it forks cannot use it in its children
     atexit.register(recorder.write)
     recorder.watch_resets()
+    follow_optimizers(recorder.updated)
+
+
+def follow_optimizers(updated: Callable[..., None]) -> None:
+    """Have each update by an optimizer of torch told, with the optimizer."""
+    optimizers = importlib.import_module("torch.optim.optimizer")
+    optimizers.register_optimizer_step_post_hook(updated)
+
+
+def program_counter() -> Any:
+    """Begin to count what the program asks of the GPU; return None where its environment lacks this very package."""
+    try:
+        counts: Any = importlib.import_module("pytest_gputrain.worker.program_counts")
+    except ImportError:
+        return None
+    return counts.ProgramCounter() if os.path.samefile(os.path.dirname(counts.__file__), _OWN) else None
 
 
 class Recorder:
@@ -71,6 +88,7 @@ class Recorder:
         self._process = os.getpid()
         self._peaks: dict[int, Counter[str]] = {}
         self._values: Any = None
+        self._counter: Any = None
 
     def begin(self) -> None:
         backend = self._torch.cuda.get_allocator_backend()
@@ -80,7 +98,13 @@ class Recorder:
                 "take backend:... out of PYTORCH_ALLOC_CONF, or do not change the allocator"
             )
         self._torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, context="alloc", stacks="python")
-        self._values = tracked_values(notes=True)
+        self._counter = program_counter()
+        self._values = tracked_values(self._counter)
+
+    def updated(self, optimizer: Any, *_: object) -> None:
+        """Take notice that an optimizer has updated."""
+        if self._counter is not None:
+            self._counter.updated(optimizer)
 
     def watch_resets(self) -> None:
         """Keep the peaks that the program resets."""
@@ -108,6 +132,7 @@ class Recorder:
         torch, folder = self._torch, os.environ.get("GPUTRAIN_EMULATED_STATE")
         if not folder or os.getpid() != self._process or not torch.cuda.is_initialized():
             return
+        counts = self._counter.report() if self._counter is not None else {}
         snapshot = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(enabled=None)
         devices = [
@@ -121,6 +146,8 @@ class Recorder:
             "unknown": list(unknown()),
             "not_exchanged": list(not_exchanged()),
             "packages": packages(),
+            **counts,
+            "graphs": self._values.graphs() or None,
             **self._values.report(),
         }
         path = Path(folder, f"{os.getpid()}.json")
@@ -144,13 +171,14 @@ def packages() -> dict[str, str]:
     return versions
 
 
-def tracked_values(*, notes: bool = False) -> Any:
+def tracked_values(counter: Any) -> Any:
     """Switch on the tracking of values, and return its module.
 
-    It comes from the package beside this module, which the program's environment may lack.
+    It comes from the package beside this module, which the program's environment may lack. Torch's memory history gets the
+    lines of the forward pass that are behind a backward pass.
 
     Args:
-        notes: whether torch's memory history gets the lines of the forward pass that are behind a backward pass.
+        counter: gets these lines, too, if it is not None.
     """
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "emulated_values")
     name = "_gputrain_emulated_values"
@@ -162,7 +190,10 @@ def tracked_values(*, notes: bool = False) -> Any:
     spec.loader.exec_module(module)
     tracking = importlib.import_module(f"{name}.tracking")
     autograd_lines = importlib.import_module(f"{name}.autograd_lines")
-    tracking.enable(autograd_lines.BackwardNotes(_program_lines.line_of) if notes else None)
+    line_of, note_line = _program_lines.line_of, lambda line: None
+    if counter is not None:
+        line_of, note_line = counter.line_of, counter.note
+    tracking.enable(autograd_lines.BackwardNotes(line_of, note_line))
     return tracking
 
 

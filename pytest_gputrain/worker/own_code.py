@@ -76,10 +76,12 @@ class OwnCode:
                 "step or of the function that builds it"
             )
         weights = weights_by_type(training.model) if training.model is not None else {}
-        check_precision(name, self._case.precision, weights, {} if missed else flops.by_type)
+        unknown = bool(missed) or flops.launches_graphs
+        check_precision(name, self._case.precision, weights, {} if unknown else flops.by_type)
         notes = [
             _BLIND if flops.threads and self._thread_operators.are_unknown else "",
             f"FLOPs are not known, because a step {missed}; a pool of concurrent.futures is counted" if missed else "",
+            "FLOPs are not known, because a step launches CUDA graphs" if flops.launches_graphs else "",
             _PROCESSES if self._processes else "",
         ]
-        return Checked(tuple(filter(None, notes)), not missed)
+        return Checked(tuple(filter(None, notes)), not unknown)

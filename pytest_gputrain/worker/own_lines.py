@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import linecache
+import os
 import sys
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Final
+
+from pytest_gputrain.records import Place
 
 _PYTHON: Final = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _OTHERS: Final = (*_PYTHON, *(folder.resolve() for folder in _PYTHON))
@@ -17,6 +21,9 @@ _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _BETWEEN: Final = tuple(Path(__file__).resolve().with_name(name) for name in ("batches_in_turn.py", "threads.py"))
 """Files that torch's DataLoader and operators of the user's threads call: the line further out is the user's."""
+
+MOST_TEXT: Final = 120
+"""Characters of a line that are kept."""
 
 _BY_US: Final = "pytest_gputrain"
 _BY_OTHERS: Final = ""
@@ -90,6 +97,19 @@ def is_installed(path: Path) -> bool:
     if _INSTALLED.intersection(path.parts) or any(path.is_relative_to(folder) for folder in _OTHERS):
         return True
     return any(_holds_packages(entry) for entry in sys.path if entry and path.is_relative_to(entry))
+
+
+def own_place(name: str, file: str, function: str, line: int) -> Place:
+    """Return the place of a line of the user's own file, which goes by this name."""
+    return Place(name, function, linecache.getline(file, line).strip()[:MOST_TEXT], line)
+
+
+def name_in_library(file: str) -> str:
+    """Return the path of a file of an installed package from its folder of packages; empty for one that was generated."""
+    if file.startswith("<") or not is_installed(Path(file)):
+        return ""
+    folders = [folder for folder in sys.path if folder and file.startswith(folder.rstrip(os.sep) + os.sep)]
+    return file[len(max(folders, key=len)) :].lstrip(os.sep) if folders else os.path.basename(file)
 
 
 @functools.cache

@@ -13,12 +13,12 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from pytest_gputrain.records import Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Task
+from pytest_gputrain.records import Counts, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Task
 from pytest_gputrain.records.emulation import NotExchanged
 from pytest_gputrain.utils.linux import end_with_parent
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import Accelerator
-from pytest_gputrain.worker.emulated import conditions, read_though_unknown, rests_on
+from pytest_gputrain.worker.emulated import conditions, of_counts, read_though_unknown, rests_on
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.group import ALONE
 from pytest_gputrain.worker.progress import Progress
@@ -56,6 +56,8 @@ class _Recorded(Struct):
     assumed: list[dict[str, str | int]] = []
     unknown_reads: list[dict[str, str | int]] = []
     """The reads of unknown values, because an emulated GPU computes none."""
+    steps: Counts | None = None
+    """What its first steps asked of an emulated GPU."""
 
 
 def run_script(task: Task, progress: Progress, folder: Path) -> Reply | EmulatedRun:
@@ -78,6 +80,8 @@ def run_script(task: Task, progress: Progress, folder: Path) -> Reply | Emulated
 def _run(task: Task, state: Path) -> int:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     environ["GPUTRAIN_SCRIPT_STATE"] = str(state)
+    if task.counts:
+        environ["GPUTRAIN_SCRIPT_COUNTS"] = "1"
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_STARTUP), environ.get("PYTHONPATH", "")]))
     command = [sys.executable, task.case.code, *msgspec.json.decode(task.case.args or "[]", type=list[str])]
     return subprocess.run(
@@ -116,9 +120,20 @@ def _reply(task: Task, status: int, recorded: list[_Recorded], stderr: Path) -> 
         if full is None:
             _check_steps(name, process, _LEAST_STEPS)
         resting = rests_on(process.dealt, process.assumed, process.not_exchanged)
-        notes = (_NOT_LOOKED_AT, *resting, *read_though_unknown(process.unknown_reads))
-        unknown = tuple(process.unknown)
-        return EmulatedRun(**conditions(task, device), **fits, **peaks, not_counted=unknown, notes=notes)
+        notes = (
+            _NOT_LOOKED_AT,
+            *resting,
+            *read_though_unknown(process.unknown_reads),
+            *of_counts(process.steps, process.unknown_reads),
+        )
+        return EmulatedRun(
+            **conditions(task, device),
+            **fits,
+            **peaks,
+            counts=process.steps if full is None else None,
+            not_counted=tuple(process.unknown),
+            notes=notes,
+        )
     environment = environment_of(device, ALONE)
     if full is not None:
         return OutOfMemory(

@@ -6,7 +6,6 @@ It runs inside the script, loaded by its path: it imports the standard library a
 from __future__ import annotations
 
 import atexit
-import importlib
 import json
 import os
 import sys
@@ -47,6 +46,7 @@ class _Recorder:
     def __init__(self, torch: ModuleType, memory: Any, memory_recorder: Any) -> None:
         self._torch, self._memory, self._memory_recorder = torch, memory, memory_recorder
         self._values: Any = None
+        self._counter: Any = None
         self._process = os.getpid()
         self._framework = ""
         self._of_framework: list[list[float]] = []
@@ -68,6 +68,7 @@ class _Recorder:
             "out_of_memory": str(error) if isinstance(error, torch.OutOfMemoryError) else None,
             "unknown": list(self._memory_recorder.unknown()),
             "not_exchanged": list(self._memory_recorder.not_exchanged()),
+            **(self._counter.report() if self._counter is not None else {}),
             **(self._values.report() if self._values else {}),
         }
         path = Path(folder, f"{os.getpid()}.json")
@@ -77,7 +78,9 @@ class _Recorder:
 
     def track_values(self) -> None:
         """Track values from now on: the GPU that the script begins to use computes none."""
-        self._values = self._memory_recorder.tracked_values()
+        if "GPUTRAIN_SCRIPT_COUNTS" in os.environ:
+            self._counter = self._memory_recorder.program_counter()
+        self._values = self._memory_recorder.tracked_values(self._counter)
 
     def _device(self, device: int) -> dict[str, int]:
         peaks = self._memory.keep_peaks(device)
@@ -85,8 +88,8 @@ class _Recorder:
         return {"allocated": peaks["allocated"], "reserved": peaks["reserved"], "used": total - free}
 
     def _stamp(self) -> float:
-        """Return the time at which the device has done all that was asked of it."""
-        if self._torch.cuda.is_initialized():
+        """Return the time at which the device has done all that was asked of it. An emulated one has nothing to do."""
+        if self._torch.cuda.is_initialized() and self._values is None:
             self._torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -95,6 +98,8 @@ class _Recorder:
         stamps: weakref.WeakKeyDictionary[Any, list[float]] = weakref.WeakKeyDictionary()
 
         def updated(optimizer: Any, *_: object) -> None:
+            if self._counter is not None:
+                self._counter.updated(optimizer, ends_step=not self._framework)
             if self._framework:
                 return
             if optimizer not in stamps:
@@ -102,17 +107,22 @@ class _Recorder:
                 self._of_optimizers.append(stamps[optimizer])
             stamps[optimizer].append(self._stamp())
 
-        optimizers = importlib.import_module("torch.optim.optimizer")
-        optimizers.register_optimizer_step_post_hook(updated)
+        self._memory_recorder.follow_optimizers(updated)
 
     def began(self, framework: str) -> None:
         """Take notice that the training of a framework begins."""
         self._framework = framework
+        self._end_step(kept=False)
         self._of_framework.append([self._stamp()])
 
     def stepped(self) -> None:
         """Take notice that a micro-batch of a framework is over."""
+        self._end_step()
         self._of_framework[-1].append(self._stamp())
+
+    def _end_step(self, *, kept: bool = True) -> None:
+        if self._counter is not None:
+            self._counter.next_step(kept=kept)
 
     def _follow_transformers(self, module: Any) -> None:
         recorder, train = self, module.Trainer.train

@@ -9,7 +9,7 @@ from collections import defaultdict
 from typing import Any, Final, NamedTuple, cast
 
 from pytest_gputrain.records import CountCause, CountName, Place, SlowClass
-from pytest_gputrain.worker.counted_steps import CountedSteps, compiled
+from pytest_gputrain.worker.counted_steps import Causes, CountedSteps, compiled
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.python_frames import LayoutUnknown, read_frames, stack, text
 
@@ -29,8 +29,17 @@ class _Row(NamedTuple):
     noted: int
     thread: int
     backward: int
+    replayed: int
     number: int
     size: int
+
+
+class Rows(NamedTuple):
+    """What a step has asked for."""
+
+    judged: Causes
+    others: Causes
+    """What other threads than the training's have asked for."""
 
 
 class StepCounter(CountedSteps):
@@ -48,6 +57,7 @@ class StepCounter(CountedSteps):
             read_frames(self._library)
         except LayoutUnknown as error:
             self.lines_unknown = str(error)
+        self._captures = ctypes.c_int.in_dll(self._library, "gputrain_captures")
         self._noted: dict[str, int] = {}
         """The number of each line that was noted for a backward pass, from 1."""
         self._places: dict[int, tuple[Place | None, Place | None, bool]] = {}
@@ -56,7 +66,7 @@ class StepCounter(CountedSteps):
 
     def note(self, line: str) -> None:
         """Note that what this thread asks for in a backward pass belongs to this own line, until another one is noted."""
-        if self._counting:
+        if self._counting or self._captures.value:  # a replay is counted with the lines of its capture
             number = self._noted.setdefault(line, len(self._noted) + 1) if line else 0
             self._library.gputrain_counters_note(number)
 
@@ -72,12 +82,21 @@ class StepCounter(CountedSteps):
         Args:
             update: whether the optimizer was to update at its end.
         """
+        self.add(*self.end(), update=update)
+
+    def end_further_step(self, *, update: bool) -> int | None:
+        """Take notice that a step behind the timed ones has ended, and return the kind of the timed steps that ask for the
+        same; None if none does.
+
+        Args:
+            update: whether the optimizer was to update at its end.
+        """
+        return self.kind_of(self.end().judged, update=update)
+
+    def end(self) -> Rows:
+        """Count no more, and return what was counted since the step began."""
         self._library.gputrain_counters_end()
         self._counting = False
-        self.add(*self._rows_of_step(), update=update)
-
-    def _rows_of_step(self) -> tuple[dict[CountCause, tuple[int, int]], dict[CountCause, tuple[int, int]]]:
-        """Return numbers and bytes by what asked for them: those that are judged, and those of other threads."""
         judged: defaultdict[CountCause, tuple[int, int]] = defaultdict(lambda: (0, 0))
         others: defaultdict[CountCause, tuple[int, int]] = defaultdict(lambda: (0, 0))
         noted = list(self._noted)
@@ -95,6 +114,7 @@ class StepCounter(CountedSteps):
                 own=own,
                 library=library,
                 backward=bool(row.backward),
+                replayed=bool(row.replayed),
                 shape=row.shape,
                 slow=cast("SlowClass | None", row.slow or None),
                 counts=(),
@@ -104,7 +124,7 @@ class StepCounter(CountedSteps):
             kept[cause] = count + row.number, size + row.size
         for cause in self.compiled_since():
             judged[cause] = judged[cause][0] + 1, 0
-        return judged, others
+        return Rows(judged, others)
 
     # --- Lines
 

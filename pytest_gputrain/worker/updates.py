@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 from unittest import mock
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from pytest_gputrain.records import Case
@@ -41,6 +42,9 @@ class Updates:
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._rounds: weakref.WeakKeyDictionary[Optimizer, Counter[int]] = weakref.WeakKeyDictionary()
         """How often each one stepped in each round."""
+        self._captured: weakref.WeakKeyDictionary[Any, list[Optimizer]] = weakref.WeakKeyDictionary()
+        """The optimizers that step in each CUDA graph. They do so when it is launched, and not when it is captured."""
+        self._capturing: list[Any] = []
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
@@ -52,10 +56,42 @@ class Updates:
             self._made.add(optimizer)
 
         def see(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self._rounds.setdefault(optimizer, Counter())[self._steps // self._steps_of_round] += 1
+            if self._capturing:
+                self._captured.setdefault(self._capturing[-1], []).append(optimizer)
+            else:
+                self._note(optimizer)
 
-        with mock.patch.object(Optimizer, "__init__", noting), register_optimizer_step_pre_hook(see):
+        with (
+            mock.patch.object(Optimizer, "__init__", noting),
+            register_optimizer_step_pre_hook(see),
+            self._following_graphs(),
+        ):
             yield
+
+    @contextlib.contextmanager
+    def _following_graphs(self) -> Iterator[None]:
+        graph: Any = torch.cuda.CUDAGraph
+        begin, end, replay = graph.capture_begin, graph.capture_end, graph.replay
+
+        def capture(this: Any, *arguments: Any, **options: Any) -> None:
+            begin(this, *arguments, **options)
+            self._capturing.append(this)
+
+        def finish(this: Any) -> None:
+            if this in self._capturing:
+                self._capturing.remove(this)
+            end(this)
+
+        def launch(this: Any) -> None:
+            replay(this)
+            for optimizer in self._captured.get(this, ()):
+                self._note(optimizer)
+
+        with mock.patch.multiple(graph, capture_begin=capture, capture_end=finish, replay=launch):
+            yield
+
+    def _note(self, optimizer: Optimizer) -> None:
+        self._rounds.setdefault(optimizer, Counter())[self._steps // self._steps_of_round] += 1
 
     def during(self, steps: Steps) -> Steps:
         """Yield what ``steps`` does, and check after the last step how often optimizers stepped.

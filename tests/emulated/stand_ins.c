@@ -67,13 +67,13 @@ void gputrain_counters_end(void);
 static const size_t MIB = 1 << 20, GIB = 1 << 30;
 static int failures;
 
-#define CHECK(condition)                                                                                                    \
-  do                                                                                                                        \
-    if (!(condition)) {                                                                                                     \
-      __atomic_add_fetch(&failures, 1, __ATOMIC_RELAXED);                                                                   \
-      printf("line %d: %s\n", __LINE__, #condition);                                                                        \
-    }                                                                                                                       \
-  while (0)
+void note_failure(int line, const char *condition) {
+  __atomic_add_fetch(&failures, 1, __ATOMIC_RELAXED);
+  printf("line %d: %s\n", line, condition);
+}
+void check_captures(void); // in captures.c
+
+#define CHECK(condition) ((condition) ? (void)0 : note_failure(__LINE__, #condition))
 
 static size_t used(void) {
   size_t left = 0, total = 0;
@@ -529,6 +529,7 @@ int main(int count, char **arguments) {
     check_managed();
     check_handles();
     check_threads();
+    check_captures();
   } else if (!strcmp(what, "forks"))
     check_forks();
   else if (count == 5)

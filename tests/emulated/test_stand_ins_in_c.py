@@ -18,10 +18,11 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"),
 ]
 
-PROGRAM = Path(__file__).with_name("stand_ins.c")
+PROGRAM = [Path(__file__).with_name(name) for name in ("stand_ins.c", "captures.c")]
 SOURCES = (
     "counters",
     "gpus",
+    "graphs",
     "handles",
     "memory",
     "products",
@@ -49,7 +50,7 @@ CALLS = 5000
 def run(request, tmp_path_factory):
     """Run the program with arguments; it prints the lines whose check failed."""
     program = tmp_path_factory.mktemp("built") / "stand_ins"
-    files = [PROGRAM, *(build.SOURCES / f"{name}.c" for name in SOURCES)]
+    files = [*PROGRAM, *(build.SOURCES / f"{name}.c" for name in SOURCES)]
     try:
         command = [*build.find_compiler(), *FLAGS, *SANITIZERS[request.param], f"-I{build.SOURCES}", *map(str, files)]
     except CannotEmulate as error:

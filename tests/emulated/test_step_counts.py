@@ -88,6 +88,19 @@ def test_the_line_that_calls_an_operator_of_torch_ops_is_told_and_not_torch_s_ow
     assert "library" not in copies
 
 
+def test_a_comprehension_has_the_name_of_its_function_as_with_all_versions_of_python(counted):
+    reply = counted("""
+        def read(losses):
+            return [loss.item() for loss in losses]
+
+        def train(setup):
+            for loss in training(setup):
+                read([loss, loss])
+                yield loss
+    """)
+    assert causes(reply, "waits") == {("read", "return [loss.item() for loss in losses]"): 2}
+
+
 def test_what_checkpointing_computes_again_is_of_the_backward_pass_and_has_the_line_that_computes(counted):
     reply = counted("""
         def block(net, batch):

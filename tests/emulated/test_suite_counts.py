@@ -74,7 +74,10 @@ def recorded(run_tests_in, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("cause", CAUSES)
+# Compiling takes minutes. That of own code is tested each time.
+@pytest.mark.parametrize(
+    "cause", [pytest.param(cause, marks=[pytest.mark.weekly] * (cause == "recompiled")) for cause in CAUSES]
+)
 def test_what_a_library_asks_for_in_addition_fails_and_is_named(recorded, run_tests_in, tmp_path, cause):
     text, figures, place = CAUSES[cause]
     packages = tmp_path / "site-packages"

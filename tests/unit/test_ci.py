@@ -7,6 +7,7 @@ import ci
 import pytest
 from leftovers import has_ended, wait_until
 
+ROOT = ci.ROOT
 RAY = ci.Part("ray", 12)
 SKIPS = "SKIPPED [2] tests/gpu/test_on_gpu.py:40: needs a GPU, found cpu\n"
 
@@ -20,13 +21,24 @@ def runs(*outcomes):
     return run
 
 
+@pytest.fixture(autouse=True)
+def root(tmp_path, monkeypatch):
+    monkeypatch.setattr(ci, "ROOT", tmp_path)
+    return tmp_path
+
+
+def outcome(part, *outcomes, minutes_left=60):
+    run = runs(*outcomes)
+    return ci.outcome(part, "tox", run, minutes_left, lambda: ci.prepare(part, "tox", run, minutes_left))
+
+
 def ran(*lines, status=0):
     return ci.Ran(status, lines)
 
 
 def test_every_environment_is_a_part():
     tox = configparser.ConfigParser()
-    tox.read(ci.ROOT / "tox.ini")
+    tox.read(ROOT / "tox.ini")
     quick = {name.strip() for name in tox["tox"]["env_list"].split(",")}
     environments = {name.removeprefix("testenv:") for name in tox.sections() if name.startswith("testenv:")}
     pictures = {"pictures", "pictures-emulated"}
@@ -49,15 +61,15 @@ def test_every_environment_is_a_part():
     ],
 )
 def test_what_became_of_a_part_is_told(outcomes, status, skipped):
-    outcome = ci.outcome(RAY, "tox", runs(*outcomes), minutes_left=60)
-    assert (outcome.status, outcome.skipped) == (status, skipped)
+    came = outcome(RAY, *outcomes)
+    assert (came.status, came.skipped) == (status, skipped)
 
 
 def test_a_part_that_too_little_time_is_left_for_is_skipped_and_the_readme_s_command_must_be_installed():
-    outcome = ci.outcome(RAY, "tox", runs(), minutes_left=3)
-    assert outcome.status == "skipped"
-    assert outcome.skipped == ("all of it: 3 of 85 minutes are left, too few",)
-    assert ci.outcome(ci.PARTS[0], "tox", runs(ran("ERROR: no network\n", status=1)), minutes_left=90).status == "failed"
+    came = outcome(RAY, minutes_left=3)
+    assert came.status == "skipped"
+    assert came.skipped == ("all of it: 3 of 85 minutes are left, too few",)
+    assert outcome(ci.PARTS[0], ran("ERROR: no network\n", status=1), minutes_left=90).status == "failed"
 
 
 @pytest.mark.parametrize(
@@ -72,15 +84,23 @@ def test_a_part_that_too_little_time_is_left_for_is_skipped_and_the_readme_s_com
     ],
 )
 def test_a_slow_machine_fails_no_part_that_did_not_have_its_own_time(minutes_left, line, status, skipped):
-    outcome = ci.outcome(RAY, "tox", runs(ran(), ran(line, status=None)), minutes_left)
-    assert (outcome.status, outcome.skipped) == (status, skipped)
+    came = outcome(RAY, ran(), ran(line, status=None), minutes_left=minutes_left)
+    assert (came.status, came.skipped) == (status, skipped)
+
+
+def test_an_environment_is_removed_and_its_name_is_free_at_once(root):
+    environment = root / ".tox" / "ray"
+    (environment / "lib").mkdir(parents=True)
+    assert outcome(RAY, ran(), ran()).status == "passed"
+    assert not environment.exists()
+    wait_until(lambda: not any(environment.parent.iterdir()))
 
 
 @pytest.mark.slow
 def test_a_command_ends_with_its_processes_when_its_time_is_over(capfd):
-    outcome = ci.run(["sh", "-c", "sleep 600 & echo $!; wait"], minutes=2 / 60)
-    assert outcome.status is None
-    (pid,) = (int(line) for line in outcome.lines)
+    came = ci.run(["sh", "-c", "sleep 600 & echo $!; wait"], minutes=2 / 60)
+    assert came.status is None
+    (pid,) = (int(line) for line in came.lines)
     wait_until(lambda: has_ended(pid))
 
 
@@ -98,11 +118,11 @@ def test_the_last_lines_name_every_part_and_every_skip(capsys):
 
 
 def test_the_oldest_versions_are_those_that_are_allowed():
-    pyproject = tomllib.loads((ci.ROOT / "pyproject.toml").read_text())
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, frameworks = pyproject["project"], pyproject["dependency-groups"]["frameworks"]
     extras = project["optional-dependencies"]
     floors = dict(each.split(">=") for each in [*project["dependencies"], *extras["suite"], *extras["report"], *frameworks])
-    lines = (ci.ROOT / "constraints-oldest.txt").read_text().splitlines()
+    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     for name, floor in floors.items():
         assert f"{pinned[name]}.".startswith(f"{floor}."), name

@@ -7,6 +7,7 @@ from unit_examples import CASE, SETTINGS, crashed, emulated_run, gpu_environment
 
 from pytest_gputrain.cli.failing import VERDICTS
 from pytest_gputrain.cli.main import main
+from pytest_gputrain.records import Counts, StepCounts
 from pytest_gputrain.report import json_report
 from pytest_gputrain.utils.units import GiB
 
@@ -41,6 +42,13 @@ MORE_EMULATED = result(
     ),
     device="emulated/h100",
 )
+COUNTED, WAITING = (
+    result(
+        reply=emulated_run(counts=Counts(steps=(0,) * 5, kinds=(StepCounts(waits=waits, launches=50),))),
+        device="emulated/h100",
+    )
+    for waits in (1, 2)
+)
 ON_ANOTHER_DEVICE = gpu_environment(device_name="NVIDIA A100", device_type="rocm")
 
 
@@ -64,6 +72,7 @@ SCENES = {
     "a slower machine: one case is 8 % slower, one 4 %": (OF_BASE, suite(*[1.025] * 3, size_5=1.08, size_6=1.04), {}),
     "a slower suite": (OF_BASE, suite(1.05, 1.05, 1.05), {}),
     "emulated runs": ([EMULATED], [MORE_EMULATED], {}),
+    "emulated runs that wait more often": ([COUNTED], [WAITING], {}),
     "no emulated run to compare with": ([BASE], [EMULATED], {}),
 }
 

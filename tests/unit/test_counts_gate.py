@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gputrain.gate.count_lines import count_changes
+from pytest_gputrain.gate.count_lines import count_changes, lines_beside
 from pytest_gputrain.gate.counts import judge_counts
 from pytest_gputrain.records import CountCause, Counts, Place, StepCounts
 from pytest_gputrain.records.tolerance import CountTerms, CountTolerance
@@ -53,6 +53,20 @@ def test_steps_are_compared_by_their_number_with_those_of_the_warm_up(warmup, st
 def test_runs_without_a_step_of_the_same_number_are_not_compared():
     before, now = counts({}, steps=[0] * 3), msgspec.structs.replace(counts({}, steps=[0] * 3), first=3)
     assert judge_counts(before, now) is None
+
+
+def test_an_edited_line_stands_beside_what_it_asked_for_before_the_edit():
+    def at(text, number, function="train"):
+        return cause("launches", number, own=Place(file="train.py", function=function, text=text, line=3))
+
+    before = (at("loss = f(x)", 9), at("y = g(x)", 30), at("z = x + 1", 5, "other"))
+    now = (at("loss = f(x.float())", 12), at("y = g(x)", 30), at("z = x + 1", 5, "moved"))
+    lines = lines_beside("work", 0, *(counts({"launches": 50}, causes=causes) for causes in (before, now)))
+    assert [(line.line.rpartition(", ")[2], line.baseline, line.value, line.more) for line in lines] == [
+        ("loss = f(x.float())", 9, 12, 3),
+        ("y = g(x)", 30, 30, 0),
+        ("z = x + 1", 5, 5, 0),
+    ]
 
 
 ANY = ("waits", "collectives", "compilations", "graph_breaks", "mallocs", "frees")
@@ -439,6 +453,73 @@ def test_every_figure_that_changes_is_named_with_both_values():
     assert [*count_changes(before, now, only_more=True)] == ["waits 2 -> 3 in 4 steps", "launches 1,000 -> 1,002 a step"]
     moved = counts({"waits": 1}, {}, steps=[0, 1])
     assert [*count_changes(moved, counts({}, {"waits": 1}))] == ["waits 1 -> 1 in 2 steps at other steps"]
+
+
+CHECKED = Place(file="train.py", function="checked", text="validate(loss)", line=50)
+
+
+def calling(number, launches=100, python="3.12", line=CHECKED):
+    """Return counts of ten equal steps that call so many functions of Python, all but 500 of them from this line."""
+    causes = [cause("python_calls", 500, own=STEP), cause("python_calls", number - 500, own=line)]
+    step = {"launches": launches, "python_calls": number}
+    return msgspec.structs.replace(counts(step, steps=[0] * 10, causes=causes), python=python)
+
+
+def test_more_python_between_the_same_launches_is_told_with_its_line_and_fails_nothing():
+    verdict = judge_counts(calling(1000), calling(1101))
+    assert verdict.told == (
+        "calls Python functions 1,101 times a step (1,000 before): 101 more at train.py:50 in checked, validate(loss), "
+        "which is not judged",
+    )
+    assert verdict.worse == verdict.better == ()
+    assert statuses(verdict)["python_calls"] == "pass"
+
+
+@pytest.mark.parametrize(("before", "now"), [(1000, 1100), (1101, 1000)])
+def test_a_tenth_more_python_is_not_told_and_less_is_no_improvement(before, now):
+    assert judge_counts(calling(before), calling(now))[1:] == ((), (), (), (), False)
+
+
+def test_more_python_for_less_work_of_the_gpu_is_not_told():
+    assert judge_counts(calling(1000), calling(2000, launches=99)).told == ()
+
+
+@pytest.mark.parametrize(("now", "status"), [(1050, "pass"), (1051, "regressed"), (949, "improved")])
+@pytest.mark.parametrize("launches", [100, 99])
+def test_a_tolerance_has_calls_of_python_functions_judged(now, status, launches):
+    terms = CountTerms(tolerances={"python_calls": CountTolerance(ratio=0.05)})
+    verdict = judge_counts(calling(1000), calling(now, launches=launches), terms)
+    assert statuses(verdict)["python_calls"] == status
+    assert bool(verdict.worse) == (status == "regressed")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "why"),
+    [
+        ("3.11", "3.12", "they were recorded with Python 3.11, and this is Python 3.12"),
+        ("", "3.12", "they were not recorded"),
+        ("3.12", "", "they were not counted"),
+    ],
+)
+def test_calls_of_two_versions_of_python_are_not_compared(before, now, why):
+    sides = (calling(1000 if version else 0, python=version) for version in (before, now))
+    verdict = judge_counts(*sides)
+    (metric,) = (metric for metric in verdict.metrics if metric.metric == "python_calls")
+    assert (metric.status, metric.note) == ("not-comparable", why)
+    assert verdict[1:] == ((), (), (), (), False)
+
+
+def test_steps_in_which_no_calls_were_counted_are_not_compared_with_those_in_which_they_were():
+    """An optimizer acts in each second step, and the step in which calls are counted is one of the others."""
+    before = counts({"launches": 5, "python_calls": 10}, {"launches": 9}, steps=[0, 1] * 3)
+    now = counts({"launches": 5}, {"launches": 9, "python_calls": 90}, steps=[0, 1] * 3)
+    sides = (msgspec.structs.replace(side, python="3.12") for side in (before, now))
+    assert "python_calls" not in statuses(judge_counts(*sides))
+
+
+@pytest.mark.parametrize(("python", "changes"), [("3.12", ["python_calls 1,000 -> 1,200 a step"]), ("3.11", [])])
+def test_an_update_names_calls_of_python_functions_of_the_same_python(python, changes):
+    assert list(count_changes(calling(1000, python=python), calling(1200))) == changes
 
 
 # --- On a CPU

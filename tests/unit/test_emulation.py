@@ -274,10 +274,10 @@ def test_stubs_succeed_make_handles_or_refuse_to_make_up_a_size():
         "cusparse", ["cusparseSpSM_solve", "cusparseCreateCsr", "cusparseSpMatGetSize", "cusparseSpMV_bufferSize"]
     )
     assert (
-        'cusparseSpSM_solve(void) { static int seen; gputrain_trace("cusparseSpSM_solve", &seen); '
-        'gputrain_count("library_calls", "cusparseSpSM_solve", 0); return 0; }'
+        'cusparseSpSM_solve(void *p1) { static int seen; gputrain_trace("cusparseSpSM_solve", &seen); '
+        'if (gputrain_ask(gputrain_stream_of(p1), "library_calls", "cusparseSpSM_solve", 0)) return 10; return 0; }'
     ) in text
-    assert "gputrain_count(" not in next(line for line in text.splitlines() if "cusparseCreateCsr" in line)
+    assert "gputrain_ask(" not in next(line for line in text.splitlines() if "cusparseCreateCsr" in line)
     assert "cusparseCreateCsr(void **out)" in text
     assert 'cusparseSpMatGetSize(void) { return gputrain_missing("cusparseSpMatGetSize", 10); }' in text
     assert """gputrain_unknown("cuSPARSE's workspaces"); if (p10) *(size_t *)p10 = 0; return 0; }""" in text

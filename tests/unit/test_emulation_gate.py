@@ -205,8 +205,10 @@ def test_fewer_bytes_moved_are_no_improvement_where_work_rose():
     assert "the bytes that it moves fell by 10.0 % while the number of its kernels rose" in verdict.sentence
 
 
-def test_counts_that_were_not_recorded_are_told_and_do_not_fail():
-    verdict = _judged(counts=_counts(waits=9))
+@pytest.mark.parametrize("phases", [RUN.phase_peak_bytes, {}], ids=["a case", "a script, which has no phases"])
+def test_counts_that_were_not_recorded_are_told_and_do_not_fail(phases):
+    before = msgspec.structs.replace(STORED, phase_peak_bytes=phases)
+    verdict = _judged(before, phase_peak_bytes=phases, counts=_counts(waits=9))
     assert verdict.status == "pass"
     assert verdict.sentence == (
         f"{CASE} takes the recorded memory; what its steps ask of the GPU was not recorded, so it is not compared; record "

@@ -15,7 +15,7 @@ from unit_examples import CASE, crashed, emulated_run, measurement, out_of_memor
 
 from pytest_gputrain import Case
 from pytest_gputrain.cli.main import main
-from pytest_gputrain.records import Verdict
+from pytest_gputrain.records import Counts, StepCounts, Verdict
 from pytest_gputrain.records.study import Search, Try
 from pytest_gputrain.report import json_report
 from pytest_gputrain.report.export.formats import FORMATS
@@ -50,7 +50,8 @@ RUN = report(
     branch="main",
 )
 LLAMA, GEMMA = "llm/llama-3.1-8b-lora-bf16", "llm/gemma-7b-lora-bf16"
-EMULATED = report(result(reply=emulated_run(), device="emulated/h100"))
+COUNTS = Counts(steps=(0, 1), kinds=(StepCounts(waits=1, launches=800, library_calls=40), StepCounts(h2d_bytes=4096)))
+EMULATED = report(result(reply=emulated_run(counts=COUNTS), device="emulated/h100"))
 
 
 def text_of(name, *reports):
@@ -70,6 +71,15 @@ def test_emulated_runs_have_memory_only_and_figures_of_another_batch_are_left_ou
     assert left_out(EMULATED.results, timed=True) == ["llama-3.1-8b-lora-bf16 is left out: an emulated GPU has no time"]
     tried = Search(tries=(Try(batch_size=4, outcome="fits"),), most=4, largest=4, fastest=4)
     assert points([measured("llama-3.1-8b", (0.5,), search=tried, verdict=None)]) == []
+
+
+def test_counts_of_a_step_are_columns_and_measures():
+    (row,) = csv.DictReader(io.StringIO(text_of("csv", EMULATED)))
+    assert (row["waits_per_step"], row["work_per_step"], row["h2d_bytes_per_step"]) == ("0.5", "420.0", "2048.0")
+    (measures,) = json.loads(text_of("bencher", EMULATED)).values()
+    assert (measures["emulated-waits"], measures["emulated-work"]) == ({"value": 0.5}, {"value": 420.0})
+    (row,) = csv.DictReader(io.StringIO(text_of("csv", report(RUN.results[0]))))
+    assert row["waits_per_step"] == ""
 
 
 def test_of_a_case_reported_twice_the_judged_one_counts_and_then_the_last():

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 from unit_examples import CASE, crashed, emulated_run, gpu_environment, measurement, out_of_memory, result, timed_out
 
-from pytest_gputrain.records import Case, HistoryLine, MetricVerdict, Verdict
+from pytest_gputrain.records import Case, Counts, HistoryLine, MetricVerdict, StepCounts, Verdict
+from pytest_gputrain.records.history import COUNT_KEYS
 from pytest_gputrain.records.study import Search
 from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.storage import history
@@ -109,6 +110,17 @@ def test_a_case_of_several_tests_has_one_line_of_the_last_that_judged_it_and_a_s
         assert [line.verdict for line in lines_of(results, SESSION)] == ["regressed"]
     assert [line.verdict for line in lines_of([measured, measured], SESSION)] == [None]
     assert lines_of([result(search=Search(tries=(), most=4))], SESSION) == []
+
+
+def test_counts_are_the_mean_of_the_timed_steps_and_null_where_nothing_was_counted():
+    kinds = (StepCounts(waits=1, launches=8, library_calls=2), StepCounts(h2d_bytes=4096, slow_flops={"fp32": 64}))
+    counts = Counts(steps=(0, 1, 1, 1), kinds=kinds)
+    (line,) = lines_of([result(reply=emulated_run(counts=counts), device="emulated/h100", verdict=None)], SESSION)
+    asked = {key: value for key in COUNT_KEYS if (value := getattr(line, key))}
+    parts = {"work_per_step": 2.5, "launches_per_step": 2.0, "library_calls_per_step": 0.5}
+    assert asked == {"waits_per_step": 0.25, **parts, "h2d_bytes_per_step": 3072.0, "fp32_flops_per_step": 48.0}
+    (line,) = lines_of([result()], SESSION)
+    assert {getattr(line, key) for key in COUNT_KEYS} == {None}
 
 
 def test_every_knob_is_a_key_and_every_key_one_column_of_one_type():

@@ -12,10 +12,22 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from unit_examples import CASE, crashed, emulated_run, gpu_environment, live_tensor, measurement, report, result, summary
+from unit_examples import (
+    CASE,
+    crashed,
+    emulated_run,
+    gpu_environment,
+    live_tensor,
+    measurement,
+    recorded,
+    report,
+    result,
+    summary,
+)
 
 from pytest_gputrain.cli.main import main
-from pytest_gputrain.records import Case, MetricVerdict, Verdict
+from pytest_gputrain.gate.emulation import judge
+from pytest_gputrain.records import Case, CountCause, Counts, MetricVerdict, Place, StepCounts, Verdict
 from pytest_gputrain.records.study import LossCurve
 from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.storage.history import append
@@ -123,6 +135,45 @@ def everything(text):
         ),
     )
     return report(*results, commit=text, branch=text, arguments=(text,), notes=(text,), generator=text)
+
+
+def asking(*launches, waits=0, moved=0):
+    """What ten equal steps ask of the GPU, by one line each, which stand that many lines further down."""
+
+    def cause(what, line, number):
+        own = Place(file="benchmarks/test_train.py", function="train", text=f"x = layer_{line}(x)", line=line + moved)
+        return CountCause(what=what, own=own, counts=(number,))
+
+    causes = [cause("launches", line, number) for line, number in enumerate(launches, 1) if number]
+    kind = StepCounts(launches=sum(launches), waits=waits)
+    return Counts(steps=(0,) * 10, kinds=(kind,), causes=(*causes, *([cause("waits", 3, waits)] if waits else [])))
+
+
+BEFORE = emulated_run(counts=asking(*range(20, 30)).as_stored())
+
+
+def regressed(**now):
+    """A case that asks for more than is recorded of it."""
+    now = msgspec.structs.replace(BEFORE, **now)
+    verdict = judge(CASE, now, recorded(BEFORE), "H100")
+    return result(device="emulated/h100", reply=now, verdict=verdict)
+
+
+def test_a_failing_case_is_drawn_beside_its_baseline():
+    """Each bar of today has the baseline's before it, and lines that have only moved are not marked."""
+    more = {**BEFORE.phase_peak_bytes, "backward": 33 * GiB}
+    failing = regressed(phase_peak_bytes=more, counts=asking(20, 21, 60, *range(23, 30), waits=2, moved=7))
+    drawn = page.page([report(failing)], baseline_dir=BASELINES)
+    told = dict(re.findall(r"<title[^>]*>([^<]*)</title><desc[^>]*>([^<]*)</desc>", drawn))
+    assert told["Peak memory by phase"].split("; ")[2] == "backward: 32.0 GiB before, 33.0 GiB now"
+    assert told["Waits of a step by line"] == "benchmarks/test_train.py:10 in train, x = layer_3(x): 0 before, 2 now"
+    lines = told["Work of a step by line"].split("; ")
+    assert lines[0] == "benchmarks/test_train.py:10 in train, x = layer_3(x): 22 before, 60 now"
+    assert lines[1] == "benchmarks/test_train.py:17 in train, x = layer_10(x): 29 before, 29 now"
+    assert lines[-1].startswith("4 other lines: ")
+    assert re.search(r"Waits Work .* 2 283 ", " ".join(read(report(failing)).lines("cases")))
+    marked = {metric.metric: [line.more for line in metric.lines] for metric in failing.verdict.metrics if metric.lines}
+    assert marked == {"waits": [2], "work": [38, 0, 0, 0, 0, 0, 0]}
 
 
 def published_result(**fields):
@@ -324,6 +375,13 @@ def test_the_command_writes_a_page(tmp_path):
     written = write(tmp_path / "a.json", report(timed(1.0)))
     assert main(["html", written, "--history", str(tmp_path / "history.jsonl"), "-o", str(output)]) == 0
     assert Reader(output.read_text()).sections == ["verdicts", "cases", "trends", "environment"]
+
+
+def test_a_change_of_a_count_from_0_is_drawn_with_its_commit(tmp_path):
+    waiting = [result(device="emulated/h100", reply=emulated_run(counts=asking(20, waits=waits))) for waits in (0, 0, 3, 3)]
+    reader = read(history_trends=history_trends_of(tmp_path, *([case] for case in waiting)))
+    assert "more on 2026-01-03: 0 to 3 commits c1..c2" in reader.lines("trends")
+    assert "launches_per_step" not in reader.text
 
 
 def test_gputrain_trend_draws_what_it_tells(tmp_path, capsys):

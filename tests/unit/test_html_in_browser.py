@@ -6,11 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-from test_html import everything, history_trends_of, published_result, timed
+from test_html import BEFORE, asking, everything, history_trends_of, published_result, regressed, timed
 from unit_examples import crashed, report, result
 
 from pytest_gputrain.records import MetricVerdict, Verdict
 from pytest_gputrain.report.html import page
+from pytest_gputrain.utils.units import GiB
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -103,6 +104,29 @@ def test_it_asks_for_nothing_but_itself_and_reports_no_error(open_page, file):
     opened.page.locator(".chart[data-points]").first.hover()
     opened.page.wait_for_load_state("networkidle")
     assert (opened.said, opened.asked) == ([], [file.as_uri()])
+
+
+def test_what_has_grown_stands_in_the_first_view_without_a_click(browser, tmp_path):
+    """The sentence, the guilty line, its figures and its bar in the colour of failures."""
+    failing = regressed(
+        phase_peak_bytes=BEFORE.phase_peak_bytes | {"forward": 31 * GiB},
+        counts=asking(20, 21, 60, *range(23, 30), waits=2),
+    )
+    written = tmp_path / "page.html"
+    page.write(written, [report(failing, arguments=("benchmarks", "-m", "h100"))], baseline_dir=BASELINES)
+    opened = Opened(browser, written, viewport={"width": 1200, "height": 800})
+    bad = opened.page.evaluate("getComputedStyle(document.querySelector('.counts .bad')).color")
+    seen = opened.page.evaluate("""() => [...document.querySelectorAll("#failures li, svg text, svg path")].filter((one) => {
+        const { top, left, bottom, right } = one.getBoundingClientRect();
+        return top >= 0 && left >= 0 && top < 760 && (one.tagName === "LI" || (bottom <= 800 && right <= 1200));
+    }).map((one) => [one.tagName, one.textContent.trim(), getComputedStyle(one).fill])""")
+    opened.context.close()
+    texts = [text for tag, text, _ in seen if tag == "text"]
+    assert failing.verdict.sentence in next(text for tag, text, _ in seen if tag == "LI")
+    assert {"31.0 GiB now", "30.0 GiB before", "2 now", "60 now", "22 before"} <= set(texts)
+    assert " ".join(texts).count("benchmarks/test_train.py:3 in train, x = layer_3(x)") == 2
+    # The forward pass, the waits and the work of the line. Their texts have the colour, too.
+    assert [tag for tag, _, fill in seen if fill == bad] == ["path", "text"] * 3
 
 
 def test_a_foreign_script_would_not_run(open_page):

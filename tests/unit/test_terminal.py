@@ -21,7 +21,7 @@ from unit_examples import (
     values_of,
 )
 
-from pytest_gputrain.records import Case, Event, MetricVerdict, Report, Verdict
+from pytest_gputrain.records import Case, Counts, Event, MetricVerdict, Report, StepCounts, Verdict
 from pytest_gputrain.records.verdict import LimitVerdict
 from pytest_gputrain.report import json_report, uncompared
 from pytest_gputrain.report.progress_line import ProgressLine, describe
@@ -44,6 +44,7 @@ def _custom(model, **fields):
     return result(case, **fields)
 
 
+COUNTS = Counts(steps=(0, 1), kinds=(StepCounts(waits=1, launches=1800, library_calls=41), StepCounts(h2d_bytes=4096)))
 CHANGED = (
     MetricVerdict(metric="step_seconds", status="regressed", value=1.072, baseline=1.0, limit=1.03),
     MetricVerdict(metric="peak_allocated_bytes", status="pass", value=99, baseline=100, limit=102),
@@ -77,7 +78,7 @@ def test_tables_have_the_figures_of_the_published_ones(snapshot):
         "no change in the peak": _render(result(verdict=_verdict("pass", *PHASES[:1]))),
         "nothing compared": _render(result(verdict=_verdict("pass", not_compared))),
         "measured": _render(result(verdict=None)),
-        "emulated": _render(result(verdict=None, reply=emulated_run())),
+        "emulated": _render(result(verdict=None, reply=emulated_run(counts=COUNTS))),
         "judged by one test, measured by another": _render(
             result(verdict=None), result(), result(CASE.replace(method="full"), verdict=None)
         ),

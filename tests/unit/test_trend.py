@@ -52,6 +52,44 @@ def trend(tmp_path, capsys):
     return run
 
 
+def counted(*waits, **fields):
+    """A case that waits so often in each step of a run."""
+    return [line(number, kind="emulation", waits_per_step=float(often), **fields) for number, often in enumerate(waits)]
+
+
+def test_any_change_of_a_count_is_one_at_its_commit_also_from_0(trend):
+    code, out, _ = trend(counted(0, 0, 1, 1, 1, 0), arguments=["--metric=waits_per_step", "--format=markdown"])
+    assert code == 1
+    out = out.replace("\\", "")
+    assert "| more | 0 -> 1 | c0001..c0002 |" in out
+    assert "| -100.0 % less | 1 -> 0 | c0004..c0005 |" in out
+
+
+def test_growth_that_the_gate_lets_pass_is_no_change_until_it_adds_up(trend):
+    lines = [line(number, work_per_step=100.0 + 3 * number) for number in range(5)]
+    (course,) = trends_of(trend, lines, arguments=["--metric=work_per_step"]).courses
+    assert [(change.before, change.after, change.first.commit) for change in course.changes] == [
+        (101.5, 107.5, "c0002"),
+        (107.5, 112.0, "c0004"),
+    ]
+
+
+def test_counts_are_told_without_being_asked_for_where_they_have_changed(trend):
+    lines = counted(1, 1, 2, launches_per_step=40.0, median_step_seconds=None)
+    told = trends_of(trend, lines).courses
+    assert [course.metric for course in told] == ["peak_allocated_bytes", "waits_per_step"]
+    asked = trends_of(trend, lines, arguments=["--metric=launches_per_step"]).courses
+    assert [(course.metric, course.level) for course in asked] == [("launches_per_step", 40.0)]
+
+
+def test_branches_of_which_one_has_a_count_are_one_series(trend):
+    older = [line(number, branch="one") for number in range(2)]
+    newer = [line(number, branch="two", waits_per_step=float(number)) for number in range(2, 4)]
+    for histories in ((older, newer), (newer, older)):
+        (course,) = trends_of(trend, *histories, arguments=["--metric=waits_per_step", "--branch=*"]).courses
+        assert [(change.before, change.after, change.first.commit) for change in course.changes] == [(2, 3, "c0003")]
+
+
 def trends_of(trend, *histories, arguments=()):
     code, out, _ = trend(*histories, arguments=["--format=json", "--fail-on=never", *arguments])
     assert code == 0

@@ -11,6 +11,7 @@ from pytest_gputrain.records import (
     BaselineRun,
     BatchSearch,
     Case,
+    Counts,
     Crashed,
     Emulated,
     EmulatedRun,
@@ -276,10 +277,15 @@ _SCALARS = {
 _SCALARS[msgspec.inspect.AnyType] = st.one_of(*_SCALARS.values())
 
 
+def _counts(steps, kinds, **fields):
+    return Counts(steps=tuple(step % len(kinds) for step in steps if kinds), kinds=kinds, **fields)
+
+
 def _strategy(info):
     match info:
         case msgspec.inspect.StructType():
-            return st.builds(info.cls, **{field.name: _strategy(field.type) for field in info.fields})
+            make = _counts if info.cls is Counts else info.cls
+            return st.builds(make, **{field.name: _strategy(field.type) for field in info.fields})
         case msgspec.inspect.UnionType():
             return st.one_of(*map(_strategy, info.types))
         case msgspec.inspect.VarTupleType():

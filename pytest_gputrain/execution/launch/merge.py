@@ -127,6 +127,7 @@ def _counts_of_all(counts: Sequence[Counts]) -> Counts | None:
         others=_causes_of_all([of_rank.others for of_rank in counts], kinds),
         first=counts[0].first,
         lines_unknown=next((of_rank.lines_unknown for of_rank in counts if of_rank.lines_unknown), ""),
+        python=min(of_rank.python for of_rank in counts),
     )
 
 
@@ -136,6 +137,8 @@ def _sum_of_steps(steps: Sequence[StepCounts]) -> StepCounts:
     for step in steps:
         slow.update(step.slow_flops)
     sums = {name: sum(getattr(step, name) for step in steps) for name in numbers}
+    if not all(step.python_calls for step in steps):  # which one process has counted in another step
+        sums["python_calls"] = 0
     return StepCounts(update=steps[0].update, slow_flops=dict(sorted(slow.items())), **sums)
 
 

@@ -37,7 +37,17 @@ SOURCES: Final = Path(__file__).with_name("c")
 CORE: Final = "libgputrain_emulated.so"
 """The library that holds the state of the emulated GPUs, which all stand-ins share."""
 
-_CORE_SOURCES: Final = ("counters.c", "gpus.c", "handles.c", "memory.c", "products.c", "random.c", "threads.c", "values.c")
+_CORE_SOURCES: Final = (
+    "counters.c",
+    "gpus.c",
+    "graphs.c",
+    "handles.c",
+    "memory.c",
+    "products.c",
+    "random.c",
+    "threads.c",
+    "values.c",
+)
 
 _MANIFEST: Final = "manifest.json"
 COMPILERS: Final = ("cc", "gcc", "clang")

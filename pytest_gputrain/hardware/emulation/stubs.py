@@ -164,12 +164,18 @@ _WITHOUT_ANSWER: Final = re.compile(
     r"MemPoolTrimTo|MemPrefetchAsync|MemcpyToSymbol|Profiler\w+|StreamDestroy)|cu(LinkAddData|LinkDestroy|LibraryUnload|"
     r"MemSetAccess|ModuleUnload)(_v2)?|"
     # All that a program asked for has happened.
-    "cuda(Event|Stream)Query|cu(Event|Stream)Query|"
+    "cu(Event|Stream)Query|"
     # Nothing happens on an emulated GPU that CUPTI would tell of.
     r"cupti(Activity(Enable|Disable|Flush|Push|Register|Set)\w*|Enable\w+|Finalize|Unsubscribe)|"
     r"nvrtc(AddNameExpression|CompileProgram|DestroyProgram)|nvshmem\w*finalize"
 )
 """The functions of the other libraries that only succeed. All others fail."""
+
+_STREAMS: Final = re.compile(r"\w+(?<!cufft)(Set|Get)Stream(_v2)?")
+"""The functions that tell a handle's stream, or ask for it."""
+
+_BY_HANDLE: Final = frozenset({"cublas", "cudnn", "curand", "cusolver", "cusparse"})
+"""The libraries whose functions work on the stream of their first parameter, a handle."""
 
 _TEXTS: Final = re.compile(r"\w+(Error|Status)(String|Name)")
 """The functions that return a text for an error."""
@@ -193,6 +199,9 @@ def _stub(stem: str, name: str) -> str:
         answers = " ".join(f"if (p{number}) *({workspace.type} *)p{number} = 0;" for number in workspace.parameters)
         unknown = workspace.of or f"{_NAMES[stem]}'s workspaces"
         return f'int {name}({parameters}) {{ gputrain_unknown("{unknown}"); {answers} return 0; }}'
+    if stem in _BY_HANDLE and (match := _STREAMS.fullmatch(name)):
+        work = "gputrain_set_stream(p1, p2)" if match[1] == "Set" else "*(void **)p2 = gputrain_stream_of(p1)"
+        return f"int {name}({_parameters(2)}) {{ {work}; return 0; }}"
     if _TEXTS.fullmatch(name):
         return f'const char *{name}(void) {{ return "error of an emulated GPU"; }}'
     if _POINTERS.fullmatch(name):
@@ -210,7 +219,11 @@ def _stub(stem: str, name: str) -> str:
         if pattern.fullmatch(name):
             parameters = _parameters(at)
             body = f'if (gputrain_kind(p{at}, NULL) < DEVICE) return gputrain_missing("{name} for the host", {refused});'
-    count = f'gputrain_count("library_calls", "{name}", 0); ' if stem in _COMPUTING and not _PREPARING.search(name) else ""
+    count = ""
+    if stem in _COMPUTING and not _PREPARING.search(name):
+        parameters = "void *p1" if parameters == "void" else parameters
+        stream = f"gputrain_stream_of({'p1' if stem in _BY_HANDLE else 'NULL'})"
+        count = f'if (gputrain_ask({stream}, "library_calls", "{name}", 0)) return {refused}; '
     return (
         f'long {name}({parameters}) {{ static int seen; gputrain_trace("{name}", &seen); '
         f"{count}{body}{' ' if body else ''}return 0; }}"

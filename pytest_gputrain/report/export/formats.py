@@ -10,12 +10,14 @@ from typing import Any, Final, NamedTuple
 
 from pytest_gputrain.records import FAILING, Emulated, Report, Result
 from pytest_gputrain.records.case import knob_text
+from pytest_gputrain.records.counts import MAIN
+from pytest_gputrain.records.history import COUNT_KEYS
 from pytest_gputrain.report import studies, summary, terminal
 from pytest_gputrain.report.export import pytest_benchmark
 from pytest_gputrain.report.export.points import Point, file_names, points
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.history_lines import KNOBS, knobs
-from pytest_gputrain.report.results import latest, verdict_of
+from pytest_gputrain.report.results import counts_of, latest, verdict_of
 from pytest_gputrain.report.tables import csv_text
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.units import MiB
@@ -81,6 +83,7 @@ CSV_HEADERS: Final = (
     *(*_OF_REPORT, "suite", "case", "device", "scale", *_OF_CASE, "verdict", "processes"),
     *("step_seconds", *_OF_SUMMARY, "peak_allocated_bytes", *_OF_RUN),
     *(name for name in KNOBS if name not in _OF_CASE),
+    *COUNT_KEYS,
 )
 
 
@@ -95,7 +98,7 @@ def _csv(reports: Sequence[Report]) -> str:
 
 def _csv_row(report: Report, result: Result, point: Point | None) -> list[object]:
     run = point.runs[0] if point and point.runs else None
-    figures = run or result.figures
+    figures, counts = run or result.figures, counts_of(result)
     case = {name: knob_text(value) if isinstance(value, bool) else value for name, value in knobs(result.case).items()}
     return [
         *(getattr(report, name) for name in _OF_REPORT),
@@ -107,6 +110,7 @@ def _csv_row(report: Report, result: Result, point: Point | None) -> list[object
         point.peak_allocated_bytes if point else None,
         *(getattr(figures, name, None) for name in _OF_RUN),
         *(value for name, value in case.items() if name not in _OF_CASE),
+        *(counts.get(figure) for figure in COUNT_KEYS.values()),
     ]
 
 
@@ -136,10 +140,13 @@ def _peak(point: Point) -> dict[str, Any]:
 def _measures(point: Point) -> dict[str, Any]:
     """Return the measures of a case in Bencher Metric Format v0: https://bencher.dev/docs/reference/bencher-metric-format.
 
-    ``latency`` is Bencher's own, in nanoseconds; ``peak-memory`` is created by the first report that has it, in bytes.
+    ``latency`` is Bencher's own, in nanoseconds; ``peak-memory`` is created by the first report that has it, in bytes, and
+    so are the waits and the work of a step.
     """
+    kind, asked = _kind(point.result).replace(" ", "-"), counts_of(point.result)
+    counts = {f"{kind}{name}": {"value": asked[name]} for name in MAIN if name in asked}
     if not point.runs:
-        return {f"{_kind(point.result).strip()}-peak-memory": {"value": point.peak_allocated_bytes}}
+        return {f"{kind}peak-memory": {"value": point.peak_allocated_bytes}, **counts}
     peaks = [run.peak_allocated_bytes for run in point.runs]
     median, steps = point.median_step_seconds, point.step_seconds
     low, _, high = statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else (steps[0],) * 3
@@ -147,6 +154,7 @@ def _measures(point: Point) -> dict[str, Any]:
     return {
         "latency": {name: seconds * 1e9 for name, seconds in figures.items()},
         "peak-memory": {"value": point.peak_allocated_bytes, "lower_value": min(peaks), "upper_value": max(peaks)},
+        **counts,
     }
 
 

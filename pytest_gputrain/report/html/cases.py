@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import statistics
 from collections import Counter, defaultdict
@@ -11,11 +12,13 @@ from typing import Final
 
 import msgspec
 
+from pytest_gputrain.gate.count_lines import format_count
 from pytest_gputrain.gate.loss_trend import describe_failed_curves
 from pytest_gputrain.gate.summary import detail_of, failure_of
 from pytest_gputrain.records import (
     BatchSearch,
     Case,
+    CountFigure,
     Emulated,
     Environment,
     LossStudy,
@@ -25,7 +28,8 @@ from pytest_gputrain.records import (
     Result,
     knob_text,
 )
-from pytest_gputrain.report.results import latest, of_kind, verdict_of
+from pytest_gputrain.records.counts import COUNT_FIGURES, DETAILS
+from pytest_gputrain.report.results import counts_of, latest, of_kind, verdict_of
 from pytest_gputrain.utils.units import (
     format_bytes,
     format_flops,
@@ -205,6 +209,17 @@ def _roofline(result: Result) -> Cell:
     return _cell(run.roofline_seconds if run else None, format_seconds)
 
 
+def _asked(figure: CountFigure) -> Callable[[Result], Cell]:
+    """Return a function that gives the cell of a count, empty for 0."""
+
+    def cell(result: Result) -> Cell:
+        metric = result.verdict.metric(figure) if result.verdict else None
+        tone = {"regressed": "bad", "improved": "good"}.get(metric.status, "") if metric else ""
+        return _cell(counts_of(result).get(figure) or None, functools.partial(format_count, figure), tone)
+
+    return cell
+
+
 def _share(value: float) -> str:
     return format_percent(value, signed=False)
 
@@ -229,6 +244,7 @@ _FIGURES: Final[dict[str, Callable[[Result], Cell]]] = {
     "Reserved": _measured("peak_reserved_bytes", format_bytes),
     "Model": _measured("model_bytes", format_bytes),
     "Compute": _measured("flops_per_step", format_flops),
+    **{figure.capitalize().replace("_", " "): _asked(figure) for figure in COUNT_FIGURES if figure not in DETAILS},
 }
 
 

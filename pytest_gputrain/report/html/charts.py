@@ -114,6 +114,8 @@ class Bar:
     """The length of each part, and the number of its colour."""
     text: str
     """The text that is written after the bar."""
+    bad: bool = False
+    """Whether the bar and its text have the colour of failures."""
 
 
 class Charts:
@@ -268,7 +270,8 @@ class Charts:
                 for bar in bars:
                     start = 0.0
                     for length, colour in bar.parts:
-                        axes.barh(y + _BAR / 2, length, _BAR - 4, left=start, color=Colour.SERIES[colour])
+                        painted = Colour.BAD if bar.bad else Colour.SERIES[colour]
+                        axes.barh(y + _BAR / 2, length, _BAR - 4, left=start, color=painted)
                         start += length
                     axes.annotate(
                         _printable(bar.text),
@@ -276,7 +279,7 @@ class Charts:
                         xytext=(4, 0),
                         textcoords="offset points",
                         va="center",
-                        color=Colour.MUTED,
+                        color=Colour.BAD if bar.bad else Colour.MUTED,
                     )
                     y += _BAR
             if limit:

@@ -1,4 +1,4 @@
-"""Prepares the charts of `gputrain emulate --html`: how memory went, and what was in it at the peak."""
+"""Prepares the charts of `gputrain emulate --html`: how memory went, what was in it at the peak, and each line's work."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Final
 
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records.emulation import EmulatedDevice, EmulatedProcess, Emulation, Peak
+from pytest_gputrain.report.asked import asked_by
 from pytest_gputrain.report.html.charts import Bar, Chart, Charts, Line, axis_unit
 from pytest_gputrain.report.html.sections import CaptionedChart, LegendEntry
 from pytest_gputrain.utils.units import format_bytes
@@ -30,6 +31,31 @@ def peaks(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
                 yield _peak(process, device, device.peak, charts)
 
 
+def asked(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
+    """Chart the work that each line of the program asks of the GPU, with a table of all that it asks for."""
+    for process in report.processes:
+        told = asked_by(process)
+        if told is None or not told.lines:
+            continue
+        whose = _of_process(process)
+        groups = []
+        for place, figures in told.lines:
+            said = ", ".join(f"{name} {cell}" for name, cell in zip(told.columns, told.cells(figures), strict=True) if cell)
+            groups.append((place, [Bar(parts=((figures.get("work", 0), 0),), text=said)]))
+        yield CaptionedChart(
+            title=whose,
+            about=f"What each line asks of the GPU {told.about}. Bars are as long as the work.",
+            chart=charts.bars(
+                groups,
+                title=f"Work of each line of {whose}",
+                description="; ".join(f"{place}: {bar.text}" for place, (bar,) in groups),
+            ),
+            headers=("line", *told.columns),
+            rows=tuple((place, *told.cells(figures)) for place, figures in (*told.lines, *told.sums)),
+            table="all that each line asks for",
+        )
+
+
 def notes(report: Emulation) -> Iterator[str]:
     """Return what is to be known beside the charts, the verdict first."""
     yield f"{report.fit.verdict.capitalize()}: {report.fit.sentence}."
@@ -51,9 +77,12 @@ def notes(report: Emulation) -> Iterator[str]:
                 )
 
 
+def _of_process(process: EmulatedProcess) -> str:
+    return f"rank {process.rank}" if process.rank else f"process {process.process}"
+
+
 def _whose(process: EmulatedProcess, device: EmulatedDevice) -> str:
-    rank = f"rank {process.rank}" if process.rank else f"process {process.process}"
-    return f"{rank} on GPU {device.gpu}"
+    return f"{_of_process(process)} on GPU {device.gpu}"
 
 
 def _course(process: EmulatedProcess, device: EmulatedDevice, report: Emulation, charts: Charts) -> CaptionedChart:
@@ -71,7 +100,7 @@ def _course(process: EmulatedProcess, device: EmulatedDevice, report: Emulation,
         )
         for which, name in enumerate(_LINES, 1)
     ]
-    at_least = "at least " if process.unknown else ""
+    at_least = "at least " if process.unknown_in_torch else ""
     facts = (
         f"peak allocated {at_least}{format_bytes(device.peak_allocated)}",
         f"peak reserved {at_least}{format_bytes(device.peak_reserved)} of {format_bytes(report.memory_bytes)}",

@@ -17,7 +17,7 @@ from pytest_gputrain.records import Course, Published, Report, Result
 from pytest_gputrain.records.emulation import Emulation
 from pytest_gputrain.report import studies, terminal
 from pytest_gputrain.report.trend.reading import Filter, History, Subject
-from pytest_gputrain.report.trend.series import analyse
+from pytest_gputrain.report.trend.series import DEFAULT_METRICS, analyse, is_told
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.published import PublishedStore, PublishedTable
 from pytest_gputrain.utils.files import write_atomically
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from pytest_gputrain.report.html.sections import CaptionedChart
 
 _NEEDED: Final = ("jinja2", "matplotlib")
-_METRICS: Final = ("median_step_seconds", "peak_allocated_bytes")
+_MOST_DRAWN: Final = 20
+"""Failing cases whose figures are drawn beside those of their baselines."""
 
 
 class HistoryTrends(NamedTuple):
@@ -49,8 +50,8 @@ def read_trends(paths: Sequence[Path], warn: Callable[[str], None]) -> HistoryTr
     Raises:
         HistoryError: they cannot be read, or hold nothing.
     """
-    history = History(paths, _METRICS, Filter(), warn)
-    return HistoryTrends(history, tuple(analyse(history, _METRICS)))
+    history = History(paths, DEFAULT_METRICS, Filter(), warn)
+    return HistoryTrends(history, tuple(filter(is_told, analyse(history, DEFAULT_METRICS))))
 
 
 def missing() -> str:
@@ -90,6 +91,10 @@ def page(reports: Sequence[Report], history_trends: HistoryTrends | None = None,
         "memory": tuple(sections.memory(results, charts)),
     }
     subjects = {Subject(result.suite, result.key, result.device) for result in results}
+    gathered = cases.gathered(results)
+    beside = [tuple(sections.beside_baseline(row.result, charts)) for row in gathered.failures[:_MOST_DRAWN]]
+    if left := len(gathered.failures) - len(beside):
+        notes.append(f"the figures of {count(left, 'failing case')} more are not drawn beside those of their baselines")
     cards = (
         trends.cards(history_trends.history, history_trends.courses, subjects, charts, notes.append)
         if history_trends
@@ -99,7 +104,8 @@ def page(reports: Sequence[Report], history_trends: HistoryTrends | None = None,
         charts,
         figures,
         reports=reports,
-        cases=cases.gathered(results),
+        cases=gathered,
+        beside=beside,
         environments=cases.environment_summaries(results),
         cards=cards,
         notes=list(dict.fromkeys(notes)),
@@ -130,6 +136,7 @@ def page_of_emulation(report: Emulation) -> str:
     figures = {
         "course": tuple(emulation.courses(report, charts)),
         "peak": tuple(emulation.peaks(report, charts)),
+        "asked": tuple(emulation.asked(report, charts)),
     }
     return _rendered(
         charts,
@@ -144,7 +151,7 @@ def _rendered(charts: Charts, figures: Mapping[str, Sequence[CaptionedChart]], *
     from pytest_gputrain.report.html import cases
 
     environment = templates()
-    absent = {"cases": cases.gathered([]), "reports": [], "environments": [], "cards": []}
+    absent = {"cases": cases.gathered([]), "beside": [], "reports": [], "environments": [], "cards": []}
     css = f"{source(environment, 'page.css')}\n{charts.css}\n"
     script = source(environment, "page.js")
     text = environment.get_template("page.html").render(

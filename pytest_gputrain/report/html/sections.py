@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
-from pytest_gputrain.gate.memory import PeaksByPhase, in_phase
+from pytest_gputrain.gate.count_lines import format_count
+from pytest_gputrain.gate.memory import PHASES, PeaksByPhase, in_phase
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.scaling import one_worker
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Emulated, LossStudy, Measured, Measurement, Result, TrainingPhase
+from pytest_gputrain.records import CountFigure, Emulated, LossStudy, Measured, Measurement, Result, TrainingPhase
 from pytest_gputrain.report.html.charts import Bar, Chart, Charts, Line
 from pytest_gputrain.report.results import latest, of_kind
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_rate
@@ -178,6 +180,55 @@ def memory(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart
             rows=tuple(rows),
             table=f"The largest tensors ({count(len(rows), 'row')})",
         )
+
+
+_BASELINE, _NOW = 4, 0
+_MOST_COUNTS: Final = 2
+"""Counts of a case that are drawn; those that fail it come first."""
+
+
+def beside_baseline(result: Result, charts: Charts) -> Iterator[CaptionedChart]:
+    """Chart what a verdict compared with the baseline, both side by side: memory by phase, and counts by line."""
+    metrics = result.verdict.metrics if result.verdict else ()
+    compared = [metric for metric in metrics if metric.value is not None and metric.baseline is not None]
+    memory = [metric for metric in compared if metric.metric in PHASES] or [
+        metric for metric in compared if metric.metric in ("peak_allocated_bytes", "peak_reserved_bytes")
+    ]
+    if memory:
+        names = {"peak_allocated_bytes": "allocated", "peak_reserved_bytes": "reserved", **PHASES}
+        yield _beside(
+            "Peak memory by phase" if memory[0].metric in PHASES else "Peak memory",
+            [(names[one.metric], one.baseline or 0, one.value or 0, one.status == "regressed") for one in memory],
+            format_bytes,
+            charts,
+        )
+    drawn = sorted((metric for metric in compared if metric.lines), key=lambda metric: metric.status != "regressed")
+    for metric in drawn[:_MOST_COUNTS]:
+        figure = cast("CountFigure", metric.metric)
+        yield _beside(
+            f"{figure.capitalize().replace('_', ' ')} of a step by line",
+            [(line.line, line.baseline, line.value, line.more > 0) for line in metric.lines],
+            functools.partial(format_count, figure),
+            charts,
+        )
+
+
+def _beside(
+    title: str, rows: Sequence[tuple[str, float, float, bool]], show: Callable[[int], str], charts: Charts
+) -> CaptionedChart:
+    """Chart rows of a name, a figure of the baseline, that of today, and whether it has grown."""
+    groups = [
+        (
+            name,
+            [
+                Bar(parts=((before, _BASELINE),), text=f"{show(round(before))} before"),
+                Bar(parts=((now, _NOW),), text=f"{show(round(now))} now", bad=grown),
+            ],
+        )
+        for name, before, now, grown in rows
+    ]
+    description = "; ".join(f"{name}: {before.text}, {now.text}" for name, (before, now) in groups)
+    return CaptionedChart(title=title, about="", chart=charts.bars(groups, title=title, description=description))
 
 
 def _stack(figures: PeaksByPhase, phase: TrainingPhase) -> Bar:

@@ -14,7 +14,7 @@ from typing import Any, Final
 from pytest_gputrain.records import Change, Course
 from pytest_gputrain.report.html.charts import Chart, Charts, LevelChange
 from pytest_gputrain.report.trend.reading import History, Subject
-from pytest_gputrain.report.trend.series import shown
+from pytest_gputrain.report.trend.series import format_share, shown
 from pytest_gputrain.utils.units import format_percent
 
 MOST_CARDS: Final = 60
@@ -99,7 +99,7 @@ def cards(
 
 
 def _largest(courses: Sequence[Course]) -> float:
-    return max((abs(change.share) for course in courses for change in course.changes), default=0.0)
+    return max((change.size for course in courses for change in course.changes), default=0.0)
 
 
 def _trend(course: Course, history: History, charts: Charts) -> Trend:
@@ -114,12 +114,12 @@ def _trend(course: Course, history: History, charts: Charts) -> Trend:
         for start, end in itertools.pairwise([0, *starts, len(figures)])
         if end > hidden
     ]
+    show = functools.partial(shown, course.metric)
     level_changes = [
-        LevelChange(index=start - hidden, text=format_percent(change.share), worse=change.worse)
+        LevelChange(index=start - hidden, text=format_share(change) or show(change.after), worse=change.worse)
         for start, change in zip(starts, course.changes, strict=True)
         if start >= hidden
     ]
-    show = functools.partial(shown, course.metric)
     changes = tuple(_change_text(change, show) for change in reversed(course.changes))
     # Figures that are the same in every run have none; that it is a little is an assumption.
     noise = [format_percent(course.noise, signed=False)] if len(set(drawn)) > len(levels) else []
@@ -154,7 +154,7 @@ def _change_text(change: Change, show: Callable[[float], str]) -> ChangeText:
     else:
         commits = f"{base.commit or '?'}..{first.commit or '?'}"
     return ChangeText(
-        share=format_percent(change.share),
+        share=format_share(change) or ("more" if change.worse else "less"),
         tone="bad" if change.worse else "good",
         levels=f"{show(change.before)} to {show(change.after)}",
         date=first.date[:10],

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 
 from pytest_gputrain.records import FORMAT, Case, HistoryLine
+from pytest_gputrain.records.history import COUNT_KEYS
 from pytest_gputrain.storage.history import HistoryError, read
 from pytest_gputrain.utils.files import UNREADABLE
 
@@ -54,17 +55,28 @@ class Series:
     offsets: array[int]
     """The offset in bytes of each line, counted over all files one after the other."""
     figures: dict[str, array[float]]
-    """The figures by metric; not a number if the line has none."""
+    """The figures by metric, of those that some line has; not a number if a line has none."""
 
     @classmethod
-    def empty(cls, metrics: Iterable[str]) -> Series:
-        return cls(array("d"), array("Q"), {metric: array("d") for metric in metrics})
+    def empty(cls) -> Series:
+        return cls(array("d"), array("Q"), {})
+
+    def append(self, date: float, offset: int, figures: Iterable[tuple[str, float | None]]) -> None:
+        """Add a line."""
+        for metric, figure in figures:
+            if figure is not None and metric not in self.figures:
+                self.figures[metric] = array("d", [math.nan]) * len(self.dates)
+            if metric in self.figures:
+                self.figures[metric].append(math.nan if figure is None else figure)
+        self.dates.append(date)
+        self.offsets.append(offset)
 
     def extend(self, other: Series) -> None:
+        for metric in self.figures.keys() | other.figures.keys():
+            own = self.figures.setdefault(metric, array("d", [math.nan]) * len(self.dates))
+            own.extend(other.figures.get(metric, array("d", [math.nan]) * len(other.dates)))
         self.dates.extend(other.dates)
         self.offsets.extend(other.offsets)
-        for metric, figures in self.figures.items():
-            figures.extend(other.figures[metric])
 
     def sorted(self) -> Series:
         """Sort the series. Files end in the order of pytest's ends, and several files follow each other."""
@@ -79,8 +91,9 @@ class Series:
 
     def figures_of(self, metric: str) -> tuple[array[float], array[int]]:
         """Return the figures that are present, and the offsets of their lines."""
-        figures = self.figures[metric]
-        is_present = bytes(0 < figure < math.inf for figure in figures)
+        figures = self.figures.get(metric, array("d"))
+        least = 0.0 if metric in COUNT_KEYS else math.ulp(0.0)
+        is_present = bytes(least <= figure < math.inf for figure in figures)
         return array("d", itertools.compress(figures, is_present)), array("Q", itertools.compress(self.offsets, is_present))
 
 
@@ -119,14 +132,11 @@ class History:
                     )
                 branch_subject = (line.branch, Subject(line.suite, line.key, line.device))
                 if branch_subject not in series_by_branch:
-                    series_by_branch[branch_subject] = Series.empty(metrics) if wanted.wants(line.key, line.device) else None
+                    series_by_branch[branch_subject] = Series.empty() if wanted.wants(line.key, line.device) else None
                 series = series_by_branch[branch_subject]
                 if series is not None:
-                    series.dates.append(line.date.timestamp())
-                    series.offsets.append(begin + offset)
-                    for metric, figures in series.figures.items():
-                        figure = getattr(line, metric)
-                        figures.append(math.nan if figure is None else figure)
+                    figures = ((metric, getattr(line, metric)) for metric in metrics)
+                    series.append(line.date.timestamp(), begin + offset, figures)
             end += path.stat().st_size
         if not lines:
             raise HistoryError("the history holds no runs; --gpu-history appends them")

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
+from pytest_gputrain.gate.count_lines import format_count
+from pytest_gputrain.gate.counts import most_without_growth
 from pytest_gputrain.records import Case, Change, Course, HistoryLine, Moment
+from pytest_gputrain.records.history import COUNT_KEYS
 from pytest_gputrain.report.trend.reading import History
-from pytest_gputrain.utils.units import format_bytes, format_seconds
+from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds
+
+DEFAULT_METRICS: Final = ("median_step_seconds", "peak_allocated_bytes", *COUNT_KEYS)
+"""The metrics that are analysed if nobody asks for others."""
 
 HIGHER_IS_BETTER: Final = (
     "samples_per_second",
@@ -28,7 +35,7 @@ def analyse(history: History, metrics: Iterable[str]) -> Iterator[Course]:
     Raises:
         HistoryError: a file changed meanwhile.
     """
-    from pytest_gputrain.gate.change_points import LEAST_SD, levels
+    from pytest_gputrain.gate.change_points import LEAST_SD, exact_levels, levels
     from pytest_gputrain.gate.step_times import PRIOR_SD
 
     for subject, series in history.series.items():
@@ -36,17 +43,20 @@ def analyse(history: History, metrics: Iterable[str]) -> Iterator[Course]:
             figures, offsets = series.figures_of(metric)
             if not figures:
                 continue
-            segments = levels(figures, PRIOR_SD if metric.endswith(_NOISY) else LEAST_SD)
+            if metric in COUNT_KEYS:
+                segments = exact_levels(figures, functools.partial(most_without_growth, COUNT_KEYS[metric]))
+            else:
+                segments = levels(figures, PRIOR_SD if metric.endswith(_NOISY) else LEAST_SD)
             ends = [*segments.starts[1:], len(figures)]
             changes = []
             for level, start in enumerate(segments.starts[1:], 1):
                 base, first = history.line(offsets[start - 1]), history.line(offsets[start])
-                share = segments.medians[level] / segments.medians[level - 1] - 1
+                before, after = segments.medians[level - 1 : level + 1]
                 change = Change(
-                    before=segments.medians[level - 1],
-                    after=segments.medians[level],
-                    share=share,
-                    worse=(share < 0) == (metric in HIGHER_IS_BETTER),
+                    before=before,
+                    after=after,
+                    share=after / before - 1 if before else None,
+                    worse=(after < before) == (metric in HIGHER_IS_BETTER),
                     base=_moment(base),
                     first=_moment(first),
                     runs=ends[level] - start,
@@ -69,8 +79,20 @@ def analyse(history: History, metrics: Iterable[str]) -> Iterator[Course]:
             )
 
 
+def format_share(change: Change) -> str:
+    """Return a change as a share; empty for one from 0."""
+    return "" if change.share is None else format_percent(change.share)
+
+
+def is_told(course: Course) -> bool:
+    """Tell whether a course is told if nobody asks for its metric: there are many counts, and most never change."""
+    return bool(course.changes) or course.metric not in COUNT_KEYS
+
+
 def shown(metric: str, value: float) -> str:
     """Return a figure with its unit."""
+    if metric in COUNT_KEYS:
+        return format_count(COUNT_KEYS[metric], value)
     if metric.endswith("_bytes"):
         return format_bytes(value)
     return format_seconds(value) if metric.endswith("_seconds") else f"{value:.4g}"

@@ -132,21 +132,26 @@ class BackwardNotes:
 
     Args:
         line_of: finds the own line of a frame.
+        note_line: called with that line before each operator of a backward pass, and with none afterwards.
     """
 
-    def __init__(self, line_of: Callable[[FrameType | None], str]) -> None:
+    def __init__(self, line_of: Callable[[FrameType | None], str], note_line: Callable[[str], None]) -> None:
         self._lines = AutogradLines(line_of)
         # Versions of torch before 2.10 keep no notes.
         self._note: Callable[[str], None] = getattr(torch._C, "_cuda_setMemoryMetadata", lambda text: None)
+        self._note_line = note_line
 
     def begin(self, operator: str) -> None:
         """Take notice that an operator begins on this thread."""
         if torch._C._current_autograd_node() is not None:
-            self._note(self._lines.current())
+            line = self._lines.current()
+            self._note(line)
+            self._note_line(line)
 
     def end(self, output: Any) -> None:
         """Take notice that the operator has returned."""
         if torch._C._current_autograd_node() is not None:
             self._note("")
+            self._note_line("")
         else:
             self._lines.current()

@@ -54,14 +54,19 @@ def following(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_of_another(tensor: Tensor, stream: torch.Stream) -> bool:
     """Tell whether the block of a tensor was allocated for another stream than this one."""
-    take: Any = torch.cuda.memory_snapshot
-    try:
-        segments = take(include_traces=False)
-    except TypeError:  # torch before 2.11 always gives them
-        segments = take()
     own = torch.cuda.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
     address = tensor.untyped_storage().data_ptr()
-    for segment in segments:
+    for segment in memory_segments():
         if segment["address"] <= address < segment["address"] + segment["total_size"]:
             return bool(segment["stream"] != own.cuda_stream)
     return False
+
+
+def memory_segments() -> list[dict[str, Any]]:
+    """Return the segments of torch's allocator."""
+    take: Any = torch.cuda.memory_snapshot
+    try:
+        segments: list[dict[str, Any]] = take(include_traces=False)
+    except TypeError:  # torch before 2.11 always gives the traces
+        segments = take()
+    return segments

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .contents import Contents, count_collective, on_host
 from .evaluation import flat
+from .graphs import Graphs
 
 _EXCHANGED_BYTES: Final = 1 << 20
 """The most bytes of all ranks together, as in nccl.c."""
@@ -38,8 +39,8 @@ _OF_ONE_PROCESS: Final = (
 class Exchanges:
     """The calls of NCCL that this process's operators make."""
 
-    def __init__(self, contents: Contents) -> None:
-        self._contents = contents
+    def __init__(self, contents: Contents, graphs: Graphs) -> None:
+        self._contents, self._graphs = contents, graphs
         self._stand_ins: Any = ctypes.CDLL(None)
 
     def operator(self, operator: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,6 +95,26 @@ class Exchanges:
         *,
         from_another: bool = False,
     ) -> Any:
+        if self._graphs.captures.value and self._graphs.defer(self._begin, sent, {}, None, []):
+            output = original(*arguments, **keywords)
+            tensors = heard(output)
+            self._graphs.defer(self._end_of_replay, (), {}, tensors, tensors)
+            return output
+        known = self._begin(sent)
+        try:
+            output = original(*arguments, **keywords)
+        finally:
+            what = self._stand_ins.gputrain_end_exchange()
+        tensors = heard(output)
+        if what == _STILL_WAITS:
+            # Of a group that ends later. Sizes, flags and pickled objects are known to whoever sends them.
+            numbers = any(tensor.dtype.is_floating_point for tensor in tensors)
+            what = _KNOWN if (not numbers if from_another else known) else _UNKNOWN
+        self._end(what, tensors)
+        return output
+
+    def _begin(self, sent: Sequence[Tensor], *_: Any, replays: bool = False) -> bool:
+        """Begin an exchange; tell whether what this process sends is known."""
         known = True
         for tensor in sent:
             found = self._contents.find(tensor)
@@ -105,18 +126,15 @@ class Exchanges:
             elif found.value is not None:
                 on_host(tensor).fill_(found.value)
         self._stand_ins.gputrain_begin_exchange(known)
-        try:
-            output = original(*arguments, **keywords)
-        finally:
-            what = self._stand_ins.gputrain_end_exchange()
-        tensors = heard(output)
-        if what == _STILL_WAITS:
-            # Of a group that ends later. Sizes, flags and pickled objects are known to whoever sends them.
-            numbers = any(tensor.dtype.is_floating_point for tensor in tensors)
-            what = _KNOWN if (not numbers if from_another else known) else _UNKNOWN
+        return known
+
+    def _end(self, what: int, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if what == _KNOWN:
                 self._contents.written(tensor)
             elif what == _UNKNOWN:
                 self._contents.forget(tensor)
-        return output
+
+    def _end_of_replay(self, _: Any, __: Any, tensors: Sequence[Tensor], replays: bool) -> None:
+        what = self._stand_ins.gputrain_end_exchange()
+        self._end(what if what == _KNOWN else _UNKNOWN, tensors)  # a group that ends later has not exchanged yet

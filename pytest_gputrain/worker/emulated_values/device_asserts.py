@@ -17,9 +17,13 @@ import torch
 from torch import Tensor
 
 from .contents import Contents, on_host
+from .graphs import Graphs
 from .program_lines import BACKWARD, line_of
 
 _Kernel = Callable[..., Any]
+
+_ASSERTED: Final = 710
+"""What CUDA returns after a kernel has asserted."""
 
 _Look = Callable[[Any], "Tensor | None"]
 """Gives a tensor's values on the host, or one value for all of them; None if they are not known or it is no tensor."""
@@ -37,11 +41,12 @@ def checks(name: str) -> bool:
     return name in _CHECKS
 
 
-def asserting(contents: Contents, name: str, run: _Kernel, original: _Kernel) -> _Kernel:
+def asserting(contents: Contents, graphs: Graphs, name: str, run: _Kernel, original: _Kernel) -> _Kernel:
     """Return the kernel, before which the values are checked that this operator's kernel checks on a GPU.
 
     Args:
         contents: what is known.
+        graphs: those in which each replay checks them.
         name: of the operator, without its overload.
         run: the kernel, and what computes its values.
         original: the kernel alone.
@@ -58,8 +63,19 @@ def asserting(contents: Contents, name: str, run: _Kernel, original: _Kernel) ->
             return None
         return on_host(tensor) if known.value is None else known.value
 
+    def check_replay(arguments: Any, _: Any, line: str, replays: bool) -> int:
+        if not (wrong := check(look, arguments)):
+            return 0
+        stand_ins: Any = ctypes.CDLL(None)
+        stand_ins.gputrain_assert()
+        print(f"gputrain: a CUDA graph asserts in {name} at {line}: {wrong}", file=sys.stderr)
+        return _ASSERTED
+
     def run_checked(keys: Any, *arguments: Any, **keywords: Any) -> Any:
-        if wrong := check(look, arguments):
+        if graphs.captures.value and graphs.capture():
+            line = line_of(sys._getframe(1)) or BACKWARD
+            graphs.defer(check_replay, arguments, keywords, line, [])
+        elif wrong := check(look, arguments):
             original(keys, *arguments, **keywords)  # the host's own checks come first
             _fail(f"{name} at {line_of(sys._getframe(1)) or BACKWARD}: {wrong}")
         return run(keys, *arguments, **keywords)

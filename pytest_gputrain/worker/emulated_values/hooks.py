@@ -11,15 +11,20 @@ from torch import Tensor
 
 from .after_import import after_import
 from .contents import Contents
+from .graphs import Graphs
 
 
-def follow_triton(contents: Contents) -> None:
+def follow_triton(contents: Contents, graphs: Graphs) -> None:
     """Make unknown what kernels of Triton write, those of torch.compile and those of the program."""
 
     def forget(names: Any, arguments: Any) -> None:
+        written = []
         for index, argument in enumerate(arguments):
             read_only = index < len(names) and names[index].startswith("in_ptr")  # as torch.compile names them
             if isinstance(argument, Tensor) and argument.is_cuda and not read_only:
+                written.append(argument)
+        if not (graphs.captures.value and graphs.defer(None, (), {}, None, written)):
+            for argument in written:
                 contents.forget(argument)
 
     def follow_compiled(module: Any) -> None:

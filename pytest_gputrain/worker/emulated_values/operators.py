@@ -24,6 +24,7 @@ from . import busy_streams, device_asserts, random_numbers, rules, sizes, sparse
 from .collectives import FROM_ANOTHER, Exchanges
 from .contents import Contents, Known, is_small, on_host
 from .evaluation import Values, flat
+from .graphs import Graphs
 from .hooks import follow_libraries, follow_triton
 from .lbfgs import Lbfgs
 from .looks import Looks
@@ -115,6 +116,7 @@ class Operators:
         reads: what read values that nobody knows.
         dealt: which choices were dealt in turn.
         assumed: which sizes and checks rest on values that nobody knows.
+        graphs: the CUDA graphs.
     """
 
     def __init__(self, observer: Observer | None = None) -> None:
@@ -130,7 +132,8 @@ class Operators:
         self._stand_ins.gputrain_asking_operator.restype = ctypes.c_char_p
         self._unanswered = ctypes.c_uint64.in_dll(self._stand_ins, "gputrain_unanswered_reads")
         self.values = Values(self.contents)
-        self._exchanges = Exchanges(self.contents)
+        self.graphs = Graphs(self.contents)
+        self._exchanges = Exchanges(self.contents, self.graphs)
         self._looks = Looks(self.contents, self.values)
         self._answering = threading.local()
         self._libraries: dict[str, Any] = {}
@@ -143,9 +146,10 @@ class Operators:
         self._stand_ins.gputrain_track_values()
         self._replace_new()
         follow_libraries(self._replace_new, lambda: self._replacing)
-        follow_triton(self.contents)
+        follow_triton(self.contents, self.graphs)
         self._exchanges.replace_functions()
         self._lbfgs.follow()
+        self.graphs.follow_pools()
 
     def _replace_new(self) -> None:
         """Replace the operators that were not there before."""
@@ -168,7 +172,7 @@ class Operators:
         run = self._replacement(operator, qualified, base, name, written)
         if namespace == "aten" and device_asserts.checks(base):
             original = _original(qualified)
-            run = device_asserts.asserting(self.contents, base, run or original, original)
+            run = device_asserts.asserting(self.contents, self.graphs, base, run or original, original)
         if self._observer is not None and base not in _VIEWS and qualified not in _WITHOUT_PYTHON:
             run = self._observing(self._observer, run or _original(qualified), f"{namespace}.{base}")
         if run is not None:
@@ -186,8 +190,10 @@ class Operators:
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             output = original(keys, *_with_tensors(arguments, numbers), **keywords)
-            for tensor in flat([output]):
-                self.contents.forget(sparse.elements(tensor))
+            elements = [sparse.elements(tensor) for tensor in flat([output])]
+            if not (self.graphs.captures.value and self.graphs.defer(None, (), {}, None, elements)):
+                for tensor in elements:
+                    self.contents.forget(tensor)
             return output
 
         return run
@@ -201,13 +207,13 @@ class Operators:
     def _replacement(self, operator: Any, qualified: str, base: str, name: str, written: list[int]) -> _Kernel | None:
         if qualified.startswith("c10d::"):
             run = self._exchanges.operator(operator, _original(qualified))
-            return run if base in FROM_ANOTHER else self._looks.exchanged(operator, run)
+            return run if base in FROM_ANOTHER else self._unless_captured(self._looks.exchanged(operator, run), run)
         if not qualified.startswith("aten::"):
             return self._custom(operator, _original(qualified), written) if written else None
         if qualified in _WITHOUT_PYTHON:
             return None
         apart: dict[str, Callable[[_Kernel], _Kernel]] = {
-            "record_stream": busy_streams.following,
+            "record_stream": lambda original: self._unless_captured(busy_streams.following(original), original),
             "_local_scalar_dense": self._read_scalar,
             "copy_": self._copy,
             "_is_all_true": self._holds,
@@ -256,6 +262,7 @@ class Operators:
         compare = self._lbfgs.compared if by_lbfgs else rules.compared if base in ("eq", "ne", "isnan") else None
         fresh = all(one.alias_info is None for one in operator._schema.returns)
         numbers, random = _places_of_tensors(operator), _is_random(operator)
+        captures, defer = self.graphs.captures, self.graphs.defer
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             if numbers:
@@ -265,6 +272,11 @@ class Operators:
             if name == "equal":
                 return self._run_equal(operator, original, keys, arguments)
             output = self._run(original, base, keys, arguments, keywords)
+            if captures.value and defer(after, arguments, keywords, output, [output] if fresh else []):
+                return output
+            return after(arguments, keywords, output)
+
+        def after(arguments: Any, keywords: Any, output: Any, replays: bool = False) -> Any:
             known: list[Known] | None = []
             for first in arguments:
                 if isinstance(first, Tensor) and first.is_cuda:
@@ -281,7 +293,7 @@ class Operators:
                 self.values.fill(output, torch.tensor(value))
             elif decides is not None and self.values.are_all(decides, arguments, output):
                 self.values.fill(output, torch.tensor(decides))
-            elif not random:
+            elif not random and not replays:
                 self._looks.follow(base, arguments, keywords, output)
             return output
 
@@ -292,13 +304,16 @@ class Operators:
         names = [argument.name for argument in operator._schema.arguments] if name in _UPDATING else []
         updated = [place for place, one in enumerate(names) if one.startswith("running_")]
         training = names.index("training") if "training" in names else None
+        captures, defer = self.graphs.captures, self.graphs.defer
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             output = self._run(original, name, keys, arguments, keywords)
+            changed = [arguments[place] for place in updated if training is None or arguments[training]]
+            if captures.value and defer(None, (), {}, None, [output, *changed]):
+                return output
             self._forget(output, arguments)
-            if updated and (training is None or arguments[training]):
-                for tensor in flat([arguments[place] for place in updated]):
-                    self.contents.forget(tensor)
+            for tensor in flat(changed):
+                self.contents.forget(tensor)
             return output
 
         return run
@@ -312,17 +327,26 @@ class Operators:
         elementwise = torch.Tag.pointwise in operator.tags or base in ("fill_", "zero_")
         decides = rules.DECIDING.get(base.rstrip("_"))
         numbers = _places_of_tensors(operator)
+        captures, defer = self.graphs.captures, self.graphs.defer
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             if numbers:
                 arguments = _with_tensors(arguments, numbers)
             if is_out and base in sizes.SIZED:
                 return self._run_sized(operator, original, keys, arguments, keywords)
-            targets = [
+            output = self._run(original, base, keys, arguments, keywords)
+            if captures.value and defer(after, arguments, keywords, output, targets_of(arguments, keywords)):
+                return output
+            return after(arguments, keywords, output)
+
+        def targets_of(arguments: Any, keywords: Any) -> list[Any]:
+            return [
                 arguments[index] if index < len(arguments) else keywords.get(name)
                 for index, name in zip(written, names, strict=True)
             ]
-            output = self._run(original, base, keys, arguments, keywords)
+
+        def after(arguments: Any, keywords: Any, output: Any, replays: bool = False) -> Any:
+            targets = targets_of(arguments, keywords)
             tensors = list(flat(targets))
             known = None
             if not random:
@@ -335,12 +359,12 @@ class Operators:
                 if decides is not None and self.values.are_all(decides, arguments, tensors[0]):
                     contents.forget(tensors[0])
                     self.values.fill(tensors[0], torch.tensor(decides))
-                elif len(tensors) == 1 and not (random or is_out):
+                elif len(tensors) == 1 and not (random or is_out or replays):
                     self._looks.follow_in_place(base, arguments, keywords, tensors[0])
                 else:
                     for tensor in tensors:
                         contents.forget(tensor)
-                    if is_out and not random:
+                    if is_out and not random and not replays:
                         others = {name: value for name, value in keywords.items() if name not in names}
                         self._looks.follow(base, arguments, others, targets)
             return output
@@ -350,9 +374,13 @@ class Operators:
     def _draw(self, original: _Kernel, name: str) -> _Kernel:
         """Return an operator that draws random numbers, which follow from the state that its generator had before."""
         contents, draw = self.contents, random_numbers.DRAWN[name]
-        in_place = name.partition(".")[0].endswith("_")
+        in_place, captures = name.partition(".")[0].endswith("_"), self.graphs.captures
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
+            if captures.value and self.graphs.capture():
+                output = original(keys, *arguments, **keywords)
+                self.graphs.defer(deal, arguments, keywords, output, [output])
+                return output
             given = [*arguments, *keywords.values()]
             first = next(tensor for tensor in flat(given) if tensor.is_cuda)
             state = None
@@ -382,13 +410,26 @@ class Operators:
                 self._deal(name, arguments, keywords, output)
             return output
 
+        def deal(arguments: Any, keywords: Any, output: Any, replays: bool) -> None:
+            """Forget what a graph has drawn: its generator's state is known to the replay alone."""
+            for tensor in flat([output]):
+                contents.forget(tensor)
+            if name in rules.DEALT:
+                self._deal(name, arguments, keywords, output)
+
         return run
 
     def _copy(self, original: _Kernel) -> _Kernel:
-        contents = self.contents
+        contents, captures, defer = self.contents, self.graphs.captures, self.graphs.defer
 
         def run(keys: Any, to: Tensor, source: Tensor, *others: Any) -> Tensor:
             original(keys, to, source, *others)
+            if not (captures.value and defer(after, (to, source), {}, None, [to], reads_host=True)):
+                after((to, source), {}, None)
+            return to
+
+        def after(tensors: Any, _: Any, __: Any, replays: bool = False) -> None:
+            to, source = tensors
             self._stand_ins.gputrain_take_unanswered()  # what is read follows, or is told
             known = contents.find(source) if source.is_cuda else _ON_HOST
             if not to.is_cuda:
@@ -413,7 +454,6 @@ class Operators:
                 contents.forget(to)
                 if not source.is_cuda:
                     self._looks.copied_to_gpu(to, source)
-            return to
 
         return run
 
@@ -463,10 +503,14 @@ class Operators:
 
         def run(keys: Any, condition: Tensor) -> Tensor:
             output: Tensor = original(keys, condition)
+            if not (self.graphs.captures.value and self.graphs.defer(after, (condition,), {}, output, [output])):
+                after((condition,), {}, output)
+            return output
+
+        def after(_: Any, __: Any, output: Tensor, replays: bool = False) -> None:
             if self.contents.find(output) is None:
                 self.values.fill(output, torch.tensor(True))
                 self.assumed.note("a check that all are true")
-            return output
 
         return run
 
@@ -476,8 +520,9 @@ class Operators:
 
         def run(keys: Any, gradients: list[Tensor], *others: Any) -> Any:
             output = original(keys, gradients, *others)
-            for gradient in gradients:
-                contents.forget(gradient)
+            if not (self.graphs.captures.value and self.graphs.defer(None, (), {}, None, gradients)):
+                for gradient in gradients:
+                    contents.forget(gradient)
             return output
 
         return run
@@ -487,8 +532,10 @@ class Operators:
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             output = original(keys, *arguments, **keywords)
-            for index, name in zip(written, names, strict=True):
-                for tensor in flat([arguments[index] if index < len(arguments) else keywords.get(name)]):
+            places = zip(written, names, strict=True)
+            targets = [arguments[index] if index < len(arguments) else keywords.get(name) for index, name in places]
+            if not (self.graphs.captures.value and self.graphs.defer(None, (), {}, None, targets)):
+                for tensor in flat(targets):
                     if tensor.is_cuda:
                         self.contents.forget(tensor)
             return output
@@ -497,6 +544,8 @@ class Operators:
 
     def _run_equal(self, operator: Any, original: _Kernel, keys: Any, tensors: Any) -> Any:
         """Run an operator that reads its own result from the device."""
+        if self.graphs.captures.value and self.graphs.capture():
+            return original(keys, *tensors)  # which may not be
         known = self.values.find_all(tensors, {})
         same = self._looks.equal(*tensors) if known is None else None
         self._answering.now = True
@@ -508,6 +557,15 @@ class Operators:
         if known is None:
             return same or self._read_truth(same)
         return self.values.compute(operator, known, tensors, {}, output, elementwise=False)
+
+    def _unless_captured(self, run: _Kernel, original: _Kernel) -> _Kernel:
+        """Return ``run``, and where the current stream is captured ``original``."""
+        captures, capture = self.graphs.captures, self.graphs.capture
+
+        def choose(keys: Any, *arguments: Any, **keywords: Any) -> Any:
+            return (original if captures.value and capture() else run)(keys, *arguments, **keywords)
+
+        return choose
 
     def _run(self, original: _Kernel, name: str, keys: Any, arguments: Any, keywords: Any) -> Any:
         """Run an operator, and tell what it reads from the device where it is not replaced for that."""
@@ -532,6 +590,10 @@ class Operators:
 
     def _run_sized(self, operator: Any, original: _Kernel, keys: Any, arguments: Any, keywords: Any) -> Any:
         """Run an operator that reads from the device how many results there are, which it is answered."""
+        if self.graphs.captures.value and self.graphs.capture():
+            output = original(keys, *arguments, **keywords)  # which may not be, but where it does without
+            self.graphs.defer(None, (), {}, None, [output])
+            return output
         name = operator._schema.name.partition("::")[2]
         known = self.values.find_all(arguments, keywords, without=[keywords["out"]] if "out" in keywords else ())
         value = result = None

@@ -47,12 +47,16 @@ def describe_line(file: str, line: int, function: str) -> str:
     """Describe a line in a sentence: ``train.py:41 in main``."""
     if name := _of_no_file(file):
         return f"line {line} of {name}" + ("" if function == "<module>" else f", in {function}")
-    if "site-packages/" in file:
-        file = file.rpartition("site-packages/")[2]
-    else:
-        shorter = os.path.relpath(file)
-        file = file if shorter.startswith("..") else shorter
-    return f"{file}:{line} in {function}"
+    short = file.rpartition("site-packages/")[2] if "site-packages/" in file else name_of_file(file)
+    return f"{short}:{line} in {function}"
+
+
+def name_of_file(file: str) -> str:
+    """Return the path of a file of the program from the current folder, or its whole path; empty for a file of a library."""
+    if is_library(file):
+        return ""
+    shorter = _of_no_file(file) or os.path.relpath(file)
+    return file if shorter.startswith("..") else shorter
 
 
 class CountsByLine:
@@ -76,9 +80,15 @@ def _current_line() -> str:
 
 def line_of(frame: FrameType | None) -> str:
     """Describe the innermost line of the program that a frame comes from; empty where there is none."""
+    own = own_frame(frame)
+    return describe_line(own.f_code.co_filename, own.f_lineno, own.f_code.co_name) if own else ""
+
+
+def own_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the program that a frame comes from."""
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_PACKAGE) and not is_library(file):
-            return describe_line(file, frame.f_lineno, frame.f_code.co_name)
+            return frame
         frame = frame.f_back
-    return ""
+    return None

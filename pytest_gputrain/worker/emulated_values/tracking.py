@@ -46,3 +46,9 @@ def report() -> dict[str, list[dict[str, str | int]]]:
         "dealt": operators.dealt.rows(),
         "assumed": operators.assumed.rows(),
     }
+
+
+def graphs() -> dict[str, int]:
+    """Tell of the CUDA graphs of this process; nothing if it has captured none."""
+    operators: Operators | None = getattr(torch, _HELD, None)
+    return {} if operators is None else operators.graphs.report()

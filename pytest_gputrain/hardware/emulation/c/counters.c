@@ -12,18 +12,11 @@
 
 enum { MOST_FRAMES = 256, OTHER = 1, AUTOGRAD = 2, TRAINS = 3 };
 
-struct key {
-  const char *what;           // a constant, such as "launches"
-  const void *function;       // a kernel, or a constant name
-  const char *slow, *shape;   // of a product; interned
-  uint32_t stack, noted;      // the stack's number, and the number of the line that the worker noted for a backward pass
-  uint32_t thread, backward;  // kind of thread; whether it is a backward pass
-};
 struct row {
-  struct key key;
+  struct asked key;
   uint64_t count, bytes;
 };
-struct place { // an instruction of a function of Python
+struct place {                                  // an instruction of a function of Python
   const char *code, *file_text, *function_text; // where they were in memory
   int at, line;
   char *file, *function;
@@ -203,18 +196,16 @@ static struct row *rows;
 static size_t rows_used;
 static struct table row_table;
 
-static uint64_t key_hash(const struct key *key) {
+static uint64_t key_hash(const struct asked *key) {
   uint64_t hash = 0;
   for (size_t i = 0; i < sizeof *key / 8; i++)
     hash = mixed(hash, ((const uint64_t *)key)[i]);
   return hash;
 }
 static uint64_t hash_of_row(uint32_t index) { return key_hash(&rows[index].key); }
-static int is_row(uint32_t index, const void *key) { return !memcmp(&rows[index].key, key, sizeof(struct key)); }
+static int is_row(uint32_t index, const void *key) { return !memcmp(&rows[index].key, key, sizeof(struct asked)); }
 
-static int kind_of_thread(void) {
-  if (pthread_equal(pthread_self(), trainer))
-    return TRAINS;
+static int thread_by_name(void) {
   if (!thread_kind) {
     char thread_name[16] = "";
     pthread_getname_np(pthread_self(), thread_name, sizeof thread_name);
@@ -222,35 +213,63 @@ static int kind_of_thread(void) {
   }
   return thread_kind;
 }
+static int kind_of_thread(void) { return pthread_equal(pthread_self(), trainer) ? TRAINS : thread_by_name(); }
 
-static void count(struct key key, uint64_t bytes) {
-  key.noted = noted_line;
-  key.thread = (uint32_t)kind_of_thread();
-  key.backward = noted_line || key.thread == AUTOGRAD;
-  pthread_mutex_lock(&lock);
-  key.stack = current_stack();
+// Needs the lock.
+static void count(const struct asked *key, uint64_t bytes) {
   make_room(&row_table, rows_used, hash_of_row);
-  uint32_t *slot = slot_of(&row_table, key_hash(&key), is_row, &key);
+  uint32_t *slot = slot_of(&row_table, key_hash(key), is_row, key);
   if (!*slot) {
     rows = grown(rows, rows_used, sizeof *rows);
-    rows[rows_used++] = (struct row){key, 0, 0};
+    rows[rows_used++] = (struct row){*key, 0, 0};
     *slot = (uint32_t)rows_used;
   }
   struct row *row = rows + *slot - 1;
   row->count++;
   row->bytes += bytes;
-  pthread_mutex_unlock(&lock);
 }
 
 int gputrain_counting(void) { return __atomic_load_n(&on, __ATOMIC_ACQUIRE); }
 
+void gputrain_count_work(const struct work *work) {
+  if (!work->what || !gputrain_counting())
+    return;
+  struct asked key = {work->what, work->function, work->slow, work->shape, .noted = noted_line};
+  key.thread = (uint16_t)kind_of_thread();
+  key.backward = noted_line || key.thread == AUTOGRAD;
+  pthread_mutex_lock(&lock);
+  key.stack = current_stack();
+  count(&key, work->bytes);
+  pthread_mutex_unlock(&lock);
+}
+
 void gputrain_count(const char *what, const void *function, uint64_t bytes) {
-  if (gputrain_counting())
-    count((struct key){.what = what, .function = function}, bytes);
+  gputrain_count_work(&(struct work){.what = what, .function = function, .bytes = bytes});
+}
+
+struct asked gputrain_asked(const struct work *work) {
+  struct asked key = {work->what, work->function, work->slow, work->shape, .noted = noted_line, .replayed = 1};
+  if (!work->what)
+    return key;
+  key.backward = noted_line || thread_by_name() == AUTOGRAD;
+  pthread_mutex_lock(&lock);
+  key.stack = current_stack();
+  pthread_mutex_unlock(&lock);
+  return key;
+}
+
+void gputrain_count_replayed(const struct asked *asked, uint64_t bytes) {
+  if (!gputrain_counting())
+    return;
+  struct asked key = *asked;
+  key.thread = (uint16_t)kind_of_thread();
+  pthread_mutex_lock(&lock);
+  count(&key, bytes);
+  pthread_mutex_unlock(&lock);
 }
 
 // Returns a copy of a text that stays, the same for equal texts. There are few: shapes, and names of operators.
-static const char *interned(const char *text) {
+const char *gputrain_interned(const char *text) {
   static char **texts;
   static size_t used;
   pthread_mutex_lock(&lock);
@@ -266,13 +285,15 @@ static const char *interned(const char *text) {
   return found;
 }
 
-void gputrain_count_product(const char *function, const char *slow, const char *shape, uint64_t flops) {
-  if (gputrain_counting())
-    count((struct key){.what = "library_calls",
-                       .function = function,
-                       .slow = *slow ? interned(slow) : NULL,
-                       .shape = *slow ? interned(shape) : NULL},
-          flops);
+int gputrain_ask_product(void *stream, const char *function, const char *slow, const char *shape, uint64_t flops) {
+  struct work work = {.kind = NODE_KERNEL, .what = "library_calls", .function = function, .bytes = flops};
+  if (*slow) {
+    work.slow = gputrain_interned(slow);
+    work.shape = gputrain_interned(shape);
+  }
+  int status;
+  gputrain_captured(stream, &work, &status);
+  return status;
 }
 
 // --- Names of kernels, which programs register when they are loaded
@@ -334,7 +355,7 @@ void gputrain_counters_note(uint32_t line) {
 // Counts for the worker what no stand-in is asked for.
 void gputrain_counters_add(const char *what, const char *function, uint64_t bytes) {
   if (gputrain_counting())
-    gputrain_count(interned(what), interned(function), bytes);
+    gputrain_count(gputrain_interned(what), gputrain_interned(function), bytes);
 }
 
 uint32_t gputrain_counters_stack(void) {
@@ -349,7 +370,7 @@ struct text {
   size_t room, at;
 };
 #define WRITE(text, ...)                                                                                                    \
-  ((text)->at += (size_t)snprintf((text)->to && (text)->at < (text)->room ? (text)->to + (text)->at : NULL,                  \
+  ((text)->at += (size_t)snprintf((text)->to && (text)->at < (text)->room ? (text)->to + (text)->at : NULL,                 \
                                   (text)->to && (text)->at < (text)->room ? (text)->room - (text)->at : 0, __VA_ARGS__))
 
 // Writes a line of text for each row. Returns the bytes of all of them, which may be more than there is room for.
@@ -357,10 +378,10 @@ size_t gputrain_counters_rows(char *to, size_t room) {
   struct text text = {to, room, 0};
   pthread_mutex_lock(&lock);
   for (size_t i = 0; i < rows_used; i++) {
-    const struct key *key = &rows[i].key;
+    const struct asked *key = &rows[i].key;
     const char *name = !key->function ? "" : strcmp(key->what, "launches") ? key->function : name_of(key->function);
-    WRITE(&text, "%s\t%s\t%s\t%s\t%u\t%u\t%u\t%u\t%llu\t%llu\n", key->what, name, key->slow ? key->slow : "",
-          key->shape ? key->shape : "", key->stack, key->noted, key->thread, key->backward,
+    WRITE(&text, "%s\t%s\t%s\t%s\t%u\t%u\t%u\t%u\t%u\t%llu\t%llu\n", key->what, name, key->slow ? key->slow : "",
+          key->shape ? key->shape : "", key->stack, key->noted, key->thread, key->backward, key->replayed,
           (unsigned long long)rows[i].count, (unsigned long long)rows[i].bytes);
   }
   pthread_mutex_unlock(&lock);

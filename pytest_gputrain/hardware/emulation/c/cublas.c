@@ -12,7 +12,6 @@ int cublasGetProperty(int part, int *value) {
 // A handle is a block of zeros that begins so. The products read its first number alone.
 struct handle {
   int math, pointers;
-  void *stream;
 };
 int cublasSetMathMode(struct handle *handle, int mode) {
   handle->math = mode;
@@ -30,20 +29,18 @@ int cublasGetPointerMode_v2(const struct handle *handle, int *mode) {
   *mode = handle->pointers;
   return OK;
 }
-int cublasSetStream_v2(struct handle *handle, void *stream) {
-  handle->stream = stream;
-  return OK;
-}
-int cublasGetStream_v2(const struct handle *handle, void **stream) {
-  *stream = handle->stream;
-  return OK;
-}
 const char *cublasGetStatusString(int status) { return status ? "error of an emulated GPU" : "success"; }
 
-enum { CUBLAS_INVALID_VALUE = 7 };
+enum { CUBLAS_INVALID_VALUE = 7, CUBLAS_EXECUTION_FAILED = 13 };
 GPUTRAIN_DESTROYS(cublasDestroy_v2, CUBLAS_INVALID_VALUE)
 
 // --- Products
+
+static int multiply(const void *handle, const char *function, int64_t batch, int64_t m, int64_t n, int64_t k,
+                    struct matrix a, struct matrix b, struct matrix c, int rounds) {
+  void *stream = gputrain_stream_of(handle);
+  return gputrain_product(stream, function, batch, m, n, k, a, b, c, rounds) ? CUBLAS_EXECUTION_FAILED : OK;
+}
 
 #define OPERANDS const int *handle, int transpose_a, int transpose_b, int m, int n, int k, const void *alpha
 #define MATRIX(name, type, between) ((struct matrix){name, type, ld##name, between})
@@ -51,29 +48,25 @@ GPUTRAIN_DESTROYS(cublasDestroy_v2, CUBLAS_INVALID_VALUE)
 #define PRODUCTS(letter, type)                                                                                              \
   int cublas##letter##gemm_v2(OPERANDS, const void *a, int lda, const void *b, int ldb, const void *beta, void *c,          \
                               int ldc) {                                                                                    \
-    gputrain_product("cublas" #letter "gemm_v2", 1, m, n, k, MATRIX(a, type, 0), MATRIX(b, type, 0), MATRIX(c, type, 0),    \
-                     gputrain_may_round(0, *handle));                                                                       \
-    return OK;                                                                                                              \
+    return multiply(handle, "cublas" #letter "gemm_v2", 1, m, n, k, MATRIX(a, type, 0), MATRIX(b, type, 0),                 \
+                    MATRIX(c, type, 0), gputrain_may_round(0, *handle));                                                    \
   }                                                                                                                         \
   int cublas##letter##gemmStridedBatched(OPERANDS, const void *a, int lda, long long between_a, const void *b, int ldb,     \
                                          long long between_b, const void *beta, void *c, int ldc, long long between_c,      \
                                          int batch) {                                                                       \
-    gputrain_product("cublas" #letter "gemmStridedBatched", batch, m, n, k, MATRIX(a, type, between_a),                     \
-                     MATRIX(b, type, between_b), MATRIX(c, type, between_c), gputrain_may_round(0, *handle));               \
-    return OK;                                                                                                              \
+    return multiply(handle, "cublas" #letter "gemmStridedBatched", batch, m, n, k, MATRIX(a, type, between_a),              \
+                    MATRIX(b, type, between_b), MATRIX(c, type, between_c), gputrain_may_round(0, *handle));                \
   }                                                                                                                         \
   int cublas##letter##gemmBatched(OPERANDS, const void *as, int lda, const void *bs, int ldb, const void *beta, void *cs,   \
                                   int ldc, int batch) {                                                                     \
     const void *a = NULL, *b = NULL, *c = NULL;                                                                             \
-    gputrain_product("cublas" #letter "gemmBatched", batch, m, n, k, MATRIX(a, type, 0), MATRIX(b, type, 0),                \
-                     MATRIX(c, type, 0), gputrain_may_round(0, *handle));                                                   \
-    return OK;                                                                                                              \
+    return multiply(handle, "cublas" #letter "gemmBatched", batch, m, n, k, MATRIX(a, type, 0), MATRIX(b, type, 0),         \
+                    MATRIX(c, type, 0), gputrain_may_round(0, *handle));                                                    \
   }                                                                                                                         \
   int cublas##letter##gemv_v2(int *handle, int transpose, int m, int n, const void *alpha, const void *a, int lda,          \
                               const void *x, int between_x, const void *beta, void *y, int between_y) {                     \
-    gputrain_product("cublas" #letter "gemv_v2", 1, m, 1, n, MATRIX(a, type, 0), (struct matrix){x, type, n, 0},            \
-                     (struct matrix){y, type, m, 0}, 0);                                                                    \
-    return OK;                                                                                                              \
+    return multiply(handle, "cublas" #letter "gemv_v2", 1, m, 1, n, MATRIX(a, type, 0), (struct matrix){x, type, n, 0},     \
+                    (struct matrix){y, type, m, 0}, 0);                                                                     \
   }
 PRODUCTS(S, REAL_32)
 PRODUCTS(D, REAL_64)
@@ -82,27 +75,23 @@ PRODUCTS(Z, COMPLEX_64)
 
 int cublasSgemmEx(OPERANDS, const void *a, int type_a, int lda, const void *b, int type_b, int ldb, const void *beta,
                   void *c, int type_c, int ldc) {
-  gputrain_product("cublasSgemmEx", 1, m, n, k, MATRIX(a, type_a, 0), MATRIX(b, type_b, 0), MATRIX(c, type_c, 0),
-                   gputrain_may_round(0, *handle));
-  return OK;
+  return multiply(handle, "cublasSgemmEx", 1, m, n, k, MATRIX(a, type_a, 0), MATRIX(b, type_b, 0), MATRIX(c, type_c, 0),
+                  gputrain_may_round(0, *handle));
 }
 int cublasGemmEx(OPERANDS, const void *a, int type_a, int lda, const void *b, int type_b, int ldb, const void *beta, void *c,
                  int type_c, int ldc, int compute, int algorithm) {
-  gputrain_product("cublasGemmEx", 1, m, n, k, MATRIX(a, type_a, 0), MATRIX(b, type_b, 0), MATRIX(c, type_c, 0),
-                   gputrain_may_round(compute, *handle));
-  return OK;
+  return multiply(handle, "cublasGemmEx", 1, m, n, k, MATRIX(a, type_a, 0), MATRIX(b, type_b, 0), MATRIX(c, type_c, 0),
+                  gputrain_may_round(compute, *handle));
 }
 int cublasGemmStridedBatchedEx(OPERANDS, const void *a, int type_a, int lda, long long between_a, const void *b, int type_b,
                                int ldb, long long between_b, const void *beta, void *c, int type_c, int ldc,
                                long long between_c, int batch, int compute, int algorithm) {
-  gputrain_product("cublasGemmStridedBatchedEx", batch, m, n, k, MATRIX(a, type_a, between_a), MATRIX(b, type_b, between_b),
-                   MATRIX(c, type_c, between_c), gputrain_may_round(compute, *handle));
-  return OK;
+  return multiply(handle, "cublasGemmStridedBatchedEx", batch, m, n, k, MATRIX(a, type_a, between_a),
+                  MATRIX(b, type_b, between_b), MATRIX(c, type_c, between_c), gputrain_may_round(compute, *handle));
 }
 int cublasGemmBatchedEx(OPERANDS, const void *as, int type_a, int lda, const void *bs, int type_b, int ldb, const void *beta,
                         void *cs, int type_c, int ldc, int batch, int compute, int algorithm) {
   const void *a = NULL, *b = NULL, *c = NULL;
-  gputrain_product("cublasGemmBatchedEx", batch, m, n, k, MATRIX(a, type_a, 0), MATRIX(b, type_b, 0), MATRIX(c, type_c, 0),
-                   gputrain_may_round(compute, *handle));
-  return OK;
+  return multiply(handle, "cublasGemmBatchedEx", batch, m, n, k, MATRIX(a, type_a, 0), MATRIX(b, type_b, 0),
+                  MATRIX(c, type_c, 0), gputrain_may_round(compute, *handle));
 }

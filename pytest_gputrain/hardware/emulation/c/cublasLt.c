@@ -50,7 +50,7 @@ int cublasLtMatrixLayoutCreate(struct layout **out, int type, uint64_t rows, uin
   *out = gputrain_handle();
   return cublasLtMatrixLayoutInit_internal(*out, sizeof **out, type, rows, columns, apart);
 }
-enum { CUBLAS_INVALID_VALUE = 7 };
+enum { CUBLAS_INVALID_VALUE = 7, CUBLAS_EXECUTION_FAILED = 13 };
 GPUTRAIN_DESTROYS(cublasLtMatmulDescDestroy, CUBLAS_INVALID_VALUE)
 GPUTRAIN_DESTROYS(cublasLtMatrixLayoutDestroy, CUBLAS_INVALID_VALUE)
 GPUTRAIN_DESTROYS(cublasLtMatmulPreferenceDestroy, CUBLAS_INVALID_VALUE)
@@ -100,9 +100,9 @@ int cublasLtMatmul(void *handle, const struct operation *operation, const void *
   int64_t m = (int64_t)of_d->rows, n = (int64_t)of_d->columns;
   int64_t k = (int64_t)(operation->transpose_a ? of_a->rows : of_a->columns);
   int rounds = gputrain_may_round(operation->compute, 0);
-  if (of_d->order == BY_ROWS)
-    gputrain_product("cublasLtMatmul", of_d->batch, n, m, k, matrix(b, of_b), matrix(a, of_a), matrix(d, of_d), rounds);
-  else
-    gputrain_product("cublasLtMatmul", of_d->batch, m, n, k, matrix(a, of_a), matrix(b, of_b), matrix(d, of_d), rounds);
-  return OK;
+  int status = of_d->order == BY_ROWS ? gputrain_product(stream, "cublasLtMatmul", of_d->batch, n, m, k, matrix(b, of_b),
+                                                         matrix(a, of_a), matrix(d, of_d), rounds)
+                                      : gputrain_product(stream, "cublasLtMatmul", of_d->batch, m, n, k, matrix(a, of_a),
+                                                         matrix(b, of_b), matrix(d, of_d), rounds);
+  return status ? CUBLAS_EXECUTION_FAILED : OK;
 }

@@ -163,6 +163,10 @@ static const struct {
     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "an emulated GPU does not support this operation"},
+    {CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"},
+    {CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+     "operation failed due to a previous error during capture"},
+    {CAPTURED_EVENT, "CUDA_ERROR_CAPTURED_EVENT", "operation not permitted on an event last recorded in a capturing stream"},
 };
 static int text_of(int error, const char **text, int of_name) {
   for (size_t i = 0; i < sizeof errors / sizeof *errors; i++)
@@ -198,14 +202,17 @@ int cuMemGetAddressRange_v2(void **start, size_t *bytes, void *address) {
 }
 int cuMemAlloc_v2(void **out, size_t bytes) {
   gputrain_count("mallocs", "cuMemAlloc", bytes);
-  int status = gputrain_allocate(out, bytes, DEVICE);
+  int status = gputrain_unsafe();
+  if (!status)
+    status = gputrain_allocate(out, bytes, DEVICE);
   if (status == OUT_OF_MEMORY)
     gputrain_refused(bytes, __builtin_return_address(0));
   return status;
 }
 int cuMemFree_v2(void *start) {
   gputrain_count("frees", "cuMemFree", 0);
-  return gputrain_free(start);
+  int status = gputrain_unsafe();
+  return status ? status : gputrain_free(start);
 }
 int cuPointerGetAttribute(void *value, int attribute, void *address) {
   int device = 0, kind = gputrain_kind(address, &device);
@@ -315,15 +322,24 @@ int cuFuncGetAttribute(int *value, int attribute, void *function) {
 int cuFuncSetAttribute(void *function, int attribute, int value) { return OK; }
 int cuFuncSetCacheConfig(void *function, int config) { return OK; }
 int cuCtxSetLimit(int limit, size_t value) { return OK; }
-int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z) {
-  if (gputrain_forked())
-    return NOT_INITIALIZED;
-  gputrain_count("launches", function, (uint64_t)x * y * z);
-  return OK;
+static int launch(const void *function, const unsigned *blocks, void *stream) {
+  return gputrain_forked() ? NOT_INITIALIZED
+                           : gputrain_ask(stream, "launches", function, (uint64_t)blocks[0] * blocks[1] * blocks[2]);
 }
-int cuLaunchCooperativeKernel(void *function, unsigned x, unsigned y, unsigned z) { return cuLaunchKernel(function, x, y, z); }
-int cuLaunchKernelEx(const unsigned *config, void *function, void **parameters, void **extra) {
-  return cuLaunchKernel(function, config[0], config[1], config[2]);
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads_x, unsigned threads_y,
+                   unsigned threads_z, unsigned shared, void *stream) {
+  return launch(function, (unsigned[]){x, y, z}, stream);
+}
+int cuLaunchCooperativeKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads_x, unsigned threads_y,
+                              unsigned threads_z, unsigned shared, void *stream) {
+  return launch(function, (unsigned[]){x, y, z}, stream);
+}
+struct launch {
+  unsigned blocks[3], threads[3], shared;
+  void *stream;
+};
+int cuLaunchKernelEx(const struct launch *config, void *function) {
+  return launch(function, config->blocks, config->stream);
 }
 
 GPUTRAIN_DESTROYS(cuStreamDestroy_v2, INVALID_HANDLE)
@@ -332,13 +348,18 @@ GPUTRAIN_DESTROYS(cuGreenCtxDestroy, INVALID_HANDLE)
 
 // --- What waits for the GPU
 
-static int wait(const char *function) {
+static int wait(const char *function, int status) {
   gputrain_count("waits", function, 0);
-  return gputrain_forked() ? NOT_INITIALIZED : OK;
+  return gputrain_forked() ? NOT_INITIALIZED : status;
 }
-int cuStreamSynchronize(void *stream) { return wait("cuStreamSynchronize"); }
-int cuCtxSynchronize(void) { return wait("cuCtxSynchronize"); }
-int cuEventSynchronize(void *event) { return wait("cuEventSynchronize"); }
+int cuStreamSynchronize(void *stream) {
+  int status = gputrain_waits(stream);
+  return wait("cuStreamSynchronize", status ? status : gputrain_unsafe());
+}
+int cuCtxSynchronize(void) { return wait("cuCtxSynchronize", gputrain_waits(WHOLE_DEVICE)); }
+int cuEventSynchronize(void *event) {
+  return wait("cuEventSynchronize", gputrain_is_handle(event) ? gputrain_asks(event) : INVALID_HANDLE);
+}
 
 // --- Further functions
 

@@ -5,7 +5,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 int gputrain_attribute(int attribute); // in cuda.c
 
@@ -146,8 +145,26 @@ const char *cudaGetErrorName(int error) {
     return "cudaErrorNotSupported";
   case ASSERTED:
     return "cudaErrorAssert";
+  case ILLEGAL_STATE:
+    return "cudaErrorIllegalState";
   case CAPTURE_UNSUPPORTED:
     return "cudaErrorStreamCaptureUnsupported";
+  case CAPTURE_INVALIDATED:
+    return "cudaErrorStreamCaptureInvalidated";
+  case CAPTURE_MERGE:
+    return "cudaErrorStreamCaptureMerge";
+  case CAPTURE_UNMATCHED:
+    return "cudaErrorStreamCaptureUnmatched";
+  case CAPTURE_UNJOINED:
+    return "cudaErrorStreamCaptureUnjoined";
+  case CAPTURE_ISOLATION:
+    return "cudaErrorStreamCaptureIsolation";
+  case CAPTURE_IMPLICIT:
+    return "cudaErrorStreamCaptureImplicit";
+  case CAPTURED_EVENT:
+    return "cudaErrorCapturedEvent";
+  case CAPTURE_WRONG_THREAD:
+    return "cudaErrorStreamCaptureWrongThread";
   default:
     return "cudaErrorUnknown";
   }
@@ -179,10 +196,26 @@ const char *cudaGetErrorString(int error) {
     return refusal;
   case ASSERTED:
     return "device-side assert triggered";
+  case ILLEGAL_STATE:
+    return "the operation cannot be performed in the present state";
   case CAPTURE_UNSUPPORTED:
-    return "an emulated GPU captures no CUDA graphs; switch them off, for torch.compile by another mode than "
-           "reduce-overhead "
-           "and max-autotune";
+    return "operation not permitted when stream is capturing";
+  case CAPTURE_INVALIDATED:
+    return "operation failed due to a previous error during capture";
+  case CAPTURE_MERGE:
+    return "operation would result in a merge of separate capture sequences";
+  case CAPTURE_UNMATCHED:
+    return "capture was not ended in the same stream as it began";
+  case CAPTURE_UNJOINED:
+    return "capturing stream has unjoined work";
+  case CAPTURE_ISOLATION:
+    return "dependency created on uncaptured work in another stream";
+  case CAPTURE_IMPLICIT:
+    return "operation would make the legacy stream depend on a capturing blocking stream";
+  case CAPTURED_EVENT:
+    return "operation not permitted on an event last recorded in a capturing stream";
+  case CAPTURE_WRONG_THREAD:
+    return "attempt to terminate a thread-local capture sequence from another thread";
   default:
     snprintf(text, sizeof text, "error %d of CUDA's runtime", error);
     return text;
@@ -195,7 +228,9 @@ static int take(void **out, size_t bytes, int kind, const char *function, const 
   gputrain_count("mallocs", function, bytes);
   if (asserted)
     return asked(OK);
-  int status = gputrain_allocate(out, bytes, kind);
+  int status = gputrain_unsafe();
+  if (!status)
+    status = gputrain_allocate(out, bytes, kind);
   if (status == OUT_OF_MEMORY && kind == DEVICE)
     gputrain_refused(bytes, caller);
   return check(status);
@@ -203,25 +238,32 @@ static int take(void **out, size_t bytes, int kind, const char *function, const 
 static int give(void *start, const char *function) {
   if (start)
     gputrain_count("frees", function, 0);
-  return check(gputrain_free(start));
+  int status = gputrain_unsafe();
+  return check(status ? status : gputrain_free(start));
 }
 #define CALLER __builtin_return_address(0)
 int cudaMalloc(void **out, size_t bytes) { return take(out, bytes, DEVICE, "cudaMalloc", CALLER); }
 int cudaFree(void *start) { return give(start, "cudaFree"); }
-int cudaMallocAsync(void **out, size_t bytes, void *stream) { return take(out, bytes, DEVICE, "cudaMalloc", CALLER); }
-int cudaMallocFromPoolAsync(void **out, size_t bytes, void *pool, void *stream) {
-  return take(out, bytes, DEVICE, "cudaMalloc", CALLER);
+// In a capture these would become nodes, and what a pool of the driver's reserves for a graph is not known.
+static int is_captured(void *stream) { return gputrain_capture_info(stream, NULL, NULL, NULL, NULL); }
+static int refuse_in_graph(void) {
+  refusal = "an emulated GPU captures no allocation by the driver's pools; allocate before the capture";
+  return check(NOT_SUPPORTED);
 }
-int cudaFreeAsync(void *start, void *stream) { return cudaFree(start); }
+int cudaMallocAsync(void **out, size_t bytes, void *stream) {
+  return is_captured(stream) ? refuse_in_graph() : take(out, bytes, DEVICE, "cudaMalloc", CALLER);
+}
+int cudaMallocFromPoolAsync(void **out, size_t bytes, void *pool, void *stream) {
+  return is_captured(stream) ? refuse_in_graph() : take(out, bytes, DEVICE, "cudaMalloc", CALLER);
+}
+int cudaFreeAsync(void *start, void *stream) { return is_captured(stream) ? refuse_in_graph() : cudaFree(start); }
 int cudaMallocManaged(void **out, size_t bytes, unsigned flags) {
   return take(out, bytes, MANAGED, "cudaMallocManaged", CALLER);
 }
 int cudaHostAlloc(void **out, size_t bytes, unsigned flags) { return take(out, bytes, HOST, "cudaHostAlloc", CALLER); }
 int cudaMallocHost(void **out, size_t bytes) { return cudaHostAlloc(out, bytes, 0); }
 int cudaFreeHost(void *start) { return give(start, "cudaFreeHost"); }
-int cudaHostRegister(void *start, size_t bytes, unsigned flags) {
-  return check(gputrain_register(start, bytes));
-}
+int cudaHostRegister(void *start, size_t bytes, unsigned flags) { return check(gputrain_register(start, bytes)); }
 int cudaHostUnregister(void *start) { return check(gputrain_unregister(start)); }
 int cudaHostGetDevicePointer(void **out, void *host, unsigned flags) {
   *out = host;
@@ -236,39 +278,55 @@ int cudaMemGetInfo(size_t *left, size_t *total) {
   *left = gputrain_left(gputrain_physical(gputrain_current()));
   return OK;
 }
-// Counts a copy by the kinds of memory of both sides; one from the host to the host is no work of the GPU.
-static void count_copy(const void *to, const void *from, size_t bytes, const char *function) {
-  if (!bytes || !gputrain_counting())
-    return;
+// Tells by the kinds of memory of both sides as what a copy is counted; one from the host to the host is no work of the GPU.
+static const char *kind_of_copy(const void *to, const void *from, size_t bytes) {
+  if (!bytes || !(gputrain_counting() || __atomic_load_n(&gputrain_captures, __ATOMIC_RELAXED)))
+    return NULL;
   int to_kind = gputrain_kind(to, NULL), from_kind = gputrain_kind(from, NULL);
   int to_host = to_kind == UNKNOWN || to_kind == HOST, from_host = from_kind == UNKNOWN || from_kind == HOST;
   if (!to_host)
-    gputrain_count(!from_host ? "d2d" : from_kind == HOST ? "h2d_pinned" : "h2d_pageable", function, bytes);
-  else if (!from_host)
-    gputrain_count(to_kind == HOST ? "d2h_pinned" : "d2h_pageable", function, bytes);
+    return !from_host ? "d2d" : from_kind == HOST ? "h2d_pinned" : "h2d_pageable";
+  return from_host ? NULL : to_kind == HOST ? "d2h_pinned" : "d2h_pageable";
+}
+static int copy(const char *function, struct work work, void *stream) {
+  int status;
+  work.kind = NODE_MEMCPY;
+  work.function = function;
+  work.bytes = work.width * work.height;
+  work.what = kind_of_copy(work.to, work.from, work.bytes);
+  if (gputrain_captured(stream, &work, &status))
+    return asked(status);
+  return asked(gputrain_copy_rows(work.to, work.to_pitch, work.from, work.from_pitch, work.width, work.height));
 }
 int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int direction, void *stream) {
-  count_copy(to, from, bytes, "cudaMemcpyAsync");
-  return asked(gputrain_copy(to, from, bytes));
-}
-int cudaMemcpy(void *to, const void *from, size_t bytes, int direction) {
-  gputrain_count("waits", "cudaMemcpy", 0);
-  count_copy(to, from, bytes, "cudaMemcpy");
-  return asked(gputrain_copy(to, from, bytes));
+  return copy("cudaMemcpyAsync", (struct work){.to = to, .from = from, bytes, bytes, bytes, 1}, stream);
 }
 int cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, void *stream) {
   return cudaMemcpyAsync(to, from, bytes, 0, stream);
 }
 int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height,
                       int direction, void *stream) {
-  count_copy(to, from, width * height, "cudaMemcpy2DAsync");
-  return asked(gputrain_copy_rows(to, to_pitch, from, from_pitch, width, height));
+  return copy("cudaMemcpy2DAsync", (struct work){.to = to, .from = from, to_pitch, from_pitch, width, height}, stream);
 }
-int cudaMemset(void *start, int value, size_t bytes) {
-  gputrain_count("memsets", "cudaMemset", bytes);
+int cudaMemcpy(void *to, const void *from, size_t bytes, int direction) {
+  int status = gputrain_unsafe();
+  if (status)
+    return check(status);
+  gputrain_count("waits", "cudaMemcpy", 0);
+  return copy("cudaMemcpy", (struct work){.to = to, .from = from, bytes, bytes, bytes, 1}, NULL);
+}
+static int set(void *start, int value, size_t bytes, void *stream) {
+  int status;
+  struct work work = {NODE_MEMSET, "memsets", "cudaMemset", .bytes = bytes, .to = start, .width = bytes, .value = value};
+  if (gputrain_captured(stream, &work, &status))
+    return asked(status);
   return asked(gputrain_set(start, value, bytes));
 }
-int cudaMemsetAsync(void *start, int value, size_t bytes, void *stream) { return cudaMemset(start, value, bytes); }
+int cudaMemsetAsync(void *start, int value, size_t bytes, void *stream) { return set(start, value, bytes, stream); }
+int cudaMemset(void *start, int value, size_t bytes) {
+  int status = gputrain_unsafe();
+  return status ? check(status) : set(start, value, bytes, NULL);
+}
 
 struct pointer {
   int kind, device;
@@ -308,8 +366,10 @@ int cudaIpcOpenMemHandle(void **start, ...) { return refuse_sharing(); }
 
 // --- Streams and events
 
+enum { NON_BLOCKING = 1 };
 struct stream {
   int priority;
+  unsigned flags;
 };
 // Those of each program: the default one, the older one that waits for all, and one for each thread.
 static int is_stream(const void *stream) { return (uintptr_t)stream <= 2 || gputrain_is_handle(stream); }
@@ -318,6 +378,7 @@ int cudaStreamCreateWithPriority(struct stream **stream, unsigned flags, int pri
   if (gputrain_forked())
     return check(NOT_INITIALIZED);
   *stream = gputrain_handle();
+  (*stream)->flags = flags;
   priority = priority > LEAST_PRIORITY ? LEAST_PRIORITY : priority;
   (*stream)->priority = priority < GREATEST_PRIORITY ? GREATEST_PRIORITY : priority;
   return OK;
@@ -333,72 +394,256 @@ int cudaStreamGetPriority(const struct stream *stream, int *priority) {
   *priority = (uintptr_t)stream <= 2 ? 0 : stream->priority;
   return OK;
 }
-int cudaStreamIsCapturing(void *stream, int *status) {
-  *status = 0;
-  return OK;
-}
-// Nothing captures, so what it would capture into is left alone.
-int cudaStreamGetCaptureInfo(void *stream, int *status, uint64_t *id) {
-  if (status)
-    *status = 0;
-  if (id)
-    *id = 0;
-  return OK;
-}
-int cudaStreamGetCaptureInfo_v2(void *stream, int *status, uint64_t *id) {
-  return cudaStreamGetCaptureInfo(stream, status, id);
-}
-int cudaStreamGetCaptureInfo_v3(void *stream, int *status, uint64_t *id) {
-  return cudaStreamGetCaptureInfo(stream, status, id);
-}
-int cudaStreamBeginCapture(void *stream, int mode) { return check(CAPTURE_UNSUPPORTED); }
-int cudaThreadExchangeStreamCaptureMode(int *mode) {
-  *mode = 0;
+struct host_function {
+  void (*function)(void *);
+  void *data;
+};
+static int call_host(void *data, int forget) {
+  const struct host_function *of = data;
+  if (!forget)
+    of->function(of->data);
   return OK;
 }
 int cudaLaunchHostFunc(void *stream, void (*function)(void *), void *data) {
-  function(data);
-  return OK;
+  int status;
+  struct host_function *kept = malloc(sizeof *kept);
+  if (!kept)
+    return check(OUT_OF_MEMORY);
+  *kept = (struct host_function){function, data};
+  struct work work = {.kind = NODE_HOST, .run = call_host, .drop = free, .data = kept};
+  int captured = gputrain_captured(stream, &work, &status);
+  if (!captured || status)
+    free(kept);
+  if (!captured)
+    function(data);
+  return check(status);
 }
 int cudaStreamAddCallback(void *stream, void (*function)(void *, int, void *), void *data, unsigned flags) {
+  int status = is_captured(stream) ? gputrain_waits(stream) : OK;
+  if (status)
+    return check(status);
   function(stream, OK, data);
   return OK;
 }
 
-int cudaEventCreateWithFlags(void **event, unsigned flags) {
+int cudaEventCreateWithFlags(struct event **event, unsigned flags) {
   if (gputrain_forked())
     return check(NOT_INITIALIZED);
   *event = gputrain_handle();
   return OK;
 }
-int cudaEventCreate(void **event) { return cudaEventCreateWithFlags(event, 0); }
-int cudaEventDestroy(void *event) { return check(gputrain_drop_handle(event) ? OK : INVALID_HANDLE); }
-int cudaEventRecord(struct timespec *event, void *stream) {
+int cudaEventCreate(struct event **event) { return cudaEventCreateWithFlags(event, 0); }
+int cudaEventDestroy(struct event *event) {
+  if (gputrain_is_handle(event))
+    free(event->nodes);
+  return check(gputrain_drop_handle(event) ? OK : INVALID_HANDLE);
+}
+enum { EXTERNAL = 1 };
+int cudaEventRecordWithFlags(struct event *event, void *stream, unsigned flags) {
   if (!gputrain_is_handle(event) || !is_stream(stream))
     return check(INVALID_HANDLE);
-  clock_gettime(CLOCK_MONOTONIC, event);
-  return asked(OK);
+  return asked(gputrain_record(event, stream, flags & EXTERNAL));
 }
-int cudaEventRecordWithFlags(struct timespec *event, void *stream, unsigned flags) { return cudaEventRecord(event, stream); }
-int cudaEventElapsedTime(float *milliseconds, const struct timespec *from, const struct timespec *to) {
-  if (!gputrain_is_handle(from) || !gputrain_is_handle(to) || !from->tv_sec || !to->tv_sec)
+int cudaEventRecord(struct event *event, void *stream) { return cudaEventRecordWithFlags(event, stream, 0); }
+int cudaEventElapsedTime(float *milliseconds, const struct event *from, const struct event *to) {
+  if (!gputrain_is_handle(from) || !gputrain_is_handle(to))
     return check(INVALID_HANDLE);
-  *milliseconds = (float)((double)(to->tv_sec - from->tv_sec) * 1e3 + (double)(to->tv_nsec - from->tv_nsec) / 1e6);
+  if (from->capture || to->capture)
+    return check(CAPTURED_EVENT);
+  if (!from->time.tv_sec || !to->time.tv_sec)
+    return check(INVALID_HANDLE);
+  *milliseconds =
+      (float)((double)(to->time.tv_sec - from->time.tv_sec) * 1e3 + (double)(to->time.tv_nsec - from->time.tv_nsec) / 1e6);
   return OK;
 }
 
 // --- What waits for the GPU
 
-static int wait(const char *function) {
+static int wait(const char *function, int status) {
   gputrain_count("waits", function, 0);
-  return asked(OK);
+  return asked(status);
 }
-int cudaStreamSynchronize(void *stream) { return wait("cudaStreamSynchronize"); }
-int cudaDeviceSynchronize(void) { return wait("cudaDeviceSynchronize"); }
-int cudaEventSynchronize(void *event) { return wait("cudaEventSynchronize"); }
-int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
-  gputrain_count("stream_waits", "cudaStreamWaitEvent", 0);
+static int of_stream(void *stream) {
+  int status = gputrain_waits(stream);
+  return status ? status : gputrain_unsafe();
+}
+static int of_event(const struct event *event) { return gputrain_is_handle(event) ? gputrain_asks(event) : INVALID_HANDLE; }
+
+int cudaStreamSynchronize(void *stream) { return wait("cudaStreamSynchronize", of_stream(stream)); }
+int cudaDeviceSynchronize(void) { return wait("cudaDeviceSynchronize", gputrain_waits(WHOLE_DEVICE)); }
+int cudaEventSynchronize(const struct event *event) { return wait("cudaEventSynchronize", of_event(event)); }
+// All that a program asked for has happened.
+int cudaStreamQuery(void *stream) { return asked(of_stream(stream)); }
+int cudaEventQuery(const struct event *event) { return asked(of_event(event)); }
+int cudaStreamWaitEvent(void *stream, const struct event *event, unsigned flags) {
+  int captured;
+  if (!gputrain_is_handle(event))
+    return check(INVALID_HANDLE);
+  int status = gputrain_wait(stream, event, flags & EXTERNAL, &captured);
+  if (!captured)
+    gputrain_count("stream_waits", "cudaStreamWaitEvent", 0);
+  return check(status);
+}
+
+// --- Captures and graphs
+
+int cudaStreamIsCapturing(void *stream, int *status) {
+  *status = is_captured(stream);
   return OK;
+}
+static int capture_info(void *stream, int *status, uint64_t *id, struct graph **graph, struct node *const **last,
+                        const void **edges, size_t *count) {
+  int found = gputrain_capture_info(stream, id, graph, last, count);
+  if (status)
+    *status = found;
+  if (edges)
+    *edges = NULL; // all dependencies are whole ones
+  return OK;
+}
+static int begin_capture(void *stream, int mode, struct graph *into, struct node *const *before, size_t count) {
+  if (!is_stream(stream))
+    return check(INVALID_HANDLE);
+  int blocking = (uintptr_t)stream > 2 && !(((struct stream *)stream)->flags & NON_BLOCKING);
+  if (!into)
+    gputrain_count("captures", "cudaStreamBeginCapture", 0);
+  return asked(gputrain_begin_capture(stream, mode, blocking, into, before, count));
+}
+int cudaStreamBeginCapture(void *stream, int mode) { return begin_capture(stream, mode, NULL, NULL, 0); }
+int cudaStreamBeginCaptureToGraph(void *stream, struct graph *graph, struct node *const *before, const void *edges,
+                                  size_t count, int mode) {
+  return begin_capture(stream, mode, graph, before, count);
+}
+int cudaStreamEndCapture(void *stream, struct graph **graph) { return check(gputrain_end_capture(stream, graph)); }
+int cudaThreadExchangeStreamCaptureMode(int *mode) { return check(gputrain_exchange_mode(mode)); }
+
+static int update_dependencies(void *stream, struct node *const *nodes, size_t count, unsigned flags) {
+  enum { SET = 1 };
+  return check(gputrain_update_dependencies(stream, nodes, count, flags & SET));
+}
+static int dependencies(const struct node *node, struct node **to, uint64_t *edges, size_t *count) {
+  size_t found = gputrain_before(node, to, to ? *count : 0);
+  *count = to && *count < found ? *count : found;
+  if (edges && to)
+    memset(edges, 0, *count * sizeof *edges);
+  return OK;
+}
+
+int cudaGraphCreate(struct graph **graph, unsigned flags) {
+  *graph = gputrain_new_graph();
+  return OK;
+}
+int cudaGraphDestroy(struct graph *graph) {
+  gputrain_destroy_graph(graph);
+  return OK;
+}
+int cudaGraphGetNodes(const struct graph *graph, struct node **nodes, size_t *count) {
+  size_t found = gputrain_nodes(graph, nodes, *count);
+  *count = nodes && *count < found ? *count : found;
+  return OK;
+}
+int cudaGraphNodeGetType(const struct node *node, int *kind) {
+  *kind = gputrain_kind_of_node(node);
+  return OK;
+}
+int cudaGraphInstantiateWithFlags(struct executable **executable, const struct graph *graph, uint64_t flags) {
+  *executable = gputrain_instantiate(graph);
+  return OK;
+}
+int cudaGraphInstantiate(struct executable **executable, const struct graph *graph, uint64_t flags) {
+  return cudaGraphInstantiateWithFlags(executable, graph, flags);
+}
+int cudaGraphUpload(struct executable *executable, void *stream) { return OK; }
+int cudaGraphLaunch(struct executable *executable, void *stream) {
+  int status = asked(OK);
+  return status ? status : asked(gputrain_launch_graph(executable, stream));
+}
+int cudaGraphExecDestroy(struct executable *executable) {
+  gputrain_destroy_executable(executable);
+  return OK;
+}
+int cudaGraphDebugDotPrint(const struct graph *graph, const char *path, unsigned flags) {
+  size_t count = gputrain_nodes(graph, NULL, 0), edges;
+  struct node **nodes = calloc(count + 1, sizeof *nodes), **before = calloc(count + 1, sizeof *before);
+  FILE *file = nodes && before ? fopen(path, "w") : NULL;
+  if (file) {
+    fputs("digraph emulated {\n", file);
+    gputrain_nodes(graph, nodes, count);
+    for (size_t i = 0; i < count; i++) {
+      fprintf(file, "  n%p [label=\"type %d\"];\n", (void *)nodes[i], gputrain_kind_of_node(nodes[i]));
+      edges = gputrain_before(nodes[i], before, count);
+      for (size_t j = 0; j < edges && j < count; j++)
+        fprintf(file, "  n%p -> n%p;\n", (void *)before[j], (void *)nodes[i]);
+    }
+    fputs("}\n", file);
+  }
+  free(nodes);
+  free(before);
+  return file && !fclose(file) ? OK : check(INVALID_VALUE);
+}
+
+// The graphs in a conditional node are captured, and never run.
+struct node_parameters {
+  int kind, reserved[3];
+  uint64_t handle;
+  int condition;
+  unsigned size;
+  struct graph **inside;
+};
+int cudaGraphConditionalHandleCreate(uint64_t *handle, struct graph *graph, unsigned value, unsigned flags) {
+  static uint64_t last;
+  *handle = __atomic_add_fetch(&last, 1, __ATOMIC_RELAXED);
+  return OK;
+}
+static int add_node(struct node **node, struct graph *graph, struct node *const *before, size_t count,
+                    struct node_parameters *parameters) {
+  if (parameters->kind == NODE_CONDITIONAL)
+    *node = gputrain_add_conditional(graph, parameters->size, before, count, &parameters->inside);
+  else if (parameters->kind == NODE_EMPTY)
+    *node = gputrain_add_node(graph, &(struct work){.kind = NODE_EMPTY}, before, count);
+  else
+    return check(gputrain_missing("cudaGraphAddNode of a node that does something", NOT_SUPPORTED));
+  return OK;
+}
+
+// CUDA 13 gives the functions without a suffix the parameters of those that have one in CUDA 12.
+#if CUDA_VERSION >= 13000
+#define WITH_EDGES(name) name
+#define INFO_WITH_EDGES cudaStreamGetCaptureInfo
+#else
+#define WITH_EDGES(name) name##_v2
+#define INFO_WITH_EDGES cudaStreamGetCaptureInfo_v3
+int cudaStreamGetCaptureInfo(void *stream, int *status, uint64_t *id) {
+  return capture_info(stream, status, id, NULL, NULL, NULL, NULL);
+}
+int cudaStreamGetCaptureInfo_v2(void *stream, int *status, uint64_t *id, struct graph **graph, struct node *const **last,
+                                size_t *count) {
+  return capture_info(stream, status, id, graph, last, NULL, count);
+}
+int cudaStreamUpdateCaptureDependencies(void *stream, struct node **nodes, size_t count, unsigned flags) {
+  return update_dependencies(stream, nodes, count, flags);
+}
+int cudaGraphNodeGetDependencies(const struct node *node, struct node **to, size_t *count) {
+  return dependencies(node, to, NULL, count);
+}
+int cudaGraphAddNode(struct node **node, struct graph *graph, struct node *const *before, size_t count,
+                     struct node_parameters *parameters) {
+  return add_node(node, graph, before, count, parameters);
+}
+#endif
+int INFO_WITH_EDGES(void *stream, int *status, uint64_t *id, struct graph **graph, struct node *const **last,
+                    const void **edges, size_t *count) {
+  return capture_info(stream, status, id, graph, last, edges, count);
+}
+int WITH_EDGES(cudaStreamUpdateCaptureDependencies)(void *stream, struct node **nodes, const void *edges, size_t count,
+                                                    unsigned flags) {
+  return update_dependencies(stream, nodes, count, flags);
+}
+int WITH_EDGES(cudaGraphNodeGetDependencies)(const struct node *node, struct node **to, uint64_t *edges, size_t *count) {
+  return dependencies(node, to, edges, count);
+}
+int WITH_EDGES(cudaGraphAddNode)(struct node **node, struct graph *graph, struct node *const *before, const void *edges,
+                                 size_t count, struct node_parameters *parameters) {
+  return add_node(node, graph, before, count, parameters);
 }
 
 // --- Kernels
@@ -431,26 +676,44 @@ int __cudaPopCallConfiguration(struct dim3 *blocks, struct dim3 *threads, size_t
   *stream = last->stream;
   return OK;
 }
-static int launch(const void *function, struct dim3 blocks, void **arguments) {
+static int launch(const void *function, struct dim3 blocks, void **arguments, void *stream) {
   if (gputrain_forked())
     return check(NOT_INITIALIZED);
   uint64_t count = (uint64_t)blocks.x * blocks.y * blocks.z;
-  gputrain_launched(count);
-  gputrain_count("launches", function, count);
-  gputrain_may_write(function, arguments);
-  return asked(OK);
+  struct work work = {NODE_KERNEL, "launches", function, .bytes = count, .data = gputrain_may_write(function, arguments)};
+  if (work.data) {
+    work.run = gputrain_note_written;
+    work.drop = free;
+  }
+  int status, captured = gputrain_captured(stream, &work, &status);
+  if (!captured) {
+    gputrain_launched(count);
+    if (work.data)
+      gputrain_note_written(work.data, 0);
+  }
+  if (!captured || status)
+    free(work.data);
+  return asked(status);
 }
-int cudaLaunchKernel(const void *function, struct dim3 blocks, struct dim3 threads, void **arguments) {
-  return launch(function, blocks, arguments);
+int cudaLaunchKernel(const void *function, struct dim3 blocks, struct dim3 threads, void **arguments, size_t shared,
+                     void *stream) {
+  return launch(function, blocks, arguments, stream);
 }
-int __cudaLaunchKernel(const void *function, struct dim3 blocks, struct dim3 threads, void **arguments) {
-  return launch(function, blocks, arguments);
+int __cudaLaunchKernel(const void *function, struct dim3 blocks, struct dim3 threads, void **arguments, size_t shared,
+                       void *stream) {
+  return launch(function, blocks, arguments, stream);
 }
-int cudaLaunchKernelExC(const struct dim3 *config, const void *function, void **arguments) {
-  return launch(function, *config, arguments);
+struct launch {
+  struct dim3 blocks, threads;
+  size_t shared;
+  void *stream;
+};
+int cudaLaunchKernelExC(const struct launch *config, const void *function, void **arguments) {
+  return launch(function, config->blocks, arguments, config->stream);
 }
-int cudaLaunchCooperativeKernel(const void *function, struct dim3 blocks, struct dim3 threads, void **arguments) {
-  return launch(function, blocks, arguments);
+int cudaLaunchCooperativeKernel(const void *function, struct dim3 blocks, struct dim3 threads, void **arguments,
+                                size_t shared, void *stream) {
+  return launch(function, blocks, arguments, stream);
 }
 
 void **__cudaRegisterFatBinary(void *binary) {

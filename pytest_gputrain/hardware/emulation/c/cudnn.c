@@ -11,21 +11,13 @@ int cudnnGetProperty(int part, int *value) {
   *value = part == 0 ? CUDNN_VERSION / 10000 : part == 1 ? CUDNN_VERSION / 100 % 100 : CUDNN_VERSION % 100;
   return OK;
 }
-int cudnnSetStream(void **handle, void *stream) { // a handle is a block of zeros
-  *handle = stream;
-  return OK;
-}
-int cudnnGetStream(void *const *handle, void **stream) {
-  *stream = *handle;
-  return OK;
-}
 const char *cudnnGetErrorString(int status) { return status ? "error of an emulated GPU" : "success"; }
 void cudnnGetLastErrorString(char *text, size_t bytes) {
   if (bytes)
     text[0] = 0;
 }
 
-enum { BAD_PARAMETER = CUDNN_VERSION >= 90000 ? 2000 : 3 };
+enum { BAD_PARAMETER = CUDNN_VERSION >= 90000 ? 2000 : 3, CUDNN_EXECUTION_FAILED = CUDNN_VERSION >= 90000 ? 5000 : 8 };
 GPUTRAIN_DESTROYS(cudnnDestroy, BAD_PARAMETER)
 GPUTRAIN_DESTROYS(cudnnDestroyActivationDescriptor, BAD_PARAMETER)
 GPUTRAIN_DESTROYS(cudnnDestroyCTCLossDescriptor, BAD_PARAMETER)
@@ -271,15 +263,14 @@ int cudnnBackendDestroyDescriptor(struct descriptor *descriptor) {
   return OK;
 }
 int cudnnBackendExecute(void *handle, const struct descriptor *plan, void *pack) {
-  if (!gputrain_counting())
-    return OK;
   const struct product *of = &plan->product;
   const char *slow = of->without_tensor_cores ? "fp32" : of->slow;
   char text[sizeof of->shape + 16] = "";
   if (*slow)
     snprintf(text, sizeof text, "%s %s", of->shape, gputrain_type(of->type, !of->without_tensor_cores));
-  gputrain_count_product("cudnnBackendExecute", slow, text, of->flops);
-  return OK;
+  return gputrain_ask_product(gputrain_stream_of(handle), "cudnnBackendExecute", slow, text, of->flops)
+             ? CUDNN_EXECUTION_FAILED
+             : OK;
 }
 
 static struct attribute *find(struct descriptor *descriptor, int name) {

@@ -1,9 +1,10 @@
 // What the stand-ins of NVIDIA's libraries share: the emulated GPUs and their memory. Defined in counters.c,
-// gpus.c, handles.c, memory.c, products.c and values.c.
+// gpus.c, graphs.c, handles.c, memory.c, products.c and values.c.
 #pragma once
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 // The functions have the parameters of those that they stand in for, and need few of them.
 #pragma GCC diagnostic ignored "-Wunused-parameter"
@@ -21,12 +22,22 @@ enum {
   INVALID_DEVICE = 101,
   INVALID_CONTEXT = 201,
   INVALID_HANDLE = 400,
+  ILLEGAL_STATE = 401,
   NOT_FOUND = 500,
   ASSERTED = 710,
   ALREADY_REGISTERED = 712,
   NOT_REGISTERED = 713,
   NOT_SUPPORTED = 801,
   CAPTURE_UNSUPPORTED = 900,
+  CAPTURE_INVALIDATED = 901,
+  CAPTURE_MERGE = 902,
+  CAPTURE_UNMATCHED = 903,
+  CAPTURE_UNJOINED = 904,
+  CAPTURE_ISOLATION = 905,
+  CAPTURE_IMPLICIT = 906,
+  CAPTURED_EVENT = 907,
+  CAPTURE_WRONG_THREAD = 908,
+  UNKNOWN_ERROR = 999,
 };
 
 // Kinds of memory, as cudaMemoryType numbers them.
@@ -87,10 +98,13 @@ int gputrain_copy(void *to, const void *from, size_t bytes);
 int gputrain_copy_rows(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height);
 int gputrain_set(void *to, int value, size_t bytes);
 int gputrain_read_value(void *to, size_t bytes);
+void gputrain_freed_range(uintptr_t start, size_t bytes);
 // Notes where a kernel may write that is in no library of torch's.
 void gputrain_registers_kernels(const void *caller); // of the library that this is in, from now on on this thread
 void gputrain_kernel(const void *function);
-void gputrain_may_write(const void *function, void **arguments);
+struct written *gputrain_may_write(const void *function,
+                                   void **arguments); // to be freed; NULL where there is nothing to note
+int gputrain_note_written(void *written, int forget);
 
 // What NCCL exchanges: whether this thread sends known values, whether it heard only such, and how many calls still wait.
 int gputrain_sends_known(void);
@@ -101,6 +115,9 @@ void gputrain_awaits(int change);
 void *gputrain_handle(void);
 int gputrain_is_handle(const void *handle);
 int gputrain_drop_handle(void *handle); // whether there was such a handle
+// The stream that a library's handle gives its work to. Of what is no handle it is the last that the thread used.
+void gputrain_set_stream(void *handle, void *stream);
+void *gputrain_stream_of(const void *handle);
 
 // Defines a function that gives back what a library's function of the same name with Create made.
 #define GPUTRAIN_DESTROYS(function, error)                                                                                  \
@@ -123,14 +140,31 @@ int gputrain_missing(const char *function, int status);
 int gputrain_traces(void); // whether GPUTRAIN_EMULATED_TRACE is set
 void gputrain_trace(const char *function, int *seen);
 
-// Counts something that is asked of the GPU: what is a constant, one of the names in records/counts.py, and function a
-// kernel or a constant name. See counters.c.
+// --- Counts of what is asked of the GPU: counters.c
+
+struct work;
+
+// What is asked for, and who asks. There is no padding: it is compared and hashed as a block.
+struct asked {
+  const char *what;          // one of the names in records/counts.py
+  const void *function;      // a kernel, or a constant name
+  const char *slow, *shape;  // of a product; they stay
+  uint32_t stack, noted;     // the stack's number, and the number of the line that the worker noted for a backward pass
+  uint16_t thread, backward; // kind of thread; whether it is a backward pass
+  uint32_t replayed;         // whether a graph asks
+};
+
+// Counts something; what and function are constants. See counters.c.
 void gputrain_count(const char *what, const void *function, uint64_t bytes);
+void gputrain_count_work(const struct work *work);
+struct asked gputrain_asked(const struct work *work); // by whom, for a graph that is to be launched later
+void gputrain_count_replayed(const struct asked *asked, uint64_t bytes);
 void gputrain_launched(uint64_t blocks);
-// Counts a call of a library that computes a product or a convolution. slow is its class if that is a slower one, else
-// empty, and shape is then its shape.
-void gputrain_count_product(const char *function, const char *slow, const char *shape, uint64_t flops);
+// Asks for a product or a convolution of a library. slow is its class if that is a slower one, else empty, and shape is then
+// its shape.
+int gputrain_ask_product(void *stream, const char *function, const char *slow, const char *shape, uint64_t flops);
 int gputrain_counting(void);
+const char *gputrain_interned(const char *text);
 // Notes the name of a kernel, which has to stay.
 void gputrain_name(const void *function, const char *name);
 
@@ -150,6 +184,81 @@ int gputrain_is_aligned(uint64_t bytes);
 
 int gputrain_may_round(int compute, int mode); // whether cuBLAS may round FP32 to what tensor cores multiply
 
-// Counts `batch` products of m x k and k x n, whose matrices lie column by column.
-void gputrain_product(const char *function, int64_t batch, int64_t m, int64_t n, int64_t k, struct matrix a, struct matrix b,
-                      struct matrix c, int rounds);
+// Asks for `batch` products of m x k and k x n, whose matrices lie column by column.
+int gputrain_product(void *stream, const char *function, int64_t batch, int64_t m, int64_t n, int64_t k, struct matrix a,
+                     struct matrix b, struct matrix c, int rounds);
+
+// --- Work on streams, and graphs of it: graphs.c
+
+// Kinds of nodes, as cudaGraphNodeType numbers them. Hidden ones are ours, and no nodes to the program.
+enum {
+  NODE_KERNEL = 0,
+  NODE_MEMCPY = 1,
+  NODE_MEMSET = 2,
+  NODE_HOST = 3,
+  NODE_GRAPH = 4,
+  NODE_EMPTY = 5,
+  NODE_WAIT = 6,
+  NODE_RECORD = 7,
+  NODE_CONDITIONAL = 13,
+  NODE_HIDDEN = 15,
+};
+#define LEGACY ((void *)1)
+#define WHOLE_DEVICE ((void *)-1)
+
+// What is asked of the GPU, to be done at once or by each launch of a graph.
+struct work {
+  int kind;
+  const char *what; // as it is counted; NULL where it is not
+  const void *function;
+  const char *slow, *shape;
+  uint64_t bytes;
+  void *to; // of a copy or a fill
+  const void *from;
+  size_t to_pitch, from_pitch, width, height;
+  int value;
+  int (*run)(void *data, int forget); // forget: nobody knows whether it runs
+  void (*drop)(void *data);
+  void *data;
+  int is_step; // whether it runs a function of the worker's
+};
+
+// What an event's handle holds.
+struct event {
+  struct timespec time; // that it was recorded last
+  uint64_t capture;     // in which it was; 0 for none
+  struct node **nodes;  // that it stands for there
+  size_t count;
+};
+
+struct graph;
+struct node;
+struct executable;
+
+extern int gputrain_captures;
+int gputrain_captured(void *stream, const struct work *work, int *status);
+int gputrain_ask(void *stream, const char *what, const void *function, uint64_t bytes);
+void *gputrain_last_stream(void);
+int gputrain_waits(void *stream);
+int gputrain_unsafe(void);
+int gputrain_exchange_mode(int *mode);
+void gputrain_happens(struct event *event);
+int gputrain_record(struct event *event, void *stream, int external);
+int gputrain_asks(const struct event *event);
+int gputrain_wait(void *stream, const struct event *event, int external, int *captured);
+int gputrain_begin_capture(void *stream, int mode, int blocking, struct graph *into, struct node *const *before,
+                           size_t count);
+int gputrain_end_capture(void *stream, struct graph **out);
+int gputrain_capture_info(void *stream, uint64_t *id, struct graph **graph, struct node *const **last, size_t *count);
+int gputrain_update_dependencies(void *stream, struct node *const *nodes, size_t count, int set);
+struct graph *gputrain_new_graph(void);
+void gputrain_destroy_graph(struct graph *graph);
+size_t gputrain_nodes(const struct graph *graph, struct node **to, size_t room);
+size_t gputrain_before(const struct node *node, struct node **to, size_t room);
+int gputrain_kind_of_node(const struct node *node);
+struct node *gputrain_add_node(struct graph *graph, const struct work *work, struct node *const *before, size_t count);
+struct node *gputrain_add_conditional(struct graph *graph, unsigned count, struct node *const *before, size_t before_count,
+                                      struct graph ***inside);
+struct executable *gputrain_instantiate(const struct graph *graph);
+void gputrain_destroy_executable(struct executable *executable);
+int gputrain_launch_graph(struct executable *executable, void *stream);

@@ -13,6 +13,7 @@ static const size_t MOST = (size_t)1 << 28;
 struct block {
   uint64_t in_use; // read without the lock
   struct block *next_free;
+  void *stream, *unused;
   char contents[BYTES];
 };
 
@@ -28,8 +29,7 @@ static struct block *new_block(void) {
     if (start != MAP_FAILED)
       __atomic_store_n(&blocks, start, __ATOMIC_RELEASE);
   }
-  if (blocks && made == accessible && made < MOST &&
-      !mprotect(blocks + made, STEP * sizeof *blocks, PROT_READ | PROT_WRITE))
+  if (blocks && made == accessible && made < MOST && !mprotect(blocks + made, STEP * sizeof *blocks, PROT_READ | PROT_WRITE))
     accessible += STEP;
   if (!blocks || made == accessible) {
     fputs("gputrain: the emulated GPU has no memory for another handle\n", stderr);
@@ -48,6 +48,7 @@ void *gputrain_handle(void) {
   else
     block = new_block();
   memset(block->contents, 0, BYTES);
+  block->stream = NULL;
   __atomic_store_n(&block->in_use, 1, __ATOMIC_RELEASE);
   pthread_mutex_unlock(&lock);
   return block->contents;
@@ -77,4 +78,12 @@ int gputrain_drop_handle(void *handle) {
   }
   pthread_mutex_unlock(&lock);
   return known;
+}
+
+void gputrain_set_stream(void *handle, void *stream) {
+  if (gputrain_is_handle(handle))
+    block_of(handle)->stream = stream;
+}
+void *gputrain_stream_of(const void *handle) {
+  return gputrain_is_handle(handle) ? block_of(handle)->stream : gputrain_last_stream();
 }

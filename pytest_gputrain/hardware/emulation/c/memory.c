@@ -345,6 +345,7 @@ int gputrain_free(void *start) {
     return OK;
   if (gputrain_forked())
     return NOT_INITIALIZED;
+  size_t freed_bytes = 0;
   pthread_mutex_lock(&lock);
   struct range *range = range_from(start, ALLOCATED);
   if (range) {
@@ -360,8 +361,11 @@ int gputrain_free(void *start) {
       give(freed.device, freed.bytes);
     else if (freed.kind == MANAGED)
       managed[freed.device] -= freed.bytes;
+    freed_bytes = freed.bytes;
   }
   pthread_mutex_unlock(&lock);
+  if (freed_bytes)
+    gputrain_freed_range((uintptr_t)start, freed_bytes);
   return range ? OK : INVALID_VALUE;
 }
 
@@ -389,9 +393,7 @@ int gputrain_unregister(void *start) {
 
 // --- Virtual memory management
 
-static size_t mapping_place(uintptr_t address) {
-  return first_behind(mappings, mapping_count, sizeof *mappings, address);
-}
+static size_t mapping_place(uintptr_t address) { return first_behind(mappings, mapping_count, sizeof *mappings, address); }
 
 // The number of mappings from this one on that fill these addresses without a gap, whole or to their middle; 0 where they
 // do not fill them.
@@ -501,8 +503,7 @@ int gputrain_map(void *start, size_t bytes, size_t offset, void *handle) {
   size_t at = mapping_place(first);
   int fits = range && range->how == RESERVED && bytes && bytes <= range->start + range->bytes - first &&
              gputrain_is_handle(handle) && of->handles > 0 && offset <= of->bytes && bytes <= of->bytes - offset &&
-             (at == mapping_count || mappings[at].start >= first + bytes) &&
-             !mprotect(start, bytes, PROT_READ | PROT_WRITE);
+             (at == mapping_count || mappings[at].start >= first + bytes) && !mprotect(start, bytes, PROT_READ | PROT_WRITE);
   if (fits) {
     if (mapping_count == mapping_room) {
       mapping_room = mapping_room ? 2 * mapping_room : 1024;
@@ -536,6 +537,8 @@ int gputrain_unmap(void *start, size_t bytes) {
     memmove(mappings + at, mappings + at + whole, ((mapping_count -= whole) - at) * sizeof *mappings);
   }
   pthread_mutex_unlock(&lock);
+  if (fits)
+    gputrain_freed_range(first, bytes);
   return fits ? OK : INVALID_VALUE;
 }
 

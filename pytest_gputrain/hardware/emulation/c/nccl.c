@@ -489,6 +489,7 @@ int ncclGroupStart(void) {
   groups++;
   return OK;
 }
+static int keep_requests(void);
 int ncclGroupEnd(void) {
   int status = OK;
   if (groups <= 0)
@@ -501,7 +502,7 @@ int ncclGroupEnd(void) {
       status = end(calls + i, NULL);
   }
   call_count = 0;
-  return status;
+  return status ? status : keep_requests();
 }
 
 int ncclCommSplit(struct communicator *parent, int color, int key, struct communicator **out, void *config) {
@@ -511,7 +512,70 @@ int ncclCommSplit(struct communicator *parent, int color, int key, struct commun
   return begin(call, own);
 }
 
-// --- Collectives
+// --- Collectives and messages. In a capture each becomes a node that is counted, and the end of its group a hidden one by
+// which each launch of the graph makes all calls of the group.
+
+struct request {
+  int (*make)(const struct request *);
+  const char *function;
+  const void *own;
+  void *to;
+  size_t from, part, bytes; // as of a call
+  int type, operation, only;
+  struct communicator *among;
+};
+static __thread struct request *requests; // of the group, captured
+static __thread size_t request_count;
+static __thread void *request_stream;
+
+enum { UNHANDLED_CUDA_ERROR = 1 };
+
+struct group {
+  size_t count;
+  struct request all[];
+};
+static int make_group(void *data, int forget) {
+  const struct group *group = data;
+  int status = OK;
+  if (forget)
+    return OK;
+  ncclGroupStart();
+  for (size_t i = 0; i < group->count && !status; i++)
+    status = group->all[i].make(group->all + i);
+  int ended = ncclGroupEnd();
+  return status || ended ? UNKNOWN_ERROR : OK;
+}
+static int keep_requests(void) {
+  size_t bytes = request_count * sizeof *requests;
+  if (!request_count)
+    return OK;
+  struct group *group = malloc(sizeof *group + bytes);
+  if (!group)
+    abort();
+  group->count = request_count;
+  memcpy(group->all, requests, bytes);
+  request_count = 0;
+  int status;
+  struct work work = {.kind = NODE_HIDDEN, .run = make_group, .drop = free, .data = group};
+  if (gputrain_captured(request_stream, &work, &status) && !status)
+    return OK;
+  free(group); // the capture has ended or failed
+  return UNHANDLED_CUDA_ERROR;
+}
+static int ask(struct request request, size_t counted, void *stream) {
+  int status;
+  struct work work = {NODE_KERNEL, "collectives", request.function, .bytes = counted};
+  if (!gputrain_captured(stream, &work, &status))
+    return request.make(&request);
+  if (status)
+    return UNHANDLED_CUDA_ERROR;
+  requests = realloc(requests, (request_count + 1) * sizeof *requests);
+  if (!requests)
+    abort();
+  requests[request_count++] = request;
+  request_stream = stream;
+  return groups ? OK : keep_requests();
+}
 
 // Whether so much data of each rank is exchanged. If not, the run says so; a rank alone exchanges nothing.
 static int is_exchanged(const char *function, const void *own, void *to, size_t bytes, const struct communicator *among) {
@@ -526,8 +590,11 @@ static int is_exchanged(const char *function, const void *own, void *to, size_t 
 }
 
 // Each rank has `bytes` bytes, of which this one is to have `part` combined ones from the offset on at `to`, if anywhere.
-static int reduce(const char *function, const void *own, void *to, size_t from, size_t part, size_t bytes, int type,
-                  int operation, struct communicator *among) {
+static int reduce(const struct request *of) {
+  struct communicator *among = of->among;
+  const void *own = of->own;
+  size_t bytes = of->bytes;
+  int type = of->type, operation = of->operation;
   const struct factor *factor = operation >= OPERATIONS ? among->factors + operation - OPERATIONS : NULL;
   if (!size_of(type) || operation < 0 || operation >= OPERATIONS + among->factor_count || (factor && factor->type != type))
     return INVALID_ARGUMENT;
@@ -535,7 +602,7 @@ static int reduce(const char *function, const void *own, void *to, size_t from, 
     fprintf(stderr, "gputrain: NCCL reduces numbers of 8 bits on GPUs of compute capability 9.0 and newer only\n");
     return INVALID_ARGUMENT;
   }
-  if (!is_exchanged(function, own, to, bytes, among))
+  if (!is_exchanged(of->function, own, of->to, bytes, among))
     return OK;
   char *prepared = malloc(bytes);
   if (!prepared)
@@ -548,8 +615,8 @@ static int reduce(const char *function, const void *own, void *to, size_t from, 
     put(type, &share, 0, type == FLOAT64 ? 1.0 / among->ranks : (float)(1.0 / among->ranks));
     multiply(prepared, bytes / size_of(type), type, &share);
   }
-  struct call call = {REDUCES, among, .bytes = bytes, .to = to, .from = from, .part = part,
-                      .type = type, .operation = operation, .only = -1};
+  struct call call = {REDUCES,          among,        .bytes = bytes,         .to = of->to, .from = of->from,
+                      .part = of->part, .type = type, .operation = operation, .only = -1};
   int status = begin(call, prepared);
   free(prepared);
   return status;
@@ -557,68 +624,73 @@ static int reduce(const char *function, const void *own, void *to, size_t from, 
 int ncclAllReduce(const void *own, void *to, size_t count, int type, int operation, struct communicator *among,
                   void *stream) {
   size_t bytes = count * size_of(type);
-  gputrain_count("collectives", "ncclAllReduce", bytes);
-  return reduce("ncclAllReduce", own, to, 0, bytes, bytes, type, operation, among);
+  return ask((struct request){reduce, "ncclAllReduce", own, to, 0, bytes, bytes, type, operation, -1, among}, bytes, stream);
 }
 int ncclReduce(const void *own, void *to, size_t count, int type, int operation, int root, struct communicator *among,
                void *stream) {
   size_t bytes = count * size_of(type);
-  gputrain_count("collectives", "ncclReduce", bytes);
-  return reduce("ncclReduce", own, root == among->rank ? to : NULL, 0, bytes, bytes, type, operation, among);
+  to = root == among->rank ? to : NULL;
+  return ask((struct request){reduce, "ncclReduce", own, to, 0, bytes, bytes, type, operation, -1, among}, bytes, stream);
 }
 int ncclReduceScatter(const void *own, void *to, size_t count, int type, int operation, struct communicator *among,
                       void *stream) {
-  size_t part = count * size_of(type), bytes = part * (size_t)among->ranks;
-  gputrain_count("collectives", "ncclReduceScatter", bytes);
-  return reduce("ncclReduceScatter", own, to, (size_t)among->rank * part, part, bytes, type, operation, among);
+  size_t part = count * size_of(type), bytes = part * (size_t)among->ranks, from = (size_t)among->rank * part;
+  struct request request = {reduce, "ncclReduceScatter", own, to, from, part, bytes, type, operation, -1, among};
+  return ask(request, bytes, stream);
 }
 
 // Copies of what each rank has, or only one, the part from the offset on, to `to` one after the other.
-static int gather(const char *function, const void *own, void *to, size_t bytes, size_t from, size_t part, int only,
-                  struct communicator *among) {
-  if (!is_exchanged(function, own, to, bytes, among))
+static int gather(const struct request *of) {
+  if (!is_exchanged(of->function, of->own, of->to, of->bytes, of->among))
     return OK;
-  return begin((struct call){GATHERS, among, .bytes = bytes, .to = to, .from = from, .part = part, .only = only}, own);
+  struct call call = {GATHERS,          of->among,        .bytes = of->bytes, .to = of->to,
+                      .from = of->from, .part = of->part, .only = of->only};
+  return begin(call, of->own);
 }
 int ncclBroadcast(const void *own, void *to, size_t count, int type, int root, struct communicator *among, void *stream) {
   size_t bytes = count * size_of(type);
-  gputrain_count("collectives", "ncclBroadcast", bytes);
-  return gather("ncclBroadcast", root == among->rank ? own : to, to, bytes, 0, bytes, root, among);
+  own = root == among->rank ? own : to;
+  return ask((struct request){gather, "ncclBroadcast", own, to, 0, bytes, bytes, type, 0, root, among}, bytes, stream);
 }
 int ncclBcast(void *to, size_t count, int type, int root, struct communicator *among, void *stream) {
   return ncclBroadcast(to, to, count, type, root, among, stream);
 }
 int ncclAllGather(const void *own, void *to, size_t count, int type, struct communicator *among, void *stream) {
   size_t bytes = count * size_of(type);
-  gputrain_count("collectives", "ncclAllGather", bytes * (size_t)among->ranks);
-  return gather("ncclAllGather", own, to, bytes, 0, bytes, -1, among);
+  struct request request = {gather, "ncclAllGather", own, to, 0, bytes, bytes, type, 0, -1, among};
+  return ask(request, bytes * (size_t)among->ranks, stream);
 }
 int ncclAlltoAll(const void *own, void *to, size_t count, int type, struct communicator *among, void *stream) {
-  size_t part = count * size_of(type), bytes = part * (size_t)among->ranks;
-  gputrain_count("collectives", "ncclAlltoAll", bytes);
-  return gather("ncclAlltoAll", own, to, bytes, (size_t)among->rank * part, part, -1, among);
+  size_t part = count * size_of(type), bytes = part * (size_t)among->ranks, from = (size_t)among->rank * part;
+  return ask((struct request){gather, "ncclAlltoAll", own, to, from, part, bytes, type, 0, -1, among}, bytes, stream);
 }
 
-// --- Messages
-
-int ncclSend(const void *from, size_t count, int type, int peer, struct communicator *among, void *stream) {
+static int send(const struct request *of) {
   char path[4096];
-  size_t bytes = count * size_of(type);
-  gputrain_count("collectives", "ncclSend", bytes);
-  if (bytes > SMALL || !bytes)
+  if (of->bytes > SMALL || !of->bytes)
     return OK;
-  int status = name(path, among, "one", among->sent[peer]++, among->rank, peer);
-  return status ? status : tell(path, from, bytes, 0);
+  int status = name(path, of->among, "one", of->among->sent[of->only]++, of->among->rank, of->only);
+  return status ? status : tell(path, of->own, of->bytes, 0);
+}
+int ncclSend(const void *from, size_t count, int type, int peer, struct communicator *among, void *stream) {
+  size_t bytes = count * size_of(type);
+  struct request request = {.make = send, .function = "ncclSend", .own = from, .bytes = bytes, .only = peer, .among = among};
+  return ask(request, bytes, stream);
+}
+static int receive_later(const struct request *of) {
+  if (of->bytes > SMALL) {
+    gputrain_hears(0);
+    gputrain_not_exchanged("ncclRecv", of->bytes);
+  }
+  if (of->bytes > SMALL || !of->bytes)
+    return OK;
+  struct call call = {RECEIVES,     of->among,       .bytes = of->bytes, .number = of->among->fetched[of->only]++,
+                      .to = of->to, .only = of->only};
+  return begin(call, NULL);
 }
 int ncclRecv(void *to, size_t count, int type, int peer, struct communicator *among, void *stream) {
   size_t bytes = count * size_of(type);
-  gputrain_count("collectives", "ncclRecv", bytes);
-  if (bytes > SMALL) {
-    gputrain_hears(0);
-    gputrain_not_exchanged("ncclRecv", bytes);
-  }
-  if (bytes > SMALL || !bytes)
-    return OK;
-  struct call call = {RECEIVES, among, .bytes = bytes, .number = among->fetched[peer]++, .to = to, .only = peer};
-  return begin(call, NULL);
+  struct request request = {
+      .make = receive_later, .function = "ncclRecv", .to = to, .bytes = bytes, .only = peer, .among = among};
+  return ask(request, bytes, stream);
 }

@@ -12,8 +12,8 @@ static int tracked;
 void gputrain_track_values(void) { __atomic_store_n(&tracked, 1, __ATOMIC_RELAXED); }
 
 // --- What the host reads: the next answer, of those that this thread was given, or zero, since kernels wrote nothing. An
-// operator that reads from the device how many results there are is answered so. Reads without an answer are counted, so that
-// no operator gets a zero that nobody tells of.
+// operator that reads from the device how many results there are is answered so. Reads without an answer are counted, so
+// that no operator gets a zero that nobody tells of.
 
 enum { ANSWER_BYTES = 16 };
 static __thread const char (*answers)[ANSWER_BYTES];
@@ -134,9 +134,18 @@ static void freed(uintptr_t address) {
   pthread_mutex_unlock(&lock);
 }
 
+// Memory went back to the driver. torch has freed the blocks in it, but of a CUDA graph's pool replays write to freed ones.
+void gputrain_freed_range(uintptr_t start, size_t bytes) {
+  pthread_mutex_lock(&lock);
+  for (size_t at = 0; at < room; at++)
+    if (blocks[at].address - start < bytes)
+      blocks[at].number = 0;
+  pthread_mutex_unlock(&lock);
+}
+
 // --- What kernels of other libraries may have written: the addresses of GPUs among their arguments. Where a kernel takes
-// them, and which of them it writes to, is compiled code. Its arguments lie on the stack of the function that launches it, so
-// whatever lies there is looked at, and an address that was no argument makes only less known than is.
+// them, and which of them it writes to, is compiled code. Its arguments lie on the stack of the function that launches it,
+// so whatever lies there is looked at, and an address that was no argument makes only less known than is.
 
 enum { MOST_LIBRARIES = 64, MOST_ARGUMENTS = 64, ARGUMENT_WORDS = 16, MOST_NOTED = 1 << 16 };
 static struct library {
@@ -195,12 +204,32 @@ static uintptr_t end_of_stack(void) {
   return end;
 }
 
-__attribute__((no_sanitize("address"))) void gputrain_may_write(const void *function, void **arguments) {
+struct written {
+  size_t count;
+  uintptr_t addresses[];
+};
+
+// Notes addresses, once for each launch of a kernel.
+int gputrain_note_written(void *data, int forget) {
+  const struct written *written = data;
+  pthread_mutex_lock(&noting);
+  if (!noted && !(noted = calloc(MOST_NOTED, sizeof *noted)))
+    abort();
+  for (size_t i = 0; i < written->count; i++) {
+    noted[gputrain_noted % MOST_NOTED] = written->addresses[i];
+    __atomic_add_fetch(&gputrain_noted, 1, __ATOMIC_RELAXED);
+  }
+  pthread_mutex_unlock(&noting);
+  return OK;
+}
+
+__attribute__((no_sanitize("address"))) struct written *gputrain_may_write(const void *function, void **arguments) {
   if (!__atomic_load_n(&tracked, __ATOMIC_RELAXED) || !is_of_another(function))
-    return;
+    return NULL;
   uintptr_t low = (uintptr_t)__builtin_frame_address(0), high = end_of_stack();
   if ((uintptr_t)arguments < low)
-    return; // not on the stack
+    return NULL; // not on the stack
+  struct written *written = NULL;
   for (int i = 0; i < MOST_ARGUMENTS && (uintptr_t)(arguments + i + 1) <= high; i++) {
     uintptr_t argument = (uintptr_t)arguments[i];
     if (argument < low || argument >= high || argument % 4)
@@ -211,14 +240,12 @@ __attribute__((no_sanitize("address"))) void gputrain_may_write(const void *func
       memcpy(&address, (char *)argument + word * sizeof address, sizeof address);
       if (gputrain_kind((void *)address, &device) != DEVICE)
         continue;
-      pthread_mutex_lock(&noting);
-      if (!noted && !(noted = calloc(MOST_NOTED, sizeof *noted)))
+      if (!written && !(written = calloc(1, sizeof *written + MOST_ARGUMENTS * ARGUMENT_WORDS * sizeof address)))
         abort();
-      noted[gputrain_noted % MOST_NOTED] = address;
-      __atomic_add_fetch(&gputrain_noted, 1, __ATOMIC_RELAXED);
-      pthread_mutex_unlock(&noting);
+      written->addresses[written->count++] = address;
     }
   }
+  return written;
 }
 
 // Returns the address with this number; 0 if it was too long ago.

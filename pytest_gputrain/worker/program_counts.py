@@ -1,0 +1,117 @@
+"""Counts what a program of the user's asks of emulated GPUs: in its whole run, and from one update to the next."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import defaultdict
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import msgspec
+
+from pytest_gputrain.records import CountCause, Place
+from pytest_gputrain.worker.counted_steps import counts_of
+from pytest_gputrain.worker.emulated_values.program_lines import describe_line, name_of_file, own_frame
+from pytest_gputrain.worker.own_lines import OwnLines, own_place
+from pytest_gputrain.worker.step_counts import Rows, StepCounter
+
+MOST_STEPS: Final = 50
+"""Steps of a program that are kept one by one, its first. Each may be of a kind of its own."""
+
+
+class ProgramCounter(StepCounter):
+    """Counts what this process asks of its emulated GPUs from now on, when it first uses one.
+
+    A step ends with each update of an optimizer, or where a trainer of a library tells so. The time before the first step is
+    part of the whole run alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_ProgramLines([]))
+        self._whole: defaultdict[CountCause, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        self._described: dict[str, Place] = {}
+        self._by_frame: dict[tuple[str, int], str] = {}
+        self._clock: weakref.ref[Any] | None = None
+        """The optimizer whose updates end steps."""
+        self._others_since: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Other optimizers that have updated since the step began."""
+        self._has_updated = False
+        self.begin_step()
+
+    def updated(self, optimizer: Any, *, ends_step: bool = True) -> None:
+        """Take notice that an optimizer has updated.
+
+        Args:
+            ends_step: whether that may end a step. It does if no other optimizer updates more often.
+        """
+        self._has_updated = True
+        if not ends_step:
+            return
+        clock = self._clock() if self._clock is not None else None
+        if clock is not None and clock is not optimizer and optimizer not in self._others_since:
+            self._others_since.add(optimizer)
+            return
+        self.next_step(kept=clock is not None)
+        self._clock = weakref.ref(optimizer)
+
+    def next_step(self, *, kept: bool = True) -> None:
+        """Take notice that a step ends and the next one begins.
+
+        Args:
+            kept: whether it was a step; otherwise it is part of the whole run alone.
+        """
+        rows = self.end()
+        self._add(rows)
+        if kept and self.steps < MOST_STEPS:
+            self.add(*rows, update=self._has_updated)
+        self._has_updated = False
+        self._others_since.clear()
+        self.begin_step()
+
+    def report(self) -> dict[str, Any]:
+        """Stop to count, and return what the whole run asked for, of all threads, and what the first steps did.
+
+        A record of an `EmulatedProcess` has these fields.
+        """
+        self._add(self.end())
+        whole = counts_of(self._whole, self.lines_unknown)
+        return {name: msgspec.to_builtins(counts) for name, counts in (("asked", whole), ("steps", self.counts())) if counts}
+
+    def _add(self, rows: Rows) -> None:
+        for counted in rows:
+            for cause, (number, size) in counted.items():
+                before = self._whole[cause]
+                self._whole[cause] = before[0] + number, before[1] + size
+
+    # --- Lines
+
+    def line_of(self, frame: FrameType | None) -> str:
+        """Describe the innermost line of the program that a frame comes from, as it may be noted."""
+        frame = own_frame(frame)
+        if frame is None:
+            return ""
+        code = frame.f_code
+        described = self._by_frame.get((code.co_filename, frame.f_lineno))
+        if described is None:
+            described = describe_line(code.co_filename, frame.f_lineno, code.co_name)
+            self._by_frame[code.co_filename, frame.f_lineno] = described
+            place = own_place(name_of_file(code.co_filename), code.co_filename, code.co_qualname, frame.f_lineno)
+            self._described[described] = place
+        return described
+
+    def place_of(self, line: str) -> Place:
+        return self._described[line]
+
+
+class _ProgramLines(OwnLines):
+    """Takes each file of no library for the program's own."""
+
+    def _name(self, file: str) -> str:
+        if Path(file).is_relative_to(_PACKAGE):
+            return super()._name(file)
+        return name_of_file(file)
+
+
+_PACKAGE: Final = Path(os.path.abspath(__file__)).parents[1]
