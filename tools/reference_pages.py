@@ -36,7 +36,9 @@ _PART: Final = re.compile(r"<!-- begin ([\w.]+) -->\n.*?<!-- end \1 -->", re.DOT
 _WITH_DEFAULTS: Final = ("Case",)
 """Classes whose objects users make; they only read those of the others."""
 _OF_CASE: Final = "The field of [`Case`](api.md#case)."
-_OF_COUNTS: Final = "of [what a timed step asks of the GPU](counts.md), the mean of the steps; null if nothing was counted."
+_OF_COUNTS: Final = (
+    "of [what a step asks of the GPU](counts.md) or of a CPU, the mean of the counted steps; null if it was not counted."
+)
 _INTERNAL: Final = ("identity", "loaders", "sides", "watched")
 """Public members that users have no use for."""
 _SHORT_TYPES: Final = {"Whole": "int", "StepSeconds": "tuple[float, ...]", " | UnsetType": ""}

@@ -249,15 +249,15 @@ def count_changes(before: Counts, now: Counts, *, only_more: bool = False) -> It
     Args:
         only_more: whether only those are named that are higher in a step.
     """
-    steps = range(min(len(before.steps), len(now.steps)))
+    in_common = [(before.kinds[old], now.kinds[new]) for old, new in zip(before.steps, now.steps, strict=False)]
+    calling = [pair for pair in in_common if all(step.python_calls for step in pair)] if before.python == now.python else []
     for figure in COUNT_FIGURES:
-        if figure == "work":  # whose parts are named
-            continue
-        if figure == "python_calls" and (not before.python or before.python != now.python):
+        pairs = calling if figure == "python_calls" else in_common
+        if figure == "work" or not pairs:  # the parts of the work are named
             continue
         if figure == "gpu_work" and not (before.launches_graphs or now.launches_graphs):
             continue
-        old, new = ([counts.of_step(step).figure(figure) for step in steps] for counts in (before, now))
+        old, new = ([step.figure(figure) for step in side] for side in zip(*pairs, strict=True))
         if old == new or (only_more and not any(map(operator.gt, new, old))):
             continue
         alike = len(set(old)) == len(set(new)) == 1
@@ -266,7 +266,7 @@ def count_changes(before: Counts, now: Counts, *, only_more: bool = False) -> It
         if shown[0] == shown[1]:
             shown = [f"{number:,}" for number in ends]
         moved = " at other steps" if ends[0] == ends[1] else ""
-        when = "a step" if alike else f"in {count(len(steps), 'step')}"
+        when = "a step" if alike else f"in {count(len(pairs), 'step')}"
         yield f"{figure} {shown[0]} -> {shown[1]} {when}{moved}"
 
 

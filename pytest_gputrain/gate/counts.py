@@ -108,9 +108,9 @@ def judge_counts(
     graphs = before.launches_graphs or now.launches_graphs
     figures = [figure for figure in _judged_figures(terms) if figure in now.figures and (graphs or figure != "gpu_work")]
     findings = [_Rule(figure, terms, on_cpu=now.on_cpu).judge(pairs, now, again) for figure in figures]
-    uncompared = _uncompared_calls(before, now)
-    called = [pair for pair in pairs if pair.before.python_calls and pair.now.python_calls] if not uncompared else []
-    if called:
+    called = [pair for pair in pairs if pair.before.python_calls and pair.now.python_calls]
+    uncompared = _uncompared_calls(before, now, called)
+    if called and not uncompared:
         figures.append("python_calls")
         findings.append(_Rule("python_calls", terms, on_cpu=now.on_cpu).judge(called, now, again))
     work_rose = any(pair.now.work > pair.before.work for pair in pairs)
@@ -138,7 +138,10 @@ def judge_counts(
     return JudgedCounts(
         metrics=tuple(metrics),
         worse=tuple(describe_growth(of_status("regressed"), before, now).values()),
-        doubtful=tuple(describe_growth(of_status("inconclusive"), before, now).values()),
+        doubtful=tuple(
+            f"{what}, which a second run in a fresh process does not confirm"
+            for what in describe_growth(of_status("inconclusive"), before, now).values()
+        ),
         better=tuple(describe_falls(of_status("improved"))),
         told=tuple(notes.values()),
         work_rose=work_rose,
@@ -197,10 +200,14 @@ def _judged_figures(terms: CountTerms) -> Iterator[CountFigure]:
     yield from (name for name in figures if name not in PARTS_OF_WORK or name in terms.tolerances)
 
 
-def _uncompared_calls(before: Counts, now: Counts) -> str:
-    """Say why calls of Python functions are not compared where one side has them; empty where they are, or neither has."""
+def _uncompared_calls(before: Counts, now: Counts, called: Sequence[_Pair]) -> str:
+    """Say why calls of Python functions are not compared where one side has them; empty where they are, or neither has.
+
+    Args:
+        called: the steps in which both sides have them.
+    """
     if before.python == now.python:
-        return ""
+        return "they were recorded in other steps" if now.python and not called else ""
     if before.python and now.python:
         return f"they were recorded with Python {before.python}, and this is Python {now.python}"
     return "they were not recorded" if now.python else "they were not counted"
@@ -302,7 +309,7 @@ class _Rule:
 
     def _is_excused(self, pair: _Pair) -> bool:
         """Tell whether a step's work grows a little, while the host waits less often and never more."""
-        if self._figure not in ("work", "operators") or self._tolerance:
+        if self._figure not in ("work", "gpu_work", "operators") or self._tolerance:
             return False
         waits, copies = pair.now.waits - pair.before.waits, pair.now.pageable - pair.before.pageable
         waits += pair.now.reads - pair.before.reads

@@ -142,7 +142,7 @@ def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Co
         worse=(*worse, *counts.worse),
         better=(*better, *counts.better),
         told=(*told, *counts.told),
-        doubtful=tuple(f"{what}, which a second run in a fresh process does not confirm" for what in counts.doubtful),
+        doubtful=counts.doubtful,
         is_trade=bool((counts.worse and better) or (counts.better and worse) or (counts.worse and counts.better)),
     )
 

@@ -402,7 +402,8 @@ def _conclude(
 
     of_counts: dict[Status, tuple[str, ...]] = {}
     if counts is not None:
-        of_counts = {"regressed": counts.worse, "inconclusive": counts.doubtful, "improved": counts.better}
+        of_counts = {"regressed": counts.worse, "improved": counts.better}
+    doubtful = counts.doubtful if counts is not None else ()
 
     def describe(status: Status) -> str:
         chosen = [metric for metric in metrics if metric.status == status]
@@ -416,20 +417,22 @@ def _conclude(
         parts += of_counts.get(status, ())
         return f"{case} {', and '.join(parts)}" if parts else ""
 
+    unclear = describe("inconclusive").removeprefix(f"{case} ")
     if worse := describe("regressed"):
         flops_described = any(metric.metric == "flops_per_step" and metric.status == "regressed" for metric in metrics)
         since = [describe_changes(measured[0].environment, fitted, given.variables)]
         since += describe_counters(measured[0], fitted, flops=not flops_described)
         since += filter(None, [describe_throttling(measured)])
-        unclear = describe("inconclusive").removeprefix(f"{case} ")
-        doubt = f"; it also {unclear}, which noise or the whole suite may explain" if unclear else ""
+        doubts = [f"{unclear}, which noise or the whole suite may explain"] if unclear else []
+        doubt = "".join(f"; it also {what}" for what in (*doubts, *doubtful))
         sentence = f"{worse} (baseline of {dates(baseline)}); {', '.join(since)}{doubt}"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
-    if unclear := describe("inconclusive"):
+    if unclear or doubtful:
         allowed = format_percent(tolerance.time, signed=False)
-        sentence = f"{unclear}; this exceeds the tolerance of {allowed}, but noise or the whole suite may explain it"
+        explained = f"{unclear}; this exceeds the tolerance of {allowed}, but noise or the whole suite may explain it"
+        sentence = f"{case} {'; it also '.join((*([explained] if unclear else []), *doubtful))}"
         return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
-    if not_gated := _not_gated(case, metrics, measured, baseline, fitted):
+    if not_gated := _not_gated(case, metrics, baseline, fitted, given):
         return not_gated
     if better := describe("improved"):
         return Verdict(status="improved", sentence=f"{better}; {_RECORD} to keep it", metrics=metrics)
@@ -444,15 +447,16 @@ def _conclude(
 def _not_gated(
     case: Case,
     metrics: tuple[MetricVerdict, ...],
-    measured: Sequence[Measurement],
     baseline: Baseline,
     fitted: Sequence[BaselineRun],
+    given: Circumstances,
 ) -> Verdict | None:
     """Return the verdict if something cannot be gated that was asked for or recorded: it must not pass for gated."""
     recorded = f"its baseline of {dates(baseline)}"
     status: Status = "not-comparable"
     said = ""
-    efficiency = next((metric for metric in metrics if metric.metric == "scaling_efficiency"), None)
+    by_name = {metric.metric: metric for metric in metrics}
+    efficiency, operators = by_name.get("scaling_efficiency"), by_name.get("operators")
     if phases := describe_missing_phases(metrics, "new"):
         status, said = "new", f"has {phases} in {recorded}"
     elif phases := describe_missing_phases(metrics, "not-comparable"):
@@ -461,6 +465,6 @@ def _not_gated(
         status, said = "new", f"has no scaling efficiency in {recorded}"
     elif efficiency is not None and efficiency.value is None:
         return Verdict(status=status, sentence=f"{case} has no scaling efficiency: {efficiency.note}", metrics=metrics)
-    elif fitted[-1].counts is not None and measured[0].counts is None:
-        said = f"is not compared in full with {recorded}, because it was not counted what its steps ask of a CPU"
+    elif fitted[-1].counts and given.counts.mode == "judge" and operators and operators.status == "not-comparable":
+        said = f"is not compared in full with {recorded}: {operators.note}"
     return Verdict(status=status, sentence=f"{case} {said}; {_RECORD}", metrics=metrics) if said else None

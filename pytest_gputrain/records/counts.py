@@ -255,7 +255,7 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     on_cpu: bool = False
     """Whether they are of a run on a CPU, whose counted steps are further ones behind the timed steps. ``first`` is then the
-    number of all steps before them."""
+    number of steps of the warm-up and of timed ones."""
 
     def __post_init__(self) -> None:
         if self.steps and max(self.steps) >= len(self.kinds):
@@ -267,8 +267,11 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return max(reversed(self.steps), key=self.steps.count)
 
     def per_step(self, name: CountFigure) -> float:
-        """Return one figure of a timed step, the mean of all of them."""
-        return sum(self.kinds[kind].figure(name) for kind in self.steps) / len(self.steps)
+        """Return one figure of a timed step: the mean of all of them, or of those whose calls of Python were counted."""
+        figures = [self.kinds[kind].figure(name) for kind in self.steps]
+        if name == "python_calls":
+            figures = list(filter(None, figures))
+        return sum(figures) / len(figures) if figures else 0.0
 
     @property
     def figures(self) -> tuple[CountFigure, ...]:

@@ -235,7 +235,7 @@ class _Line(Struct, frozen=True, kw_only=True):
 
 
 COUNT_KEYS: Final[dict[str, CountFigure]] = {f"{figure}_per_step": figure for figure in COUNT_FIGURES}
-"""The keys of what a timed step asks of the GPU, each with its figure: the mean of the timed steps."""
+"""The keys of what a step asks of the GPU or of a CPU, each with its figure: the mean of the counted steps."""
 
 if TYPE_CHECKING:
     HistoryLine = _Line

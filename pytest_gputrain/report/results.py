@@ -65,13 +65,13 @@ def verdict_of(result: Result) -> str:
 
 
 def counts_of(result: Result) -> dict[CountFigure, float]:
-    """Return what a timed step of a case asks of the GPU, the mean of each figure; empty if nothing was counted."""
+    """Return what a step of a case asks of the GPU or of a CPU, the mean of each figure; empty if nothing was counted."""
     runs = [result.figures] if isinstance(result, Emulated) else result.replies if isinstance(result, Measured) else ()
     counted = (getattr(run, "counts", None) for run in runs)
     counts: Counts | None = next((counts for counts in counted if counts is not None and counts.steps), None)
     if counts is None:
         return {}
-    absent = {"gpu_work": not counts.launches_graphs, "python_calls": not counts.python}
+    absent = {"gpu_work": not counts.launches_graphs, "python_calls": not counts.per_step("python_calls")}
     return {name: counts.per_step(name) for name in counts.figures if not absent.get(name)}
 
 

@@ -53,8 +53,9 @@ def lines(
     results: Sequence[Result], failures: Sequence[Failure], notes: Sequence[str], title: str = "gputrain"
 ) -> list[str]:
     """Return the whole summary."""
-    columns = count_columns(latest(results))
-    rows = (_row(result, [column[at] for column in columns.values()]) for at, result in enumerate(latest(results)))
+    shown = latest(results)
+    columns = count_columns(shown)
+    rows = (_row(result, [column[at] for column in columns.values()]) for at, result in enumerate(shown))
     cases = sorted(rows, key=lambda row: BY_ATTENTION.index(row[0]))
     counts = Counter(row[0] for row in cases)
     counted_verdicts = ", ".join(f"{counts[status]} {status}" for status in BY_ATTENTION if counts[status])

@@ -66,7 +66,7 @@ def test_a_value_that_is_read_fails_with_its_line_once_a_second_run_confirms_it(
 def test_growth_passes_where_the_project_says_so(recorded, mode):
     written(recorded, WORSE)
     recorded.ini(f"gpu_counts = {mode}")
-    result = recorded.run("--gpu-json=report.json")
+    result = recorded.run("--gpu-json=report.json", "--gpu-strict")
     result.assert_outcomes(passed=1)
     assert (SAID in result.stdout.str()) == (mode == "tell")
     [entry] = recorded.report()["results"]

@@ -175,6 +175,11 @@ def test_work_may_grow_more_where_a_step_waits_less(before, now, expected):
     assert statuses(judged(before, now))["work"] == expected
 
 
+def test_what_graphs_run_may_grow_more_where_a_step_waits_less():
+    before, now = {"waits": 1, "replays": 1, "replayed": 1000}, {"replays": 1, "replayed": 1050}
+    assert set(statuses(judged(before, now)).values()) == {"pass", "improved"}
+
+
 def test_excused_work_is_told():
     assert judged({"waits": 1}, {"launches": 1050}).told == (
         "launches 1,050 kernels a step (1,000 before), which passes because the step waits less for the GPU",
@@ -474,7 +479,8 @@ def test_growth_fails_if_the_same_figure_of_a_second_run_has_the_same_values(sec
     verdict = judge_counts(before, now, again=again)
     assert statuses(verdict)["waits"] == status
     said = "waits for the GPU 2 times in step 1 (1 before): 1 more at train.py:42 in train, loss.item()"
-    assert (verdict.worse, verdict.doubtful) == (((said,), ()) if status == "regressed" else ((), (said,)))
+    doubt = f"{said}, which a second run in a fresh process does not confirm"
+    assert (verdict.worse, verdict.doubtful) == (((said,), ()) if status == "regressed" else ((), (doubt,)))
 
 
 def test_every_figure_that_changes_is_named_with_both_values():
@@ -549,7 +555,17 @@ def test_steps_in_which_no_calls_were_counted_are_not_compared_with_those_in_whi
     before = counts({"launches": 5, "python_calls": 10}, {"launches": 9}, steps=[0, 1] * 3)
     now = counts({"launches": 5}, {"launches": 9, "python_calls": 90}, steps=[0, 1] * 3)
     sides = (msgspec.structs.replace(side, python="3.12") for side in (before, now))
-    assert "python_calls" not in statuses(judge_counts(*sides))
+    (metric,) = (metric for metric in judge_counts(*sides).metrics if metric.metric == "python_calls")
+    assert (metric.status, metric.note) == ("not-comparable", "they were recorded in other steps")
+
+
+def test_steps_in_which_no_calls_were_counted_do_not_lower_their_mean_and_change_nothing():
+    """The first step also asks the driver for memory, so the calls are those of the others."""
+    first, others = {"launches": 5, "mallocs": 1}, {"launches": 5, "python_calls": 10}
+    before = msgspec.structs.replace(counts(first, others, steps=[0, 1, 1]), python="3.12")
+    now = msgspec.structs.replace(counts(others, steps=[0, 0, 0]), python="3.12")
+    assert before.per_step("python_calls") == 10
+    assert list(count_changes(before, now)) == ["mallocs 1 -> 0 in 3 steps"]
 
 
 @pytest.mark.parametrize(("python", "changes"), [("3.12", ["python_calls 1,000 -> 1,200 a step"]), ("3.11", [])])

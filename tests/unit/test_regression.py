@@ -23,7 +23,7 @@ from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.memory import tensor
 from pytest_gputrain.gate.regression import Circumstances, first_ratio, judge
 from pytest_gputrain.records import Counts, Holder, StepCounts
-from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
+from pytest_gputrain.records.tolerance import CountTerms, MemoryTolerance, Tolerance
 from pytest_gputrain.utils.units import GiB, MiB
 
 TOLERANCE = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
@@ -414,3 +414,21 @@ def test_counts_that_one_side_lacks_never_fail_and_never_pass_for_compared(befor
 def test_counts_of_another_number_of_processes_are_not_compared():
     reply = measurement(counts=MANY, peak_allocated_bytes=BASE_BYTES, environment=TWO_CPUS)
     assert "operators" not in _judge([reply], COUNTED).sentence
+
+
+def _reading(reads):
+    """Return counts of a step on a CPU that reads so many values."""
+    return Counts(steps=(0,), kinds=(StepCounts(operators=100, reads=reads),), on_cpu=True)
+
+
+def test_more_reads_that_a_second_process_does_not_confirm_are_no_noise_of_time():
+    runs = [measurement(environment=CPU, counts=_reading(reads)) for reads in (2, 3)]
+    verdict = _judge(runs, _stored(CPU, counts=_reading(1)))
+    assert verdict.status == "inconclusive"
+    assert verdict.sentence.endswith(" 2 times a step (1 before), which a second run in a fresh process does not confirm")
+
+
+@pytest.mark.parametrize(("mode", "status"), [("judge", "not-comparable"), ("tell", "pass"), ("off", "pass")])
+def test_counts_that_a_run_lacks_are_missed_where_they_are_judged(mode, status):
+    verdict = _judge(measurement(environment=CPU), _stored(CPU, counts=_reading(1)), counts=CountTerms(mode=mode))
+    assert verdict.status == status

@@ -141,7 +141,7 @@ def _measures(point: Point) -> dict[str, Any]:
     """Return the measures of a case in Bencher Metric Format v0: https://bencher.dev/docs/reference/bencher-metric-format.
 
     ``latency`` is Bencher's own, in nanoseconds; ``peak-memory`` is created by the first report that has it, in bytes, and
-    so are the waits and the work of a step.
+    so are the waits and the work of a step on an emulated GPU, and the reads and the operators of a step on a CPU.
     """
     kind, asked = _kind(point.result).replace(" ", "-"), counts_of(point.result)
     counts = {f"{kind}{name}": {"value": asked[name]} for name in MAIN if name in asked}
