@@ -189,8 +189,8 @@ def most_without_growth(figure: CountFigure, value: float) -> float:
 
 
 def _is_drawn(metric: MetricVerdict) -> bool:
-    """Tell whether reports draw the figure by line: the work, and whatever has grown."""
-    return metric.metric == "work" or (metric.value or 0) > (metric.baseline or 0)
+    """Tell whether reports draw the figure by line: the work, on a CPU the operators, and whatever has grown."""
+    return metric.metric in ("work", "operators") or (metric.value or 0) > (metric.baseline or 0)
 
 
 def _judged_figures(terms: CountTerms) -> Iterator[CountFigure]:

@@ -62,6 +62,7 @@ WHOLE_NETWORK = """
     found["replayed"] = memory()
     del graph, loss
     optimizer.zero_grad(set_to_none=True)
+    torch._C._cuda_clearCublasWorkspaces()  # which older versions keep in the pool
     torch.cuda.empty_cache()
     found["gone"] = memory()
     print(json.dumps(found))
@@ -148,6 +149,9 @@ def test_the_body_of_a_conditional_node_is_forgotten_and_not_run(emulate):
         import torch
         x, y = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
         truth, graph = torch.tensor(True, device="cuda"), torch.cuda.CUDAGraph()
+        if not hasattr(graph, "begin_capture_to_if_node"):
+            print(json.dumps(None))
+            raise SystemExit
         with torch.cuda.graph(graph):
             x.add_(1)
             torch.cuda.CUDAGraph.get_currently_capturing_graph().begin_capture_to_if_node(truth)
@@ -159,6 +163,8 @@ def test_the_body_of_a_conditional_node_is_forgotten_and_not_run(emulate):
         print(json.dumps([x.tolist(), before, y.tolist()[0] not in (1, 7)]))
         """,
     )
+    if found is None:
+        pytest.skip("this torch captures no conditional nodes")
     assert found == [[3.0] * 4, [1.0] * 4, True]
 
 
@@ -213,7 +219,8 @@ def test_captures_end_with_the_errors_of_cuda(emulate):
     )
     for name in ("item", "nonzero", "synchronize", "blocking"):
         assert found.pop(name) == [refused, invalid], name
-    assert "unless the CPU tensor is pinned" in found.pop("pageable")[0]
+    first, last = found.pop("pageable")
+    assert "unless the CPU tensor is pinned" in first or (first, last) == (refused, invalid), "torch 2.9 leaves it to CUDA"
     assert found == {
         "not_blocking": [None, ""],
         "library": [None, invalid],
@@ -259,6 +266,31 @@ def test_pools_are_shared_given_back_with_the_last_graph_and_kept_by_a_capture_t
     assert own > 0
     assert (shared, one, both) == (own, own, 0)
     assert failed >= 1 << 30
+
+
+@needs_triton
+def test_compiled_code_with_reduced_overhead_is_recorded_and_replayed(emulate):
+    found, told, report = printed(
+        emulate,
+        """
+        import json
+        import torch
+        model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        compiled = torch.compile(model, mode="reduce-overhead")
+        for _ in range(4):
+            compiled(torch.randn(512, 1024, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        pools = sum(one["total_size"] for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) != (0, 0))
+        print(json.dumps([torch.cuda.memory_reserved(), pools]))
+        """,
+    )
+    reserved, pools = found
+    assert 0 < pools < reserved == report["processes"][0]["devices"][0]["peak_reserved"]
+    graphs = report["processes"][0]["graphs"]
+    assert (graphs["launched"], graphs["most_kernels"], graphs["most_in_pools"]) == (6, 11, pools)
+    assert f"launched 6 times; at most {graphs['most']} at a time with 11 kernels" in told
 
 
 def test_collectives_of_a_graph_exchange_at_each_replay(emulate):

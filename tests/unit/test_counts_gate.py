@@ -221,6 +221,41 @@ def test_a_baseline_that_compiles_in_each_step_is_judged_all_the_same():
     assert statuses(judge_counts(before, now))["compilations"] == "regressed"
 
 
+def test_a_capture_in_a_steady_step_fails_and_one_in_the_first_steps_is_told():
+    before = counts({"captures": 2}, {"replays": 2, "replayed": 90}, steps=[0, 1, 1, 1])
+    first = counts({"captures": 3}, {"replays": 2, "replayed": 90}, steps=[0, 1, 1, 1])
+    assert statuses(judge_counts(before, first))["captures"] == "pass"
+    again = counts({"captures": 2}, {"replays": 2, "replayed": 90, "captures": 1}, steps=[0, 0, 1, 1])
+    assert judge_counts(before, again).worse == ("captures 2 CUDA graphs in 3 of its 4 steps (0 before)",)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "worse"),
+    [
+        ({"launches": 100}, {"launches": 0, "replays": 1, "replayed": 100}, set()),
+        ({"launches": 0, "replays": 1, "replayed": 100}, {"launches": 0, "replays": 1, "replayed": 106}, {"gpu_work"}),
+        ({"launches": 0, "replays": 1, "replayed": 100}, {"launches": 0, "replays": 1, "replayed": 105}, set()),
+        ({"launches": 0, "replays": 1, "replayed": 100}, {"launches": 100}, {"work"}),
+        ({"launches": 100}, {"launches": 120}, {"work"}),
+    ],
+)
+def test_the_host_asks_for_a_graph_once_and_the_gpu_does_all_of_it(before, now, worse):
+    found = statuses(judged(before, now))
+    assert {figure for figure, status in found.items() if status == "regressed"} == worse
+    assert ("gpu_work" in found) == any(figures.get("replays") for figures in (before, now))
+
+
+def test_what_grows_in_a_graph_is_told_with_the_line_of_its_capture():
+    before = counts({"replays": 1, "replayed": 20}, steps=[0] * 10)
+    rows = [cause("launches", 28, own=STEP, replayed=True), cause("replays", 1, own=LOSS)]
+    now = counts({"replays": 1, "replayed": 28}, steps=[0] * 10, causes=rows)
+    (sentence,) = judge_counts(before, now).worse
+    assert sentence == (
+        "has the GPU do 28 tasks a step (20 before), those of CUDA graphs included: 28 more at train.py:45 in train, "
+        "optimizer.step()"
+    )
+
+
 def test_micro_batches_are_not_compared_with_updates():
     before = counts({"update": False}, {"waits": 1}, steps=[0, 1])
     now = counts({"waits": 1}, {"waits": 2, "update": False}, {"waits": 1}, steps=[0, 1, 2])

@@ -22,11 +22,7 @@ from unit_examples import (
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.memory import tensor
 from pytest_gputrain.gate.regression import Circumstances, first_ratio, judge
-from pytest_gputrain.records import (
-    Counts,
-    Holder,
-    StepCounts,
-)
+from pytest_gputrain.records import Counts, Holder, StepCounts
 from pytest_gputrain.records.tolerance import CountTerms, MemoryTolerance, Tolerance
 from pytest_gputrain.utils.units import GiB, MiB
 
@@ -371,6 +367,53 @@ def test_every_phase_has_the_tolerance_of_the_peak_and_of_several_processes_a_sh
 def test_three_lines_are_named_at_most():
     row = live_tensor(lines=tuple(f"a.py:{number}" for number in range(6)))
     assert tensor(row).endswith("at a.py:0, a.py:1, a.py:2 and 3 more lines)")
+
+
+# --- What steps ask of a CPU
+
+
+def _counted(**figures):
+    return Counts(steps=(0,), kinds=(StepCounts(**figures),), on_cpu=True)
+
+
+FEW, MANY, MORE = (_counted(operators=number) for number in (100, 200, 300))
+_ON_CPU = {"peak_allocated_bytes": BASE_BYTES, "environment": CPU}
+COUNTED = _stored(CPU, counts=FEW)
+
+
+@pytest.mark.parametrize(
+    ("second", "status", "settled"), [(None, "regressed", False), (MANY, "regressed", True), (MORE, "inconclusive", True)]
+)
+def test_more_operators_fail_once_a_second_process_counts_the_same(second, status, settled):
+    replies = [measurement(counts=counts, **_ON_CPU) for counts in (MANY, *filter(None, [second]))]
+    outcome = _outcome(replies, COUNTED, most=3)
+    assert (outcome.verdict.status, outcome.settled) == (status, settled)
+    assert "runs 200 operators a step (100 before)" in outcome.verdict.sentence
+
+
+def test_a_run_that_may_not_be_repeated_fails_at_once():
+    assert _outcome([measurement(counts=MANY, **_ON_CPU)], COUNTED, most=1).settled
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "status", "said"),
+    [
+        (FEW, FEW, "pass", "time on a CPU is shown"),
+        (None, FEW, "pass", "what its steps ask of a CPU was not recorded; record it again"),
+        (None, None, "pass", "time on a CPU is shown"),
+        (FEW, None, "not-comparable", "because it was not counted what its steps ask of a CPU; record it"),
+        (MANY, FEW, "improved", "runs 100 operators a step (200 before)"),
+    ],
+)
+def test_counts_that_one_side_lacks_never_fail_and_never_pass_for_compared(before, now, status, said):
+    verdict = _judge([measurement(counts=now, **_ON_CPU)], _stored(CPU, counts=before))
+    assert verdict.status == status
+    assert said in verdict.sentence
+
+
+def test_counts_of_another_number_of_processes_are_not_compared():
+    reply = measurement(counts=MANY, peak_allocated_bytes=BASE_BYTES, environment=TWO_CPUS)
+    assert "operators" not in _judge([reply], COUNTED).sentence
 
 
 def _reading(reads):
