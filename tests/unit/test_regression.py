@@ -372,11 +372,11 @@ def test_three_lines_are_named_at_most():
 # --- What steps ask of a CPU
 
 
-def _counted(**figures):
+def _of_cpu(**figures):
     return Counts(steps=(0,), kinds=(StepCounts(**figures),), on_cpu=True)
 
 
-FEW, MANY, MORE = (_counted(operators=number) for number in (100, 200, 300))
+FEW, MANY, MORE = (_of_cpu(operators=number) for number in (100, 200, 300))
 _ON_CPU = {"peak_allocated_bytes": BASE_BYTES, "environment": CPU}
 COUNTED = _stored(CPU, counts=FEW)
 
@@ -401,7 +401,7 @@ def test_a_run_that_may_not_be_repeated_fails_at_once():
         (FEW, FEW, "pass", "time on a CPU is shown"),
         (None, FEW, "pass", "what its steps ask of a CPU was not recorded; record it again"),
         (None, None, "pass", "time on a CPU is shown"),
-        (FEW, None, "not-comparable", "because it was not counted what its steps ask of a CPU; record it"),
+        (FEW, None, "not-comparable", ": what its steps ask of a CPU was not counted; record it"),
         (MANY, FEW, "improved", "runs 100 operators a step (200 before)"),
     ],
 )
