@@ -81,7 +81,13 @@ DETAILS: Final[frozenset[CountFigure]] = frozenset({*PARTS_OF_WORK, "gpu_work", 
 MAIN: Final[tuple[CountFigure, ...]] = ("waits", "work", "reads", "operators")
 """Figures that narrow tables have: those of emulated GPUs, and those of a CPU in their place."""
 _ON_A_CPU_ONLY: Final[tuple[CountFigure, ...]] = ("operators", "reads", "other_reads")
-_ON_BOTH: Final[tuple[CountFigure, ...]] = ("collectives", "collective_bytes", "compilations", "graph_breaks")
+_ON_BOTH: Final[tuple[CountFigure, ...]] = (
+    "collectives",
+    "collective_bytes",
+    "compilations",
+    "graph_breaks",
+    "python_calls",
+)
 
 SlowClass = Literal["fp32", "unaligned", "nchw"]
 """A class of products and convolutions that a GPU computes slower than others of the same shape: in FP32 where TF32 would
@@ -267,8 +273,11 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return max(reversed(self.steps), key=self.steps.count)
 
     def per_step(self, name: CountFigure) -> float:
-        """Return one figure of a timed step, the mean of all of them."""
-        return sum(self.kinds[kind].figure(name) for kind in self.steps) / len(self.steps)
+        """Return one figure of a timed step, the mean of all; of calls of Python functions, of the steps that have them."""
+        values = [self.kinds[kind].figure(name) for kind in self.steps]
+        if name == "python_calls":
+            values = [value for value in values if value] or [0]
+        return sum(values) / len(values)
 
     @property
     def figures(self) -> tuple[CountFigure, ...]:
