@@ -81,7 +81,13 @@ DETAILS: Final[frozenset[CountFigure]] = frozenset({*PARTS_OF_WORK, "gpu_work", 
 MAIN: Final[tuple[CountFigure, ...]] = ("waits", "work", "reads", "operators")
 """Figures that narrow tables have: those of emulated GPUs, and those of a CPU in their place."""
 _ON_A_CPU_ONLY: Final[tuple[CountFigure, ...]] = ("operators", "reads", "other_reads")
-_ON_BOTH: Final[tuple[CountFigure, ...]] = ("collectives", "collective_bytes", "compilations", "graph_breaks")
+_ON_BOTH: Final[tuple[CountFigure, ...]] = (
+    "collectives",
+    "collective_bytes",
+    "compilations",
+    "graph_breaks",
+    "python_calls",
+)
 
 SlowClass = Literal["fp32", "unaligned", "nchw"]
 """A class of products and convolutions that a GPU computes slower than others of the same shape: in FP32 where TF32 would

@@ -117,6 +117,10 @@ class CountedSteps:
         """The number of steps that have ended."""
         return len(self._steps)
 
+    def kind_of_step(self, index: int) -> int | None:
+        """Return the kind of a step that was counted; None if none was."""
+        return self._steps[index] if self._steps else None
+
     def kind_of(self, judged: Causes, *, update: bool) -> int | None:
         """Return the kind of the steps that ask for the same as a further one; None if no step does.
 

@@ -227,21 +227,29 @@ class Measuring:
 
     def _python_calls(self) -> Steps:
         """Have one more step run whose calls of Python functions are counted, where it can be compared with others."""
-        counter = self._emulated.counter if self._emulated else None
+        emulated = self._emulated.counter if self._emulated else None
+        counter = self._operators.steps if self._operators else emulated
+        rounds = self._case.gradient_accumulation > 1
         if counter is None or self._task.curve or self._task.memory_only or self._case.asynchronous:
             return
-        # The step before was the first of a round, of which a built-in model made a whole one.
-        accumulation = self._case.gradient_accumulation
-        update = not self._own or accumulation <= 2
+        if self._operators and self._own and rounds and (self._compile_calls.any or self._group.size > 1):
+            return  # whose place in the round is that of no counted step
+        # A built-in model has made a whole round. Own code has made the first step of one, and on a CPU a whole one.
+        update = not rounds or not self._own or (emulated is not None and self._case.gradient_accumulation == 2)
         self._only_calls_are_missing = True
-        if not self._own and accumulation > 1:
+        if not self._own and rounds:
             yield False
         calls = PythonCalls(counter.lines, self._device.torch_device)
+        kind: int | None
         try:
             with calls.counting():
-                counter.begin_step()
+                if emulated:
+                    emulated.begin_step()
                 yield update
-                kind = counter.end_further_step(update=update)
+                if emulated:
+                    kind = emulated.end_further_step(update=update)
+                else:
+                    kind = counter.kind_of_step(0 if self._own and rounds else -1)
         except CannotCount as error:
             self._note(f"without calls of Python functions, because {error}")
         else:
@@ -250,6 +258,9 @@ class Measuring:
             else:
                 counter.python = calls, kind
         self._only_calls_are_missing = False
+        if self._operators:
+            assert self._figures is not None
+            self._figures = self._with_counts(self._figures)
 
     def _checked_losses(self, losses: tuple[float, ...], steps: int) -> tuple[float, ...]:
         """Return the losses that tell how the case trains.

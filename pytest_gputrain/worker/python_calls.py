@@ -125,7 +125,7 @@ class PythonCalls:
         numbers: Counter[CountCause] = Counter()
         for (identity, instruction), number in self._calls.items():
             numbers[self._cause(self._codes[identity], instruction)] += number
-        yield from numbers.items()
+        yield from sorted(numbers.items(), key=lambda cause: -cause[1])
 
     # --- Events
 

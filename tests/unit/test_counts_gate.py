@@ -628,3 +628,19 @@ def test_other_steps_of_the_training_are_compared_and_growth_is_told_only():
     verdict = judge_counts(on_cpu({}, first=13), on_cpu({"reads": 1}, first=6))
     assert statuses(verdict)["reads"] == "pass"
     assert verdict.told
+
+
+def test_a_step_that_runs_fewer_operators_may_call_more_python():
+    before, now = (
+        msgspec.structs.replace(
+            calling(number, launches=0), on_cpu=True, kinds=(StepCounts(operators=operators, python_calls=number),)
+        )
+        for number, operators in ((1000, 100), (2000, 99))
+    )
+    assert judge_counts(before, now).told == ()
+    more = msgspec.structs.replace(now, kinds=(StepCounts(operators=100, python_calls=2000),))
+    assert len(judge_counts(before, more).told) == 1
+
+
+def test_the_mean_of_calls_is_one_of_the_steps_that_have_them():
+    assert counts({"python_calls": 10}, {"waits": 1}, steps=[0, 1, 1]).per_step("python_calls") == 10

@@ -1,12 +1,15 @@
 """Calls of Python functions, counted by the own line that they come from."""
 
 import gc
+import itertools
 import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from zoo_examples import MINE, run
 
 import pytest_gputrain
 from pytest_gputrain.records import CountCause, Counts, Place, StepCounts
@@ -188,3 +191,26 @@ def test_the_calls_are_those_of_one_kind_of_step(imported, counted, tmp_path):
     assert found.causes[0] == wait
     own = Place("train.py", "step", "", 1)
     assert CountCause(what="python_calls", own=own, counts=(0, 1)) in found.causes
+
+
+@pytest.mark.parametrize(("accumulation", "counted_steps"), [(1, [1, 1]), (2, [1, 0])])
+def test_a_run_on_a_cpu_has_the_calls_of_one_further_step(accumulation, counted_steps):
+    def train(setup):
+        net = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(net.parameters())
+        steps = itertools.count(1)
+
+        def step():
+            net(torch.ones(2, 4)).sum().backward()
+            if next(steps) % accumulation == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return step
+
+    case = msgspec.structs.replace(MINE, gradient_accumulation=accumulation)
+    counts = run(case, train).counts
+    assert [bool(counts.of_step(index).python_calls) for index in (0, 1)] == counted_steps
+    own = {cause.own.text for cause in counts.causes if cause.what == "python_calls" and cause.own}
+    assert ("optimizer.step()" in own) == (accumulation == 1)
+    assert counts == run(case, train).counts
