@@ -4,6 +4,7 @@ Every test skips where there is neither. Those marked ``hardware`` need times or
 """
 
 import contextlib
+import ctypes
 
 import pytest
 
@@ -100,6 +101,39 @@ def fail_after_the_timed_steps(setup):
     return step
 
 
+def misuse_captures(setup):
+    """Return a step that has CUDA's errors of captures of which no documentation tells, as the emulated GPU assumes them."""
+    relaxed, every_thread, illegal_state, unsupported, ok = 2, 0, 401, 900, 0
+    cuda = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+    one, other = (torch.cuda.Stream() for _ in range(2))
+    stream, graph, never_recorded = ctypes.c_void_p(one.cuda_stream), ctypes.c_void_p(), ctypes.c_void_p()
+
+    def end():
+        status = cuda.cudaStreamEndCapture(stream, ctypes.byref(graph))
+        cuda.cudaGetLastError()
+        return status
+
+    def step():
+        seen = {"an end without a begin": end()}
+        cuda.cudaStreamBeginCapture(stream, relaxed)
+        seen["a second begin"] = cuda.cudaStreamBeginCapture(stream, relaxed)
+        end()
+        cuda.cudaStreamBeginCapture(stream, every_thread)
+        seen["a query of another stream"] = cuda.cudaStreamQuery(ctypes.c_void_p(other.cuda_stream))
+        end()
+        assert cuda.cudaEventCreate(ctypes.byref(never_recorded)) == ok
+        cuda.cudaStreamBeginCapture(stream, relaxed)
+        seen["a wait for what was never recorded"] = cuda.cudaStreamWaitEvent(stream, never_recorded, 0)
+        end()
+        assert list(seen.values()) == [illegal_state, illegal_state, unsupported, ok], seen
+
+    return step
+
+
+def test_errors_of_captures_are_those_that_the_emulated_gpu_assumes(gputrain):
+    gputrain.measure(misuse_captures, precision="fp32", steps=1)
+
+
 def test_peaks_come_from_the_allocator(gputrain):
     figures = gputrain.measure(allocate_a_lot, precision="fp32", steps=2)
     assert figures.peak_allocated_bytes >= (256 + 4 * 256) * MiB
@@ -165,7 +199,7 @@ def test_compiled_blocks_are_recomputed_as_others_are(gputrain):
 
 
 @hardware
-@pytest.mark.parametrize("mode", ["default", "max-autotune"])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_a_compiled_model_trains_as_it_does_otherwise(gputrain, mode):
     plain = gputrain.measure(LLAMA, method="lora", precision="bf16")
     compiled = gputrain.measure(LLAMA, method="lora", precision="bf16", compile=mode)
