@@ -411,6 +411,12 @@ def test_counts_that_one_side_lacks_never_fail_and_never_pass_for_compared(befor
     assert said in verdict.sentence
 
 
+def test_calls_of_python_functions_that_one_side_lacks_are_named():
+    calling = msgspec.structs.replace(_of_cpu(operators=100, python_calls=9), python="3.12")
+    verdict = _judge([measurement(counts=calling, **_ON_CPU)], COUNTED)
+    assert "; its calls of Python functions are not compared: they were not recorded" in verdict.sentence
+
+
 def test_counts_of_another_number_of_processes_are_not_compared():
     reply = measurement(counts=MANY, peak_allocated_bytes=BASE_BYTES, environment=TWO_CPUS)
     assert "operators" not in _judge([reply], COUNTED).sentence
