@@ -436,12 +436,19 @@ def _conclude(
         return not_gated
     if better := describe("improved"):
         return Verdict(status="improved", sentence=f"{better}; {_RECORD} to keep it", metrics=metrics)
-    notes = [f"{phase_prefix(metric)}{metric.note}" for metric in metrics if metric.note]
+    notes = [f"{_subject_of_note(metric)}{metric.note}" for metric in metrics if metric.note]
     caught = next((metric.sensitivity for metric in metrics if metric.sensitivity is not None), None)
     if caught is not None:
         notes.append(f"a slowdown of {format_percent(caught, signed=False)} would be caught 99 times in 100")
     sentence = f"{case} is within its limits{': ' if notes else ''}{'; '.join(notes)}"
     return Verdict(status="pass", sentence=sentence, metrics=metrics)
+
+
+def _subject_of_note(metric: MetricVerdict) -> str:
+    """Return what a note is about, to begin it with."""
+    if metric.metric == "python_calls" and metric.status == "not-comparable":
+        return "its calls of Python functions are not compared: "
+    return phase_prefix(metric)
 
 
 def _not_gated(

@@ -411,24 +411,22 @@ def test_counts_that_one_side_lacks_never_fail_and_never_pass_for_compared(befor
     assert said in verdict.sentence
 
 
+def test_calls_of_python_functions_that_one_side_lacks_are_named():
+    calling = msgspec.structs.replace(_of_cpu(operators=100, python_calls=9), python="3.12")
+    verdict = _judge([measurement(counts=calling, **_ON_CPU)], COUNTED)
+    assert "; its calls of Python functions are not compared: they were not recorded" in verdict.sentence
+
+
 def test_counts_of_another_number_of_processes_are_not_compared():
     reply = measurement(counts=MANY, peak_allocated_bytes=BASE_BYTES, environment=TWO_CPUS)
     assert "operators" not in _judge([reply], COUNTED).sentence
 
 
-def _reading(reads):
-    """Return counts of a step on a CPU that reads so many values."""
-    return Counts(steps=(0,), kinds=(StepCounts(operators=100, reads=reads),), on_cpu=True)
-
-
-def test_more_reads_that_a_second_process_does_not_confirm_are_no_noise_of_time():
-    runs = [measurement(environment=CPU, counts=_reading(reads)) for reads in (2, 3)]
-    verdict = _judge(runs, _stored(CPU, counts=_reading(1)))
-    assert verdict.status == "inconclusive"
-    assert verdict.sentence.endswith(" 2 times a step (1 before), which a second run in a fresh process does not confirm")
+def test_growth_that_a_second_process_does_not_confirm_is_not_laid_to_noise_of_time():
+    verdict = _judge([measurement(counts=counts, **_ON_CPU) for counts in (MANY, MORE)], COUNTED)
+    assert verdict.sentence.endswith("(100 before), which a second run in a fresh process does not confirm")
 
 
 @pytest.mark.parametrize(("mode", "status"), [("judge", "not-comparable"), ("tell", "pass"), ("off", "pass")])
 def test_counts_that_a_run_lacks_are_missed_where_they_are_judged(mode, status):
-    verdict = _judge(measurement(environment=CPU), _stored(CPU, counts=_reading(1)), counts=CountTerms(mode=mode))
-    assert verdict.status == status
+    assert _judge(measurement(**_ON_CPU), COUNTED, counts=CountTerms(mode=mode)).status == status
