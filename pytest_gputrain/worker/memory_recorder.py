@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -16,6 +17,7 @@ import itertools
 import json
 import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -66,9 +68,40 @@ def install(torch: ModuleType) -> None:
 
 
 def follow_optimizers(updated: Callable[..., None]) -> None:
-    """Have each update by an optimizer of torch told, with the optimizer."""
-    optimizers = importlib.import_module("torch.optim.optimizer")
-    optimizers.register_optimizer_step_post_hook(updated)
+    """Have each update by an optimizer of torch told, with the optimizer.
+
+    An optimizer that steps while a CUDA graph is captured updates whenever the graph is launched, and not in the capture.
+    """
+    graph: Any = importlib.import_module("torch.cuda").CUDAGraph
+    begin, end, replay = graph.capture_begin, graph.capture_end, graph.replay
+    capturing: list[Any] = []
+    captured: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+    def stepped(optimizer: Any, *_: object) -> None:
+        if capturing:
+            captured.setdefault(capturing[-1], []).append(optimizer)
+        else:
+            updated(optimizer)
+
+    @functools.wraps(begin)
+    def capture(this: Any, *arguments: Any, **options: Any) -> None:
+        begin(this, *arguments, **options)
+        capturing.append(this)
+
+    @functools.wraps(end)
+    def finish(this: Any) -> None:
+        if this in capturing:
+            capturing.remove(this)
+        end(this)
+
+    @functools.wraps(replay)
+    def launch(this: Any) -> None:
+        replay(this)
+        for optimizer in captured.get(this, ()):
+            updated(optimizer)
+
+    graph.capture_begin, graph.capture_end, graph.replay = capture, finish, launch
+    importlib.import_module("torch.optim.optimizer").register_optimizer_step_post_hook(stepped)
 
 
 def program_counter() -> Any:

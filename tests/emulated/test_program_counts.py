@@ -83,6 +83,45 @@ for _ in range(6):
     assert len(report["processes"][0]["steps"]["steps"]) == steps
 
 
+def test_a_launch_of_a_cuda_graph_in_which_the_optimizer_steps_ends_a_step(emulate):
+    """The capture updates nothing, so it is a part of the first of these steps."""
+    done, report = emulate("""
+import torch
+
+weight = torch.nn.Parameter(torch.ones(8, device="cuda"))
+optimizer = torch.optim.SGD([weight], foreach=False)
+weight.grad = torch.ones_like(weight)
+optimizer.step()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    optimizer.step()
+for _ in range(5):
+    graph.replay()
+    print(weight.sum().item())
+""")
+    steps = report["processes"][0]["steps"]
+    kinds = [steps["kinds"][kind] for kind in steps["steps"]]
+    assert [kind.get("captures", 0) for kind in kinds] == [1, 0, 0, 0, 0]
+    assert [kind.get("replays") for kind in kinds] == [1] * 5
+    _, rows = table_of(done.stderr)
+    assert rows["train.py:13 in <module>, print(weight.sum().item())"]["waits"] == "1"
+
+
+def test_a_capture_that_fails_keeps_its_private_pool(emulate):
+    done, _ = emulate("""
+import torch
+
+x = torch.ones(8, device="cuda")
+graph = torch.cuda.CUDAGraph()
+try:
+    with torch.cuda.graph(graph):
+        (x + 1).sum().item()
+except RuntimeError:
+    pass
+""")
+    assert "up to 2.00 MiB in private pools" in done.stderr
+
+
 def test_without_an_optimizer_the_whole_run_is_told_with_that_of_other_threads(emulate):
     done, report = emulate("""
 import threading

@@ -176,6 +176,18 @@ def test_a_failing_case_is_drawn_beside_its_baseline():
     assert marked == {"waits": [2], "work": [38, 0, 0, 0, 0, 0, 0]}
 
 
+def test_charts_of_what_fails_a_case_come_first():
+    """Memory that has not grown is beside them, and a count that all tables have is drawn before others."""
+    asked = asking(20, 21, 60, *range(23, 30), waits=2)
+    kind = msgspec.structs.replace(asked.kinds[0], mallocs=1)
+    mallocs = CountCause(what="mallocs", own=asked.causes[2].own, counts=(1,))
+    asked = msgspec.structs.replace(asked, kinds=(kind,), causes=(*asked.causes, mallocs))
+    failing = regressed(counts=asked)
+    assert {"waits", "mallocs", "work"} <= {one.metric for one in failing.verdict.metrics if one.status == "regressed"}
+    drawn = re.findall(r"<title[^>]*>([^<]*)</title><desc", page.page([report(failing)], baseline_dir=BASELINES))
+    assert drawn[:3] == ["Waits of a step by line", "Work of a step by line", "Peak memory by phase"]
+
+
 def published_result(**fields):
     """A row of the paddlemix table, measured at 66 samples a second."""
     case = Case(

@@ -15,6 +15,7 @@ from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.scaling import one_worker
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import CountFigure, Emulated, LossStudy, Measured, Measurement, Result, TrainingPhase
+from pytest_gputrain.records.counts import MAIN
 from pytest_gputrain.report.html.charts import Bar, Chart, Charts, Line
 from pytest_gputrain.report.results import latest, of_kind
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_rate
@@ -184,11 +185,15 @@ def memory(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart
 
 _BASELINE, _NOW = 4, 0
 _MOST_COUNTS: Final = 2
-"""Counts of a case that are drawn; those that fail it come first."""
+"""Counts of a case that are drawn. Those that fail it come first, and of them those that all tables have."""
 
 
 def beside_baseline(result: Result, charts: Charts) -> Iterator[CaptionedChart]:
-    """Chart what a verdict compared with the baseline, both side by side: memory by phase, and counts by line."""
+    """Chart what a verdict compared with the baseline, both side by side: memory by phase, and counts by line.
+
+    Charts of what fails the case come first.
+    """
+    charted: list[tuple[bool, CaptionedChart]] = []
     metrics = result.verdict.metrics if result.verdict else ()
     compared = [metric for metric in metrics if metric.value is not None and metric.baseline is not None]
     memory = [metric for metric in compared if metric.metric in PHASES] or [
@@ -196,21 +201,27 @@ def beside_baseline(result: Result, charts: Charts) -> Iterator[CaptionedChart]:
     ]
     if memory:
         names = {"peak_allocated_bytes": "allocated", "peak_reserved_bytes": "reserved", **PHASES}
-        yield _beside(
+        chart = _beside(
             "Peak memory by phase" if memory[0].metric in PHASES else "Peak memory",
             [(names[one.metric], one.baseline or 0, one.value or 0, one.status == "regressed") for one in memory],
             format_bytes,
             charts,
         )
-    drawn = sorted((metric for metric in compared if metric.lines), key=lambda metric: metric.status != "regressed")
+        charted.append((any(one.status == "regressed" for one in memory), chart))
+    drawn = sorted(
+        (metric for metric in compared if metric.lines),
+        key=lambda metric: (metric.status != "regressed", metric.metric not in MAIN),
+    )
     for metric in drawn[:_MOST_COUNTS]:
         figure = cast("CountFigure", metric.metric)
-        yield _beside(
+        chart = _beside(
             f"{figure.capitalize().replace('_', ' ')} of a step by line",
             [(line.line, line.baseline, line.value, line.more > 0) for line in metric.lines],
             functools.partial(format_count, figure),
             charts,
         )
+        charted.append((metric.status == "regressed", chart))
+    yield from (chart for _, chart in sorted(charted, key=lambda one: not one[0]))
 
 
 def _beside(

@@ -62,9 +62,11 @@ class Graphs:
 
         @functools.wraps(end)
         def end_and_note(this: Any) -> None:
-            end(this)
-            in_pools = sum(one["total_size"] for one in memory_segments() if tuple(one["segment_pool_id"]) != (0, 0))
-            self._most_in_pools = max(self._most_in_pools, in_pools)
+            try:
+                end(this)
+            finally:  # torch keeps the pool of a capture that fails
+                in_pools = sum(one["total_size"] for one in memory_segments() if tuple(one["segment_pool_id"]) != (0, 0))
+                self._most_in_pools = max(self._most_in_pools, in_pools)
 
         graph.capture_end = end_and_note
 
