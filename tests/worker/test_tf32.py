@@ -67,7 +67,7 @@ def test_the_least_time_and_the_utilization_are_by_its_rate():
 
 
 def test_what_may_be_computed_in_it_is_counted_by_the_switch_of_its_time(monkeypatch):
-    monkeypatch.setattr(flops, "_device_of", lambda args: "cuda")
+    monkeypatch.setattr(flops, "device_of", lambda args: "cuda")
     convolution, product = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4, 4)
 
     def share(module, *shape):
