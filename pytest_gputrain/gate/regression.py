@@ -425,7 +425,8 @@ def _conclude(
         since += filter(None, [describe_throttling(measured)])
         doubts = [f"{unclear}, which noise or the whole suite may explain"] if unclear else []
         doubt = "".join(f"; it also {what}" for what in (*doubts, *doubtful))
-        sentence = f"{worse} (baseline of {dates(baseline)}); {', '.join(since)}{doubt}"
+        gain = f"; but it {', and '.join(counts.better)}" if counts is not None and counts.better else ""
+        sentence = f"{worse} (baseline of {dates(baseline)}); {', '.join(since)}{doubt}{gain}"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
     if unclear or doubtful:
         allowed = format_percent(tolerance.time, signed=False)

@@ -99,7 +99,7 @@ def test_a_limit_holds_for_what_a_cpu_counts(project):
     limits = {limit["metric"]: limit for limit in entry["verdict"]["limits"]}
     assert (limits["reads"]["status"], limits["reads"]["value"]) == ("over-limit", 1)
     assert "over its limit of 0: 1 at test_mine.py:13 in train, loss.item()" in limits["reads"]["note"]
-    assert (limits["waits"]["status"], limits["waits"]["note"]) == ("not-judged", "waits are not counted on a CPU")
+    assert (limits["waits"]["status"], limits["waits"]["note"]) == ("not-judged", "a run on a CPU does not count waits")
 
 
 # --- Public regressions

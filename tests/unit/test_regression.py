@@ -391,6 +391,13 @@ def test_more_operators_fail_once_a_second_process_counts_the_same(second, statu
     assert "runs 200 operators a step (100 before)" in outcome.verdict.sentence
 
 
+def test_what_is_better_is_told_beside_what_is_worse():
+    before, now = _of_cpu(operators=100, reads=3), _of_cpu(operators=200, reads=1)
+    verdict = _judge([measurement(counts=now, **_ON_CPU)] * 2, _stored(CPU, counts=before))
+    assert verdict.status == "regressed"
+    assert verdict.sentence.endswith("; but it reads values that depend on its trained weights 1 time a step (3 before)")
+
+
 def test_a_run_that_may_not_be_repeated_fails_at_once():
     assert _outcome([measurement(counts=MANY, **_ON_CPU)], COUNTED, most=1).settled
 
