@@ -51,7 +51,8 @@ def asked_by(process: EmulatedProcess) -> Asked | None:
         alike = counts.steps.count(kind)
         about = f"in a step, from one update to the next ({alike} of {count(steps, 'step')} ask for the same)"
         sums.insert(0, ("in a step", _figures_of(counts.kinds[kind])))
-    columns = tuple(name for name in COUNT_FIGURES if name not in DETAILS and any(figures[name] for _, figures in sums))
+    details = DETAILS - {"gpu_work"} if process.asked.launches_graphs else DETAILS
+    columns = tuple(name for name in COUNT_FIGURES if name not in details and any(figures[name] for _, figures in sums))
     total = sums[0][1]
     lines = sorted(
         () if counts.lines_unknown else by_line(counts, kind, columns).items(),

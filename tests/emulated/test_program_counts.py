@@ -105,6 +105,8 @@ for _ in range(5):
     assert [kind.get("replays") for kind in kinds] == [1] * 5
     _, rows = table_of(done.stderr)
     assert rows["train.py:13 in <module>, print(weight.sum().item())"]["waits"] == "1"
+    assert rows["train.py:12 in <module>, graph.replay()"] == {"work": "1"}
+    assert rows["train.py:10 in <module>, optimizer.step()"] == {"gpu_work": "1"}
 
 
 def test_a_capture_that_fails_keeps_its_private_pool(emulate):
