@@ -45,7 +45,7 @@ _SAID: Final[dict[CountFigure, str]] = {
     "blocks": "runs {now} of threads {when} ({before} before)",
     "python_calls": "calls Python functions {now} {when} ({before} before)",
     "operators": "runs {now} {when} ({before} before)",
-    "reads": "reads values that depend on its trained weights {now} {when} ({before} before)",
+    "reads": "reads values that depend on its trained weights, each a wait on a GPU, {now} {when} ({before} before)",
     "other_reads": "reads other values {now} {when} ({before} before)",
 }
 _NOUNS: Final[dict[CountFigure, str]] = {

@@ -26,7 +26,7 @@ def test_train(gputrain):
     gputrain.check(train, precision="fp32", batch_size=4, steps=2, warmup=1)
 """
 WORSE = PROGRAM.replace("        optimizer.step()\n", "        loss.item()\n        optimizer.step()\n")
-SAID = "reads values that depend on its trained weights 1 time a step (0 before): 1 more at test_mine.py:13"
+SAID = "depend on its trained weights, each a wait on a GPU, 1 time a step (0 before): 1 more at test_mine.py:13"
 
 
 def written(project, program, markers=""):
