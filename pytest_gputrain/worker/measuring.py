@@ -110,7 +110,9 @@ class Measuring:
         Raises:
             CheckFailed: the case does not train as it says, or ends before it is measured.
         """
-        if self._device.type == "cpu" and self._task.counts and not self._task.curve:
+        # Up to torch 2.9 FSDP loses the local parts of its gradients below a dispatch mode that keeps their storages.
+        loses_shards = self._case.parallel.startswith("fsdp") and torch.__version__ < "2.10"
+        if self._device.type == "cpu" and self._task.counts and not self._task.curve and not loses_shards:
             self._operators = OperatorCounter(own_lines(self._task, builder) if self._own else None)
         self._progress.enter("build")
         self._device.reset_peaks()
