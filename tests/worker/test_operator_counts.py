@@ -341,13 +341,14 @@ def test_what_own_code_compiles_is_traced_in_the_counted_steps_alone():
     assert cause.by.startswith("torch.compile of ")
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch.compile itself
-def test_a_graph_break_is_counted_with_its_reason():
+def breaking(**options):
+    """Return a training of which torch.compile, with these options, compiles a step that breaks the graph."""
+
     def build(setup):
         net = nn.Linear(8, 8)
         update = torch.optim.SGD(net.parameters())
 
-        @torch.compile
+        @torch.compile(**options)
         def step_of(batch):
             hidden = net(batch)
             torch._dynamo.graph_break()
@@ -360,30 +361,19 @@ def test_a_graph_break_is_counted_with_its_reason():
             update.zero_grad()
             yield loss
 
-    reply = measured(COUNTED, build)
+    return build
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch.compile itself
+def test_a_graph_break_is_counted_with_its_reason():
+    reply = measured(COUNTED, breaking())
     assert reply.counts, reply.notes
     counts = reply.counts
     assert [counts.of_step(step).graph_breaks for step in range(4)] == [1, 0, 0, 0]
 
 
 def test_code_that_cannot_be_compiled_has_all_other_figures_and_the_run_says_so():
-    def build(setup):
-        net = nn.Linear(8, 8)
-        update = torch.optim.SGD(net.parameters())
-
-        @torch.compile(fullgraph=True)
-        def step_of(batch):
-            torch._dynamo.graph_break()
-            return net(batch).square().mean()
-
-        while True:
-            loss = step_of(torch.randn(4, 8))
-            loss.backward()
-            update.step()
-            update.zero_grad()
-            yield loss
-
-    reply = measured(COUNTED, build)
+    reply = measured(COUNTED, breaking(fullgraph=True))
     assert reply.counts is None
     assert "without further counts of what a step asks for" in reply.notes[-1]
     assert "Unsupported" in reply.notes[-1]
