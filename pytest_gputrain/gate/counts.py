@@ -38,7 +38,7 @@ _STREAM_WAITS_RATIO: Final = 0.5
 _LEAST_STREAM_WAITS: Final = 8
 """More waits of streams than this fail if they are more than the ratio, too. A stream that copies ahead of time adds one to
 none and saves time."""
-_TOLD: Final[tuple[CountFigure, ...]] = ("memsets", "blocks", "python_calls", "other_reads")
+_TOLD: Final[tuple[CountFigure, ...]] = ("memsets", "blocks", "kernels", "python_calls", "other_reads")
 """The figures that fail nothing without a tolerance."""
 _PYTHON_RATIO: Final = 0.1
 """More calls of Python functions than this share are told, unless the GPU has less to do. On 294 commits of public libraries

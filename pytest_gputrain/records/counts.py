@@ -18,6 +18,7 @@ CountName = Literal[
     "waits",
     "launches",
     "library_calls",
+    "kernels",
     "h2d_pageable",
     "h2d_pinned",
     "d2h_pageable",
@@ -63,6 +64,7 @@ CountFigure = Literal[
     "replays",
     "memsets",
     "blocks",
+    "kernels",
     "python_calls",
     "operators",
     "reads",
@@ -75,11 +77,28 @@ COUNT_FIGURES: Final[tuple[CountFigure, ...]] = get_args(CountFigure)
 
 PARTS_OF_WORK: Final[tuple[CountFigure, ...]] = ("launches", "library_calls", "d2d", "replays")
 """The tasks that the host gives to the GPU."""
-DETAILS: Final[frozenset[CountFigure]] = frozenset({*PARTS_OF_WORK, "gpu_work", "memsets", "blocks"})
+DETAILS: Final[frozenset[CountFigure]] = frozenset({*PARTS_OF_WORK, "gpu_work", "memsets", "blocks", "kernels"})
 """Figures that tables leave out: the parts of the work, and what is never judged."""
 
 MAIN: Final[tuple[CountFigure, ...]] = ("waits", "work", "reads", "operators")
 """Figures that narrow tables have: those of emulated GPUs, and those of a CPU in their place."""
+_PROFILED: Final[tuple[CountFigure, ...]] = (
+    "waits",
+    "pageable",
+    "collectives",
+    "compilations",
+    "graph_breaks",
+    "captures",
+    "mallocs",
+    "frees",
+    "d2d",
+    "stream_waits",
+    "replays",
+    "memsets",
+    "kernels",
+)
+"""Figures that a profiler of a GPU tells. All but ``collectives``, ``mallocs``, ``frees``, ``stream_waits`` and ``kernels``
+mean the same as in emulated runs. These depend on what libraries do on the GPU and on how the caches are filled."""
 _ON_A_CPU_ONLY: Final[tuple[CountFigure, ...]] = ("operators", "reads", "other_reads")
 _ON_BOTH: Final[tuple[CountFigure, ...]] = (
     "collectives",
@@ -108,6 +127,9 @@ class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Blocks of threads in the grids of these kernels."""
     library_calls: Whole = 0
     """Calls of cuBLAS, cuDNN and the like that compute on the GPU."""
+    kernels: Whole = 0
+    """Kernels that the GPU runs, those of libraries included, without collectives. A run on a real GPU alone has them, in
+    place of launches and library calls. 0 in an emulated run."""
     h2d_pageable: Whole = 0
     """Copies from memory of the host that is not pinned, for which the host waits."""
     h2d_pinned: Whole = 0
@@ -259,6 +281,9 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The version of Python whose calls were counted, such as ``3.12``, because versions differ in what they call. Empty if
     none were counted."""
 
+    profiled: bool = False
+    """Whether they are of a run on a real GPU, whose counted steps are further ones under a profiler. ``causes`` then have
+    no lines, and ``first`` is the number of all steps before."""
     on_cpu: bool = False
     """Whether they are of a run on a CPU, whose counted steps are further ones behind the timed steps. ``first`` is then the
     number of steps of the warm-up and of timed ones."""
@@ -284,7 +309,9 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The figures that such a run has."""
         if self.on_cpu:
             return (*_ON_A_CPU_ONLY, *_ON_BOTH)
-        return tuple(figure for figure in COUNT_FIGURES if figure not in _ON_A_CPU_ONLY)
+        if self.profiled:
+            return _PROFILED
+        return tuple(figure for figure in COUNT_FIGURES if figure not in (*_ON_A_CPU_ONLY, "kernels"))
 
     @property
     def launches_graphs(self) -> bool:

@@ -135,6 +135,17 @@ class Rank(Struct, frozen=True, kw_only=True):
     """Rows that these updates changed, counted once per update."""
 
 
+class GpuSteps(Struct, frozen=True, kw_only=True):
+    """How long the GPU works in steps that run after all others, under a profiler. They are not timed, because the profiler
+    slows the host down. If the case has several processes, each step is that of the process whose GPU works longest."""
+
+    seconds: StepSeconds
+    """For each step, the seconds in which the GPU runs at least one kernel, copy or memset. Kernels of collectives are left
+    out, because they also run while they wait for other GPUs."""
+    collective_seconds: tuple[float, ...]
+    """For each step, the seconds in which it runs at least one kernel of a collective."""
+
+
 class Served(Struct, frozen=True, kw_only=True, tag="served", tag_field="outcome"):
     """The reply of a parameter server, which takes no steps."""
 
@@ -156,9 +167,8 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     step_seconds: StepSeconds
     """Wall seconds of every timed step in order, synchronised with the device. With ``loader_workers``, each is the mean
     over that many steps, because batches come in bursts."""
-    device_step_seconds: tuple[float, ...] = ()
-    """The same steps by the GPU's clock, from the begin to the end of the work of its main stream. Wall seconds also include
-    what other streams and the host do after that."""
+    gpu_steps: GpuSteps | None = None
+    """How long the GPU worked in further steps. None on a CPU, and where it could not be told; ``notes`` then says why."""
     input_seconds: float | None = None
     """The mean time that a timed step waited for its batch. None without ``loader_workers``."""
     warmup_seconds: tuple[float, ...]
@@ -203,8 +213,8 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """The share of all these operations that torch may compute in TF32: in fp32, on a GPU of NVIDIA, where its switch for
     convolutions or for matrix products allows it. None if there are none."""
     counts: Counts | None = None
-    """What a step asks for, if it ran on a CPU: operators, collectives, compilations and values that the program reads. If
-    several processes train, it is that of the first."""
+    """What a step asks for. On a CPU: operators, collectives, compilations and values that the program reads. On a GPU: what
+    the steps of ``gpu_steps`` ask for. If several processes train, it is that of the first."""
     uncompiled: bool = False
     """Whether own code uses `torch.compile` on a CPU. There its graphs are made only in the steps of ``counts``, and
     nothing is generated."""
@@ -253,6 +263,16 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     def samples_per_second(self) -> float:
         """Samples per second at the median step."""
         return self.batch_size / self.median_step_seconds
+
+    @property
+    def gpu_seconds(self) -> float | None:
+        """The median seconds that the GPU works in a step, without collectives. None if they are not known."""
+        return statistics.median(self.gpu_steps.seconds) if self.gpu_steps else None
+
+    @property
+    def gpu_busy_share(self) -> float | None:
+        """The share of the median step in which the GPU works. None if ``gpu_seconds`` are not known."""
+        return self.gpu_seconds / self.median_step_seconds if self.gpu_seconds else None
 
     def update_seconds(self, accumulation: int) -> float | None:
         """Return the median seconds of an optimizer update with all its micro-batches, or None if no whole update was

@@ -10,7 +10,7 @@ from pytest_gputrain.records.case import Case, Scale
 from pytest_gputrain.records.counts import CountFigure, Counts
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase
 from pytest_gputrain.records.published import Figures
-from pytest_gputrain.records.reply import Environment
+from pytest_gputrain.records.reply import Environment, GpuSteps
 from pytest_gputrain.records.whole import Whole
 
 Status = Literal[
@@ -39,7 +39,8 @@ MetricName = Literal[
     "bytes_per_step",
     CountFigure,
 ]
-"""A real GPU gives no peak of a phase and no counts. Recomputed FLOPs and bytes are those of emulated runs."""
+"""A real GPU gives no peak of a phase, and only the counts that its profiler tells. Recomputed FLOPs and bytes are those of
+emulated runs."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -67,6 +68,8 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     peak_host_bytes: Whole | None = None
     model_bytes: Whole | None = None
     flops_per_step: Whole | None = None
+    gpu_steps: GpuSteps | None = None
+    """How long the GPU works in a step, as in `Measurement`."""
     counts: Counts | None = None
     """What a step asks for, as in `Measurement`, without numbers of lines."""
     one_worker_seconds: float | None = None

@@ -255,6 +255,7 @@ METRIC_NAMES: Final[dict[MetricName, str]] = {
     "replays": "launches of CUDA graphs",
     "memsets": "blocks of memory set",
     "blocks": "blocks of threads",
+    "kernels": "kernels, those of libraries included",
     "python_calls": "calls of Python functions",
     "operators": "operators",
     "reads": "values read",

@@ -5,20 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
 
 from pytest_gputrain.records import Case
 from pytest_gputrain.worker.device import Device
-
-
-class Timed(NamedTuple):
-    """Seconds of every step."""
-
-    seconds: tuple[float, ...]
-    """The time by the wall clock."""
-    on_device: tuple[float, ...]
-    """The time by the device's own clock; None if it has none."""
-
 
 Steps = Generator[bool, None, None]
 """The actions around the steps of a training: it is resumed before each step and after the last one, and says by what it
@@ -30,8 +19,8 @@ def timed(
     device: Device,
     after: Callable[[int, float], bool | None] = lambda index, seconds: None,
     meet: Callable[[], None] = lambda: None,
-) -> Generator[bool, None, Timed]:
-    """Time ``len(updates)`` steps, each from an idle device to an idle device.
+) -> Generator[bool, None, tuple[float, ...]]:
+    """Time ``len(updates)`` steps by the wall clock, each from an idle device to an idle device; return their seconds.
 
     Args:
         updates: what is yielded, step by step.
@@ -41,23 +30,17 @@ def timed(
             slowest one's time.
     """
     seconds: list[float] = []
-    stamps: list[tuple[Any, Any]] = []
     clock = time.perf_counter
     for index, update in enumerate(updates, start=1):
         device.synchronize()
         meet()
         start = clock()
-        begin = device.stamp()
         yield update
-        end = device.stamp()
         device.synchronize()
         seconds.append(clock() - start)
-        stamps.append((begin, end))
         if after(index, seconds[-1]):
             break
-    # Read on an idle device; a CPU has no clock of its own.
-    on_device = () if device.type == "cpu" else tuple(device.seconds_between(begin, end) for begin, end in stamps)
-    return Timed(tuple(seconds), on_device)
+    return tuple(seconds)
 
 
 def schedule(count: int, accumulation: int) -> list[bool]:

@@ -26,7 +26,7 @@ from pytest_gputrain.worker.emulated import EmulatedFigures
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.group import ALONE, Group
-from pytest_gputrain.worker.loop import Steps, Timed, lead_in, levelled, schedule, timed, timed_steps
+from pytest_gputrain.worker.loop import Steps, lead_in, levelled, schedule, timed, timed_steps
 from pytest_gputrain.worker.operator_counts import OperatorCounter
 from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
@@ -211,17 +211,17 @@ class Measuring:
         group.barrier()
         self._progress.enter("measure")
         updates = schedule(self._whole(_steps_to_time(task, training, group)), case.gradient_accumulation)
-        measured = yield from self._timed(training, updates, report, begin)
+        step_seconds = yield from self._timed(training, updates, report, begin)
 
         peaks = device.peaks()
         counting.close()
         losses = tuple(float(loss) for loss in training.losses)
-        figures = self._unchecked(training, measured, warmup_seconds, losses, peaks, counter)
+        figures = self._unchecked(training, step_seconds, warmup_seconds, losses, peaks, counter)
         figures = msgspec.structs.replace(figures, uncompiled=self._compile_calls.any and counter is not None)
         self._keep(figures)
         self._progress.enter("check")
         check_peak(peaks, 0 if training.model is None else model_bytes(training.model, device.torch_device))
-        steps = len(warmup_seconds) + len(measured.seconds)
+        steps = len(warmup_seconds) + len(step_seconds)
         all_steps = steps + (0 if counter is None else len(counted_steps(case)))
         figures = msgspec.structs.replace(figures, losses=self._checked_losses(losses, all_steps))
         self._figures = yield from self._checked(training, movement, figures, steps=steps)
@@ -348,7 +348,7 @@ class Measuring:
     def _unchecked(
         self,
         training: Trainable,
-        measured: Timed,
+        step_seconds: tuple[float, ...],
         warmup_seconds: tuple[float, ...],
         losses: tuple[float, ...],
         peaks: Peaks,
@@ -358,9 +358,8 @@ class Measuring:
         case, device, group = self._case, self._device, self._group
         counted = None if counter is None else counter.peaks()
         return Measurement(
-            step_seconds=levelled(measured.seconds, case.loader_workers),
-            device_step_seconds=levelled(measured.on_device, case.loader_workers),
-            input_seconds=statistics.fmean(waits) if (waits := training.input_waits[-len(measured.seconds) :]) else None,
+            step_seconds=levelled(step_seconds, case.loader_workers),
+            input_seconds=statistics.fmean(waits) if (waits := training.input_waits[-len(step_seconds) :]) else None,
             warmup_seconds=warmup_seconds,
             losses=tuple(itertools.takewhile(math.isfinite, losses)),
             batch_size=training.samples,
@@ -389,15 +388,15 @@ class Measuring:
         updates = schedule(self._whole(case.warmup), case.gradient_accumulation)
         warmup = yield from timed(updates, self._device, report, begin)
         if not case.loader_workers or self._task.curve:
-            return warmup.seconds
+            return warmup
         # Batches that were loaded while nothing trained would hide that the loader is too slow.
         training.drain()
         last = yield from timed(schedule(lead_in(case), case.gradient_accumulation), self._device, report, begin)
-        return warmup.seconds + last.seconds
+        return warmup + last
 
     def _timed(
         self, training: Trainable, updates: Sequence[bool], report: Callable[[int, float], bool], begin: Callable[[], None]
-    ) -> Generator[bool, None, Timed]:
+    ) -> Generator[bool, None, tuple[float, ...]]:
         """Have the timed steps run; return their seconds."""
         own, counter = self._own, self._emulated.counter if self._emulated else None
 

@@ -12,6 +12,7 @@ from pytest_gputrain.records import (
     CountCause,
     Counts,
     EmulatedRun,
+    GpuSteps,
     Measurement,
     OperatorWork,
     Rank,
@@ -39,7 +40,7 @@ def merge(replies: Sequence[Reply | Served | EmulatedRun]) -> Measurement:
         environment=msgspec.structs.replace(first.environment, hosts=hosts if len(hosts) > 1 else ()),
         step_seconds=tuple(map(max, slowest)),
         warmup_seconds=tuple(map(max, slowest_warmup)),
-        device_step_seconds=tuple(map(max, zip(*(reply.device_step_seconds for reply in measured), strict=True))),
+        gpu_steps=_slowest_gpu([reply.gpu_steps for reply in measured]),
         input_seconds=max((reply.input_seconds for reply in measured if reply.input_seconds is not None), default=None),
         losses=tuple(sum(step) / len(measured) for step in zip(*(reply.losses for reply in measured), strict=False)),
         batch_size=sum(reply.batch_size for reply in measured),
@@ -83,6 +84,16 @@ def merge_emulated(replies: Sequence[EmulatedRun]) -> EmulatedRun:
         not_counted=tuple(dict.fromkeys(what for reply in replies for what in reply.not_counted)),
         notes=(*notes, *([spread] if peaks[most] > peaks[least] else [])),
     )
+
+
+def _slowest_gpu(steps: Sequence[GpuSteps | None]) -> GpuSteps | None:
+    """Return for each step that of the GPU which works longest; None where that is not known of every GPU."""
+    known = [of_rank for of_rank in steps if of_rank is not None]
+    if len(known) < len(steps):
+        return None
+    of_ranks = (zip(of_rank.seconds, of_rank.collective_seconds, strict=True) for of_rank in known)
+    seconds, collective_seconds = zip(*map(max, zip(*of_ranks, strict=True)), strict=True)
+    return GpuSteps(seconds=seconds, collective_seconds=collective_seconds)
 
 
 def _phases(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> dict[str, Any]:
