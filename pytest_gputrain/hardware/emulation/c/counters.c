@@ -229,10 +229,31 @@ static void count(const struct asked *key, uint64_t bytes) {
   row->bytes += bytes;
 }
 
-int gputrain_counting(void) { return __atomic_load_n(&on, __ATOMIC_ACQUIRE); }
+static const char *name_of(const void *function);
+
+static int is_on(void) { return __atomic_load_n(&on, __ATOMIC_ACQUIRE); }
+
+void (*gputrain_profiler)(const char *, const char *, uint64_t, int);
+static void tell_profiler(const char *what, const void *function, uint64_t bytes, int replayed) {
+  void (*tell)(const char *, const char *, uint64_t, int) = __atomic_load_n(&gputrain_profiler, __ATOMIC_ACQUIRE);
+  const char *name = function;
+  if (!tell)
+    return;
+  if (!strcmp(what, "launches")) {
+    pthread_mutex_lock(&lock);
+    name = name_of(function);
+    pthread_mutex_unlock(&lock);
+  }
+  tell(what, name, bytes, replayed);
+}
+
+int gputrain_counting(void) { return is_on() || __atomic_load_n(&gputrain_profiler, __ATOMIC_ACQUIRE); }
 
 void gputrain_count_work(const struct work *work) {
-  if (!work->what || !gputrain_counting())
+  if (!work->what)
+    return;
+  tell_profiler(work->what, work->function, work->bytes, 0);
+  if (!is_on())
     return;
   struct asked key = {work->what, work->function, work->slow, work->shape, .noted = noted_line};
   key.thread = (uint16_t)kind_of_thread();
@@ -259,7 +280,8 @@ struct asked gputrain_asked(const struct work *work) {
 }
 
 void gputrain_count_replayed(const struct asked *asked, uint64_t bytes) {
-  if (!gputrain_counting())
+  tell_profiler(asked->what, asked->function, bytes, 1);
+  if (!is_on())
     return;
   struct asked key = *asked;
   key.thread = (uint16_t)kind_of_thread();

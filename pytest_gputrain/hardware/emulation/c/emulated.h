@@ -164,6 +164,8 @@ void gputrain_launched(uint64_t blocks);
 // its shape.
 int gputrain_ask_product(void *stream, const char *function, const char *slow, const char *shape, uint64_t flops);
 int gputrain_counting(void);
+// Is told the same while a profiler asks for it. See cupti.c.
+extern void (*gputrain_profiler)(const char *what, const char *name, uint64_t bytes, int replayed);
 const char *gputrain_interned(const char *text);
 // Notes the name of a kernel, which has to stay.
 void gputrain_name(const void *function, const char *name);
