@@ -97,8 +97,9 @@ _PROFILED: Final[tuple[CountFigure, ...]] = (
     "memsets",
     "kernels",
 )
-"""Figures that a profiler of a GPU tells. All but ``collectives``, ``mallocs``, ``frees``, ``stream_waits`` and ``kernels``
-mean the same as in emulated runs. These depend on what libraries do on the GPU and on how the caches are filled."""
+"""Figures that a profiler of a GPU tells. ``waits``, ``pageable``, ``compilations``, ``graph_breaks``, ``captures``, ``d2d``
+and ``replays`` can be compared with those of emulated runs. The others cannot: libraries set memory, make streams wait and
+exchange several tensors in one kernel, the caches of allocators are filled otherwise, and emulated runs count no kernels."""
 _ON_A_CPU_ONLY: Final[tuple[CountFigure, ...]] = ("operators", "reads", "other_reads")
 _ON_BOTH: Final[tuple[CountFigure, ...]] = (
     "collectives",
@@ -283,7 +284,7 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     profiled: bool = False
     """Whether they are of a run on a real GPU, whose counted steps are further ones under a profiler. ``causes`` then have
-    no lines, and ``first`` is the number of all steps before."""
+    no lines, and ``first`` is 0."""
     on_cpu: bool = False
     """Whether they are of a run on a CPU, whose counted steps are further ones behind the timed steps. ``first`` is then the
     number of steps of the warm-up and of timed ones."""
@@ -328,7 +329,7 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
         stored = (
             msgspec.structs.replace(
                 cause,
-                by="" if cause.what in ("launches", "operators") else cause.by,
+                by="" if cause.what in ("launches", "kernels", "operators") else cause.by,
                 own=_without_line(cause.own),
                 library=_without_line(cause.library),
                 bytes=cause.bytes if cause.what != "launches" else (),  # nothing is said of the lines of blocks

@@ -77,7 +77,7 @@ class CountedSteps:
         """The reason why causes have no lines."""
         self.python: tuple[PythonCalls, int] | None = None
         """The calls of Python functions, and the kind of the steps that they are of; None if they are not known."""
-        self.on_cpu = False
+        self.on_cpu = self.profiled = False
         self.first = 0
         """The number of steps before the first one that is counted."""
         self.compiled: tuple[int, dict[str, int]] = (0, {})
@@ -143,6 +143,7 @@ class CountedSteps:
             first=self.first,
             lines_unknown=self.lines_unknown,
             on_cpu=self.on_cpu,
+            profiled=self.profiled,
         )
         return counts if self.python is None else with_python_calls(counts, *self.python)
 

@@ -25,12 +25,14 @@ from pytest_gputrain.worker.device import Device, Peaks, peak_host_bytes
 from pytest_gputrain.worker.emulated import EmulatedFigures
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.flops import FlopCount, count_flops
+from pytest_gputrain.worker.gpu_events import CannotTell
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loop import Steps, lead_in, levelled, schedule, timed, timed_steps
 from pytest_gputrain.worker.operator_counts import OperatorCounter
 from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.precision import PRECISIONS
+from pytest_gputrain.worker.profiled_steps import PROFILED_STEPS, StepProfile, find_gpu
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.python_calls import CannotCount, PythonCalls
 from pytest_gputrain.worker.straggler_clock import StragglerClock
@@ -52,6 +54,7 @@ OTHER_STEP: Final = (
     "without calls of Python functions, because the step in which they are counted asks the GPU for something else than "
     "every timed step"
 )
+UNPROFILED: Final = "without GPU seconds, because a step under torch's profiler failed"
 UNCALLED: Final = "without calls of Python functions, because the step in which they are counted failed"
 
 _COUNTED_STEPS: Final = 2
@@ -95,8 +98,8 @@ class Measuring:
         self._compile_calls = CompileCalls(on_cpu=device.type == "cpu")
         self._own_work = StragglerClock(device)
         self._figures: Measurement | None = None
-        self._only_calls_are_missing = False
-        """Whether the step runs whose calls of Python functions are counted, behind all else."""
+        self._only_missing = ""
+        """What is missing if the step that runs fails, behind all checks: the beginning of a note."""
         self._check_without_step: Callable[[str], Measurement] | None = None
         """The last check without the step that it takes, while that step runs and may fail where those before did not: it
         may need more memory, and under its dispatch mode torch refuses some operators of a GPU."""
@@ -132,8 +135,8 @@ class Measuring:
                     training.run(steps)
                 except (Exception, SystemExit) as error:
                     why = self._why_without_step(error)
-                    if self._only_calls_are_missing:
-                        self._note(f"{UNCALLED} ({_described(error)})")
+                    if self._only_missing:
+                        self._note(f"{self._only_missing} ({_described(error)})")
                     elif self._check_without_step is None or not why:
                         raise
                     else:
@@ -224,8 +227,11 @@ class Measuring:
         steps = len(warmup_seconds) + len(step_seconds)
         all_steps = steps + (0 if counter is None else len(counted_steps(case)))
         figures = msgspec.structs.replace(figures, losses=self._checked_losses(losses, all_steps))
+        if self._is_profiled:
+            find_gpu()
         self._figures = yield from self._checked(training, movement, figures, steps=steps)
         yield from self._python_calls()
+        yield from self._gpu_steps(training, meet)
 
     def _python_calls(self) -> Steps:
         """Have one more step run whose calls of Python functions are counted, where it can be compared with others."""
@@ -238,7 +244,7 @@ class Measuring:
             return  # whose place in the round is that of no counted step
         # A built-in model has made a whole round. Own code has made the first step of one, and on a CPU a whole one.
         update = not rounds or not self._own or (emulated is not None and self._case.gradient_accumulation == 2)
-        self._only_calls_are_missing = True
+        self._only_missing = UNCALLED
         if not self._own and rounds:
             yield False
         calls = PythonCalls(counter.lines, self._device.torch_device)
@@ -259,10 +265,36 @@ class Measuring:
                 self._note(OTHER_STEP)
             else:
                 counter.python = calls, kind
-        self._only_calls_are_missing = False
+        self._only_missing = ""
         if self._operators:
             assert self._figures is not None
             self._figures = self._with_counts(self._figures)
+
+    @property
+    def _is_profiled(self) -> bool:
+        """Whether further steps run under a profiler: of a real GPU, where steps are measured."""
+        return self._device.type != "cpu" and self._device.computes and not (self._task.curve or self._task.memory_only)
+
+    def _gpu_steps(self, training: Trainable, meet: Callable[[], None]) -> Steps:
+        """Have more steps run under a profiler, which tells how long the GPU works in them."""
+        if not self._is_profiled:
+            return
+        if isinstance(training, OwnCodeTraining):
+            training.keeps_losses = False
+        profile = StepProfile(self._device, meet)
+        # Of several processes the others would wait for the one whose step fails.
+        self._only_missing = UNPROFILED if self._group.size == 1 else ""
+        yield from profile.steps(schedule(self._whole(PROFILED_STEPS), self._case.gradient_accumulation))
+        self._only_missing = ""
+        assert self._figures is not None
+        try:
+            gpu_steps, counts = profile.read()
+        except CannotTell as error:
+            self._note(f"without GPU seconds, because {error}")
+        else:
+            self._figures = msgspec.structs.replace(
+                self._figures, gpu_steps=gpu_steps, counts=counts if self._task.counts else None
+            )
 
     def _checked_losses(self, losses: tuple[float, ...], steps: int) -> tuple[float, ...]:
         """Return the losses that tell how the case trains.

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 from collections import defaultdict
 from typing import Any, Final, NamedTuple, cast
 
 from pytest_gputrain.records import CountCause, CountName, Place, SlowClass
 from pytest_gputrain.worker.counted_steps import Causes, CountedSteps, compiled
+from pytest_gputrain.worker.gpu_events import short_name
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.python_frames import LayoutUnknown, read_frames, stack, text
-
-_MOST_NAME: Final = 60
 
 _OTHER_THREAD: Final = 1
 
@@ -136,10 +134,9 @@ class StepCounter(CountedSteps):
 
 @functools.cache
 def _short_name(mangled: str) -> str:
-    """Return the name of a kernel without namespaces, parameters and arguments of templates."""
+    """Return the short name of a kernel."""
     library: Any = ctypes.CDLL("libstdc++.so.6")
     library.__cxa_demangle.restype = ctypes.c_void_p
     pointer = library.__cxa_demangle(mangled.encode(), None, None, None)
     name = ctypes.string_at(pointer).decode("utf-8", "replace") if pointer else mangled
-    bare = re.sub(r"\(anonymous namespace\)::", "", name).removeprefix("void ")
-    return re.split(r"[<(]", bare, maxsplit=1)[0].rpartition("::")[2][:_MOST_NAME]
+    return short_name(name)

@@ -17,6 +17,11 @@ from torch.autograd import profiler
 _SILENT: Final = "99"
 
 
+def silence_profiler() -> None:
+    """Have torch's profiler write nothing to stderr, unless the user has said otherwise. It reads this at its first use."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
+
+
 class ThreadOperators:
     """The operators that ran on each thread, by the number of the thread in the operating system.
 
@@ -32,7 +37,7 @@ class ThreadOperators:
     def recording(self) -> Iterator[None]:
         """Provide a context that records its operators."""
         config = _ExperimentalConfig(profile_all_threads=True)
-        os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
+        silence_profiler()
         with profiler.profile(use_cpu=True, use_kineto=True, experimental_config=config) as profiled:
             yield
         self._names |= _names_of_threads()

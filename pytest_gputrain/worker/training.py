@@ -266,6 +266,8 @@ class OwnCodeTraining:
             own_work_done=own_work_done,
         )
         self._name = case.model
+        self.keeps_losses = True
+        """Whether losses are copied, which is a task for the GPU that the program does not ask for."""
         self._watched = setup.watched
         self._updates = Updates(case, counts=device.type == "cpu")
         with self._updates.following():
@@ -305,7 +307,7 @@ class OwnCodeTraining:
 
     def _note(self, loss: Any) -> None:
         self.updates += 1
-        if loss is None:
+        if loss is None or not self.keeps_losses:
             return
         if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
             # A copy: the loss may be a view of something large.

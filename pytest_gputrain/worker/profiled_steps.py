@@ -1,0 +1,152 @@
+"""Has further steps run under torch's profiler, which tells how long the GPU works and what a step asks of it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.autograd import profiler
+
+from pytest_gputrain.records import Counts, GpuSteps
+from pytest_gputrain.worker.counted_steps import CountedSteps, compiled
+from pytest_gputrain.worker.device import Device
+from pytest_gputrain.worker.gpu_events import (
+    GAP,
+    Activity,
+    CannotTell,
+    ProfiledStep,
+    assign,
+    name_of_call,
+    read_counts,
+    read_seconds,
+)
+from pytest_gputrain.worker.loop import Steps
+from pytest_gputrain.worker.thread_operators import silence_profiler
+
+PROFILED_STEPS: Final = 5
+
+
+def find_gpu() -> None:
+    """Have torch's profiler find the GPU. If the first profile of a process is of the CPU alone, no later one sees a GPU."""
+    silence_profiler()
+    if not profiler._is_profiler_enabled:
+        with contextlib.suppress(Exception), _profile():
+            pass
+
+
+def _profile() -> profiler.profile:
+    return profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True)
+
+
+class StepProfile:
+    """The profile of further steps on a GPU. They run whether it can be made or not, because other processes take theirs.
+
+    Args:
+        meet: waits for the other processes between two steps.
+    """
+
+    def __init__(self, device: Device, meet: Callable[[], None] = lambda: None) -> None:
+        self._device, self._meet = device, meet
+        self._steps: list[ProfiledStep] = []
+        self._events: Sequence[Any] = ()
+        self._refusal = ""
+        """The reason why there are no events."""
+
+    def steps(self, updates: Sequence[bool]) -> Steps:
+        """Have a step of warm-up run, which starting the profiler distorts, and then one for each of ``updates``."""
+        with self._profiling():
+            for number, update in enumerate((updates[0], *updates)):
+                self._device.synchronize()
+                self._meet()
+                counted, memory = CountedSteps(None), _torch_memory()
+                counted.compiled = compiled()
+                time.sleep(GAP / 1e9)
+                step = ProfiledStep(begin=_now(), update=update)
+                yield update
+                step.end = _now()
+                time.sleep(GAP / 1e9)
+                self._device.synchronize()
+                step.idle = _now()
+                allocated, freed = _torch_memory()
+                step.torch_memory = allocated - memory[0], freed - memory[1]
+                step.compiled = tuple(counted.compiled_since())
+                if number:
+                    self._steps.append(step)
+
+    def read(self) -> tuple[GpuSteps, Counts | None]:
+        """Return how long the GPU worked in the steps, and on a GPU of NVIDIA what they asked of it.
+
+        Raises:
+            CannotTell: the profile does not tell.
+        """
+        if self._refusal:
+            raise CannotTell(self._refusal)
+        assign(map(_activity, (event for event in self._events if not event.is_user_annotation())), self._steps)
+        seconds = read_seconds(self._steps)
+        if self._device.type != "cuda":
+            return seconds, None
+        counted = CountedSteps(None)
+        counted.profiled = True
+        counted.lines_unknown = "torch's profiler of a GPU tells none"
+        # Autograd's threads are none of Python's. The profiler tells either number of a thread.
+        here = threading.current_thread()
+        known = [one for one in threading.enumerate() if one is not here and not isinstance(one, threading._DummyThread)]
+        others = {(one.ident or 0) & 0xFFFFFFFF for one in known} | {one.native_id or 0 for one in known}
+        for step in self._steps:
+            counted.add(*read_counts(step, others), update=step.update)
+        return seconds, counted.counts()
+
+    @contextlib.contextmanager
+    def _profiling(self) -> Iterator[None]:
+        """Provide a context for the steps. What goes wrong with the profiler becomes the refusal."""
+        profile = None
+        silence_profiler()
+        if profiler._is_profiler_enabled:
+            self._refusal = "the program uses torch's profiler itself"
+        else:
+            try:
+                profile = _profile()
+                profile.__enter__()
+            except Exception as error:
+                self._refuse(error)
+        try:
+            yield
+        finally:
+            if not self._refusal and profile is not None:
+                try:
+                    profile.__exit__(None, None, None)
+                    assert profile.kineto_results is not None, "torch sets them at the end"
+                    self._events = profile.kineto_results.events()
+                except Exception as error:
+                    self._refuse(error)
+
+    def _refuse(self, error: Exception) -> None:
+        self._refusal = f"torch's profiler failed ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
+
+
+def _now() -> int:
+    # The clock that the profiler's events have. If it jumps, events lie outside of their steps, and are refused.
+    return time.clock_gettime_ns(time.CLOCK_REALTIME)
+
+
+def _torch_memory() -> tuple[int, int]:
+    stats = torch.cuda.memory_stats()
+    return stats.get("num_device_alloc", 0), stats.get("num_device_free", 0)
+
+
+def _activity(event: Any) -> Activity:
+    on_gpu = event.device_type() == DeviceType.CUDA
+    name, start = event.name(), event.start_ns()
+    return Activity(
+        name=name if on_gpu else name_of_call(name),
+        start=start,
+        end=start + event.duration_ns(),
+        call=event.correlation_id(),
+        on_gpu=on_gpu,
+        thread=0 if on_gpu else event.device_resource_id() & 0xFFFFFFFF,
+    )
