@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -166,7 +167,11 @@ class LocalExecutor(Executor[Reply]):
         if not isinstance(reply, Measurement | OutOfMemory) or reply.environment is None:
             return reply
         environment = msgspec.structs.replace(
-            reply.environment, driver=gpu.driver, power_limit_watts=gpu.power_limit_watts, topology=between
+            reply.environment,
+            driver=gpu.driver,
+            power_limit_watts=gpu.power_limit_watts,
+            topology=between,
+            gpu_digests=tuple(sorted(hashlib.sha256(each.uuid.encode()).hexdigest()[:8] for each in self.machine.gpus)),
         )
         reply = msgspec.structs.replace(reply, environment=environment, free_bytes=before.free_bytes)
         counts = self._conditions.foreign != "ignore"

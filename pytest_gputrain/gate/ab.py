@@ -12,7 +12,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from pytest_gputrain.gate.regression import Circumstances, judge
-from pytest_gputrain.gate.step_times import levelled, suite_prior
+from pytest_gputrain.gate.step_times import levelled
+from pytest_gputrain.gate.suite_noise import prior_of
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
@@ -62,7 +63,7 @@ def compare(base: Sequence[Report], head: Sequence[Report], base_name: str) -> S
     keys = list(dict.fromkeys(key for round_ in after for key in round_))
     baselines = {key: _baseline(key, base, before) for key in keys}
     sides = {key: _level(baselines[key], [round_[key] for round_ in after if key in round_]) for key in keys}
-    prior = suite_prior([_medians(baseline) for baseline, _ in sides.values() if baseline and baseline.runs])
+    prior = prior_of(baseline for baseline, _ in sides.values() if baseline and baseline.runs)
     # Time on a CPU is judged, too: both sides are of one host and of the same minutes.
     tolerance = dataclasses.replace(tolerance_of(head[-1].settings), cpu_time=True)
     results = []

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.count_lines import count_changes
+from pytest_gputrain.gate.host_bound import gpu_seconds, pace
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Counts, EmulatedRun, Recorded
@@ -57,6 +58,7 @@ def loosened(before: _Record, after: _Record | None) -> Loosened:
                 lost[f"without {name}, which was {show(value)}"] = None
             elif value and value_now and value_now > value:
                 raised[f"{name} {show(value)} -> {show(value_now)} ({format_percent(value_now / value - 1)})"] = None
+        raised.update(dict.fromkeys(_looser_pace(old, new)))
         if counts_before := _counts(old):
             counts = _counts(new)
             if counts is None:
@@ -69,6 +71,14 @@ def loosened(before: _Record, after: _Record | None) -> Loosened:
     if runs < runs_before:
         lost[f"{count(runs_before, 'run')} -> {runs}"] = None
     return Loosened(tuple(raised), tuple(lost))
+
+
+def _looser_pace(before: _Stored, after: _Stored) -> Iterator[str]:
+    """Say that wall seconds are held to less because the GPU has begun to wait for the host."""
+    if isinstance(before, Baseline) and isinstance(after, Baseline):
+        found = pace(after.runs)
+        if found.is_host_bound and not pace(before.runs).is_host_bound:
+            yield f"its step may take longer, because {found}"
 
 
 def _pairs(before: _Record, after: _Record) -> Iterator[tuple[_Stored, _Stored]]:
@@ -118,5 +128,6 @@ def _figures(record: _Stored) -> Iterator[_Figure]:
         medians = [statistics.median(run.step_seconds) for run in runs]
         yield _Figure("step time", statistics.median(medians), format_seconds)
         yield _Figure("step time of the slowest run", max(medians), format_seconds)
+        yield _Figure("GPU seconds", max(gpu_seconds(runs), default=None), format_seconds)
         alone = [run.one_worker_seconds for run in runs if run.one_worker_seconds is not None]
         yield _Figure("time of one worker", max(alone, default=None), format_seconds)

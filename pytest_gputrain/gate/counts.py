@@ -1,5 +1,7 @@
 """Judges what the steps of a case ask of the GPU, or of a CPU, against what they asked for before. Pure.
 
+Both are of emulated GPUs, of a CPU, or of real GPUs of one model, where libraries choose the same kernels.
+
 Each step is compared with the step of the same number, steps of the warm-up included, if both update or both do not. The
 first steps are compared so, too, since what a step allocates or sets up late is the same in each run. Only steps in which
 the baseline itself compiles or captures, up to the first that does neither, are not judged: they are not steady. A CPU runs
@@ -103,7 +105,7 @@ def judge_counts(
     pairs = _pairs(before, now)
     if not pairs:
         return None
-    if now.on_cpu and before.first != now.first:
+    if now.are_of_further_steps and before.first != now.first:
         terms = dataclasses.replace(terms, mode="tell")
     graphs = before.launches_graphs or now.launches_graphs
     figures = [figure for figure in _judged_figures(terms) if figure in now.figures and (graphs or figure != "gpu_work")]
@@ -167,7 +169,7 @@ def _aligned(before: Counts, now: Counts, again: Counts | None) -> tuple[Counts,
     def without(steps: int, counts: Counts) -> Counts:
         return msgspec.structs.replace(counts, steps=counts.steps[max(0, steps) :])
 
-    later = 0 if now.on_cpu else now.first - before.first
+    later = 0 if now.are_of_further_steps else now.first - before.first
     return without(later, before), without(-later, now), None if again is None else without(-later, again)
 
 

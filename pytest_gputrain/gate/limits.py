@@ -127,7 +127,7 @@ def _of_count(cap: Cap, counts: Counts | None, again: Counts | None, reason: str
     if not reason and figure == "python_calls" and counts and not counts.python:
         reason = "they were not counted"
     if reason or counts is None or not counts.steps or figure not in counts.figures:
-        where = "a CPU" if counts and counts.on_cpu else "an emulated GPU"
+        where = "a CPU" if counts and counts.on_cpu else "a GPU" if counts and counts.profiled else "an emulated GPU"
         not_here = f"a run on {where} does not count {figure}" if counts and counts.steps else ""
         note = reason or not_here or "what its steps ask of the GPU was not counted"
         return msgspec.structs.replace(limit, status="not-judged", note=note)

@@ -87,17 +87,17 @@ def describe_metric(metric: MetricVerdict) -> str:
     size, more = format_percent(abs(delta), signed=False), delta > 0
     of = f" in {metric.runs} runs" if metric.runs and metric.runs > 1 else ""
     match metric.metric:
+        case "gpu_seconds":
+            word, value = "longer" if more else "shorter", format_seconds(metric.value)
+            than = f"{value} a step than baseline {_spread(metric)}"
+            return f"keeps the GPU busy {size} {word} at {than}{_limit(metric, more)}{_votes(metric, word)}"
         case "step_seconds":
             word, value = "slower" if more else "faster", format_seconds(metric.value)
             if metric.baseline_runs is None or metric.sd is None:
                 limit = f", limit {format_seconds(metric.limit)}" if metric.limit is not None and more else ""
                 return f"is {size} {word}: {value} against {format_seconds(metric.baseline)} a step{of}{limit}"
-            alone = metric.baseline_runs == 1
-            baseline = (
-                format_seconds(metric.baseline) if alone else format_spread(metric.baseline, metric.baseline * metric.sd)
-            )
-            baseline += f" ({count(metric.baseline_runs, 'run')})"
-            return f"is {size} {word} at {value} a step than baseline {baseline}{_limit(metric, more)}{_votes(metric, word)}"
+            than = f"{value} a step than baseline {_spread(metric)}"
+            return f"is {size} {word} at {than}{_limit(metric, more)}{_votes(metric, word)}"
         case "scaling_efficiency":
             word = "better" if more else "worse"
             values = f"{format_percent(metric.value, signed=False)} against {format_percent(metric.baseline, signed=False)}"
@@ -114,6 +114,14 @@ def describe_metric(metric: MetricVerdict) -> str:
             if ends[0] == ends[1]:  # exact counts of which a few bytes have changed
                 ends, needed = (f"{metric.value:,.0f}", f"{metric.baseline:,.0f} bytes"), count(round(change), "byte")
             return f"needs {needed} {word} memory: {ends[0]} against {ends[1]} {_MEMORY[metric.metric]}{of}{limit}"
+
+
+def _spread(metric: MetricVerdict) -> str:
+    """Return the time of a baseline with what its runs differ by: ``4.70 s +- 0.03 (5 runs)``."""
+    assert metric.baseline is not None
+    runs, sd = metric.baseline_runs or 1, metric.sd or 0.0
+    shown = format_seconds(metric.baseline) if runs == 1 else format_spread(metric.baseline, metric.baseline * sd)
+    return f"{shown} ({count(runs, 'run')})"
 
 
 def _limit(metric: MetricVerdict, worse: bool) -> str:
@@ -170,7 +178,9 @@ def describe_changes(here: Environment | None, runs: Sequence[BaselineRun], vari
         before, after = getattr(there, name), getattr(here, name)
         if UNSET in (before, after) or (name == "power_limit_watts" and None in (before, after)):
             continue  # unknown is no change
-        if name == "packages":
+        if name == "gpu_digests":
+            changes += [] if {*before} & {*after} else ["another machine"]
+        elif name == "packages":
             changes += [
                 f"{package} {before.get(package, 'absent')} -> {after.get(package, 'absent')}"
                 for package in sorted({*before, *after})

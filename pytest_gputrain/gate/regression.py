@@ -14,9 +14,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import msgspec
+
 from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.contention import describe_memory_shortage, describe_throttling, with_contention
 from pytest_gputrain.gate.counts import BY_THE_RULES, JudgedCounts, have_steps_in_common, judge_counts
+from pytest_gputrain.gate.host_bound import (
+    GPU_PRIOR_SD,
+    HOST_PRIOR_SD,
+    LEAST_HOST_TOLERANCE,
+    WHY_GPU_SECONDS_ARE_NOT_JUDGED,
+    Pace,
+    gpu_seconds,
+    other_machine,
+    pace,
+)
 from pytest_gputrain.gate.memory import (
     JudgedPeak,
     describe_memory,
@@ -54,7 +66,7 @@ from pytest_gputrain.records import (
 from pytest_gputrain.records.counts import COUNT_FIGURES
 from pytest_gputrain.records.tolerance import CountTerms, Tolerance
 from pytest_gputrain.utils.bounds import LEAST_RUNS_ON_A_CPU, MOST_RUNS
-from pytest_gputrain.utils.units import format_bytes, format_percent
+from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +82,9 @@ class Circumstances:
     variables: tuple[str, ...] = ()
     """Names of the environment variables that the test has changed."""
     counts: CountTerms = BY_THE_RULES
-    """How it is judged what steps ask of a CPU."""
+    """How it is judged what steps ask of a CPU or a GPU."""
+    doubted_from: float = 0.5
+    """See `pytest_gputrain.gate.step_times.decide`."""
 
 
 class GateResult(NamedTuple):
@@ -118,7 +132,7 @@ def judge(
         sentence = f"{case} fits in memory now; its baseline of {dates(baseline)} did not; {_RECORD}"
         return GateResult(Verdict(status="improved", sentence=sentence))
     judged_metrics = [
-        _time(measured, fitted, tolerance, circumstances),
+        *_times(measured, fitted, tolerance, circumstances),
         *map(_from_peak, judge_memory(measured, fitted, tolerance.memory, circumstances.most)),
     ]
     if (computed := _flops(measured[0], fitted, tolerance)) is not None:
@@ -148,15 +162,22 @@ def judge(
 
 
 def first_ratio(case: Case, replies: Sequence[Reply], baseline: Baseline | None, tolerance: Tolerance) -> float | None:
-    """Logarithm of the first run's step time over the baseline's; None where the two are not compared."""
+    """Logarithm of the first run's step time over the baseline's; None where the two are not compared, or tell of the host.
+
+    Where the GPU waits for the host, it is that of GPU seconds as soon as these are judged.
+    """
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
     if baseline is None or baseline.case.identity() != case.identity() or not replies or len(measured) < len(replies):
         return None
     fitted = _fitted(baseline)
     if not fitted or not _fits(baseline, fitted) or _why_time_is_foreign(measured[0].environment, fitted, tolerance):
         return None
-    decision = decide(_medians(fitted), [measured[0].median_step_seconds], tolerance=tolerance.time)
-    return decision.ratios[0]
+    base, new = _medians(fitted), [measured[0].median_step_seconds]
+    if pace(fitted, measured[:1]).is_host_bound:
+        base, new = gpu_seconds(fitted), gpu_seconds(measured[:1])
+        if WHY_GPU_SECONDS_ARE_NOT_JUDGED or not (base and new):
+            return None
+    return decide(base, new, tolerance=tolerance.time).ratios[0]
 
 
 def _fitted(baseline: Baseline) -> list[BaselineRun]:
@@ -229,18 +250,91 @@ def _out_of_memory(
     return GateResult(Verdict(status=status, sentence=sentence, metrics=(metric,)), decided is not None)
 
 
-def _time(
+def _times(
     measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: Tolerance, circumstances: Circumstances
+) -> list[_JudgedMetric]:
+    """Judge the seconds of a step, and those of its GPU where either side has them."""
+    if reason := _why_time_is_foreign(measured[0].environment, fitted, tolerance):
+        value = statistics.median(run.median_step_seconds for run in measured)
+        baseline = statistics.median(_medians(fitted))
+        metric = MetricVerdict(metric="step_seconds", status="not-comparable", value=value, baseline=baseline, note=reason)
+        return [_JudgedMetric(metric)]
+    found = pace(fitted, measured)
+    judged = [_step_seconds(measured, fitted, found, tolerance, circumstances)]
+    if found.share is not None:
+        judged.append(_gpu_seconds(measured, fitted, found, tolerance, circumstances))
+    return judged
+
+
+def _step_seconds(
+    measured: Sequence[Measurement],
+    fitted: Sequence[BaselineRun],
+    found: Pace,
+    tolerance: Tolerance,
+    circumstances: Circumstances,
 ) -> _JudgedMetric:
-    new = [run.median_step_seconds for run in measured]
-    base = _medians(fitted)
-    reason = _why_time_is_foreign(measured[0].environment, fitted, tolerance)
-    if reason:
-        value, baseline = statistics.median(new), statistics.median(base)
-        return _JudgedMetric(
-            MetricVerdict(metric="step_seconds", status="not-comparable", value=value, baseline=baseline, note=reason)
+    """Judge wall seconds by the time tolerance, or where the GPU waits for the host by what the host is known to vary."""
+    other = other_machine(measured[0].environment, fitted)
+    if found.is_host_bound and other:
+        value, baseline = statistics.median(run.median_step_seconds for run in measured), statistics.median(_medians(fitted))
+        limit, slower = baseline * (1 + tolerance.host_time), format_percent(value / baseline - 1, signed=False)
+        allowed, fits = format_percent(tolerance.host_time, signed=False), value <= limit
+        metric = MetricVerdict(
+            metric="step_seconds",
+            status="pass" if fits else "not-comparable",
+            value=value,
+            baseline=baseline,
+            limit=limit,
+            note=f"is held to {allowed} {other}, because {found}" if fits else f"it is {slower} slower {other}, and {found}",
+            gpu_busy_share=found.share,
         )
-    return _decided("step_seconds", base, new, tolerance, circumstances, measured)
+        return _JudgedMetric(metric)
+    tolerance, circumstances = _terms_of(found, tolerance, circumstances)
+    new = [run.median_step_seconds for run in measured]
+    judged = _decided("step_seconds", _medians(fitted), new, tolerance, circumstances, measured)
+    metric = msgspec.structs.replace(judged.metric, gpu_busy_share=found.share)
+    if found.is_host_bound or found.changed:
+        about = str(found)
+        if metric.status == "pass" and metric.limit is not None and metric.baseline:
+            allowed = format_percent(metric.limit / metric.baseline - 1, signed=False)
+            about = f"is held to {allowed}, {'because' if found.is_host_bound else 'although'} {found}"
+        elif metric.status == "regressed" and other:  # only a step that the GPU decided in its baseline
+            about, metric = f"{found}, {other}", msgspec.structs.replace(metric, status="inconclusive")
+        metric = msgspec.structs.replace(metric, note="; ".join(filter(None, [about, metric.note])))
+    return judged._replace(metric=metric)
+
+
+def _terms_of(found: Pace, tolerance: Tolerance, circumstances: Circumstances) -> tuple[Tolerance, Circumstances]:
+    """Return what wall seconds are held to on the machine of their baseline."""
+    if not found.is_host_bound:
+        return tolerance, circumstances
+    return (
+        dataclasses.replace(tolerance, time=max(tolerance.time, LEAST_HOST_TOLERANCE)),
+        dataclasses.replace(circumstances, prior=HOST_PRIOR_SD, shift=0.0, doubted_from=1.0),
+    )
+
+
+def _gpu_seconds(
+    measured: Sequence[Measurement],
+    fitted: Sequence[BaselineRun],
+    found: Pace,
+    tolerance: Tolerance,
+    circumstances: Circumstances,
+) -> _JudgedMetric:
+    """Judge GPU seconds where the GPU waits for the host, and else only show them: wall seconds hold them there."""
+    profiled = [run for run in measured if run.gpu_steps]
+    new, base = gpu_seconds(profiled), gpu_seconds(fitted)
+    metric = MetricVerdict(metric="gpu_seconds", status="not-comparable")
+    if not new or not base:
+        note = "they were not measured" if base else "its baseline has none; record it again"
+        return _JudgedMetric(msgspec.structs.replace(metric, value=statistics.median(new) if new else None, note=note))
+    if found.is_host_bound and not WHY_GPU_SECONDS_ARE_NOT_JUDGED:
+        circumstances = dataclasses.replace(circumstances, prior=GPU_PRIOR_SD)
+        return _decided("gpu_seconds", base, new, tolerance, circumstances, profiled)
+    value, baseline = statistics.median(new), statistics.median(base)
+    told = found.is_host_bound and abs(value / baseline - 1) > tolerance.time
+    note = f"changed by {format_percent(value / baseline - 1)}, not judged: {WHY_GPU_SECONDS_ARE_NOT_JUDGED}" if told else ""
+    return _JudgedMetric(msgspec.structs.replace(metric, status="pass", value=value, baseline=baseline, note=note))
 
 
 def _scaling(
@@ -263,6 +357,7 @@ def _scaling(
         return _JudgedMetric(metric)
     # A share of time that is lost to the others is a time, too: that of a step in units of one worker's.
     lost, before = [1 / efficiency for efficiency in value], [1 / efficiency for efficiency in base]
+    tolerance, circumstances = _terms_of(pace(fitted, measured), tolerance, circumstances)
     return _decided("scaling_efficiency", before, lost, tolerance, circumstances, measured)
 
 
@@ -296,7 +391,8 @@ def _ruled(
         tolerance=tolerance.time,
         prior=circumstances.prior,
         most=circumstances.most,
-        shift=circumstances.shift if name == "step_seconds" else 0.0,  # one worker is as slow as several, that day
+        shift=0.0 if name == "scaling_efficiency" else circumstances.shift,  # one worker is as slow as several, that day
+        doubted_from=circumstances.doubted_from,
     )
     note = ""
     if decision.outcome != "pass":
@@ -360,7 +456,7 @@ def _flops(measured: Measurement, fitted: Sequence[BaselineRun], tolerance: Tole
 def _counts(
     measured: Sequence[Measurement], fitted: Sequence[BaselineRun], circumstances: Circumstances
 ) -> tuple[JudgedCounts | None, list[_JudgedMetric]]:
-    """Judge what steps ask of a CPU: growth fails if a second process confirms it.
+    """Judge what steps ask of a CPU, or of a GPU of the same model: growth fails if a second process confirms it.
 
     Returns:
         What counts say, None where they are not compared; and the verdict of each figure.
@@ -368,15 +464,19 @@ def _counts(
     before, now, terms = fitted[-1].counts, measured[0].counts, circumstances.counts
     if terms.mode == "off" or not (before or now) or describe_process_count(measured[0].environment, fitted):
         return None, []
-    if before is None or now is None or not have_steps_in_common(before, now):
+    other = _other_device(measured[0].environment, fitted)
+    if before is None or now is None or other or not have_steps_in_common(before, now):
+        on_cpu = measured[0].environment.device_type == "cpu"
+        asked = f"what its steps ask of {'a CPU' if on_cpu else 'the GPU'}"
         note = (
-            "what its steps ask of a CPU was not recorded; record it again"
+            f"{asked} was not recorded; record it again"
             if before is None
-            else "what its steps ask of a CPU was not counted"
+            else f"{asked} was not counted"
             if now is None
-            else "no counted step updates where the step of its number was recorded to update"
+            else other or "no counted step updates where the step of its number was recorded to update"
         )
-        return None, [_JudgedMetric(MetricVerdict(metric="operators", status="not-comparable", note=note))]
+        metric = MetricVerdict(metric="operators" if on_cpu else "waits", status="not-comparable", note=note)
+        return None, [_JudgedMetric(metric)]
     again = measured[1].counts if len(measured) > 1 else None
     judged = judge_counts(before, now, terms, again)
     assert judged is not None, "they have steps in common"
@@ -422,11 +522,12 @@ def _conclude(
         flops_described = any(metric.metric == "flops_per_step" and metric.status == "regressed" for metric in metrics)
         since = [describe_changes(measured[0].environment, fitted, given.variables)]
         since += describe_counters(measured[0], fitted, flops=not flops_described)
-        since += filter(None, [describe_throttling(measured)])
+        since += [_describe_gpu_seconds(metric) for metric in metrics if metric.metric == "gpu_seconds"]
+        since += [describe_throttling(measured)]
         doubts = [f"{unclear}, which noise or the whole suite may explain"] if unclear else []
         doubt = "".join(f"; it also {what}" for what in (*doubts, *doubtful))
         gain = f"; but it {', and '.join(counts.better)}" if counts is not None and counts.better else ""
-        sentence = f"{worse} (baseline of {dates(baseline)}); {', '.join(since)}{doubt}{gain}"
+        sentence = f"{worse} (baseline of {dates(baseline)}); {', '.join(filter(None, since))}{doubt}{gain}"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
     if unclear or doubtful:
         allowed = format_percent(tolerance.time, signed=False)
@@ -445,8 +546,20 @@ def _conclude(
     return Verdict(status="pass", sentence=sentence, metrics=metrics)
 
 
+def _describe_gpu_seconds(metric: MetricVerdict) -> str:
+    """Say how GPU seconds have changed beside something worse; empty where they have not, or are what is worse."""
+    if metric.change is None or metric.status == "regressed":
+        return ""
+    before, now = format_seconds(metric.baseline or 0.0), format_seconds(metric.value or 0.0)
+    return f"GPU seconds {before} -> {now}" if before != now else f"the same {now} of the GPU"
+
+
 def _subject_of_note(metric: MetricVerdict) -> str:
     """Return what a note is about, to begin it with."""
+    if metric.metric == "gpu_seconds":
+        return f"its GPU seconds {'' if metric.status == 'pass' else 'are not compared: '}"
+    if metric.metric == "step_seconds" and metric.gpu_busy_share is not None:
+        return f"its step time {'' if metric.status == 'pass' else 'is not compared: '}"
     if metric.metric == "python_calls" and metric.status == "not-comparable":
         return "its calls of Python functions are not compared: "
     return phase_prefix(metric)

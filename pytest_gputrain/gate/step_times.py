@@ -11,7 +11,8 @@ baseline has K runs, this time there are m so far, one per fresh process:
     limit = max(log(1 + tolerance), 2.6 s sqrt(0.65 + 1.15 / K))
 
 A run from -limit to limit / 2 passes; otherwise there are more, five at most, until three agree. Runs vote and are not
-averaged: the mean of runs of which one is bad is bad too.
+averaged: the mean of runs of which one is bad is bad too. `pytest_gputrain.gate.host_bound` has other constants for steps
+in which the GPU waits for the host.
 
 Where it comes from: s is a winsorised standard deviation (Tukey's) about a trimmed mean, shrunk towards a prior s0 that
 counts as four observations, as the variance of an inverse-gamma prior is; 1.4826 makes a median absolute deviation that of a
@@ -85,6 +86,7 @@ def decide(
     prior: float = PRIOR_SD,
     most: int = MOST_RUNS,
     shift: float = 0.0,
+    doubted_from: float = 0.5,
 ) -> Decision:
     """Decide what ``new`` runs (seconds, one per fresh process, at least one) mean against ``base`` (likewise).
 
@@ -93,6 +95,7 @@ def decide(
         prior: s0, the standard deviation between processes (of the logarithm) that is expected before any is seen.
         most: runs that there may be in all; with fewer than three, all have to agree, and beyond a wider limit.
         shift: of the whole suite (see `suite_shift`); 0 for none. A case regresses only if it does with and without it.
+        doubted_from: share of the limit from which on a slower run asks for another one.
 
     Raises:
         ValueError: no runs, or figures that cannot be times, tolerances or counts.
@@ -114,7 +117,7 @@ def decide(
     above, below = sum(ratio > limit for ratio in slower), sum(ratio < -limit for ratio in faster)
     needed = max(min(AGREEING, most), most // 2 + 1)
     middle = statistics.median(ratios)
-    looks_slow = any(ratio > limit / 2 for ratio in slower)
+    looks_slow = any(ratio > limit * doubted_from for ratio in slower)
     suspicious = looks_slow or any(ratio < -limit for ratio in faster)
     outcome: Outcome
     if above >= needed:

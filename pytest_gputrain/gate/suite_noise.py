@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable
 
+from pytest_gputrain.gate.host_bound import GPU_BOUND, pace
 from pytest_gputrain.gate.step_times import LEAST_SHIFT, MANY_CASES, suite_prior, suite_shift
 from pytest_gputrain.records import Baseline, Measurement, Result
 from pytest_gputrain.utils.units import format_percent
@@ -45,13 +46,13 @@ def prior_of(baselines: Iterable[Baseline]) -> float:
     """Return the standard deviation between processes that a case of a suite is expected to have.
 
     Args:
-        baselines: of the suite on a device.
+        baselines: of the suite on a device. Those whose GPU waits for the host tell nothing.
     """
     return suite_prior(
         [
             [statistics.median(run.step_seconds) for run in baseline.runs]
             for baseline in baselines
-            if all(run.step_seconds for run in baseline.runs)
+            if all(run.step_seconds for run in baseline.runs) and not pace(baseline.runs).is_host_bound
         ]
     )
 
@@ -62,8 +63,11 @@ def whole_suite(results: Iterable[Result], tolerance: float) -> tuple[bool, str]
     for result in results:
         metric = result.verdict.metric("step_seconds") if result.verdict else None
         first = next((reply for reply in result.replies if isinstance(reply, Measurement)), None)
-        if first and metric and metric.baseline and metric.baseline_runs:
-            noise.add(result.suite, result.key, math.log(first.median_step_seconds / metric.baseline))
+        seconds = first.median_step_seconds if first else None
+        if first and metric and metric.gpu_busy_share is not None and metric.gpu_busy_share < GPU_BOUND:
+            metric, seconds = result.verdict.metric("gpu_seconds") if result.verdict else None, first.gpu_seconds
+        if seconds and metric and metric.baseline and metric.baseline_runs:
+            noise.add(result.suite, result.key, math.log(seconds / metric.baseline))
     if abs(noise.shift) <= LEAST_SHIFT:
         return False, ""
     shift = format_percent(math.expm1(noise.shift))

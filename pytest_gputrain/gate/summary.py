@@ -65,7 +65,7 @@ def _middle(values: Iterable[float | None]) -> float | None:
 
 
 def _gpu_figures(measured: Sequence[Measurement]) -> dict[str, Any]:
-    """Return the figures of a summary that come from telemetry of the GPUs."""
+    """Return the figures of a summary that GPUs tell."""
     samples = [run.telemetry for run in measured if run.telemetry is not None]
     clocks = [telemetry.clock_mhz for telemetry in samples if telemetry.clock_mhz is not None]
     joules = _middle(run.joules_per_step for run in measured)
@@ -75,6 +75,8 @@ def _gpu_figures(measured: Sequence[Measurement]) -> dict[str, Any]:
         "power_watts": _middle(telemetry.power_watts for telemetry in samples),
         "clock_mhz": statistics.median_low(clocks) if clocks else None,
         "gpu_utilization": _middle(telemetry.utilization for telemetry in samples),
+        "gpu_seconds": _middle(run.gpu_seconds for run in measured),
+        "gpu_busy_share": _middle(run.gpu_busy_share for run in measured),
     }
 
 

@@ -193,6 +193,17 @@ OPTIONS: Final = (
         help=("by how much the median step may be slower, and scaling efficiency worse (default: 3%)"),
     ),
     Option(
+        name="host-time-tolerance",
+        ini_only=True,
+        parse=parse_ratio,
+        default="50%",
+        metavar="RATIO",
+        help=(
+            "by how much the median step may be slower on another machine than that of the baseline, if the GPU waits for "
+            "the host in more than 5 % of it; a slower one is not compared, and the run says so (default: 50%)"
+        ),
+    ),
+    Option(
         name="memory-tolerance",
         parse=_memory_tolerance,
         default="2%",

@@ -185,6 +185,11 @@ class _Line(Struct, frozen=True, kw_only=True):
     """The median clock of the GPU that has the lowest."""
     gpu_utilization: float | None
     """The share of the time in which a kernel ran."""
+    gpu_seconds: float | None
+    """The seconds that the GPU works in a step, without collectives. This and the next are null in lines that are older than
+    the keys, and where they are not known."""
+    gpu_busy_share: float | None
+    """The share of the median step in which the GPU works."""
     peak_allocated_bytes: Whole | None
     """The peak of one process. This and the next nine are medians over the processes. Of an even number, the higher of the
     middle two."""

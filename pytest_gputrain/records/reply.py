@@ -111,6 +111,8 @@ class Environment(Struct, frozen=True, kw_only=True):
     """The memory of the host, or the limit of the container."""
     nics: tuple[str, ...] | UnsetType = UNSET
     """The ports of the host's network cards by kind and rate, as ``8 x mlx5_core 400 Gb/sec (4X NDR)``."""
+    gpu_digests: tuple[str, ...] | UnsetType = UNSET
+    """A digest of the UUID of each GPU that the run could use. Runs that have one in common were on one machine."""
 
 
 class Rank(Struct, frozen=True, kw_only=True):

@@ -35,6 +35,7 @@ class Settings:
     """What to do about what steps ask of an emulated GPU."""
     count_tolerances: Mapping[CountFigure, CountTolerance]
     judge_cpu_time: bool
+    host_time_tolerance: float
     runs: int | None
     """Fresh processes per case; None for one, or five where a baseline of a GPU is recorded."""
     reruns: int

@@ -177,6 +177,8 @@ class Tolerance:
     memory: MemoryTolerance
     cpu_time: bool = False
     """Whether time on a CPU is judged, too; it takes a baseline of several runs of the same host."""
+    host_time: float = 0.5
+    """That of the time of a step in which the GPU waits for the host, on another machine than that of the baseline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

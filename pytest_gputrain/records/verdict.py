@@ -25,6 +25,7 @@ HeldTo = Literal["emulated", "published"]
 """The kind of figures that a case is compared with on a device that has no baseline yet."""
 MetricName = Literal[
     "step_seconds",
+    "gpu_seconds",
     "peak_allocated_bytes",
     "peak_reserved_bytes",
     "device_used_bytes",
@@ -156,6 +157,9 @@ class MetricVerdict(Struct, frozen=True, kw_only=True):
     """Fresh processes of today."""
     votes: Whole | None = None
     """The number of these that are beyond the limit, on the side that has more."""
+    gpu_busy_share: float | None = None
+    """The share of the baseline's step in which the GPU works. It is set for ``step_seconds``, and tells what they are held
+    to. None if it is not known."""
 
     @property
     def change(self) -> float | None:

@@ -171,6 +171,8 @@ _OF_SUMMARY: Final = (
     "power_watts",
     "clock_mhz",
     "gpu_utilization",
+    "gpu_seconds",
+    "gpu_busy_share",
 )
 
 _COUNTS: Final = (

@@ -220,6 +220,7 @@ _LEAST_SHARE: Final = 0.01
 
 METRIC_NAMES: Final[dict[MetricName, str]] = {
     "step_seconds": "step time",
+    "gpu_seconds": "GPU seconds",
     "peak_allocated_bytes": "peak memory",
     "peak_reserved_bytes": "reserved memory",
     "device_used_bytes": "device memory",
@@ -269,7 +270,12 @@ def _note(metric: MetricVerdict) -> str:
 
 
 def _table(results: Sequence[Measured], width: int) -> Table:
-    figures: dict[str, Callable[[Result], str]] = {"Peak mem.": _peak, "(Model)": _model, "Sec/step": _seconds}
+    figures: dict[str, Callable[[Result], str]] = {
+        "Peak mem.": _peak,
+        "(Model)": _model,
+        "Sec/step": _seconds,
+        "GPU busy": _busy,
+    }
     changes = {header: functools.partial(change, name) for name, header in _CHANGES.items()}
     compared = {header: change for header, change in changes.items() if any(map(change, results))}
     if any(_scaling(result) for result in results):
@@ -318,6 +324,11 @@ def _model(result: Result) -> str:
 
 def _seconds(result: Result) -> str:
     return format_seconds(result.summary.median_step_seconds) if result.summary else published.outcome(result)
+
+
+def _busy(result: Result) -> str:
+    share = result.summary.gpu_busy_share if result.summary else None
+    return "" if share is None else f"{100 * share:.0f} %"
 
 
 def _scaling(result: Result) -> str:

@@ -59,7 +59,7 @@ def tolerance_of(settings: Settings, terms: Terms) -> Tolerance:
         time = terms.time_tolerance
     if terms.memory_tolerance is not None and "memory-tolerance" not in settings.typed:
         memory = terms.memory_tolerance
-    return Tolerance(time=time, memory=memory, cpu_time=settings.judge_cpu_time)
+    return Tolerance(time=time, memory=memory, cpu_time=settings.judge_cpu_time, host_time=settings.host_time_tolerance)
 
 
 def count_terms_of(settings: Settings, terms: Terms) -> CountTerms:

@@ -13,6 +13,7 @@ from pytest_gputrain.records import (
     BaselineRun,
     Case,
     Emulated,
+    GpuSteps,
     Measured,
     Measurement,
     OutOfMemory,
@@ -102,12 +103,18 @@ def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> Base
     figures = {name: getattr(reply, name) for name in BaselineRun.__struct_fields__ if hasattr(reply, name)} | {
         "warmup": len(reply.warmup_seconds),
         "step_seconds": tuple(map(_short, reply.step_seconds)),
+        "gpu_steps": _short_steps(reply.gpu_steps) if reply.gpu_steps else None,
         "largest": without_lines(reply.largest),
         "counts": reply.counts.as_stored() if reply.counts else None,
         "one_worker_seconds": None if reply.one_worker_seconds is None else _short(reply.one_worker_seconds),
         "final_loss": reply.losses[-1] if reply.losses else None,
     }
     return BaselineRun(outcome="measured", date=date, session=session, commit=commit, **figures)
+
+
+def _short_steps(steps: GpuSteps) -> GpuSteps:
+    seconds, collective_seconds = (tuple(map(_short, column)) for column in msgspec.structs.astuple(steps))
+    return GpuSteps(seconds=seconds, collective_seconds=collective_seconds)
 
 
 def _short(seconds: float) -> float:

@@ -52,6 +52,7 @@ LAYERS = [
     Layers("baseline-prune", "baseline_prune", (True, True), ("true", True), False),
     Layers("baseline-dir", "baseline_dir", ("/typed", Path("/typed")), ("/ini", Path("/ini")), ROOT / "baselines"),
     Layers("time-tolerance", "time_tolerance", ("5%", 0.05), ("0.1", 0.1), 0.03),
+    Layers("host-time-tolerance", "host_time_tolerance", None, ("80 %", 0.8), 0.5),
     Layers(
         "memory-tolerance",
         "memory_tolerance",

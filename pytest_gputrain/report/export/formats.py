@@ -77,7 +77,13 @@ def _run(report: Report) -> str:
 
 _OF_REPORT: Final = ("created", "session", "commit", "branch")
 _OF_CASE: Final = ("model", "method", "precision", "parallel", "gpus", "batch_size")
-_OF_SUMMARY: Final = ("samples_per_second", "tokens_per_second", "model_flops_utilization")
+_OF_SUMMARY: Final = (
+    "samples_per_second",
+    "tokens_per_second",
+    "model_flops_utilization",
+    "gpu_seconds",
+    "gpu_busy_share",
+)
 _OF_RUN: Final = ("peak_reserved_bytes", "model_bytes", "peak_host_bytes")
 CSV_HEADERS: Final = (
     *(*_OF_REPORT, "suite", "case", "device", "scale", *_OF_CASE, "verdict", "processes"),

@@ -59,6 +59,8 @@ def _extra(result: Result, point: Point) -> dict[str, Any]:
         "samples_per_second": result.summary.samples_per_second,
         "tokens_per_second": result.summary.tokens_per_second,
         "model_flops_utilization": result.summary.model_flops_utilization,
+        "gpu_seconds": result.summary.gpu_seconds,
+        "gpu_busy_share": result.summary.gpu_busy_share,
         "peak_allocated_bytes": point.peak_allocated_bytes,
         "peak_reserved_bytes": first.peak_reserved_bytes,
         "model_bytes": first.model_bytes,

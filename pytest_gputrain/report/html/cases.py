@@ -232,6 +232,8 @@ def _fits(result: Result) -> Cell:
 _FIGURES: Final[dict[str, Callable[[Result], Cell]]] = {
     "Sec/step": _of_summary("median_step_seconds", format_seconds),
     "Δ time": _change("step_seconds"),
+    "GPU sec/step": _of_summary("gpu_seconds", format_seconds),
+    "GPU busy": _of_summary("gpu_busy_share", _share),
     "Peak memory": _peak,
     "Δ memory": _change("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"),
     "Fits": _fits,

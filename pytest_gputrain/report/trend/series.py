@@ -23,6 +23,7 @@ HIGHER_IS_BETTER: Final = (
     "model_flops_utilization",
     "clock_mhz",
     "gpu_utilization",
+    "gpu_busy_share",
 )
 """The metrics of which more is better. Of all others less is better."""
 

@@ -1,0 +1,102 @@
+"""Tells whether the GPU or the host decides how long a step takes, and what its seconds are held to then. Pure.
+
+The busy share of a step is that of its GPU seconds in its wall seconds. Where it is low, the GPU waits for the host, and
+wall seconds are those of the host: they differ by 30 % between machines of one name and one model of CPU (docs/h200.md), and
+by 20 % between steps. `tools/measure_gate.py` simulates both and prints how often the rules are wrong.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from msgspec import UNSET
+
+from pytest_gputrain.records import BaselineRun, Environment, Measurement
+
+WHY_GPU_SECONDS_ARE_NOT_JUDGED: Final = "how much GPU seconds of one case differ has not been measured yet"
+"""What a run says of GPU seconds that have changed. Empty, they are judged: ``tools/gpu_session.py --plan time`` measures on
+a GPU whether that may be so."""
+GPU_BOUND: Final = 0.95
+"""The busy share from which on wall seconds are judged by the time tolerance."""
+_CHANGED_BELOW: Final = 0.85
+"""A step that was busier than `GPU_BOUND` has changed below this share, and the other way round."""
+LEAST_HOST_TOLERANCE: Final = 0.10
+"""By how much wall seconds of a step that waits for the host may grow at least, on the machine of its baseline."""
+HOST_PRIOR_SD: Final = 0.06
+"""Between processes, of such wall seconds: s0 of `pytest_gputrain.gate.step_times`."""
+GPU_PRIOR_SD: Final = 0.0225
+"""Between processes, of GPU seconds, until it is measured. So few unchanged cases fail even if the true one is 2 %."""
+
+_Runs = Sequence[Measurement] | Sequence[BaselineRun]
+
+
+class Pace(NamedTuple):
+    """The busy shares of a case."""
+
+    share: float | None
+    """That of the baseline. None if neither side has GPU seconds."""
+    now: float | None = None
+    """That of today; None if it is not known."""
+    with_others: bool = False
+    """Whether the GPU also exchanges data with others."""
+
+    @property
+    def is_host_bound(self) -> bool:
+        return self.share is not None and self.share < GPU_BOUND
+
+    @property
+    def changed(self) -> bool:
+        """Whether what decides the time of a step is another one today."""
+        if self.share is None or self.now is None:
+            return False
+        return min(self.share, self.now) < _CHANGED_BELOW and max(self.share, self.now) >= GPU_BOUND
+
+    def __str__(self) -> str:
+        """Describe how much the GPU waits: ``the GPU waits for the host in 77 % of this step``."""
+        assert self.share is not None
+        waiting, today = map(_waiting, (self.share, self.now or 0.0))
+        whom = "the host or other GPUs" if self.with_others else "the host"
+        return f"the GPU waits for {whom} in {waiting} of this step{f', and in {today} today' if self.changed else ''}"
+
+
+def _waiting(share: float) -> str:
+    return f"{100 * max(0.0, 1 - share):.0f} %"
+
+
+def gpu_seconds(runs: _Runs) -> list[float]:
+    """Return the median GPU seconds of a step, for each of the runs that has them."""
+    return [statistics.median(run.gpu_steps.seconds) for run in runs if run.gpu_steps]
+
+
+def pace(fitted: Sequence[BaselineRun], measured: Sequence[Measurement] = ()) -> Pace:
+    """Return the busy shares of a baseline and of today.
+
+    Of a baseline without GPU seconds it is the share that today's would have been of its step, which is right as long as the
+    GPU does the same work.
+    """
+    before, now = _busy_share(fitted), _busy_share(measured)
+    if before is None and now is not None:
+        before = statistics.median(gpu_seconds(measured))
+        before /= statistics.median(statistics.median(run.step_seconds) for run in fitted)
+    steps = [*(run.gpu_steps for run in fitted), *(run.gpu_steps for run in measured)]
+    return Pace(before, now, any(any(profiled.collective_seconds) for profiled in steps if profiled))
+
+
+def _busy_share(runs: _Runs) -> float | None:
+    steps = [statistics.median(run.step_seconds) for run in runs if run.gpu_steps]
+    shares = [busy / step for busy, step in zip(gpu_seconds(runs), steps, strict=True)]
+    return statistics.median(shares) if shares else None
+
+
+def other_machine(here: Environment, fitted: Sequence[BaselineRun]) -> str:
+    """Say that a run is not known to be on the machine of its baseline, ``on another machine``; empty where it is.
+
+    Names, models of CPU and numbers of cores do not tell: three virtual machines with the same differed by 28 %. GPUs do.
+    """
+    recorded = [run.environment.gpu_digests for run in fitted]
+    if here.gpu_digests is UNSET or UNSET in recorded:
+        return "on a machine that may be another one"
+    known = {digest for digests in recorded for digest in digests or ()}
+    return "" if known & set(here.gpu_digests) else "on another machine"

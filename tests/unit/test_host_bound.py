@@ -1,0 +1,289 @@
+"""Steps in which the GPU waits for the host: what their seconds are held to, and what is said of them."""
+
+import csv
+import io
+import json
+import math
+from dataclasses import replace
+
+import msgspec
+import pytest
+from unit_examples import CASE, baseline, baseline_run, cpu_environment, gpu_environment, measurement, report, result
+
+from pytest_gputrain.gate import regression
+from pytest_gputrain.gate.baseline_changes import loosened
+from pytest_gputrain.gate.regression import Circumstances, first_ratio, judge
+from pytest_gputrain.gate.suite_noise import prior_of, whole_suite
+from pytest_gputrain.gate.summary import summarise
+from pytest_gputrain.records import Counts, GpuSteps, Holder, StepCounts
+from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
+from pytest_gputrain.report import terminal, uncompared
+from pytest_gputrain.report.export.formats import FORMATS
+from pytest_gputrain.report.history_lines import lines_of
+from pytest_gputrain.report.html.cases import gathered
+from pytest_gputrain.utils.git import RunInfo
+
+TOLERANCE = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
+HERE, ELSEWHERE = gpu_environment(gpu_digests=("a", "b")), gpu_environment(gpu_digests=("c",))
+BYTES = 40_000_000_000
+
+
+def _steps(seconds, collectives=0.0):
+    return None if seconds is None else GpuSteps(seconds=(seconds,) * 5, collective_seconds=(collectives,) * 5)
+
+
+def _took(wall, gpu, *, on=HERE, **fields):
+    return measurement(step_seconds=(wall,) * 3, gpu_steps=_steps(gpu), environment=on, **fields)
+
+
+def _stored(wall=1.0, gpu=0.23, *, on=HERE, runs=5, **fields):
+    return baseline(*[baseline_run(step_seconds=(wall,) * 3, gpu_steps=_steps(gpu), environment=on, **fields)] * runs)
+
+
+def _outcome(replies, stored, **circumstances):
+    several = list(replies) if isinstance(replies, list) else [replies] * 3
+    return judge(CASE, several, stored, TOLERANCE, circumstances=Circumstances(**circumstances))
+
+
+def _judge(replies, stored, **circumstances):
+    return _outcome(replies, stored, **circumstances).verdict
+
+
+@pytest.fixture
+def _judged(monkeypatch):
+    monkeypatch.setattr(regression, "WHY_GPU_SECONDS_ARE_NOT_JUDGED", "")
+
+
+OLD = _stored(gpu=None, on=gpu_environment())
+
+
+@pytest.mark.parametrize(
+    ("busy", "on", "slower", "status"),
+    [
+        (0.95, HERE, 1.029, "pass"),
+        (0.95, HERE, 1.031, "regressed"),
+        (0.95, ELSEWHERE, 1.031, "regressed"),
+        (0.949, HERE, 1.099, "pass"),
+        (0.949, HERE, 1.101, "regressed"),
+        (0.949, HERE, 1 / 1.101, "improved"),
+        (0.949, ELSEWHERE, 1.499, "pass"),
+        (0.949, ELSEWHERE, 1.501, "not-comparable"),
+        (0.949, ELSEWHERE, 0.1, "pass"),
+    ],
+)
+def test_the_busy_share_of_the_baseline_and_the_machine_decide_what_wall_seconds_are_held_to(busy, on, slower, status):
+    verdict = _judge(_took(slower, busy, on=on), _stored(gpu=busy))
+    time = verdict.metric("step_seconds")
+    assert (time.status, time.gpu_busy_share) == (status, busy)
+    assert verdict.status == ("pass" if status == "not-comparable" else status)
+
+
+def test_a_machine_is_known_by_its_gpus_and_not_by_its_name():
+    known = msgspec.structs.replace(HERE, host="another-name", gpu_digests=("b", "x"))
+    unknown = gpu_environment()
+    for on, status in ((known, "regressed"), (unknown, "pass"), (ELSEWHERE, "pass")):
+        assert _judge(_took(1.4, 0.23, on=on), _stored()).status == status
+    assert _judge(_took(1.4, 0.23), _stored(on=unknown)).status == "pass"
+
+
+def test_wall_seconds_of_a_host_that_varies_are_held_to_its_own_spread():
+    logs = (-0.25, -0.1, 0.0, 0.1, 0.25)
+    varied = baseline(*(baseline_run(step_seconds=(math.exp(x),), gpu_steps=_steps(0.2), environment=HERE) for x in logs))
+    assert _judge(_took(1.2, 0.2), varied).metric("step_seconds").status == "pass"
+    assert _judge(_took(1.2, 0.2), _stored()).status == "regressed"
+
+
+def test_a_step_that_waits_for_the_host_is_measured_again_only_beyond_its_limit():
+    for slower, busy, settled in ((1.09, 0.23, True), (1.2, 0.23, False), (1.02, 0.99, False)):
+        assert _outcome([_took(slower, busy)], _stored(gpu=busy)).settled is settled
+    assert _outcome([_took(9.0, 0.23, on=ELSEWHERE)], _stored()).settled
+    assert _outcome([_took(1.0, 9.0)], _stored()).settled, "GPU seconds are told only"
+
+
+def test_gpu_seconds_fail_nothing_before_their_noise_is_known():
+    told = _judge(_took(1.0, 0.23 * 1.05), _stored())
+    metric = told.metric("gpu_seconds")
+    assert (told.status, metric.status, metric.limit) == ("pass", "pass", None)
+    assert metric.note.startswith("changed by +5.0 %, not judged: ")
+    for same in (_judge(_took(1.0, 0.23 * 1.02), _stored()), _judge(_took(1.0, 0.99), _stored(gpu=0.95))):
+        assert same.metric("gpu_seconds").note == ""
+
+
+@pytest.mark.usefixtures("_judged")
+@pytest.mark.parametrize(
+    ("busy", "now", "on", "status"),
+    [
+        (0.23, 1.02, HERE, "pass"),
+        (0.23, 1.07, HERE, "regressed"),
+        (0.23, 1.07, ELSEWHERE, "regressed"),
+        (0.23, 1 / 1.07, HERE, "improved"),
+        (0.95, 1.07, HERE, "pass"),
+    ],
+)
+def test_gpu_seconds_are_judged_on_any_machine_where_the_gpu_waits(busy, now, on, status):
+    one = _stored(gpu=busy, runs=2)
+    verdict = _judge(_took(1.0, busy * now, on=on), one)
+    assert verdict.status == verdict.metric("gpu_seconds").status == status
+    assert _outcome([_took(1.0, busy * now, on=on)], one).settled is (status == "pass")
+
+
+@pytest.mark.usefixtures("_judged")
+def test_a_gpu_beside_other_processes_is_in_doubt():
+    beside = _took(1.0, 0.3, holders=(Holder(pid=7, gpu=0, name="python"),))
+    assert _judge(beside, _stored()).metric("gpu_seconds").status == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"), [(0.95, 0.84, True), (0.95, 0.86, False), (0.84, 0.95, True), (0.86, 0.96, False)]
+)
+def test_another_class_is_told_from_95_to_below_85_percent_and_back(before, now, told):
+    time = _judge(_took(1.0, now), _stored(gpu=before)).metric("step_seconds")
+    assert (" today" in time.note) is told
+    assert time.status == "pass"
+
+
+def test_a_step_that_another_machine_makes_wait_is_in_doubt():
+    for on, status in ((HERE, "regressed"), (ELSEWHERE, "inconclusive")):
+        assert _judge(_took(1.25, 0.97, on=on), _stored(gpu=0.97)).status == status
+    assert _judge(_took(1.25, 1.2, on=ELSEWHERE), _stored(gpu=0.97)).status == "regressed", "the GPU itself is slower"
+
+
+def test_an_old_baseline_is_compared_as_far_as_it_goes():
+    """The class of its steps follows from today's GPU seconds: its host may wait no more than before."""
+    for gpu, slower, status in ((None, 1.04, "regressed"), (0.23, 1.3, "pass"), (0.97, 1.04, "regressed")):
+        verdict = _judge(_took(slower, gpu), OLD)
+        assert verdict.metric("step_seconds").status == status
+        assert verdict.metric("gpu_seconds") is None or verdict.metric("gpu_seconds").status == "not-comparable"
+    shown = [result(replies=(_took(1.0, 0.23),), verdict=_judge(_took(1.0, 0.23), OLD))]
+    assert uncompared.line(shown) == "not compared: GPU seconds of 1 case"
+    assert any(
+        "GPU seconds not compared: its baseline has none; record it again" in line for line in terminal.explain(shown)
+    )
+
+
+def test_host_bound_steps_tell_nothing_of_the_whole_suite(monkeypatch):
+    slow, same = _took(1.4, 0.23), _took(1.4, 1.38)
+    assert first_ratio(CASE, [slow], _stored(), TOLERANCE) is None
+    assert first_ratio(CASE, [same], _stored(gpu=0.99), TOLERANCE) == pytest.approx(math.log(1.4))
+
+    def suite(reply, stored):
+        verdict = _judge(reply, stored)
+        return whole_suite([result(key=str(at), replies=(reply,), verdict=verdict) for at in range(10)], 0.03)
+
+    assert suite(slow, _stored()) == (False, "")
+    assert suite(same, _stored(gpu=0.99))[0]
+    monkeypatch.setattr(regression, "WHY_GPU_SECONDS_ARE_NOT_JUDGED", "")
+    longer = _took(1.0, 0.23 * 1.2)
+    assert first_ratio(CASE, [longer], _stored(), TOLERANCE) == pytest.approx(math.log(1.2))
+    assert suite(longer, _stored())[0], "GPU seconds that are judged tell of the suite"
+    shifted = _judge(longer, _stored(), shift=math.log(1.2))
+    assert shifted.metric("gpu_seconds").status == "inconclusive"
+    assert _judge(slow, _stored(), shift=math.log(1.4)).metric("step_seconds").status == "regressed"
+
+
+def test_the_noise_of_hosts_is_not_expected_of_steps_that_wait_for_none():
+    def varied(gpu):
+        runs = [baseline_run(step_seconds=(1 + at / 5,), gpu_steps=_steps(gpu), environment=HERE) for at in range(5)]
+        return [baseline(*runs)] * 10
+
+    assert prior_of(varied(0.2)) == 0.01
+    assert prior_of(varied(None)) == prior_of(varied(2.0)) > 0.1
+
+
+def _asked(**figures):
+    return Counts(steps=(0,) * 5, kinds=(StepCounts(**figures),), profiled=True, first=13)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "on", "status"),
+    [
+        (_asked(waits=1), _asked(waits=2), HERE, "regressed"),
+        (_asked(waits=1), _asked(waits=1), HERE, "pass"),
+        (_asked(kernels=100), _asked(kernels=200), HERE, "pass"),
+        (_asked(waits=2), _asked(waits=1), HERE, "improved"),
+        (None, _asked(waits=1), HERE, "pass"),
+        (_asked(waits=1), None, HERE, "pass"),
+        (_asked(waits=1), _asked(waits=9), gpu_environment(device_name="NVIDIA H200"), "pass"),
+    ],
+)
+def test_what_profiled_steps_ask_for_is_judged_on_gpus_of_one_model(before, now, on, status):
+    verdict = _judge([_took(1.0, 0.23, on=on, counts=now)] * 2, _stored(counts=before))
+    assert verdict.status == status
+    compared = None not in (before, now) and on is HERE
+    assert (verdict.metric("waits").status == "not-comparable") is not compared
+    unconfirmed = _judge([_took(1.0, 0.23, counts=_asked(waits=waits)) for waits in (2, 1)], _stored(counts=_asked(waits=1)))
+    assert unconfirmed.status == "inconclusive"
+
+
+def test_profiled_steps_after_another_number_of_steps_are_told_only():
+    later = msgspec.structs.replace(_asked(waits=2), first=23)
+    verdict = _judge([_took(1.0, 0.23, counts=later)] * 2, _stored(counts=_asked(waits=1)))
+    assert (verdict.status, verdict.metric("waits").note[:7]) == ("pass", "waits f")
+
+
+def test_a_baseline_whose_gpu_begins_to_wait_lets_more_pass():
+    assert loosened(_stored(gpu=0.97), _stored(gpu=0.97)).raised == ()
+    (raised,) = loosened(_stored(gpu=0.97), _stored(gpu=0.9)).raised
+    assert raised == "its step may take longer, because the GPU waits for the host in 10 % of this step"
+    assert loosened(_stored(), _stored(gpu=None)).lost == ("without GPU seconds, which was 230 ms",)
+    assert any("GPU seconds 230 ms -> 240 ms" in what for what in loosened(_stored(), _stored(gpu=0.24)).raised)
+
+
+def test_a_scaling_efficiency_is_held_to_what_its_host_varies():
+    two = {"gpus": 2, "parallel": "ddp"}
+    here = msgspec.structs.replace(HERE, device_count=2)
+    for busy, status in ((0.2, "pass"), (0.99, "regressed")):
+        stored = baseline(
+            *[baseline_run(gpu_steps=_steps(busy), environment=here, one_worker_seconds=0.9)] * 5, case=CASE.replace(**two)
+        )
+        replies = [_took(1.0, busy, on=here, one_worker_seconds=0.84)] * 3
+        verdict = judge(CASE.replace(**two), replies, stored, TOLERANCE).verdict
+        assert verdict.metric("scaling_efficiency").status == status
+
+
+def test_what_is_said_of_host_bound_steps(snapshot, monkeypatch):
+    collective = _stored()
+    collective = msgspec.structs.replace(
+        collective, runs=tuple(msgspec.structs.replace(run, gpu_steps=_steps(0.23, 0.3)) for run in collective.runs)
+    )
+    verdicts = {
+        "passes on its machine": _judge(_took(1.05, 0.23), _stored()),
+        "passes on another machine": _judge(_took(1.4, 0.23, on=ELSEWHERE), _stored()),
+        "passes on an unknown machine": _judge(_took(1.4, 0.23), OLD),
+        "slower on its machine": _judge(_took(1.4, 0.23), _stored()),
+        "far slower on another machine": _judge(_took(1.7, 0.23, on=ELSEWHERE), _stored()),
+        "waits for other GPUs": _judge(_took(1.05, 0.23), collective),
+        "its GPU is slower, which is told": _judge(_took(1.0, 0.25), _stored()),
+        "the GPU has begun to wait": _judge(_took(1.02, 0.8), _stored(gpu=0.97)),
+        "the GPU has begun to wait, and the step is slower": _judge(_took(1.25, 0.97), _stored(gpu=0.97)),
+        "another machine made the GPU wait": _judge(_took(1.25, 0.97, on=ELSEWHERE), _stored(gpu=0.97)),
+        "not measured": _judge(_took(1.05, None), _stored()),
+    }
+    monkeypatch.setattr(regression, "WHY_GPU_SECONDS_ARE_NOT_JUDGED", "")
+    verdicts["its GPU is slower"] = _judge(_took(1.05, 0.25), _stored())
+    verdicts["its GPU is faster"] = _judge(_took(1.05, 0.2), _stored(runs=1))
+    assert {name: f"{verdict.status}: {verdict.sentence}" for name, verdict in verdicts.items()} == snapshot
+
+
+def test_every_report_shows_gpu_seconds_and_the_busy_share():
+    replies = (_took(1.0, 0.23), _took(1.0, 0.25), _took(1.0, 0.24))
+    one = result(replies=replies, summary=summarise(CASE, "h100", replies))
+    session = RunInfo(id="s1", created="2026-02-01T00:00:00Z", commit="", branch="")
+    (line,) = lines_of([one], session)
+    (row,) = csv.DictReader(io.StringIO(FORMATS["csv"].export([report(one)])))
+    (benchmark,) = json.loads(FORMATS["pytest-benchmark"].export([report(one)]))["benchmarks"]
+    for shown in (msgspec.to_builtins(line), row, benchmark["extra_info"]):
+        assert [float(shown[name]) for name in ("gpu_seconds", "gpu_busy_share")] == [0.24, 0.24]
+    cells = dict(zip((page := gathered([one])).columns, page.rows[0].cells, strict=True))
+    assert (cells["GPU sec/step"].text, cells["GPU busy"].text) == ("240 ms", "24.0 %")
+    assert "GPU busy" in (table := terminal.render([one], width=120, colour=False))
+    assert " 24 % " in table
+
+
+def test_a_cpu_has_no_gpu_to_wait_for():
+    on_cpu = cpu_environment()
+    verdict = _judge(_took(1.0, None, on=on_cpu), _stored(gpu=None, on=on_cpu))
+    assert verdict.metric("gpu_seconds") is None
+    wider = replace(TOLERANCE, cpu_time=True)
+    judged = judge(CASE, [_took(1.2, None, on=on_cpu)] * 3, _stored(gpu=None, on=on_cpu), wider).verdict
+    assert judged.status == "regressed"
