@@ -7,8 +7,13 @@ differ by a normal deviate of 1 %, steps by an autoregressive one of 1 %, one st
 the first steps are still warming up; where the setting says so, two processes in a hundred are bad (3 to 15 % slower) or
 days differ. Seeds are fresh unless one is given.
 
+In a case that waits for the host, steps differ by 20 % on either side and machines by 30 %, and the GPU seconds of processes
+by a normal deviate. It is judged by both, and each asks for further runs of both. The simulated deviates are assumed: no
+GPU has shown them yet.
+
 A claim holds where its one-sided 99 % bound does; rows without a claim tell what the rule cannot do. The rule is a copy of
-`pytest_gputrain.gate.step_times.decide` for arrays, which is compared with it case by case before anything is counted.
+`pytest_gputrain.gate.step_times.decide` for arrays, which is compared with it case by case before anything is counted. So is
+that of cases that wait for the host, with the verdicts of `pytest_gputrain.gate.regression.judge`.
 ``--rule`` takes a broken one instead, to see that claims can fail: the mean of three runs instead of their votes, or one run
 against the limit that is meant for several.
 """
@@ -21,13 +26,18 @@ import sys
 from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple
+from unittest import mock
 
 import numpy as np
 from claims import ONE_SIDED, Row, parser, report, wilson
 from numpy.typing import NDArray
 
+from pytest_gputrain.gate import regression
 from pytest_gputrain.gate import step_times as stats
+from pytest_gputrain.gate.host_bound import GPU_PRIOR_SD, HOST_PRIOR_SD, LEAST_HOST_TOLERANCE
+from pytest_gputrain.records import Baseline, BaselineRun, Case, Environment, GpuSteps, Measurement
+from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -43,6 +53,16 @@ BAD: Final = (0.03, 0.15)
 """The slowdown of a bad process."""
 CASES: Final = 300
 """The number of cases of the suite."""
+HOST_STEPS: Final = 0.2
+"""By how much a step that waits for the host is longer or shorter than the mean, evenly spread."""
+MACHINES: Final = 0.3
+"""The same of machines."""
+BUSY: Final = 0.23
+"""The share of such a step in which the GPU works."""
+TOLD: Final = 0.5
+"""``gpu_host_time_tolerance``."""
+GPU_SDS: Final = (0.005, 0.01, 0.02)
+"""Standard deviations of GPU seconds between processes."""
 
 Rule = Callable[..., Flags]
 """``(base, new, tolerance=, prior=, shift=)`` to which cases, a row of both each, are called regressed."""
@@ -58,19 +78,33 @@ class Noise:
     """Share of processes that are bad."""
 
 
+class Waiting(NamedTuple):
+    """Wall and GPU seconds of cases, as logarithms: baselines, and five runs of today."""
+
+    base: Array
+    new: Array
+    gpu_base: Array
+    gpu_new: Array
+
+
 class SimulatedMachine:
     """Processes of a simulated machine; figures are logarithms of seconds."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
+        self._medians = self._bank(STEP_SD)
+        self._host_medians = self._bank(HOST_STEPS / math.sqrt(3))  # the standard deviation of what is spread evenly
+
+    def _bank(self, sd: float) -> Array:
+        """Draw the medians of steps that differ by so much."""
         steps = np.empty((BANK, STEPS))
-        steps[:, 0] = self.rng.normal(0, STEP_SD, BANK)
-        fresh = self.rng.normal(0, STEP_SD * math.sqrt(1 - STEP_CORRELATION**2), (BANK, STEPS))
+        steps[:, 0] = self.rng.normal(0, sd, BANK)
+        fresh = self.rng.normal(0, sd * math.sqrt(1 - STEP_CORRELATION**2), (BANK, STEPS))
         for index in range(1, STEPS):
             steps[:, index] = STEP_CORRELATION * steps[:, index - 1] + fresh[:, index]
         steps += math.log(1.5) * (self.rng.random((BANK, STEPS)) < 0.01)
         steps += WARMING * 2.0 ** -np.arange(STEPS)
-        self._medians = np.median(steps, axis=1)
+        return np.asarray(np.median(steps, axis=1))
 
     def runs(self, cases: int, runs: int, noise: Noise) -> Array:
         """Draw the runs: a row for each case, without the effect of the day."""
@@ -88,6 +122,18 @@ class SimulatedMachine:
         """
         base = self.runs(cases, baseline_runs, noise) + self.rng.normal(0, noise.day, (cases, baseline_runs if days else 1))
         return base, self.runs(cases, stats.MOST_RUNS, noise) + self.rng.normal(0, noise.day, (cases, 1))
+
+    def waiting(self, cases: int, baseline_runs: int, gpu_sd: float) -> Waiting:
+        """Draw cases whose GPU waits for the host, on one machine."""
+        runs = baseline_runs + stats.MOST_RUNS
+        wall = self.rng.normal(0, Noise().process, (cases, runs)) + self.rng.choice(self._host_medians, (cases, runs))
+        gpu = math.log(BUSY) + self.rng.normal(0, gpu_sd, (cases, runs))
+        return Waiting(*np.hsplit(wall, [baseline_runs]), *np.hsplit(gpu, [baseline_runs]))
+
+    def machines(self, cases: int) -> Array:
+        """Draw by how much a machine differs from another one of its kind."""
+        speeds = np.log(self.rng.uniform(1 - MACHINES, 1 + MACHINES, (cases, 2)))
+        return np.asarray(speeds[:, 0] - speeds[:, 1])
 
     def suite(self, baseline_runs: int, noise: Noise, *, days: bool) -> tuple[Array, Array]:
         """Draw the same of cases that share their days."""
@@ -117,26 +163,60 @@ def _limit(base: Array, new: Array, tolerance: float, prior: Array, sds: float) 
     return np.asarray(np.maximum(math.log1p(tolerance), bound))
 
 
+class Terms(NamedTuple):
+    """What seconds are held to."""
+
+    tolerance: float = 0.03
+    prior: Array | float = stats.PRIOR_SD
+    shift: Array | float = 0.0
+    doubted_from: float = 0.5
+
+
+ON_THE_HOST: Final = Terms(LEAST_HOST_TOLERANCE, HOST_PRIOR_SD, doubted_from=1.0)
+ON_THE_GPU: Final = Terms(prior=GPU_PRIOR_SD)
+
+
+def _look(base: Array, new: Array, terms: Terms) -> tuple[Flags, Flags]:
+    """Tell which cases have regressed by the runs so far, and which need no more."""
+    prior = np.broadcast_to(np.asarray(terms.prior, float), len(base))
+    shift = np.broadcast_to(np.asarray(terms.shift, float), len(base))
+    counted = np.where(abs(shift) > stats.LEAST_SHIFT, shift, 0)[:, None]
+    ratios = new - _centre(base)[:, None]
+    slower, faster = np.minimum(ratios, ratios - counted), np.maximum(ratios, ratios - counted)
+    limit = _limit(base, new, terms.tolerance, prior, stats.LIMIT_SDS)[:, None]
+    above, below = (slower > limit).sum(axis=1), (faster < -limit).sum(axis=1)
+    quiet = ((slower <= limit * terms.doubted_from) & (faster >= -limit)).all(axis=1)
+    agree = np.maximum(np.maximum(above, below), new.shape[1] - above - below) >= stats.AGREEING
+    return above >= stats.AGREEING, quiet | agree
+
+
 def vote(
     base: Array, new: Array, *, tolerance: float, prior: Array | float = stats.PRIOR_SD, shift: Array | float = 0.0
 ) -> Flags:
     """The rule: further runs on suspicion, until three agree."""
-    prior = np.broadcast_to(np.asarray(prior, float), len(base))
-    shift = np.broadcast_to(np.asarray(shift, float), len(base))
-    counted = np.where(abs(shift) > stats.LEAST_SHIFT, shift, 0)[:, None]
-    ratios = new - _centre(base)[:, None]
-    slower, faster = np.minimum(ratios, ratios - counted), np.maximum(ratios, ratios - counted)
+    prior, shift = (np.broadcast_to(np.asarray(value, float), len(base)) for value in (prior, shift))
     regressed = np.zeros(len(base), bool)
     left = np.arange(len(base))
     for runs in range(1, new.shape[1] + 1):
-        limit = _limit(base[left], new[left, :runs], tolerance, prior[left], stats.LIMIT_SDS)[:, None]
-        up, down = slower[left, :runs], faster[left, :runs]
-        above, below = (up > limit).sum(axis=1), (down < -limit).sum(axis=1)
-        regressed[left[above >= stats.AGREEING]] = True
-        quiet = ((up <= limit / 2) & (down >= -limit)).all(axis=1)
-        agree = np.maximum(np.maximum(above, below), runs - above - below) >= stats.AGREEING
-        left = left[~(quiet | agree)]
+        regressed[left], settled = _look(base[left], new[left, :runs], Terms(tolerance, prior[left], shift[left]))
+        left = left[~settled]
     return regressed
+
+
+def vote_on_waiting(cases: Waiting) -> tuple[Flags, Flags, float]:
+    """The rule for cases whose GPU waits for the host, on the machine of their baselines.
+
+    Returns:
+        Which have regressed by wall seconds, which by GPU seconds, and the mean number of runs.
+    """
+    by_wall, by_gpu = np.zeros(len(cases.base), bool), np.zeros(len(cases.base), bool)
+    left, processes = np.arange(len(cases.base)), 0
+    for runs in range(1, cases.new.shape[1] + 1):
+        processes += len(left)
+        by_wall[left], settled = _look(cases.base[left], cases.new[left, :runs], ON_THE_HOST)
+        by_gpu[left], gpu_settled = _look(cases.gpu_base[left], cases.gpu_new[left, :runs], ON_THE_GPU)
+        left = left[~(settled & gpu_settled)]
+    return by_wall, by_gpu, processes / len(cases.base)
 
 
 def mean_of_three(base: Array, new: Array, *, tolerance: float, prior: float = stats.PRIOR_SD, shift: float = 0.0) -> Flags:
@@ -178,6 +258,68 @@ def _decided(base: Array, new: Array, shift: float) -> bool:
     raise AssertionError("the rule does not end")
 
 
+_HERE: Final = Environment(
+    device_name="a GPU",
+    device_type="cuda",
+    device_count=1,
+    device_memory_bytes=1,
+    host="here",
+    cpu_model="a CPU",
+    os="an OS",
+    python="3",
+    packages={},
+    gpu_digests=("a",),
+)
+
+
+def waiting_differs_from_the_gate(machine: SimulatedMachine, cases: int = 300) -> str:
+    """Return where `vote_on_waiting` differs from `pytest_gputrain.gate.regression.judge`; empty if nowhere."""
+    for baseline_runs in (1, 5):
+        drawn = machine.waiting(cases, baseline_runs, 0.015)
+        slower, gpu_slower = (machine.rng.uniform(-0.1, most, (cases, 1)) for most in (0.3, 0.1))
+        drawn = drawn._replace(new=drawn.new + slower, gpu_new=drawn.gpu_new + gpu_slower)
+        by_wall, by_gpu, mean = vote_on_waiting(drawn)
+        with mock.patch.object(regression, "WHY_GPU_SECONDS_ARE_NOT_JUDGED", ""):
+            judged = [_judged(Waiting(*(array[row : row + 1] for array in drawn))) for row in range(cases)]
+        for row, (wall, gpu, _) in enumerate(judged):
+            if (wall, gpu) != (by_wall[row], by_gpu[row]):
+                return f"{[array[row].tolist() for array in drawn]}"
+        if abs(statistics.fmean(runs for _, _, runs in judged) - mean) > 1e-9:
+            return "the numbers of runs"
+    return ""
+
+
+def _judged(case: Waiting) -> tuple[bool, bool, int]:
+    """Return the package's verdicts on wall and GPU seconds, given one run after the other, and the number of runs."""
+
+    def figures(wall: float, gpu: float) -> dict[str, Any]:
+        steps = GpuSteps(seconds=(math.exp(gpu),), collective_seconds=(0.0,))
+        return {"step_seconds": (math.exp(wall),), "gpu_steps": steps, "environment": _HERE, "peak_allocated_bytes": 1}
+
+    baseline = Baseline(
+        device="gpu",
+        case=Case(model="a"),
+        scale="full",
+        runs=tuple(
+            BaselineRun(outcome="measured", date="", session="", **figures(wall, gpu))
+            for wall, gpu in zip(case.base[0], case.gpu_base[0], strict=True)
+        ),
+    )
+    unknown: dict[str, Any] = dict.fromkeys(("parameters", "trainable_parameters", "model_bytes"))
+    counted = dict.fromkeys(("batch_size", "sequence_length", "updates", "peak_host_bytes"), 1)
+    replies = [
+        Measurement(warmup_seconds=(), losses=(), **counted, **unknown, **figures(wall, gpu))
+        for wall, gpu in zip(case.new[0], case.gpu_new[0], strict=True)
+    ]
+    tolerance = Tolerance(time=0.03, memory=MemoryTolerance())
+    for runs in range(1, len(replies) + 1):
+        verdict, settled = regression.judge(Case(model="a"), replies[:runs], baseline, tolerance)
+        if settled:
+            wall, gpu = (verdict.metric(name) for name in ("step_seconds", "gpu_seconds"))
+            return wall is not None and wall.status == "regressed", gpu is not None and gpu.status == "regressed", runs
+    raise AssertionError("the rule does not end")
+
+
 def rows(machine: SimulatedMachine, rule: Rule, replicates: int) -> Iterator[Row]:
     """The claims one by one, then what is not claimed."""
     quiet, mixed = Noise(), Noise(process=0.01 / math.sqrt(2), day=0.01 / math.sqrt(2))
@@ -209,6 +351,28 @@ def rows(machine: SimulatedMachine, rule: Rule, replicates: int) -> Iterator[Row
     yield from rows_of("5 runs of 1 day, half the variance per day", 5, mixed, {0.0: None}, days=False)
     yield from rows_of("5 runs, sd 3 %", 5, Noise(process=0.03), {0.0: None, 0.05: None})
     yield _suite(machine, rule, max(20, replicates // 400), days=False, limit=None)
+    for sd in GPU_SDS:
+        yield from _waiting(machine, sd, replicates)
+    setting, machines = "waits for the host, another machine", machine.machines(replicates)
+    told = 100 * float((machines > math.log1p(TOLD)).mean())
+    yield Row(setting, f"told, slower than {TOLD:.0%}", told, told, None, unit=" %")
+
+
+def _waiting(machine: SimulatedMachine, sd: float, replicates: int) -> Iterator[Row]:
+    """Judge cases that wait for the host, unchanged and with a GPU that takes 5 % longer."""
+    setting = f"waits for the host, GPU sd {100 * sd:g} %"
+    cases = machine.waiting(replicates, 5, sd)
+    by_wall, by_gpu, processes = vote_on_waiting(cases)
+    longer = math.log1p(0.05)
+    wall_too = np.log1p(BUSY * 0.05)
+    caught = vote_on_waiting(cases._replace(gpu_new=cases.gpu_new + longer, new=cases.new + wall_too))[1]
+    share, power = float((by_wall | by_gpu).mean()), float(caught.mean())
+    bound, power_bound = wilson(share, replicates, upper=True), wilson(power, replicates, upper=False)
+    yield Row(setting, "false alarms <= 0.05 %", 100 * share, 100 * bound, 0.05, unit=" %", digits=3)
+    claimed = 98.0 if sd == GPU_SDS[0] else None
+    claim = f"GPU +5% caught{'' if claimed is None else f' >= {claimed:g} %'}"
+    yield Row(setting, claim, 100 * power, 100 * power_bound, claimed, at_least=True, unit=" %")
+    yield Row(setting, "processes, unchanged", processes, processes, None)
 
 
 def _suite(machine: SimulatedMachine, rule: Rule, suites: int, *, days: bool, limit: float | None) -> Row:
@@ -242,6 +406,9 @@ def main(arguments: list[str] | None = None) -> int:
     different = differs_from_the_rule(machine)
     if different:
         print(f"FAIL this simulation's rule is not that of pytest_gputrain.gate.step_times: {different}")
+        return 1
+    if different := waiting_differs_from_the_gate(machine):
+        print(f"FAIL this simulation's rule is not that of pytest_gputrain.gate.regression: {different}")
         return 1
     return report(rows(machine, RULES[given.rule], given.replicates), 48, 30)
 

@@ -17,7 +17,7 @@ SEED = 20_261_121
 def _of_gate(rule):
     """Claims that are missed by far: twice the false alarms, or half a percent of the power; of a few suites, five times."""
     rows = list(measure_gate.rows(measure_gate.SimulatedMachine(SEED), measure_gate.RULES[rule], 40_000))
-    assert sum(row.limit is not None for row in rows) == 13
+    assert sum(row.limit is not None for row in rows) == 17
     return _missed(rows, spare=0.5, factor=lambda row: 2 if row.unit else 5)
 
 
@@ -47,6 +47,17 @@ def test_the_simulated_rule_is_the_products(monkeypatch):
     monkeypatch.setattr(measure_gate.stats, "WINSOR", 1.0)
     monkeypatch.setattr(measure_gate, "vote", measure_gate.mean_of_three)
     assert "baseline [" in measure_gate.differs_from_the_rule(measure_gate.SimulatedMachine(SEED), cases=200)
+
+
+def test_the_simulated_rule_of_cases_that_wait_for_the_host_is_the_products(monkeypatch):
+    machine = measure_gate.SimulatedMachine(SEED)
+    assert measure_gate.waiting_differs_from_the_gate(machine, cases=60) == ""
+    for broken in ({"prior": 0.01}, {"doubted_from": 0.5}):
+        monkeypatch.setattr(measure_gate, "ON_THE_HOST", measure_gate.ON_THE_HOST._replace(**broken))
+        assert measure_gate.waiting_differs_from_the_gate(machine, cases=60)
+        monkeypatch.undo()
+    monkeypatch.setattr(measure_gate, "ON_THE_GPU", measure_gate.Terms())
+    assert measure_gate.waiting_differs_from_the_gate(machine, cases=60)
 
 
 def test_the_method_of_the_trend_keeps_its_claims():
