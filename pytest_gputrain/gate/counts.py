@@ -105,7 +105,7 @@ def judge_counts(
     pairs = _pairs(before, now)
     if not pairs:
         return None
-    if now.are_of_further_steps and before.first != now.first:
+    if now.on_cpu and before.first != now.first:
         terms = dataclasses.replace(terms, mode="tell")
     graphs = before.launches_graphs or now.launches_graphs
     figures = [figure for figure in _judged_figures(terms) if figure in now.figures and (graphs or figure != "gpu_work")]
@@ -169,7 +169,7 @@ def _aligned(before: Counts, now: Counts, again: Counts | None) -> tuple[Counts,
     def without(steps: int, counts: Counts) -> Counts:
         return msgspec.structs.replace(counts, steps=counts.steps[max(0, steps) :])
 
-    later = 0 if now.are_of_further_steps else now.first - before.first
+    later = 0 if now.on_cpu else now.first - before.first
     return without(later, before), without(-later, now), None if again is None else without(-later, again)
 
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from msgspec import UNSET
 
-from pytest_gputrain.records import BaselineRun, Environment, Measurement
+from pytest_gputrain.records import BaselineRun, Measurement
 
 WHY_GPU_SECONDS_ARE_NOT_JUDGED: Final = "how much GPU seconds of one case differ has not been measured yet"
 """What a run says of GPU seconds that have changed. Empty, they are judged: ``tools/gpu_session.py --plan time`` measures on
@@ -24,6 +24,8 @@ _CHANGED_BELOW: Final = 0.85
 """A step that was busier than `GPU_BOUND` has changed below this share, and the other way round."""
 LEAST_HOST_TOLERANCE: Final = 0.10
 """By how much wall seconds of a step that waits for the host may grow at least, on the machine of its baseline."""
+_HELD_UP: Final = 0.05
+"""The share of the time for which threads wait for a CPU core, from which on others use the host."""
 HOST_PRIOR_SD: Final = 0.06
 """Between processes, of such wall seconds: s0 of `pytest_gputrain.gate.step_times`."""
 GPU_PRIOR_SD: Final = 0.025
@@ -91,12 +93,16 @@ def _busy_share(runs: _Runs) -> float | None:
     return statistics.median(shares) if shares else None
 
 
-def other_machine(here: Environment, fitted: Sequence[BaselineRun]) -> str:
-    """Say that a run is not known to be on the machine of its baseline, ``on another machine``; empty where it is.
+def other_host(measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -> str:
+    """Say how the host of today's runs differs from that of the baseline, ``on another machine``; empty where it does not.
 
-    Names, models of CPU and numbers of cores do not tell: three virtual machines with the same differed by 28 %. GPUs do.
+    Names, models of CPU and numbers of cores do not tell: three virtual machines with the same differed by 28 %. GPUs do. A
+    machine whose cores are taken by other programs is another one, too.
     """
-    recorded = [run.environment.gpu_digests for run in fitted]
+    here, recorded = measured[0].environment, [run.environment.gpu_digests for run in fitted]
+    waiting = statistics.median(run.core_wait_share or 0.0 for run in measured)
+    if waiting >= _HELD_UP:
+        return f"while its threads waited for a CPU core in {100 * waiting:.0f} % of the time"
     if here.gpu_digests is UNSET or UNSET in recorded:
         return "on a machine that may be another one"
     known = {digest for digests in recorded for digest in digests or ()}

@@ -26,7 +26,7 @@ from pytest_gputrain.gate.host_bound import (
     WHY_GPU_SECONDS_ARE_NOT_JUDGED,
     Pace,
     gpu_seconds,
-    other_machine,
+    other_host,
     pace,
 )
 from pytest_gputrain.gate.memory import (
@@ -274,7 +274,7 @@ def _step_seconds(
     circumstances: Circumstances,
 ) -> _JudgedMetric:
     """Judge wall seconds by the time tolerance, or where the GPU waits for the host by what the host is known to vary."""
-    other = other_machine(measured[0].environment, fitted)
+    other = other_host(measured, fitted)
     if found.is_host_bound and other:
         value, baseline = statistics.median(run.median_step_seconds for run in measured), statistics.median(_medians(fitted))
         limit, slower = baseline * (1 + tolerance.host_time), format_percent(value / baseline - 1, signed=False)

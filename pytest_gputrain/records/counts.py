@@ -294,11 +294,6 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise ValueError(f"a step is of kind {max(self.steps)}, and there are {len(self.kinds)} kinds, from 0")
 
     @property
-    def are_of_further_steps(self) -> bool:
-        """Whether the counted steps run behind the timed ones."""
-        return self.on_cpu or self.profiled
-
-    @property
     def usual_kind(self) -> int:
         """The kind of most steps; of several kinds with as many steps the one that came last."""
         return max(reversed(self.steps), key=self.steps.count)

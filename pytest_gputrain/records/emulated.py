@@ -40,6 +40,7 @@ _MEASURED_ONLY: Final = frozenset(
     {
         "batch_size",
         "counted_threads",
+        "core_wait_share",
         "counts_exactly",
         "environment",
         "free_bytes",

@@ -239,6 +239,9 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """These processes, and memory in use that no process seems to own."""
     telemetry: Telemetry | None = None
     """Energy, power and clocks of its GPUs."""
+    core_wait_share: float | None = None
+    """The share of the timed steps in which threads of the process were ready to run and had no CPU core. None if the kernel
+    does not tell."""
     environment: Environment
     """The machine and the software of the measurement."""
 

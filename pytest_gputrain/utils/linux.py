@@ -1,4 +1,5 @@
-"""Asks Linux to end a process with its parent, to hand it orphans, and how often it killed processes for want of memory."""
+"""Asks Linux to end a process with its parent, to hand it orphans, how often it killed processes for want of memory, and how
+long threads waited for a CPU core."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -40,6 +42,27 @@ def _prctl(option: int, value: int) -> None:
 
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(option, value)
+
+
+class CoreWait:
+    """How long threads of this process are ready to run and have no CPU core, from now on."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic_ns(), self._waited()
+
+    def share(self) -> float | None:
+        """Return that share of the time, at most 1 for all threads together; None where the kernel does not tell."""
+        (begin, before), now = self._begin, self._waited()
+        return None if before is None or now is None else min(1.0, (now - before) / (time.monotonic_ns() - begin))
+
+    @staticmethod
+    def _waited() -> int | None:
+        """Return the nanoseconds until now."""
+        waited = []
+        for path in (_ROOT / "proc/self/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # of a thread that has just ended
+                waited.append(int(path.read_text().split()[1]))
+        return sum(waited) if waited else None
 
 
 def oom_kills() -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.records import Case, EmulatedRun, Measurement, Served, Task
+from pytest_gputrain.utils.linux import CoreWait
 from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, check_peak, finite_losses, local
 from pytest_gputrain.worker.compiling import CompileCalls, uncompiled
@@ -214,13 +215,19 @@ class Measuring:
         group.barrier()
         self._progress.enter("measure")
         updates = schedule(self._whole(_steps_to_time(task, training, group)), case.gradient_accumulation)
+        core_wait = CoreWait()
         step_seconds = yield from self._timed(training, updates, report, begin)
+        core_wait_share = core_wait.share()
 
         peaks = device.peaks()
         counting.close()
         losses = tuple(float(loss) for loss in training.losses)
         figures = self._unchecked(training, step_seconds, warmup_seconds, losses, peaks, counter)
-        figures = msgspec.structs.replace(figures, uncompiled=self._compile_calls.any and counter is not None)
+        figures = msgspec.structs.replace(
+            figures,
+            uncompiled=self._compile_calls.any and counter is not None,
+            core_wait_share=core_wait_share,
+        )
         self._keep(figures)
         self._progress.enter("check")
         check_peak(peaks, 0 if training.model is None else model_bytes(training.model, device.torch_device))

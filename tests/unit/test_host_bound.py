@@ -86,6 +86,18 @@ def test_a_machine_is_known_by_its_gpus_and_not_by_its_name():
     assert _judge(_took(1.4, 0.23), _stored(on=unknown)).status == "pass"
 
 
+def test_a_host_whose_cores_are_taken_is_another_one():
+    for share, status in ((0.04, "regressed"), (0.06, "pass"), (None, "regressed")):
+        verdict = _judge(_took(2.0, 0.23, core_wait_share=share), _stored())
+        assert verdict.status == status
+    assert (
+        "while its threads waited for a CPU core in 6 % of the time"
+        in _judge(_took(2.0, 0.23, core_wait_share=0.06), _stored()).sentence
+    )
+    one_of_three = [_took(2.0, 0.23, core_wait_share=share) for share in (0.5, 0.0, 0.0)]
+    assert _judge(one_of_three, _stored()).status == "regressed"
+
+
 def test_wall_seconds_of_a_host_that_varies_are_held_to_its_own_spread():
     logs = (-0.25, -0.1, 0.0, 0.1, 0.25)
     varied = baseline(*(baseline_run(step_seconds=(math.exp(x),), gpu_steps=_steps(0.2), environment=HERE) for x in logs))
@@ -191,7 +203,7 @@ def test_the_noise_of_hosts_is_not_expected_of_steps_that_wait_for_none():
 
 
 def _asked(**figures):
-    return Counts(steps=(0,) * 5, kinds=(StepCounts(**figures),), profiled=True, first=13)
+    return Counts(steps=(0,) * 5, kinds=(StepCounts(**figures),), profiled=True)
 
 
 @pytest.mark.parametrize(
@@ -213,12 +225,6 @@ def test_what_profiled_steps_ask_for_is_judged_on_gpus_of_one_model(before, now,
     assert (verdict.metric("waits").status == "not-comparable") is not compared
     unconfirmed = _judge([_took(1.0, 0.23, counts=_asked(waits=waits)) for waits in (2, 1)], _stored(counts=_asked(waits=1)))
     assert unconfirmed.status == "inconclusive"
-
-
-def test_profiled_steps_after_another_number_of_steps_are_told_only():
-    later = msgspec.structs.replace(_asked(waits=2), first=23)
-    verdict = _judge([_took(1.0, 0.23, counts=later)] * 2, _stored(counts=_asked(waits=1)))
-    assert (verdict.status, verdict.metric("waits").note[:7]) == ("pass", "waits f")
 
 
 def test_a_baseline_whose_gpu_begins_to_wait_lets_more_pass():

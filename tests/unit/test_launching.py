@@ -119,6 +119,7 @@ def _of_rank(number, **fields):
         flops_per_step=many,
         recomputed_flops_per_step=few,
         own_seconds=(0.5, 0.25 * many),
+        core_wait_share=few / 10,
         environment=gpu_environment(host="one"),
         **fields,
     )

@@ -1,4 +1,4 @@
-"""Tests how kills for want of memory are counted, on made-up files of Linux."""
+"""Tests how kills for want of memory are counted, and waits for a core, on made-up files of Linux."""
 
 import pytest
 
@@ -62,3 +62,26 @@ def test_kills_are_those_of_this_control_group(tmp_path, monkeypatch, files, kil
         path.write_text(text)
     monkeypatch.setattr(linux, "_ROOT", tmp_path)
     assert linux.oom_kills() == kills
+
+
+def test_threads_wait_for_a_core_together_for_no_longer_than_the_time(tmp_path, monkeypatch):
+    now = [10_000]
+    monkeypatch.setattr(linux, "_ROOT", tmp_path)
+    monkeypatch.setattr(linux.time, "monotonic_ns", lambda: now[0])
+    waits = linux.CoreWait()
+    now[0] += 1000
+    assert waits.share() is None, "the kernel does not tell"
+
+    def waited(*nanoseconds):
+        for thread, waiting in enumerate(nanoseconds):
+            file = tmp_path / "proc/self/task" / str(thread) / "schedstat"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"77 {waiting} 5\n")
+
+    waited(100, 50)
+    waits = linux.CoreWait()
+    waited(300, 100)
+    now[0] += 1000
+    assert waits.share() == 0.25
+    waited(3000, 100)
+    assert waits.share() == 1.0

@@ -40,6 +40,9 @@ def merge(replies: Sequence[Reply | Served | EmulatedRun]) -> Measurement:
         environment=msgspec.structs.replace(first.environment, hosts=hosts if len(hosts) > 1 else ()),
         step_seconds=tuple(map(max, slowest)),
         warmup_seconds=tuple(map(max, slowest_warmup)),
+        core_wait_share=max(
+            (reply.core_wait_share for reply in measured if reply.core_wait_share is not None), default=None
+        ),
         gpu_steps=_slowest_gpu([reply.gpu_steps for reply in measured]),
         input_seconds=max((reply.input_seconds for reply in measured if reply.input_seconds is not None), default=None),
         losses=tuple(sum(step) / len(measured) for step in zip(*(reply.losses for reply in measured), strict=False)),
