@@ -65,10 +65,10 @@ def test_what_became_of_a_part_is_told(outcomes, status, skipped):
     assert (came.status, came.skipped) == (status, skipped)
 
 
-def test_a_part_that_too_little_time_is_left_for_is_skipped_and_the_readme_s_command_must_be_installed():
+def test_a_part_that_too_little_time_is_left_for_is_left_out_and_the_readme_s_command_must_be_installed():
     came = outcome(RAY, minutes_left=3)
-    assert came.status == "skipped"
-    assert came.skipped == ("all of it: 3 of 85 minutes are left, too few",)
+    assert came.status == ci.INCOMPLETE
+    assert came.skipped == ("all of it: 3 of 70 minutes are left, too few",)
     assert outcome(ci.PARTS[0], ran("ERROR: no network\n", status=1), minutes_left=90).status == "failed"
 
 
@@ -78,8 +78,8 @@ def test_a_part_that_too_little_time_is_left_for_is_skipped_and_the_readme_s_com
         (RAY.minutes - 1, "E", "failed, as its time was over", ()),
         (RAY.minutes - 1, "tests/plugin/test_fleet.py ..F.s [ 20%]\n", "failed, as its time was over", ()),
         (RAY.minutes - 1, ".F......", "failed, as its time was over", ()),
-        (RAY.minutes - 1, "E   File\n", "skipped", ("the rest of it: the 85 minutes of the whole run were over",)),
-        (RAY.minutes - 1, "..s.x   [ 20%]\n", "skipped", ("the rest of it: the 85 minutes of the whole run were over",)),
+        (RAY.minutes - 1, "E   File\n", ci.INCOMPLETE, ("the rest of it: the 70 minutes of the whole run were over",)),
+        (RAY.minutes - 1, "..s.x   [ 20%]\n", ci.INCOMPLETE, ("the rest of it: the 70 minutes of the whole run were over",)),
         (RAY.minutes + 1, "", "failed, as its time was over", ()),
     ],
 )
@@ -115,6 +115,16 @@ def test_the_last_lines_name_every_part_and_every_skip(capsys):
     with pytest.raises(SystemExit):
         ci.main(["fast"])
     assert "there is no part fast; the parts are quick," in capsys.readouterr().err
+
+
+def test_a_run_that_left_out_a_part_says_so_last_and_is_red_on_github():
+    complete, cut = ci.Outcome("bare", "passed", 1.0, ()), ci.Outcome("ray", ci.INCOMPLETE, 0.0, ("all of it: no time",))
+    assert ci.told([complete, cut]).splitlines()[-1] == "incomplete: 70 minutes were too few for ray"
+    assert "incomplete" not in ci.told([complete])
+    on_github = {"GITHUB_ACTIONS": "true"}
+    assert [ci.exit_status(of, on_github) for of in ([complete], [complete, cut])] == [0, 1]
+    assert ci.exit_status([complete, cut], {}) == 0
+    assert ci.exit_status([complete._replace(status="failed, as its time was over")], {}) == 1
 
 
 def test_the_oldest_versions_are_those_that_are_allowed():
