@@ -166,7 +166,7 @@ class Recorder:
         if not folder or os.getpid() != self._process or not torch.cuda.is_initialized():
             return
         counts = self._counter.report() if self._counter is not None else {}
-        snapshot = torch.cuda.memory._snapshot()
+        snapshot = _snapshot(torch)
         torch.cuda.memory._record_memory_history(enabled=None)
         devices = [
             {"gpu": _gpu(torch, device), **_device(device, self.keep_peaks(device), snapshot)}
@@ -187,6 +187,21 @@ class Recorder:
         part = path.with_suffix(".part")
         part.write_text(json.dumps(report))
         part.rename(path)
+
+
+def _snapshot(torch: ModuleType) -> Any:
+    """Return torch's memory history, without its compiler being imported for it, which takes longer than a small program.
+
+    Torch looks there for the lines of compiled code, and a program that has not imported it compiled none.
+    """
+    absent = "torch._inductor" not in sys.modules
+    if absent:
+        vars(torch)["_inductor"] = None
+    try:
+        return torch.cuda.memory._snapshot()
+    finally:
+        if absent:
+            del vars(torch)["_inductor"]
 
 
 def _gpu(torch: ModuleType, device: int) -> int:
