@@ -3,18 +3,24 @@
 import functools
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
+import uuid
 from pathlib import Path
 
 import pytest
 
 import pytest_gputrain
-from pytest_gputrain.hardware.emulation import build, libraries
+from pytest_gputrain.hardware.emulation import boards, build, libraries
+from pytest_gputrain.hardware.emulation.environment import emulated_environment
 from pytest_gputrain.utils.errors import CannotEmulate
 
 ROOT = Path(pytest_gputrain.__file__).parents[1]
+PRELOADED = Path(__file__).parent / "preloaded"
+READ_AT_START = ("CUDA", "GPUTRAIN", "HF_", "LD_", "NVIDIA", "OMP_", "PYTHON", "PYTORCH", "TORCH", "TRITON", "XDG")
+"""Begin the names of variables that Python or a library may read when it is started or imported."""
 
 
 @pytest.fixture(scope="session")
@@ -34,20 +40,61 @@ def stand_ins(torch):
         pytest.skip(str(error))
 
 
-def _run(folder, command, variables, text=None):
+def _environment(variables):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environ = {name: value for name, value in os.environ.items() if name not in ("CI", "GPUTRAIN_PARENT")}
-    environ |= {"PYTHONPATH": path, "COLUMNS": "400", **variables}
+    return environ | {"PYTHONPATH": path, "COLUMNS": "400", **variables}
+
+
+def _run(folder, command, variables, text=None):
     return subprocess.run(
-        command, cwd=folder, env=environ, input=text, capture_output=True, text=True, check=False, timeout=600
+        command,
+        cwd=folder,
+        env=_environment(variables),
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
     )
 
 
-@pytest.fixture
-def emulate(stand_ins, tmp_path):
-    """Run a program on an emulated GPU: its completed process, and the report."""
+@pytest.fixture(scope="session")
+def preloaded(stand_ins, torch):
+    """Return the variables that have processes on an emulated GPU forked from one with torch imported, and with those given.
 
-    def run(code, *arguments, gpu="h100", gpus=1, options=(), **variables):
+    What is given variables that are read earlier starts by an interpreter of its own, as all do for a user.
+    """
+    address, board = uuid.uuid4().hex, boards.board("h100")
+    environ = _environment({})
+    environ["PYTHONPATH"] += f"{os.pathsep}{PRELOADED}"
+    description = boards.describe(board, kernels=boards.find_kernels(board, stand_ins.architectures, torch.version))
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"\0{address}")
+        listening.listen()
+        process = subprocess.Popen(
+            [sys.executable, PRELOADED / "preloaded.py", str(listening.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listening.fileno()],
+            env=emulated_environment(environ, stand_ins, description),
+        )
+    with process:
+        forked = {"GPUTRAIN_TESTS_PRELOADED": address, "PYTHONPATH": environ["PYTHONPATH"]}
+        yield lambda given: given if any(name.startswith(READ_AT_START) for name in given) else {**forked, **given}
+        process.stdin.close()
+
+
+@pytest.fixture
+def emulate(preloaded, tmp_path):
+    """Run a program on an emulated GPU: its completed process, and the report.
+
+    Args:
+        fresh: start it as a user does, by an interpreter of its own.
+    """
+
+    def run(code, *arguments, gpu="h100", gpus=1, options=(), fresh=False, **variables):
+        variables = variables if fresh else preloaded(variables)
         script, report = tmp_path / "train.py", tmp_path / "report.json"
         script.write_text(textwrap.dedent(code))
         command = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", gpu, f"--gpus={gpus}", *options]
@@ -71,13 +118,14 @@ def emulate_parts(emulate):
 
 
 @pytest.fixture(scope="session")
-def run_tests_in(stand_ins):
+def run_tests_in(preloaded):
     """Run pytest in a folder on an emulated H100: its completed process, and the results of its report by test."""
 
-    def run(folder, *arguments, emulated=True, below=(), **variables):
+    def run(folder, *arguments, emulated=True, below=(), fresh=False, **variables):
         (folder / "tox.ini").write_text("[pytest]\n")
         options = ["-q", "-p", "no:cacheprovider", "--rootdir=.", "--gpu-json=report.json"]
         options += ["--gpu-platform=h100", "--gpu-emulate"] if emulated else []
+        variables = variables if fresh else preloaded(variables)
         done = _run(folder, [*below, sys.executable, "-m", "pytest", *options, *arguments], variables)
         report = folder / "report.json"
         results = json.loads(report.read_bytes())["results"] if report.exists() else []

@@ -4,6 +4,7 @@ import importlib.machinery
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,7 +49,7 @@ LOOP = """
 
 
 def test_a_loop_is_told_its_peak_its_lines_and_its_output(emulate):
-    done, report = emulate(LOOP)
+    done, report = emulate(LOOP, fresh=True)
     assert done.returncode == 0, done.stderr
     parameters = 4 * (2 * 4096 * 16384 + 16384 + 4096)
     allocated = int(done.stdout.split()[1])
@@ -73,6 +74,34 @@ def test_a_loop_is_told_its_peak_its_lines_and_its_output(emulate):
     assert sum(parts.values()) == device["peak"]["bytes"]
     assert max(in_use for _, in_use, _ in device["course"]) == device["peak"]["bytes"]
     assert max(reserved for _, _, reserved in device["course"]) == device["peak_reserved"]
+
+
+ENDS = ("torch.empty(90 << 30, dtype=torch.uint8, device='cuda')", "os.kill(os.getpid(), 9)")
+OF_ONE_RUN = r"(?<=process )\d+|(?<=process\": )\d+|(?<=came )[0-9.]+ s|(?<=seconds\": )[0-9.e-]+|(?<=\[W)\d+ [0-9:.]+"
+"""What differs between two runs of a program: ids of processes, and times."""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_forked_program_is_as_one_in_its_own_interpreter(emulate, end):
+    code = f"""{LOOP}
+    import atexit, os, sys, __main__
+    atexit.register(lambda: print("at the end", torch.cuda.memory_allocated()))
+    own = ("PYTHONPATH", "GPUTRAIN_EMULATED_DEVICE", "GPUTRAIN_EMULATED_STATE", "TORCHINDUCTOR_CACHE_DIR")
+    print(sorted((name, value) for name, value in os.environ.items() if name not in own))
+    print(sys.argv, sys.orig_argv, sys.flags, os.getcwd(), __name__, __file__, __main__.step is step)
+    print(sys.stdin.read(), len(os.listdir("/proc/self/fd")), [entry for entry in sys.path if "preloaded" not in entry])
+    print(torch.initial_seed(), flush=True)
+    {end}
+    """
+    runs = [emulate(code, "--lr", fresh=fresh) for fresh in (True, False)]
+    (fresh, report), (forked, same) = runs
+    lines, others = (done.stdout.splitlines() for done in (fresh, forked))
+    assert lines.pop(4) != others.pop(4)  # the seeds
+    assert others == lines
+    assert forked.returncode == fresh.returncode
+    assert [re.sub(OF_ONE_RUN, "", told) for told in (forked.stderr, json.dumps(same))] == [
+        re.sub(OF_ONE_RUN, "", told) for told in (fresh.stderr, json.dumps(report))
+    ]
 
 
 def test_a_program_runs_as_it_would_on_a_gpu_and_opens_no_file_of_a_device(emulate, tmp_path):
@@ -123,7 +152,7 @@ def test_an_emulation_within_another_has_the_figures(emulate, tmp_path):
         command = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu=a100", "--json=inner.json", "--"]
         sys.exit(subprocess.run([*command, sys.executable, "inner.py"]).returncode)
     """
-    done, outer = emulate(code)
+    done, outer = emulate(code, fresh=True)
     assert (done.returncode, done.stdout) == (0, "[1, 1, 1]\n"), done.stderr
     assert outer["use"] == []
     assert "never used the GPU" in done.stderr
@@ -154,9 +183,24 @@ def test_what_cannot_be_emulated_is_refused_with_what_to_do(emulate, way, tmp_pa
     (other / "torch" / "__init__.py").write_text("")
     sentence, code = (text.format(other=str(other)) for text in REFUSED[way])
     variables = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"} if way == "another allocator" else {}
-    done, _ = emulate(code, **variables)
+    done, _ = emulate(code, fresh=True, **variables)
     assert done.returncode == 1
     assert sentence in done.stderr
+
+
+def test_a_program_that_compiles_nothing_never_loads_the_compiler(emulate):
+    """The report is written after the program's last line, and torch looks for compiled code when it tells its history."""
+    done, report = emulate(
+        """
+        import atexit, sys
+        atexit.register(lambda: print([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]))
+        import torch
+        x = torch.ones(1 << 20, device="cuda")
+        """,
+        fresh=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    assert only_device(report)["peak"]["tensors"][0]["where"] == "train.py:5 in <module>"
 
 
 def test_two_runs_allocate_and_reserve_the_same(emulate):
@@ -214,7 +258,7 @@ def test_memory_that_a_library_was_refused_does_not_fit_and_what_torch_asks_for_
 
 
 def test_a_program_that_ends_without_pythons_end_leaves_the_drivers_figures(emulate):
-    done, report = emulate("import os, torch; x = torch.empty(1 << 30, device='cuda'); os._exit(3)")
+    done, report = emulate("import os, torch; x = torch.empty(1 << 30, device='cuda'); os._exit(3)", fresh=True)
     assert done.returncode == 3
     assert [use["peak_bytes"] for use in report["use"]] == [4 * GIB + CONTEXT_BYTES]
     assert report["processes"] == []
