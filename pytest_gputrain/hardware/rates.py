@@ -1,12 +1,47 @@
-"""Finds the peak rates of a GPU of the catalog for a case: FLOP/s by arithmetic, and the bandwidth of its memory."""
+"""Finds what a GPU of the catalog sustains in practice, by kind of kernel.
+
+The figures stand in ``rates.toml``, each with its source.
+"""
 
 from __future__ import annotations
 
+import functools
+import tomllib
+from pathlib import Path
+from typing import Any, Final
+
 from pytest_gputrain.hardware.catalog import PLATFORMS
-from pytest_gputrain.records import Rates
+from pytest_gputrain.records import Peaks, Rates
+
+FILE: Final = Path(__file__).with_name("rates.toml")
 
 
-def rates_of(marker: str, tf32: bool | None) -> Rates:
+@functools.cache
+def rates_of(marker: str) -> Rates | None:
+    """Return the rates of the GPU with that marker; None where they are not known.
+
+    Raises:
+        KeyError: the catalog has no such marker, or the file no such source.
+    """
+    file: dict[str, Any] = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    platform, board = PLATFORMS[marker], file["boards"].get(marker)
+    if board is None:
+        return None
+    kinds: dict[str, float] = {}
+    for figures in board["from"].values():
+        kinds |= figures
+    tf32 = {"tf32": platform.tf32_flops} if platform.tf32_flops else {}
+    return Rates(
+        board=marker,
+        flops=platform.peak_flops | tf32,
+        bandwidth=platform.bandwidth,
+        multiprocessors=platform.multiprocessors,
+        kinds=kinds,
+        measured=any(file["sources"][source].get("measured", False) for source in board["from"]),
+    )
+
+
+def peaks_of(marker: str, tf32: bool | None) -> Peaks:
     """Return the peak rates of the GPU with that marker.
 
     Args:
@@ -22,4 +57,4 @@ def rates_of(marker: str, tf32: bool | None) -> Rates:
         flops |= {} if rate is None else {"fp32": rate}
     elif tf32 is None and rate not in (None, flops["fp32"]):
         flops["tf32"] = rate
-    return Rates(flops=flops, bandwidth=platform.bandwidth)
+    return Peaks(flops=flops, bandwidth=platform.bandwidth)

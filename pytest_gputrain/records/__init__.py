@@ -6,9 +6,10 @@ Both sides of the process boundary import this module, so it needs neither pytes
 field is keyword-only and carries its unit in its name, and one definition serves the wire, the files and the JSON Schema.
 """
 
-from pytest_gputrain.records.case import FORMAT, Case, Limit, Rates, Scale, Task, knob_text
+from pytest_gputrain.records.case import FORMAT, Case, Limit, Peaks, Scale, Task, knob_text
 from pytest_gputrain.records.counts import CountCause, CountFigure, CountName, Counts, Place, SlowClass, StepCounts
 from pytest_gputrain.records.emulated import EmulatedRun, OperatorWork, Recorded
+from pytest_gputrain.records.expected import ExpectedTime, Part, Rates, TracedCall
 from pytest_gputrain.records.fleet import Conditions, Delivery, Host, Order
 from pytest_gputrain.records.history import HistoryLine
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase
@@ -81,6 +82,7 @@ __all__ = [
     "EmulatedRun",
     "Environment",
     "Event",
+    "ExpectedTime",
     "GpuSteps",
     "HistoryLine",
     "Holder",
@@ -100,6 +102,8 @@ __all__ = [
     "Order",
     "Origin",
     "OutOfMemory",
+    "Part",
+    "Peaks",
     "Phase",
     "Place",
     "Published",
@@ -120,6 +124,7 @@ __all__ = [
     "Task",
     "Telemetry",
     "TimedOut",
+    "TracedCall",
     "TrainingPhase",
     "Trends",
     "Verdict",

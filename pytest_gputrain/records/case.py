@@ -233,7 +233,7 @@ class Limit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether it holds from the first step on, and not while the model is built."""
 
 
-class Rates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Peaks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The peak rates of a GPU for one case."""
 
     flops: dict[str, float]
@@ -276,7 +276,7 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether it is counted what each step asks of an emulated GPU, or of a CPU."""
     limit: Limit | None = None
     """The memory of an emulated GPU, if it is not to be its own."""
-    rates: Rates | None = None
+    peaks: Peaks | None = None
     """Peak rates of the emulated GPU, which give the least time of a step; None if nobody asks for it."""
     memory_only: bool = False
     """Whether nothing but the bytes that a case takes of an emulated GPU is asked for: no work of its operators, which takes

@@ -9,6 +9,7 @@ from msgspec import UNSET, Struct, UnsetType, field
 
 from pytest_gputrain.records.case import Case, Scale
 from pytest_gputrain.records.counts import Counts
+from pytest_gputrain.records.expected import ExpectedTime
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase, without_lines
 from pytest_gputrain.records.whole import Whole
 
@@ -131,6 +132,8 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     roofline_seconds: float | None = None
     """The least time of that step: the sum, over its operators, of the larger of arithmetic and memory traffic at the peak
     rates of the GPU. Not stored in baselines."""
+    expected: ExpectedTime | None = None
+    """How long that step takes on the GPU, by estimate; None if it was not asked for. Not stored in baselines."""
     operators: dict[str, OperatorWork] = field(default_factory=dict)
     """The work of each operator in that step, including recomputation."""
     counts: Counts | None = None
@@ -175,6 +178,7 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
             counts=self.counts.as_stored() if self.counts else None,
             peak_bytes_by_origin={},
             roofline_seconds=None,
+            expected=None,
         )
 
 

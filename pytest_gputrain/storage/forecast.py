@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from pytest_gputrain.cases.identity import key_of
-from pytest_gputrain.hardware.rates import rates_of
-from pytest_gputrain.records import Case, EmulatedRun, Rates
+from pytest_gputrain.hardware.rates import peaks_of
+from pytest_gputrain.records import Case, EmulatedRun, Peaks
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.emulated import EmulationStore
 
@@ -49,7 +49,7 @@ class Forecast:
         run = self.of(suite, case)
         if run is None or not run.operators:
             return None
-        return _least_seconds(run, rates_of(self.platform, case.tf32), case.precision) * (case.steps + case.warmup)
+        return _least_seconds(run, peaks_of(self.platform, case.tf32), case.precision) * (case.steps + case.warmup)
 
     def order(
         self, tests: list[Test], file_of: Callable[[Test], object], asks: Callable[[Test], tuple[str, list[Case]]]
@@ -78,7 +78,7 @@ class Forecast:
         return (0, sum(seconds)) if len(seconds) == len(cases) else (1, 0.0)
 
 
-def _least_seconds(run: EmulatedRun, rates: Rates, precision: str) -> float:
+def _least_seconds(run: EmulatedRun, rates: Peaks, precision: str) -> float:
     """Return the least time of a step: the sum, over its operators, of the larger of arithmetic and memory traffic.
 
     It is a lower bound of ``roofline_seconds``, which baselines do not keep: all calls of an operator count as one.

@@ -50,7 +50,7 @@ class EmulatedFigures:
 
     def __init__(self, device: Accelerator, lines: OwnLines | None, task: Task) -> None:
         self._lines = AutogradLines(lines.of_frame if lines else None)
-        self._rates = task.rates
+        self._rates = task.peaks
         self.counter = StepCounter(lines) if task.counts else None
         self.allocations = DeviceAllocations(
             device,

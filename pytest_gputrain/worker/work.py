@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from pytest_gputrain.records import OperatorWork, Rates
+from pytest_gputrain.records import OperatorWork, Peaks
 from pytest_gputrain.worker.allocations import name_of, strided_parts
 from pytest_gputrain.worker.checks import local
 from pytest_gputrain.worker.flops import FlopCount, is_convolution, type_of
@@ -34,7 +34,7 @@ class WorkCount(FlopCount):
         rates: of the GPU, for the least time of the step; None if that is not asked for.
     """
 
-    def __init__(self, line: Callable[[], str], rates: Rates | None) -> None:
+    def __init__(self, line: Callable[[], str], rates: Peaks | None) -> None:
         super().__init__()
         self._line = line
         self._of_flop = {name: 1 / rate for name, rate in rates.flops.items()} if rates else {}

@@ -1,0 +1,95 @@
+"""Defines the records of expected seconds: the calls of a step, what a GPU sustains, and the estimate made of both."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from msgspec import Struct, field
+
+from pytest_gputrain.records.whole import Whole
+
+Part = Literal["matrix products", "attention", "convolutions", "pointwise", "optimizer", "communication"]
+"""The parts of a step on the GPU. ``pointwise`` is all other traffic of memory: normalizations, losses and copies, too."""
+
+LIKELY: Final = (0.85, 1.25)
+"""The interval as multiples of the estimate, on a board whose rates were measured: it held for 85 % of held-out steps."""
+ROUGH: Final = (0.7, 2.0)
+"""The same on a board of which only public rates are known: it held for 80 % of the steps of boards that were left out."""
+
+
+class TracedCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one operator was called with in a step, and how often."""
+
+    operator: str
+    """Its name without the namespace ``aten``: ``mm``, ``_foreach_add_``, ``mylibrary.myoperator``."""
+    shapes: tuple[tuple[Whole, ...], ...] = ()
+    """The shapes of its first four tensors; empty where it has no FLOPs."""
+    dtype: str = ""
+    """The type of its first tensor: ``bf16``, ``fp16``, ``fp32``, ``float64``."""
+    flags: tuple[str, ...] = ()
+    """What decides on its kernel: ``causal``, ``masked``, ``tf32`` (allowed), ``channels_last``, ``view`` (moves nothing),
+    ``list`` (many tensors in one kernel), ``optimizer`` (within its step)."""
+    count: Whole = 1
+    flops: Whole = 0
+    """Of one call."""
+    read: Whole = 0
+    """Bytes that one call reads."""
+    written: Whole = 0
+    """Bytes that one call writes."""
+
+
+class Rates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a board computes and moves at most, and which share of it kernels sustain."""
+
+    board: str
+    """Its catalog marker."""
+    flops: dict[str, float]
+    """Peak FLOP/s by arithmetic: ``fp32``, ``tf32``, ``bf16``, ``fp16``. What the vendor does not tell is missing."""
+    bandwidth: float
+    """Bytes per second of the device memory."""
+    multiprocessors: int
+    kinds: dict[str, float]
+    """What is sustained, by kind of kernel as rates.toml names it: shares of a peak, microseconds, or bytes."""
+    measured: bool
+    """Whether the figures were measured on such a board for this purpose; otherwise they are public ones, and rough."""
+
+
+class ExpectedTime(Struct, frozen=True, kw_only=True):
+    """The estimate of how long a step takes on a GPU that is not here. It is never compared with a measured time."""
+
+    seconds: float | None
+    """The estimate, the larger of the GPU's seconds and the host's; None if there is none, and ``unknown`` says why."""
+    low: float | None = None
+    """The lower end of the interval."""
+    high: float | None = None
+    """The upper end of the interval."""
+    rough: bool = False
+    """Whether only public rates of the board are known, so that the interval is wide."""
+    parts: dict[Part, float] = field(default_factory=dict)
+    """Seconds of the GPU by part."""
+    host_seconds: float = 0.0
+    """The time that the host needs to call all operators, with a CPU as that of the GPU whose rates are known."""
+    not_modelled: dict[str, float] = field(default_factory=dict)
+    """Operators whose kernels are not known, with their share of the GPU's seconds if they did nothing but move their
+    bytes."""
+    unknown: str = ""
+    """A sentence that says why there is no estimate."""
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Return the seconds that the GPU computes and copies."""
+        return sum(self.parts.values())
+
+    @property
+    def host_bound(self) -> bool:
+        """Tell whether the GPU waits for the host."""
+        return self.seconds is not None and self.host_seconds > self.gpu_seconds
+
+    @property
+    def dominant(self) -> tuple[Part | Literal["host"], float] | None:
+        """Return the part that takes longest, with its share of the GPU's seconds; of a host-bound step ``host`` with the
+        share of the step in which the GPU waits. None where nothing is known."""
+        if self.host_bound:
+            return "host", 1 - self.gpu_seconds / self.host_seconds
+        part = max(self.parts, key=self.parts.__getitem__, default=None)
+        return (part, self.parts[part] / self.gpu_seconds) if part and self.gpu_seconds else None
