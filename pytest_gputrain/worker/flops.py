@@ -254,7 +254,8 @@ def _own_formulas() -> dict[Any, Any]:
     """Return the operators that torch's own counter lacks, or cannot count in all supported versions.
 
     Those are fused attention (torch knows no CPU kernel, and before 2.12 no grouped queries), products of experts with their
-    tokens, bitsandbytes' fused 4-bit product, and products whose result has a type of its own (``out_dtype``).
+    tokens, bitsandbytes' fused 4-bit product, products whose result has a type of its own (``out_dtype``), and gradients of
+    convolutions (up to 2.13 torch forgets the groups in that of the weight).
     """
     aten = torch.ops.aten
     formulas: dict[Any, Any] = {}
@@ -262,6 +263,7 @@ def _own_formulas() -> dict[Any, Any]:
         formulas[getattr(aten, f"_scaled_dot_product_{name}")] = _attention
         formulas[getattr(aten, f"_scaled_dot_product_{name}_backward")] = _attention_backward
     formulas[aten._grouped_mm] = _grouped_product
+    formulas[aten.convolution_backward] = _convolution_backward
     formulas[aten.bmm] = _products
     formulas[aten.addmm] = formulas[aten.baddbmm] = _sum_with_products
     if "bitsandbytes" in sys.modules:
@@ -284,6 +286,29 @@ def _attention_backward(
     """Count the scores once more, and the gradients of values, scores, queries and keys."""
     batch, heads, queries, width = query
     return int(2 * batch * heads * queries * key[2] * (3 * width + 2 * value[3]))
+
+
+def _convolution_backward(
+    grad: Any,
+    given: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    wanted: Any,
+    out_shape: Any = None,
+    **kwargs: Any,
+) -> int:
+    """Count as much for the gradient of the input as the forward pass has, and for that of the weight, of those ``wanted``.
+
+    The shape of the weight has the channels of one group alone.
+    """
+    positions = math.prod((given if transposed else grad)[2:])
+    return int(2 * (wanted[0] + wanted[1]) * grad[0] * positions * math.prod(weight))
 
 
 def _products(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
