@@ -10,7 +10,7 @@ from pytest_gputrain.worker.flops import count_flops
 @pytest.mark.parametrize(
     ("layer", "shape", "products"),
     [
-        # Products of two numbers in the forward pass: images x positions x channels x those of its group x places of the kernel.
+        # Products in the forward pass: images x positions x channels x those of their group x places of the kernel.
         (nn.Conv2d(3, 4, 3, padding=1), (2, 3, 5, 5), 2 * 25 * 4 * 3 * 9),
         (nn.Conv1d(4, 6, 3, groups=2), (1, 4, 8), 6 * 6 * 2 * 3),
         (nn.Conv2d(256, 256, 3, padding=1, groups=256), (2, 256, 5, 5), 2 * 25 * 256 * 9),
