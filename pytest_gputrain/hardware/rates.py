@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pytest_gputrain.hardware.catalog import PLATFORMS
-from pytest_gputrain.records import Peaks, Rates
+from pytest_gputrain.records import Rates
 
 FILE: Final = Path(__file__).with_name("rates.toml")
 
@@ -39,22 +39,3 @@ def rates_of(marker: str) -> Rates | None:
         kinds=kinds,
         measured=any(file["sources"][source].get("measured", False) for source in board["from"]),
     )
-
-
-def peaks_of(marker: str, tf32: bool | None) -> Peaks:
-    """Return the peak rates of the GPU with that marker.
-
-    Args:
-        tf32: whether the case lets fp32 be computed in TF32, or forbids it. None is torch's default: convolutions may be.
-
-    Raises:
-        KeyError: the catalog has no such marker.
-    """
-    platform = PLATFORMS[marker]
-    flops, rate = dict(platform.peak_flops), platform.tf32_flops
-    if tf32:
-        del flops["fp32"]
-        flops |= {} if rate is None else {"fp32": rate}
-    elif tf32 is None and rate not in (None, flops["fp32"]):
-        flops["tf32"] = rate
-    return Peaks(flops=flops, bandwidth=platform.bandwidth)

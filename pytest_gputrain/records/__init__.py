@@ -6,7 +6,7 @@ Both sides of the process boundary import this module, so it needs neither pytes
 field is keyword-only and carries its unit in its name, and one definition serves the wire, the files and the JSON Schema.
 """
 
-from pytest_gputrain.records.case import FORMAT, Case, Limit, Peaks, Scale, Task, knob_text
+from pytest_gputrain.records.case import FORMAT, Case, Limit, Scale, Task, knob_text
 from pytest_gputrain.records.counts import CountCause, CountFigure, CountName, Counts, Place, SlowClass, StepCounts
 from pytest_gputrain.records.emulated import EmulatedRun, OperatorWork, Recorded
 from pytest_gputrain.records.expected import ExpectedTime, Part, Rates, TracedCall
@@ -103,7 +103,6 @@ __all__ = [
     "Origin",
     "OutOfMemory",
     "Part",
-    "Peaks",
     "Phase",
     "Place",
     "Published",

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
+from pytest_gputrain.records.expected import Rates
 from pytest_gputrain.records.whole import Whole
 
 FORMAT: Final = 2
@@ -233,16 +234,6 @@ class Limit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether it holds from the first step on, and not while the model is built."""
 
 
-class Peaks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The peak rates of a GPU for one case."""
-
-    flops: dict[str, float]
-    """FLOP/s by arithmetic: ``fp32`` (that of TF32 if the case allows it), ``bf16``, ``fp16``, and ``tf32`` if convolutions
-    in fp32 may use it."""
-    bandwidth: float
-    """Bytes per second of the device memory."""
-
-
 class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The case file: everything a worker needs to know."""
 
@@ -276,8 +267,8 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether it is counted what each step asks of an emulated GPU, or of a CPU."""
     limit: Limit | None = None
     """The memory of an emulated GPU, if it is not to be its own."""
-    peaks: Peaks | None = None
-    """Peak rates of the emulated GPU, which give the least time of a step; None if nobody asks for it."""
+    rates: Rates | None = None
+    """What an emulated GPU sustains, which gives the seconds that are expected of a step; None if that is not known."""
     memory_only: bool = False
     """Whether nothing but the bytes that a case takes of an emulated GPU is asked for: no work of its operators, which takes
     a further step, and no tensors at its peaks."""

@@ -73,7 +73,7 @@ class ExpectedTime(Struct, frozen=True, kw_only=True):
     """Operators whose kernels are not known, with their share of the GPU's seconds if they did nothing but move their
     bytes."""
     unknown: str = ""
-    """A sentence that says why there is no estimate."""
+    """Why there is no estimate, as the rest of a sentence."""
 
     @property
     def gpu_seconds(self) -> float:

@@ -13,7 +13,7 @@ from pytest_gputrain.cases.deepspeed_config import with_config
 from pytest_gputrain.cases.model_config import config_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.gate.scaling import one_worker
-from pytest_gputrain.hardware.rates import peaks_of
+from pytest_gputrain.hardware.rates import rates_of
 from pytest_gputrain.records import Case, Host, Scale, Task
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.utils.errors import BadCase
@@ -40,7 +40,7 @@ def full_size_task(case: Case, root: Path, emulated: str) -> Task:
         deepspeed=further,
         model_config=config_of(case),
         emulated=emulated,
-        peaks=peaks_of(emulated, case.tf32),
+        rates=rates_of(emulated),
     )
 
 
@@ -110,7 +110,7 @@ class TaskMaker:
             model_config=config_of(case),
             growth_bytes=growth_bytes,
             emulated=self._emulated,
-            peaks=peaks_of(self._emulated, case.tf32) if self._emulated else None,
+            rates=rates_of(self._emulated) if self._emulated else None,
             counts=self._settings.counts != "off",
         )
         variables = self._environment.changes(task, inline=inline, prefetched=prefetched)

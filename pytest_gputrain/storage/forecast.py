@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from pytest_gputrain.cases.identity import key_of
-from pytest_gputrain.hardware.rates import peaks_of
-from pytest_gputrain.records import Case, EmulatedRun, Peaks
+from pytest_gputrain.hardware.catalog import PLATFORMS, Platform
+from pytest_gputrain.records import Case, EmulatedRun
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.emulated import EmulationStore
 
@@ -49,7 +49,7 @@ class Forecast:
         run = self.of(suite, case)
         if run is None or not run.operators:
             return None
-        return _least_seconds(run, peaks_of(self.platform, case.tf32), case.precision) * (case.steps + case.warmup)
+        return _least_seconds(run, PLATFORMS[self.platform], case) * (case.steps + case.warmup)
 
     def order(
         self, tests: list[Test], file_of: Callable[[Test], object], asks: Callable[[Test], tuple[str, list[Case]]]
@@ -78,15 +78,18 @@ class Forecast:
         return (0, sum(seconds)) if len(seconds) == len(cases) else (1, 0.0)
 
 
-def _least_seconds(run: EmulatedRun, rates: Peaks, precision: str) -> float:
-    """Return the least time of a step: the sum, over its operators, of the larger of arithmetic and memory traffic.
+def _least_seconds(run: EmulatedRun, platform: Platform, case: Case) -> float:
+    """Return the sum, over the operators of a step, of the larger of arithmetic and memory traffic at the peaks of the GPU.
 
-    It is a lower bound of ``roofline_seconds``, which baselines do not keep: all calls of an operator count as one.
+    It orders cases, and is shown to nobody: `expected_time` needs the calls, which baselines do not keep.
     """
-    flops = rates.flops.get(precision.removesuffix("-amp")) or max(rates.flops.values())
-    of_convolutions = max(flops, rates.flops.get("tf32", 0.0))
+    peaks, tf32 = platform.peak_flops, platform.tf32_flops or 0.0
+    flops = peaks.get(case.precision.removesuffix("-amp")) or max(peaks.values())
+    if case.tf32 and case.precision == "fp32":
+        flops = tf32 or flops
+    of_convolutions = flops if case.tf32 is False else max(flops, tf32)
     seconds = sum(
-        max(work.flops / (of_convolutions if "convolution" in name else flops), work.bytes / rates.bandwidth)
+        max(work.flops / (of_convolutions if "convolution" in name else flops), work.bytes / platform.bandwidth)
         for name, work in run.operators.items()
     )
     return seconds / max(1, len(run.allocated_by_rank))  # the work is that of all ranks that ran

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gputrain.cases.libraries import packages_of
+from pytest_gputrain.hardware.step_time import expected_time
 from pytest_gputrain.records import Case, Counts, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.records.emulated import NOT_MADE
 from pytest_gputrain.records.emulation import ASSUMPTION, NotExchanged, OtherKernels, not_exchanged_sentence
@@ -50,7 +51,6 @@ class EmulatedFigures:
 
     def __init__(self, device: Accelerator, lines: OwnLines | None, task: Task) -> None:
         self._lines = AutogradLines(lines.of_frame if lines else None)
-        self._rates = task.peaks
         self.counter = StepCounter(lines) if task.counts else None
         self.allocations = DeviceAllocations(
             device,
@@ -58,13 +58,15 @@ class EmulatedFigures:
             self.counter.note if self.counter else lambda line: None,
             names_tensors=not task.memory_only,
         )
+        self.compiles = task.case.compile != "off"
+        """Whether the step runs compiled, and its work is counted as it is written."""
         self.work: WorkCount | None = None
         """The work of the step whose FLOPs are counted; None before that step is over."""
 
     @contextlib.contextmanager
     def counting_work(self) -> Iterator[WorkCount]:
         """Provide a context for that step."""
-        work = WorkCount(self._lines.current, self._rates)
+        work = WorkCount(self._lines.current)
         with count_flops(work):
             yield work
         self.work = work
@@ -211,7 +213,7 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
         largest=allocations.largest(),
         peak_bytes_by_origin=allocations.peak_bytes_by_origin(),
         bytes_per_step=work.bytes if work else None,
-        roofline_seconds=work.least_seconds if work else None,
+        expected=expected_time(work.calls(), task.rates, compiled=figures.compiles) if work else None,
         counts=counts,
         operators=work.by_operator() if work else {},
         parameters=measured.parameters,

@@ -100,7 +100,7 @@ class FlopCount(SharedMode):
             share.total += flops
             if not share.optimizers and (dtype := type_of(args)):
                 share.by_type[dtype] += flops
-                share.in_tf32 += flops * (dtype == torch.float32 and _may_use_tf32(str(func.overloadpacket), args))
+                share.in_tf32 += flops * (dtype == torch.float32 and may_use_tf32(str(func.overloadpacket), args))
         self.count(func, args, kwargs, result, flops)
         return result
 
@@ -154,7 +154,8 @@ def is_convolution(operator: str) -> bool:
     return "convolution" in operator or "conv2d" in operator
 
 
-def _may_use_tf32(operator: str, args: Any) -> bool:
+def may_use_tf32(operator: str, args: Any) -> bool:
+    """Tell whether an operator on fp32 may compute in TF32 by torch's switches of this moment."""
     if torch.version.hip is not None or device_of(args) != "cuda":
         return False
     # The older switches raise an error once own code has set one of these.

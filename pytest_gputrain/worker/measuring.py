@@ -342,8 +342,9 @@ class Measuring:
                     yield False
         flops = yield from self._watched(training, movement, figures, steps=steps + 1)
         checked = own.check(flops, training) if own else Checked(())
-        if self._emulated and not checked.knows_flops:
-            self._emulated.work = None
+        if self._emulated:
+            self._emulated.compiles |= self._compile_calls.any
+            self._emulated.work = self._emulated.work if checked.knows_flops else None
         figures = msgspec.structs.replace(
             figures,
             flops_per_step=(flops.total - flops.recomputed) or None if checked.knows_flops else None,

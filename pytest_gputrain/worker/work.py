@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import itertools
-import math
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Final
+from unittest import mock
 
+import msgspec
 import torch
 
-from pytest_gputrain.records import OperatorWork, Peaks
+from pytest_gputrain.records import OperatorWork, TracedCall
 from pytest_gputrain.worker.allocations import name_of, strided_parts
 from pytest_gputrain.worker.checks import local
-from pytest_gputrain.worker.flops import FlopCount, is_convolution, type_of
+from pytest_gputrain.worker.flops import FlopCount
+from pytest_gputrain.worker.traced_calls import describe
 
 _MOST_LINES: Final = 20
 """Lines of an operator that are kept, those that move most."""
-_RATES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""The names of rates in the catalog."""
+_LAUNCHERS: Final = {
+    "triton.runtime.jit": "JITFunction",
+    "torch._inductor.runtime.triton_heuristics": "CachingAutotuner",
+}
+"""The classes whose ``run`` launches kernels of Triton: a program's own, and those of torch.compile."""
 
 
 class WorkCount(FlopCount):
@@ -31,40 +37,56 @@ class WorkCount(FlopCount):
 
     Args:
         line: tells which line of the user's own files runs.
-        rates: of the GPU, for the least time of the step; None if that is not asked for.
     """
 
-    def __init__(self, line: Callable[[], str], rates: Peaks | None) -> None:
+    def __init__(self, line: Callable[[], str]) -> None:
         super().__init__()
         self._line = line
-        self._of_flop = {name: 1 / rate for name, rate in rates.flops.items()} if rates else {}
-        self._of_byte = 1 / rates.bandwidth if rates else 0.0
-        self._seconds: defaultdict[int, list[float]] = defaultdict(list)
+        self._calls: defaultdict[tuple[int, TracedCall], int] = defaultdict(int)
+        """How often each thread made a call."""
         self._rows: defaultdict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
         """Calls, FLOPs and bytes by thread, operator and line."""
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any, flops: int) -> None:
-        moved = _bytes_moved(func, args, kwargs, result)
-        if moved or flops:
+        read, written = _bytes_moved(func, args, kwargs, result)
+        call = describe(func, args, kwargs, flops, read, written, optimizing=self.share().optimizers > 0)
+        self._calls[threading.get_ident(), call] += 1
+        if (moved := read + written) or flops:
             row = self._rows[threading.get_ident(), name_of(func), self._line()]
             row[0] += 1
             row[1] += flops
             row[2] += moved
-            least = max(moved * self._of_byte, flops * self._seconds_of_flop(func, args) if flops else 0.0)
-            self._seconds[threading.get_ident()].append(least)
 
-    def _seconds_of_flop(self, func: Any, args: Any) -> float:
-        dtype = str(type_of(args)).removeprefix("torch.")
-        if dtype == "float32" and is_convolution(name_of(func)) and "tf32" in self._of_flop:
-            return self._of_flop["tf32"]
-        return self._of_flop.get(_RATES.get(dtype, ""), 0.0)
+    def __enter__(self) -> WorkCount:
+        super().__enter__()
+        # What Triton launches is no operator.
+        self._of_triton = contextlib.ExitStack()
+        for module, launcher in _LAUNCHERS.items():
+            if owner := getattr(sys.modules.get(module), launcher, None):
+                self._of_triton.enter_context(mock.patch.object(owner, "run", self._launching(owner.run)))
+        return self
 
-    @property
-    def least_seconds(self) -> float | None:
-        """The sum, over the operators, of the larger of arithmetic and memory traffic at the peak rates of the GPU; None
-        where these are not known."""
-        # Exactly, so that it is the same in whatever order threads end.
-        return math.fsum(itertools.chain.from_iterable(self._seconds.values())) or None
+    def __exit__(self, *exc_info: Any) -> None:
+        self._of_triton.close()
+        super().__exit__(*exc_info)
+
+    def _launching(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            moved = _bytes_of(args) + _bytes_of(kwargs.values())
+            call = TracedCall(operator=f"triton.{getattr(kernel.fn, '__name__', 'kernel')}", read=moved)
+            self._calls[threading.get_ident(), call] += 1
+            return run(kernel, *args, **kwargs)
+
+        return launch
+
+    def calls(self) -> list[TracedCall]:
+        """Return the calls of all threads, in the same order in every run."""
+        counts: defaultdict[TracedCall, int] = defaultdict(int)
+        for (_, call), count in self._calls.items():
+            counts[call] += count
+        every = (msgspec.structs.replace(call, count=count) for call, count in counts.items())
+        return sorted(every, key=msgspec.structs.astuple)
 
     @property
     def bytes(self) -> int:
@@ -98,13 +120,14 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((place, argument.name) for place, argument in enumerate(func._schema.arguments) if argument.is_write)
 
 
-def _bytes_moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+def _bytes_moved(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int]:
+    """Return the bytes that a call reads and writes."""
     if not moves_memory(func):
-        return 0
+        return 0, 0
     written: Any = (result,)
     if result is None:
         written = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
-    return _bytes_of(args) + _bytes_of(kwargs.values()) + _bytes_of(written)
+    return _bytes_of(args) + _bytes_of(kwargs.values()), _bytes_of(written)
 
 
 def _bytes_of(values: Iterable[Any]) -> int:

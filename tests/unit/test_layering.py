@@ -143,7 +143,15 @@ def test_only_inline_runs_import_the_worker_which_imports_the_lowest_packages_an
     outside = {(f.importer, f.function) for f in INSIDE if _in_worker(f.imported) and not _in_worker(f.importer)}
     assert outside == {INLINE}
     inside = [edge for edge in IMPORTS if _in_worker(edge.importer)]
-    assert {_layer(edge.imported) for edge in inside if edge in INSIDE} == {"worker", "cases", "records", "utils"}
+    assert {_layer(edge.imported) for edge in inside if edge in INSIDE} == {
+        "worker",
+        "hardware",
+        "cases",
+        "records",
+        "utils",
+    }
+    of_hardware = {edge.imported for edge in inside if edge in INSIDE and _layer(edge.imported) == "hardware"}
+    assert of_hardware == {f"{PACKAGE}.hardware.step_time"}, "which knows no driver"
     assert not {edge.imported.split(".")[0] for edge in inside} & {"pytest", "_pytest", "pluggy", "xdist"}
 
 

@@ -94,11 +94,12 @@ STEPS = CASE.steps + CASE.warmup
     [
         ({}, {}, 1.0),
         ({}, {"precision": "fp32"}, 989.4 / 67),
+        ({}, {"precision": "fp32", "tf32": True}, 2.0),
         ({"operators": {"aten.convolution": work(1.0)["aten.mm"]}}, {"precision": "fp32"}, 2.0),
         ({"operators": {"aten.mm": OperatorWork(calls=1, flops=1, bytes=round(3.35e12))}}, {}, 1.0),
         ({"allocated_by_rank": (GiB,) * 4, "processes": 4}, {}, 0.25),
     ],
-    ids=["arithmetic", "fp32", "convolutions in TF32", "memory traffic", "work of four processes"],
+    ids=["arithmetic", "fp32", "products in TF32", "convolutions in TF32", "memory traffic", "work of four processes"],
 )
 def test_the_least_time_is_that_of_the_work_at_the_rates_of_the_gpu(tmp_path, fields, knobs, seconds):
     case = CASE.replace(**knobs)

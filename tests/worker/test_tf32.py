@@ -7,7 +7,6 @@ from zoo_examples import MINE, example, measured, stepping
 
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.hardware import catalog
-from pytest_gputrain.hardware.rates import peaks_of
 from pytest_gputrain.worker import flops
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.precision import tf32_allowed
@@ -54,13 +53,7 @@ def test_rates_are_those_of_data_sheets():
     assert rates["mi300x"] is None
 
 
-def test_the_least_time_and_the_utilization_are_by_its_rate():
-    switched, forbidden, usual = (peaks_of("a100", tf32).flops for tf32 in (True, False, None))
-    assert (switched["fp32"], forbidden["fp32"], usual["fp32"]) == (156e12, 19.5e12, 19.5e12)
-    assert usual["tf32"] == 156e12, "of convolutions, which may be unless it is forbidden"
-    assert "tf32" not in switched | forbidden
-    assert peaks_of("v100", tf32=None) == peaks_of("v100", tf32=True), "it has no TF32"
-    assert "fp32" not in peaks_of("mi300x", tf32=True).flops, "where its rate is not known"
+def test_the_utilization_is_by_its_rate():
     reply = measured(LLAMA.replace(steps=1, warmup=0))
     used = [summarise(LLAMA.replace(tf32=value), "a100", (reply,)).model_flops_utilization for value in (None, True)]
     assert used[0] == pytest.approx(8 * used[1])
