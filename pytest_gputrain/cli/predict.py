@@ -64,10 +64,10 @@ def add_to(commands: Any) -> None:
     predict = commands.add_parser(
         "predict",
         help="predict whether a model fits a GPU, by which method, and up to which batch",
-        description="Predict the memory of training a model on GPUs. The GPUs need not be here, because the training "
-        "runs on emulated ones, which compute nothing. Each option takes several values, separated by commas, and all "
-        "combinations are run. The exit status is 0 whether anything fits or not, and 2 for bad input. Example: gputrain "
-        "predict llama-3.1-8b --method lora,qlora --gpu rtx_4090",
+        description="Predict the memory of training a model on GPUs, and how long a step may take. The GPUs need not be "
+        "here, because the training runs on emulated ones, which compute nothing. Each option takes several values, "
+        "separated by commas, and all combinations are run. The exit status is 0 whether anything fits or not, and 2 for "
+        "bad input. Example: gputrain predict llama-3.1-8b --method lora,qlora --gpu rtx_4090",
     )
     predict.add_argument(
         "model",
@@ -88,6 +88,12 @@ def add_to(commands: Any) -> None:
         "--only-cells",
         action="store_true",
         help="do not search for the largest batches, or for changes that make the others fit",
+    )
+    predict.add_argument(
+        "--sort",
+        choices=("speed",),
+        default="",
+        help="sort the expected times by tokens or samples a second, and say which GPUs cannot be told apart",
     )
     predict.add_argument("--json", type=Path, metavar="FILE", help="write the whole answer to this JSON file")
     predict.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to this Markdown file")
@@ -259,6 +265,7 @@ def _answer(
         gpus=tuple(FitGpu(marker=gpu, title=engine.titles[gpu], memory_bytes=PLATFORMS[gpu].usable_bytes) for gpu in gpus),
         error=ERROR,
         knobs=_telling(axes),
+        sort=options.sort,
         packages={name: version for given in figures for name, version in given.packages.items()},
         cells=tuple(cells),
         largest=tuple(largest),

@@ -72,6 +72,8 @@ class FitReport(Struct, frozen=True, kw_only=True):
     """The error of memory as a ratio, which decides ``within-error``."""
     knobs: tuple[str, ...]
     """Fields of the cases that tell the cells apart."""
+    sort: Literal["", "speed"] = ""
+    """How the expected times are sorted: ``speed`` for the most tokens or samples a second first."""
     packages: dict[str, str]
     """Versions of the libraries that the figures belong to."""
     cells: tuple[FitCell, ...]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from pytest_gputrain.gate.memory import in_phase, tensor
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Emulated, EmulatedRun, Result
-from pytest_gputrain.report import rich_text
+from pytest_gputrain.report import expected, rich_text
 from pytest_gputrain.report.results import count_columns, latest, of_kind
 from pytest_gputrain.utils.units import format_bytes, format_flops
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _WIDE: Final = 110
 """Columns of a terminal that is wide enough for all figures."""
 _SHOWN_PEAKS: Final = 4
-"""Results up to whose number the tensors at the peaks are shown; the JSON report has them all."""
+"""Results up to whose number the tensors at the peaks and the expected times are shown; the JSON report has them all."""
 _SHOWN_TENSORS: Final = 3
 
 
@@ -30,17 +30,19 @@ def table(
     outcome: Callable[[Result], str],
     width: int,
 ) -> Table:
-    """Render a row for each case: what the allocator handed out and held, the model, FLOPs of a step, whether it fits."""
+    """Render a row for each case: what the allocator handed out and held, the model, FLOPs and expected time of a step,
+    whether it fits."""
     figures: dict[str, Callable[[EmulatedRun], str]] = {
         "Allocated": lambda run: format_bytes(run.peak_allocated_bytes) if run.fits else "OOM",
         "Reserved": lambda run: format_bytes(run.peak_reserved_bytes) if run.fits else "",
         "(Model)": lambda run: f"({format_bytes(run.model_bytes)})" if run.model_bytes else "",
         "Compute": _compute,
+        "Expected": lambda run: expected.interval(run.expected) if run.expected else "",
         "Fits": lambda run: "yes" if run.fits else "no",
     }
     wide = width >= _WIDE
     if not wide:
-        del figures["(Model)"], figures["Compute"]
+        del figures["(Model)"], figures["Compute"], figures["Expected"]
     cells: dict[str, list[str]] = {header: [] for header in figures}
     if wide:
         cells |= count_columns(results)
@@ -48,6 +50,7 @@ def table(
         for number, (header, show) in enumerate(figures.items()):
             failed = "" if number else outcome(result)
             cells[header].append(failed if result.figures is None else show(result.figures))
+    cells = {header: column for header, column in cells.items() if header != "Expected" or any(column)}
     cases = [" ".join(filter(None, names(result))) for result in results]
     return rich_text.case_table(cases, cells, [verdict(result) for result in results], width)
 
@@ -63,6 +66,10 @@ def explain(results: Sequence[Result]) -> list[str]:
         "operators and allocator decided what was allocated; kernels computed nothing, and no time was measured"
     ]
     lines += _largest_tensors(runs)
+    estimates = [(result, run.expected) for result, run in runs if run.expected]
+    if len(estimates) <= _SHOWN_PEAKS:
+        lines += [f"{result.case} is expected to take {expected.describe(one)}" for result, one in estimates if one.seconds]
+    lines += expected.notes((first.device_name, one) for _, one in estimates)
     unfit = [str(result.case) for result, run in runs if not run.fits]
     if unfit:
         lines.append(f"does not fit: {', '.join(unfit)}")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Final
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
 
 from pytest_gputrain.cases.validation import ADAPTING
+from pytest_gputrain.gate.expected_times import tells_apart
 from pytest_gputrain.gate.fit import loads_in_parts
 from pytest_gputrain.gate.memory import in_phase, tensor
-from pytest_gputrain.records import Case, EmulatedRun, TrainingPhase, knob_text
+from pytest_gputrain.records import Case, EmulatedRun, ExpectedTime, TrainingPhase, knob_text
 from pytest_gputrain.records.emulated import NOT_MADE
 from pytest_gputrain.records.fit import Fit, FitCell, FitGpu, FitReport, LargestBatch
+from pytest_gputrain.report import expected
 from pytest_gputrain.report.tables import Form, TextTable, render
-from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds
+from pytest_gputrain.utils.units import format_bytes, format_percent
 
 WORDS: Final[dict[Fit, str]] = {
     "fits": "fits",
@@ -27,7 +31,7 @@ _SHOWN_TENSORS: Final = 3
 
 
 def tables(report: FitReport) -> list[TextTable]:
-    """Return the tables: memory of each cell, the largest batches, and the least time of a step."""
+    """Return the tables: memory of each cell, the largest batches, and the expected time of a step."""
     common = ", ".join(f"{name} {knob_text(value)}" for name, value in _common(report).items())
     cells = {(_row(report, cell.case), cell.gpu): cell for cell in report.cells}
     made = [
@@ -41,9 +45,8 @@ def tables(report: FitReport) -> list[TextTable]:
     if report.largest:
         batches = {(_row(report, found.case)[:-1], found.gpu): _largest(found) for found in report.largest}
         made.append(_table(report, "Largest batch that fits", batches, knobs=report.knobs[:-1]))
-    times = {key: _seconds(cell) for key, cell in cells.items()}
-    if any(times.values()):
-        made.append(_table(report, "Least time of a step", times))
+    if timed := _timed(report):
+        made.append(_times(report, timed))
     return made
 
 
@@ -106,9 +109,58 @@ def _largest(found: LargestBatch) -> str:
     return f"{found.batch_size}{more} ({format_bytes(found.needed_bytes)})"
 
 
-def _seconds(cell: FitCell) -> str:
-    seconds = None if cell.figures is None else cell.figures.roofline_seconds
-    return "" if seconds is None else format_seconds(seconds)
+class _Timed(NamedTuple):
+    """A cell that may fit, with its expected time and what a step trains with."""
+
+    cell: FitCell
+    expected: ExpectedTime
+    work: int
+    """Tokens of a step, or samples where the case has no sequence length."""
+
+    @property
+    def speed(self) -> float:
+        """The tokens or samples a second."""
+        return self.work / (self.expected.seconds or math.inf)
+
+
+def _timed(report: FitReport) -> list[_Timed]:
+    """Return the cells that may fit and have an expected time, the fastest first if that was asked for."""
+    rows = []
+    for cell, one in _expected(report):
+        if one.seconds is not None and cell.fit not in (None, "does-not-fit"):
+            rows.append(_Timed(cell, one, cell.case.batch_size * cell.case.gpus * (cell.case.sequence_length or 1)))
+    return sorted(rows, key=lambda row: -row.speed) if report.sort == "speed" else rows
+
+
+def _expected(report: FitReport) -> Iterator[tuple[FitCell, ExpectedTime]]:
+    return ((cell, cell.figures.expected) for cell in report.cells if cell.figures and cell.figures.expected)
+
+
+def _times(report: FitReport, rows: Sequence[_Timed]) -> TextTable:
+    """Render the expected time of each cell; sorted by speed also whether it is surely slower than the cell above."""
+    titles = {gpu.marker: gpu.title for gpu in report.gpus}
+    work = "tokens" if any(row.cell.case.sequence_length for row in rows) else "samples"
+    told = [""]
+    for above, row in itertools.pairwise(rows):
+        on_one_gpu = above.cell.gpu == row.cell.gpu
+        is_slower = tells_apart(above.expected, row.expected, above.work / row.work, on_one_gpu=on_one_gpu)
+        told.append("slower" if is_slower else "cannot tell")
+    is_sorted = report.sort == "speed"
+    return TextTable(
+        title="Expected time of a step",
+        headers=(*report.knobs, "GPU", "time", "most of it", f"{work}/s", *(["than the row above"] if is_sorted else [])),
+        rows=tuple(
+            (
+                *_row(report, row.cell.case),
+                titles[row.cell.gpu],
+                expected.interval(row.expected),
+                expected.most_of_it(row.expected),
+                f"{row.speed:,.{0 if row.speed >= 10 else 2}f}",
+                *([than] if is_sorted else []),
+            )
+            for row, than in zip(rows, told, strict=True)
+        ),
+    )
 
 
 def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
@@ -142,10 +194,7 @@ def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
         "memory is what nvidia-smi would show of the process; 'within the error' means that an error of "
         f"{share} in it would change the answer"
     )
-    yield (
-        "the least time is a lower bound by the peak rates of the hardware, not a forecast: published steps on an H100 took "
-        "1.5 to 4.7 times as long"
-    )
+    yield from expected.notes((titles[cell.gpu], one) for cell, one in _expected(report))
     if any(cell.case.gpus > 1 for cell in report.cells):
         yield "memory is that of one of the GPUs, without the memory of NCCL, which is not known"
     if any(loads_in_parts(cell.case) for cell in report.cells):

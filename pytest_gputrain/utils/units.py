@@ -36,9 +36,19 @@ def format_seconds(seconds: float) -> str:
 
 def format_spread(seconds: float, spread: float) -> str:
     """Format ``4.70 s +- 0.03``: the spread in the unit and with the decimals of the value."""
+    return f"{format_seconds(seconds)} +- {_like(seconds, spread)}"
+
+
+def format_interval(seconds: float, low: float, high: float) -> str:
+    """Format ``4.70 s (4.00 to 5.88)``: the ends in the unit and with the decimals of the value."""
+    return f"{format_seconds(seconds)} ({_like(seconds, low)} to {_like(seconds, high)})"
+
+
+def _like(seconds: float, other: float) -> str:
+    """Format other seconds in the unit and with the decimals of the first."""
     shown, unit = format_seconds(seconds).split(" ")
     size = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
-    return f"{shown} {unit} +- {spread / size:.{len(shown.partition('.')[2])}f}"
+    return f"{other / size:,.{len(shown.partition('.')[2])}f}"
 
 
 def format_flops(count: float) -> str:

@@ -29,6 +29,7 @@ from pytest_gputrain.records import (
     knob_text,
 )
 from pytest_gputrain.records.counts import COUNT_FIGURES, DETAILS
+from pytest_gputrain.report import expected
 from pytest_gputrain.report.results import counts_of, latest, of_kind, verdict_of
 from pytest_gputrain.utils.units import (
     format_bytes,
@@ -204,9 +205,10 @@ def _peak(result: Result) -> Cell:
     return _cell(peak.peak_allocated_bytes if peak else None, format_bytes)
 
 
-def _roofline(result: Result) -> Cell:
+def _expected(result: Result) -> Cell:
     run = result.figures if isinstance(result, Emulated) else None
-    return _cell(run.roofline_seconds if run else None, format_seconds)
+    one = run.expected if run else None
+    return Cell(text=expected.describe(one), value=one.seconds) if one and one.seconds else Cell()
 
 
 def _asked(figure: CountFigure) -> Callable[[Result], Cell]:
@@ -237,7 +239,7 @@ _FIGURES: Final[dict[str, Callable[[Result], Cell]]] = {
     "Peak memory": _peak,
     "Δ memory": _change("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes"),
     "Fits": _fits,
-    "Roofline": _roofline,
+    "Expected time": _expected,
     "Samples": _of_summary("samples_per_second", format_rate),
     "Tokens": _of_summary("tokens_per_second", format_rate),
     "Scaling": _of_summary("scaling_efficiency", _share),

@@ -1,0 +1,52 @@
+"""Describes how long a step is expected to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from pytest_gputrain.records import ExpectedTime
+from pytest_gputrain.utils.units import format_interval, format_seconds
+
+
+def interval(expected: ExpectedTime) -> str:
+    """Return ``2.20 s (1.87 to 2.75)``, followed by ``rough`` if only public rates of the board are known; empty where there
+    is no estimate."""
+    if expected.seconds is None or expected.low is None or expected.high is None:
+        return ""
+    rough = ", rough" if expected.rough else ""
+    return f"{format_interval(expected.seconds, expected.low, expected.high)}{rough}"
+
+
+def most_of_it(expected: ExpectedTime) -> str:
+    """Name the part that takes longest: ``71 % matrix products``, or ``host-bound: GPU 55.0 ms, host 120 ms``."""
+    if expected.host_bound:
+        return f"host-bound: GPU {format_seconds(expected.gpu_seconds)}, host {format_seconds(expected.host_seconds)}"
+    part, share = expected.dominant or ("", 0.0)
+    return f"{share:.0%}".replace("%", f" % {part}") if part else ""
+
+
+def describe(expected: ExpectedTime) -> str:
+    """Return both, or why there is no estimate."""
+    if expected.seconds is None:
+        return f"not known: {expected.unknown}"
+    return ", ".join(filter(None, [interval(expected), most_of_it(expected)]))
+
+
+def notes(estimates: Iterable[tuple[str, ExpectedTime]]) -> Iterator[str]:
+    """Yield what the estimates of a table are, and what they lack.
+
+    Args:
+        estimates: each with the name of its GPU.
+    """
+    rows = list(estimates)
+    if any(one.seconds is not None for _, one in rows):
+        yield (
+            "expected times are estimates, and nothing was measured: on GPUs whose rates were measured for them, 85 % of "
+            "other steps took a time within the interval"
+        )
+    if rough := ", ".join(dict.fromkeys(gpu for gpu, one in rows if one.seconds is not None and one.rough)):
+        yield f"rough: of {rough} only published rates are known; within such intervals were 80 % of the steps on other GPUs"
+    for gpu, one in dict.fromkeys((gpu, one.unknown) for gpu, one in rows if one.seconds is None):
+        yield f"{gpu} has no expected time: {one}"
+    for gpu, operator in dict.fromkeys((gpu, name) for gpu, one in rows for name in one.not_modelled):
+        yield f"the expected time of {gpu} leaves out what {operator} computes, because its kernels are not known"
