@@ -4,8 +4,9 @@
 
 A replicate is a suite. Each of its cases is drawn from those that have a run in ``baselines/emulated/h100``. It
 takes as long to start as `START_SECONDS` and `START_SECONDS_OF_A_BILLION` say, which are assumed, and then its steps: as
-many times the least time of that run as a case took that is drawn from those that were also published (2.6 to 4.5 times).
-With ``--history`` the steps take what the latest lines of that file say. The fleet knows the least times, nothing else.
+many times the time of that run at peak rates as a case took that is drawn from those that were also published (2.6 to 4.5
+times). With ``--history`` the steps take what the latest lines of that file say. The fleet knows the times at peak rates,
+nothing else.
 
 pytest submits one job after the other, so that as many wait as run, up to the window, and asks every few seconds which of
 them run and have ended. The scheduler starts them in the order of their arrival; one that does not fit yet holds up all
@@ -90,7 +91,7 @@ class _Line(msgspec.Struct):
 class Suites:
     """
     Args:
-        history: of real runs; None for least times alone.
+        history: of real runs; None for times at peak rates alone.
     """
 
     def __init__(self, seed: int, history: Path | None = None) -> None:
@@ -288,7 +289,7 @@ def rows(suites: Suites, rule: Rule, replicates: int) -> Iterator[Row]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser(__doc__, replicates=200, rules=RULES, default="longest")
-    options.add_argument("--history", type=Path, help="file of --gpu-history whose step times count before least times")
+    options.add_argument("--history", type=Path, help="file of --gpu-history whose times count before those at peak rates")
     given = options.parse_args(arguments)
     suites = Suites(given.seed, given.history)
     jobs = suites.draw(100_000)

@@ -129,9 +129,6 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     """Further operations that activation checkpointing repeats."""
     bytes_per_step: Whole | None = None
     """Bytes that the operators of one step read and write, in the step that FLOPs are counted in."""
-    roofline_seconds: float | None = None
-    """The least time of that step: the sum, over its operators, of the larger of arithmetic and memory traffic at the peak
-    rates of the GPU. Not stored in baselines."""
     expected: ExpectedTime | None = None
     """How long that step takes on the GPU, by estimate; None if it was not asked for. Not stored in baselines."""
     operators: dict[str, OperatorWork] = field(default_factory=dict)
@@ -177,7 +174,6 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
             operators={name: work.without_lines() for name, work in self.operators.items()},
             counts=self.counts.as_stored() if self.counts else None,
             peak_bytes_by_origin={},
-            roofline_seconds=None,
             expected=None,
         )
 

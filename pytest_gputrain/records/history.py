@@ -223,8 +223,6 @@ class _Line(Struct, frozen=True, kw_only=True):
     """The loss of the last timed step of the first process."""
     bytes_per_step: Whole | None
     """For an emulated run: the bytes that the operators read and write."""
-    roofline_seconds: float | None
-    """For an emulated run: the least time of a step."""
     fits: bool | None
     """Whether the case fits the platform, for an emulated run."""
     baseline_step_seconds: float | None

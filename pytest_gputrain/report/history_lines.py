@@ -148,7 +148,6 @@ def _line_of(result: Declared, session: RunInfo) -> HistoryLine:
         **{name: _phase(result, measured, phase) for name, phase in PHASES.items()},  # type: ignore[arg-type]
         final_loss=losses[-1] if losses else None,
         bytes_per_step=emulated.bytes_per_step if emulated else None,
-        roofline_seconds=emulated.roofline_seconds if emulated else None,
         fits=emulated.fits if emulated else None,
         step_sensitivity=time.sensitivity if time else None,
         **compared,  # type: ignore[arg-type]

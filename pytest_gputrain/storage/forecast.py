@@ -1,4 +1,4 @@
-"""Looks up recorded emulated runs for a real run: which cases will not fit, and how long the others take at least."""
+"""Looks up recorded emulated runs for a real run: which cases will not fit, and in which order the others take longer."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Forecast:
         return run is not None and not run.fits
 
     def seconds(self, suite: str, case: Case) -> float | None:
-        """Return the least seconds of all steps of the case, warm-up included; None where they are not known."""
+        """Return the seconds of all steps of the case at the peaks of the GPU, warm-up included; None if not known."""
         run = self.of(suite, case)
         if run is None or not run.operators:
             return None
-        return _least_seconds(run, PLATFORMS[self.platform], case) * (case.steps + case.warmup)
+        return _seconds_at_peaks(run, PLATFORMS[self.platform], case) * (case.steps + case.warmup)
 
     def order(
         self, tests: list[Test], file_of: Callable[[Test], object], asks: Callable[[Test], tuple[str, list[Case]]]
@@ -71,14 +71,14 @@ class Forecast:
                 tests[position] = test
 
     def _rank(self, suite: str, cases: list[Case]) -> tuple[int, float]:
-        """Return the sort key of a test: whether it fits, and the least time its steps take."""
+        """Return the sort key of a test: whether it fits, and the time of its steps at the peaks of the GPU."""
         if any(self.is_unfit(suite, case) for case in cases):
             return 2, 0.0
         seconds = [known for case in cases if (known := self.seconds(suite, case)) is not None]
         return (0, sum(seconds)) if len(seconds) == len(cases) else (1, 0.0)
 
 
-def _least_seconds(run: EmulatedRun, platform: Platform, case: Case) -> float:
+def _seconds_at_peaks(run: EmulatedRun, platform: Platform, case: Case) -> float:
     """Return the sum, over the operators of a step, of the larger of arithmetic and memory traffic at the peaks of the GPU.
 
     It orders cases, and is shown to nobody: `expected_time` needs the calls, which baselines do not keep.

@@ -101,7 +101,7 @@ STEPS = CASE.steps + CASE.warmup
     ],
     ids=["arithmetic", "fp32", "products in TF32", "convolutions in TF32", "memory traffic", "work of four processes"],
 )
-def test_the_least_time_is_that_of_the_work_at_the_rates_of_the_gpu(tmp_path, fields, knobs, seconds):
+def test_the_time_of_the_work_is_at_the_peaks_of_the_gpu(tmp_path, fields, knobs, seconds):
     case = CASE.replace(**knobs)
     run = emulated_run(**{"operators": work(1.0), **fields})
     EmulationStore(tmp_path).update("h100", "llm", {str(case): recorded(run, case=case)})
