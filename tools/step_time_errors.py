@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import math
 import os
@@ -29,6 +30,7 @@ import numpy
 from pytest_gputrain.hardware.rates import rates_of
 from pytest_gputrain.hardware.step_time import expected_time
 from pytest_gputrain.records import Case, ExpectedTime, Rates, TracedCall
+from pytest_gputrain.utils.units import format_seconds
 
 ROOT: Final = Path(__file__).parent.parent
 CALLS: Final = ROOT / "tests" / "step_calls"
@@ -252,12 +254,30 @@ def errors_on_h200() -> list[Error]:
 
 
 def summary(errors: Sequence[float]) -> str:
-    """Describe errors: how many, their median, the worst, and how many are within 10 and 20 %."""
+    """Return a row of a table of errors: how many, their median, the worst, and how many are within 10 and 20 %."""
     sizes = sorted(map(abs, errors))
     within = (sum(size <= limit for size in sizes) / len(sizes) for limit in (0.1, 0.2))
-    return "n {}, median {:.1%}, worst {:.0%}, within 10 % {:.0%}, within 20 % {:.0%}".format(
+    return "| {} | {:.1%} | {:.0%} | {:.0%} | {:.0%} |".format(
         len(sizes), statistics.median(sizes), sizes[-1], *within
-    )
+    ).replace("%", " %")
+
+
+def rows(errors: Sequence[Error]) -> list[str]:
+    """Return the rows of the two tables in docs/how-fast.md."""
+    made = []
+    for step, estimate, left_out, family_left_out in errors:
+        off = (estimate.seconds or 0.0) / step.seconds - 1
+        errors_of_step = " | ".join(f"{error:+.0%}".replace("%", " %") for error in (off, left_out, family_left_out))
+        part, share = estimate.dominant or ("", 0.0)
+        times = f"{format_seconds(step.seconds)} | {format_seconds(estimate.seconds or 0.0)}"
+        most = f"host-bound, GPU waits {share:.0%}" if part == "host" else f"{share:.0%} {part}"
+        made.append(f"| `{step.name}` | {times} | {errors_of_step} | {most.replace('%', ' %')} |")
+    bound = [error.estimate.host_bound for error in errors]
+    for name, chosen in (("all", [True] * len(errors)), ("GPU-bound", [not one for one in bound]), ("host-bound", bound)):
+        few = list(itertools.compress(errors, chosen))
+        made.append(f"| {name}, each step left out {summary([error.left_out for error in few])}")
+        made.append(f"| {name}, each family left out {summary([error.family_left_out for error in few])}")
+    return made
 
 
 def main() -> None:
@@ -276,16 +296,7 @@ def main() -> None:
         assert rates is not None
         fitted = with_factors(rates, Fit(read("h200"), rates).factors)
         print({name: round(fitted.kinds[name], 3) for prior in PRIORS for name in prior.kinds})
-        errors = errors_on_h200()
-        for step, estimate, left_out, family_left_out in errors:
-            part, share = estimate.dominant or ("", 0)
-            print(
-                f"{step.name:52} {step.seconds * 1e3:9.2f} ms {estimate.seconds / step.seconds - 1:+5.0%} "
-                f"left out {left_out:+5.0%} family {family_left_out:+5.0%} {share:.0%} {part}"
-            )
-        print("fitted:", summary([error.estimate.seconds / error.step.seconds - 1 for error in errors]))
-        print("left out:", summary([error.left_out for error in errors]))
-        print("family left out:", summary([error.family_left_out for error in errors]))
+        print(*rows(errors_on_h200()), sep="\n")
 
 
 if __name__ == "__main__":

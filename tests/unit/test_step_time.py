@@ -200,6 +200,11 @@ def test_steps_of_an_h200_are_foretold_without_their_own_times():
     assert bound == {"ctr-dnn-full-fp32", "sd3-lora-fp16-amp", "sdxl-full-bf16", "sdxl-lora-bf16", "word2vec-full-fp32"}
 
 
+def test_the_page_has_the_errors_of_each_step():
+    page = (step_time_errors.ROOT / "docs/how-fast.md").read_text()
+    assert [row for row in step_time_errors.rows(step_time_errors.errors_on_h200()) if row not in page] == []
+
+
 def test_rates_of_the_file_are_those_that_the_fit_finds():
     rates = rates_of("h200")
     fitted = step_time_errors.with_factors(rates, step_time_errors.Fit(step_time_errors.read("h200"), rates).factors)
