@@ -27,6 +27,7 @@ from pytest_gputrain.records import (
     Crashed,
     EmulatedRun,
     Event,
+    ExpectedTime,
     GpuSteps,
     OutOfMemory,
     Served,
@@ -188,6 +189,17 @@ def test_memory_on_emulated_gpus_is_of_the_rank_that_needs_most_which_is_named()
         notes=("common", named),
     )
     assert merge_emulated([_emulated(1), _emulated(1)]).notes == ("common",)
+
+
+def test_the_expected_time_on_emulated_gpus_is_of_the_slowest_rank_and_unknown_if_one_is():
+    slow, fast, unknown = (ExpectedTime(seconds=seconds) for seconds in (2.0, 1.0, None))
+
+    def merged(*of_ranks):
+        return merge_emulated([_emulated(rank, expected=of_rank) for rank, of_rank in enumerate(of_ranks)]).expected
+
+    assert (merged(slow, fast), merged(fast, slow), merged(None, slow)) == (slow, slow, slow)
+    assert merged(slow, unknown) == unknown
+    assert merged(None, None) is None
 
 
 def test_the_rank_that_does_not_fit_its_emulated_gpu_ends_the_case_and_is_named(rank):
