@@ -16,26 +16,54 @@ from pytest_gputrain.records import Rates
 FILE: Final = Path(__file__).with_name("rates.toml")
 
 
+_BASES: Final = {
+    "products_tf32": "products_16bit",
+    "convolutions_16bit": "products_16bit",
+    "convolutions_fp32": "products_fp32",
+    "convolutions_tf32": "products_tf32",
+    "attention_": "products_16bit",
+    "reductions": "pointwise",
+    "gathers": "pointwise",
+    "thin_products": "pointwise",
+}
+"""Beginnings of kinds, with the kind to which they have the same ratio on a board as on the one that it is like."""
+
+
 @functools.cache
-def rates_of(marker: str) -> Rates | None:
+def rates_of(marker: str, like: str = "") -> Rates | None:
     """Return the rates of the GPU with that marker; None where they are not known.
+
+    Args:
+        like: the board that it is like where the file has nothing of it.
 
     Raises:
         KeyError: the catalog has no such marker, or the file no such source.
     """
     file: dict[str, Any] = tomllib.loads(FILE.read_text(encoding="utf-8"))
-    platform, board = PLATFORMS[marker], file["boards"].get(marker)
+    platform, board = PLATFORMS[marker], file["boards"].get(marker, {"like": like} if like else None)
     if board is None:
         return None
-    kinds: dict[str, float] = {}
-    for figures in board["from"].values():
-        kinds |= figures
     tf32 = {"tf32": platform.tf32_flops} if platform.tf32_flops else {}
+    sources = [file["sources"][source] for source in board.get("from", {})]
     return Rates(
         board=marker,
         flops=platform.peak_flops | tf32,
         bandwidth=platform.bandwidth,
         multiprocessors=platform.multiprocessors,
-        kinds=kinds,
-        measured=any(file["sources"][source].get("measured", False) for source in board["from"]),
+        kinds=_kinds(file["boards"], board),
+        measured=any(source.get("measured", False) for source in sources),
     )
+
+
+def _kinds(boards: dict[str, Any], board: dict[str, Any]) -> dict[str, float]:
+    """Return what a board sustains. What nobody published follows from the board that it is like."""
+    kinds: dict[str, float] = {}
+    for figures in board.get("from", {}).values():
+        kinds |= figures
+    if "like" in board:
+        like = _kinds(boards, boards[board["like"]])
+        # Products come first, since others follow from them.
+        for kind in sorted(like.keys() - kinds.keys(), key=lambda kind: not kind.startswith("products")):
+            base = next((base for begin, base in _BASES.items() if kind.startswith(begin)), "")
+            kinds[kind] = like[kind] * (kinds[base] / like[base] if base in kinds and base in like else 1)
+    return kinds
