@@ -15,10 +15,22 @@ import msgspec
 
 from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.counts import BY_THE_RULES, have_steps_in_common, judge_counts
+from pytest_gputrain.gate.expected_times import describe_slowdown
 from pytest_gputrain.gate.memory import PHASES, describe_memory, is_memory_metric
 from pytest_gputrain.gate.messages import describe_metric
 from pytest_gputrain.gate.work import WORK, describe_work
-from pytest_gputrain.records import FAILING, Case, Counts, EmulatedRun, MetricName, MetricVerdict, Recorded, Status, Verdict
+from pytest_gputrain.records import (
+    FAILING,
+    Case,
+    Counts,
+    EmulatedRun,
+    MetricName,
+    MetricVerdict,
+    Rates,
+    Recorded,
+    Status,
+    Verdict,
+)
 from pytest_gputrain.records.tolerance import CountTerms
 from pytest_gputrain.utils.units import format_bytes, format_percent
 
@@ -48,6 +60,7 @@ def judge(
     title: str,
     terms: CountTerms = BY_THE_RULES,
     again: Counts | None = None,
+    rates: Rates | None = None,
 ) -> Verdict:
     """Judge ``run`` against what is recorded of its case.
 
@@ -55,10 +68,11 @@ def judge(
         title: of the platform, as sentences name it.
         terms: of what steps ask of the GPU.
         again: what they asked of it in a second run, which confirms the first.
+        rates: of the platform, to say what more work costs; None where they are not known.
     """
     if recorded is not None and recorded.case.identity() == case.identity():
         before = recorded.like(run) or recorded.nearest(run)
-        verdict = _verdict(case, run, before, title, terms, again)
+        verdict = _verdict(case, run, before, title, terms, again, rates)
         changed = ", ".join(_changed_conditions(before, run))
         return _under_other_conditions(verdict, changed) if changed else verdict
     if not run.fits:
@@ -94,7 +108,13 @@ def _under_other_conditions(verdict: Verdict, changed: str) -> Verdict:
 
 
 def _verdict(
-    case: Case, run: EmulatedRun, before: EmulatedRun, title: str, terms: CountTerms, again: Counts | None
+    case: Case,
+    run: EmulatedRun,
+    before: EmulatedRun,
+    title: str,
+    terms: CountTerms,
+    again: Counts | None,
+    rates: Rates | None,
 ) -> Verdict:
     if before.fits and not run.fits:
         sentence = f"{case} {_what_does_not_fit(run, title, 'no longer fits')}; if that is expected, {_RECORD}"
@@ -106,7 +126,9 @@ def _verdict(
     not_compared = "".join(f"; {what}" for what in _not_compared(before, run, terms))
     told = "".join(f"; {what}" for what in compared.told)
     if compared.worse:
-        sentence = f"{case} {'; '.join((*compared.worse, *compared.doubtful))}"
+        grown = [metric.metric for metric in metrics if metric.status == "regressed" and not is_memory_metric(metric)]
+        slower = describe_slowdown(case, grown, before, run, rates)
+        sentence = f"{case} {'; '.join(filter(None, (*compared.worse, slower, *compared.doubtful)))}"
         if compared.is_trade:
             reason = _checkpointing(before, run)
             sentence += f"; but it {'; '.join(compared.better)}{reason}; if that is expected, {_RECORD}"

@@ -15,6 +15,7 @@ from pytest_gputrain.gate.emulation import judge
 from pytest_gputrain.gate.limits import judge_exact, with_limits
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.hardware import catalog
+from pytest_gputrain.hardware.rates import rates_of
 from pytest_gputrain.records import Case, Counts, Emulated, EmulatedRun, LimitVerdict, Recorded, Result, Task, Verdict
 from pytest_gputrain.records.counts import COUNT_FIGURES
 from pytest_gputrain.records.settings import Settings
@@ -106,7 +107,8 @@ class EmulatingRunner(CaseRunner):
     def _verdict(self, request: Request, task: Task, figures: EmulatedRun, recorded: Recorded | None, title: str) -> Verdict:
         """Judge the figures against what is recorded."""
         case = task.case
-        judge_with = functools.partial(judge, case, figures, recorded, title, count_terms_of(self.settings, request.terms))
+        terms, rates = count_terms_of(self.settings, request.terms), rates_of(self.executor.host.platform)
+        judge_with = functools.partial(judge, case, figures, recorded, title, terms, rates=rates)
         verdict = judge_with()
         fails = any(metric.status == "regressed" and metric.metric in COUNT_FIGURES for metric in verdict.metrics)
         if fails and not records(self.settings, recorded=recorded is not None):

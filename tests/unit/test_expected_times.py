@@ -7,7 +7,10 @@ from unit_examples import CASE, emulated_run, result
 
 from pytest_gputrain import GiB
 from pytest_gputrain.cli import main
-from pytest_gputrain.records import ExpectedTime
+from pytest_gputrain.gate.emulation import judge
+from pytest_gputrain.gate.expected_times import describe_slowdown
+from pytest_gputrain.hardware.rates import rates_of
+from pytest_gputrain.records import Counts, ExpectedTime, OperatorWork, Recorded, StepCounts
 from pytest_gputrain.records.fit import FitGpu
 from pytest_gputrain.report import expected, fit
 from pytest_gputrain.report.html.cases import gathered
@@ -114,3 +117,70 @@ def test_emulated_cases_show_what_they_are_expected_to_take_where_that_is_known(
     assert ("rough: of NVIDIA H100 80GB HBM3 only published rates" in " ".join(said)) is shown
     (row,) = gathered([of_case]).rows
     assert ("2.20 s (1.54 to 4.40), rough, 71 % matrix products" in [cell.text for cell in row.cells]) is shown
+
+
+H200 = rates_of("h200")
+MOVED = int(0.02 * H200.bandwidth * H200.kinds["pointwise"])
+"""The bytes that pointwise operators move in 20 ms."""
+TUNED = LORA.replace(precision="bf16")
+
+
+def running(*, expected=None, counts=None, **moved):
+    """A run whose step is expected to take one second, with operators that move so many times 20 ms."""
+    work = {name: OperatorWork(calls=1000, flops=0, bytes=int(share * MOVED)) for name, share in moved.items()}
+    one = ExpectedTime(seconds=1.0, low=0.85, high=1.25, parts={"matrix products": 0.9}, host_seconds=0.1)
+    return emulated(30 * GiB, operators=work, expected=expected or one, counts=counts)
+
+
+def slowdown(before, now, *grown, case=TUNED, rates=H200):
+    return describe_slowdown(case, grown or ("bytes_per_step",), before, now, rates)
+
+
+def test_more_work_is_told_as_a_share_of_the_step():
+    told = slowdown(running(copy_=1), running(copy_=5))
+    assert told == "a step is expected to take about 9 % longer (4 to 15 %)"  # 80 of the 920 ms before
+    assert slowdown(running(copy_=1), running(copy_=1.2)) == "a step is expected to take less than 1 % longer"
+
+
+def test_more_kernels_are_told_by_their_starts():
+    """4,000 of 2.5 microseconds."""
+    more = running(copy_=1)
+    more = msgspec.structs.replace(more, operators={"copy_": OperatorWork(calls=13_000, flops=0, bytes=MOVED)})
+    assert slowdown(running(copy_=1), more, "work", "launches") == ("a step is expected to take about 3 % longer (2 to 5 %)")
+
+
+def test_products_that_move_to_fp32_are_told_by_their_rates():
+    flops = int(0.1 / (1 / (67e12 * H200.kinds["products_fp32"]) - 1 / (989.4e12 * H200.kinds["products_16bit"])))
+    counts = [Counts(steps=(0,), kinds=(StepCounts(slow_flops={"fp32": number}),)) for number in (0, flops)]
+    told = slowdown(running(mm=1, counts=counts[0]), running(mm=1, counts=counts[1]), "fp32_flops")
+    assert told == "a step is expected to take about 11 % longer (6 to 19 %)"
+
+
+@pytest.mark.parametrize(
+    ("fields", "grown"),
+    [
+        ({}, ("waits",)),  # whose cost is not that of an operator
+        ({}, ("bytes_per_step", "d2h")),
+        ({"case": TUNED.replace(compile="default")}, ()),
+        ({"rates": None}, ()),
+        ({"before": running()}, ()),
+        ({"now": running(copy_=5, expected=HOST_BOUND)}, ()),
+        ({"now": running(copy_=5, expected=NONE)}, ()),
+        ({"now": running(copy_=1, mul=2), "before": running(copy_=2)}, ()),  # by less than its error
+    ],
+)
+def test_where_the_cost_is_not_known_nothing_is_said(fields, grown):
+    given = {"before": running(copy_=1), "now": running(copy_=5)} | fields
+    assert slowdown(given.pop("before"), given.pop("now"), *grown, **given) == ""
+
+
+def test_a_failing_case_says_what_its_growth_costs():
+    before, now = (
+        msgspec.structs.replace(running(copy_=share), bytes_per_step=int(share * MOVED), flops_per_step=1)
+        for share in (1, 5)
+    )
+    recorded = Recorded(case=TUNED, scale="full", figures=(before.as_stored(),))
+    verdict = judge(TUNED, now, recorded, "H200", rates=H200)
+    assert verdict.status == "regressed"
+    assert "; a step is expected to take about 9 % longer (4 to 15 %)" in verdict.sentence
+    assert "expected" not in judge(TUNED, now, recorded, "H200").sentence
