@@ -24,7 +24,8 @@ from pytest_gputrain.cli import emulate_install
 from pytest_gputrain.gate.emulated_program import judge
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.hardware.emulation import boards, build, libraries
-from pytest_gputrain.hardware.emulation.environment import TORCH, emulated_environment, with_startup
+from pytest_gputrain.hardware.emulation.environment import RATES, TORCH, emulated_environment, with_startup
+from pytest_gputrain.hardware.rates import rates_of
 from pytest_gputrain.records.emulation import (
     ASSUMPTION,
     AtLine,
@@ -35,6 +36,8 @@ from pytest_gputrain.records.emulation import (
     Tensors,
     not_exchanged_sentence,
 )
+from pytest_gputrain.records.expected import Rates
+from pytest_gputrain.report import expected
 from pytest_gputrain.report.asked import asked_by
 from pytest_gputrain.report.html import page
 from pytest_gputrain.utils import console
@@ -91,6 +94,11 @@ def add_to(commands: Any) -> None:
         help="exit with the verdict instead of the program's status: 0 if it fits, 1 if it does not fit, 2 if that is not "
         "known",
     )
+    emulate.add_argument(
+        "--expect",
+        action="store_true",
+        help="estimate how long a step takes on the GPU, in place of counting what each line asks of it",
+    )
     emulate.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this JSON file")
     emulate.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page with a picture of memory; this needs the extra 'report'"
@@ -129,6 +137,8 @@ def main(options: argparse.Namespace) -> int:
             environ = emulated_environment(os.environ, stand_ins, description, state=state)
             environ[TORCH] = str(torch.folder)
             environ["PYTHONPATH"] = with_startup(environ)
+            if options.expect:
+                environ[RATES] = msgspec.json.encode(_rates(board)).decode()
             status = _run(program, environ)
             processes, use = tuple(_processes(state)), tuple(_use(state))
             other = boards.other_kernels(board, kernels)
@@ -158,6 +168,19 @@ def main(options: argparse.Namespace) -> int:
     if options.html is not None and not _written(options.html, page.page_of_emulation(report).encode()):
         return status or 2
     return status
+
+
+def _rates(board: boards.Board) -> Rates:
+    """Return what the board sustains.
+
+    Raises:
+        CannotEmulate: that is not known.
+    """
+    rates = rates_of(board.marker)
+    if rates is None:
+        known = ", ".join(marker for marker in PLATFORMS if rates_of(marker))
+        raise CannotEmulate(f"it is not known what kernels sustain on {board.name}; --expect knows it of {known}")
+    return rates
 
 
 def _written(path: Path, data: bytes) -> bool:
@@ -306,7 +329,7 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
         if process.unknown:
             yield f"  not known, and not counted: {', '.join(process.unknown)}"
         yield from _lines_of_peak(device)
-        yield from _lines_of_counts(process)
+        yield from _lines_of_expected(process, report) if process.expected else _lines_of_counts(process)
         if graphs := process.graphs:
             pools = format_bytes(graphs.most_in_pools)
             yield (
@@ -357,6 +380,13 @@ def _lines_of_peak(device: EmulatedDevice) -> Iterator[str]:
     rest = peak.bytes - sum(tensors.bytes * tensors.count for tensors in peak.tensors)
     if rest:
         yield f"  {format_bytes(rest):>12}  all others"
+
+
+def _lines_of_expected(process: EmulatedProcess, report: Emulation) -> Iterator[str]:
+    """Tell how long a step is expected to take."""
+    if one := process.expected:
+        yield f"  expected time of a step, from one update to the next: {expected.describe(one)}"
+        yield from (f"  {note}" for note in expected.notes([(report.gpu, one)]))
 
 
 def _lines_of_counts(process: EmulatedProcess) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Final, Literal
 import msgspec
 
 from pytest_gputrain.records.counts import Counts
+from pytest_gputrain.records.expected import ExpectedTime
 from pytest_gputrain.utils.units import format_bytes
 
 BESIDE_TORCH: Final = "the driver's buffers for CUDA graphs"
@@ -176,6 +177,9 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     steps: Counts | None = None
     """What it asked of them in each of its first 50 steps, from one update of its optimizer to the next. None if there were
     fewer than two updates by optimizers of torch."""
+    expected: ExpectedTime | None = None
+    """How long a step takes on the GPU, by estimate: the median of its last 5 steps, from one update of its optimizer to the
+    next. None unless ``--expect`` asks for it, which leaves out the counts, or if there were fewer than two updates."""
 
     @property
     def unknown_in_torch(self) -> tuple[str, ...]:

@@ -105,12 +105,19 @@ def follow_optimizers(updated: Callable[..., None]) -> None:
 
 
 def program_counter() -> Any:
-    """Begin to count what the program asks of the GPU; return None where its environment lacks this very package."""
+    """Begin to count what the program asks of the GPU, or how long its steps take if that is asked.
+
+    Returns:
+        What does so; None where the program's environment lacks this very package.
+    """
     try:
         counts: Any = importlib.import_module("pytest_gputrain.worker.program_counts")
     except ImportError:
         return None
-    return counts.ProgramCounter() if os.path.samefile(os.path.dirname(counts.__file__), _OWN) else None
+    if not os.path.samefile(os.path.dirname(counts.__file__), _OWN):
+        return None
+    rates = os.environ.get("GPUTRAIN_EMULATED_RATES")
+    return counts.ProgramTimer(rates) if rates else counts.ProgramCounter()
 
 
 class Recorder:

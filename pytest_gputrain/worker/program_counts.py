@@ -1,24 +1,32 @@
-"""Counts what a program of the user's asks of emulated GPUs: in its whole run, and from one update to the next."""
+"""Counts what a program of the user's asks of emulated GPUs: in its whole run, and from one update to the next.
+
+If that is asked instead, it estimates how long these steps take.
+"""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 import msgspec
 
-from pytest_gputrain.records import CountCause, Place
+from pytest_gputrain.hardware.step_time import expected_time
+from pytest_gputrain.records import CountCause, Place, Rates, TracedCall
 from pytest_gputrain.worker.counted_steps import counts_of
 from pytest_gputrain.worker.emulated_values.program_lines import describe_line, name_of_file, own_frame
+from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.own_lines import OwnLines, own_place
 from pytest_gputrain.worker.step_counts import Rows, StepCounter
+from pytest_gputrain.worker.work import WorkCount
 
 MOST_STEPS: Final = 50
 """Steps of a program that are kept one by one, its first. Each may be of a kind of its own."""
+LAST_STEPS: Final = 5
+"""Steps of a program whose time is estimated, its last."""
 
 
 class ProgramCounter(StepCounter):
@@ -103,6 +111,38 @@ class ProgramCounter(StepCounter):
 
     def place_of(self, line: str) -> Place:
         return self._described[line]
+
+
+class ProgramTimer(ProgramCounter):
+    """Estimates how long the last steps of this process take on a GPU, from the calls of their operators.
+
+    It follows each operator by a dispatch mode of torch, which is a part of what the program asks for. So it counts nothing.
+
+    Args:
+        rates: what the GPU sustains, as JSON.
+    """
+
+    def __init__(self, rates: str) -> None:
+        self._rates = msgspec.json.decode(rates, type=Rates)
+        self._last: deque[list[TracedCall]] = deque(maxlen=LAST_STEPS)
+        self._work = WorkCount(lambda: "")
+        super().__init__()
+        self._following = count_flops(self._work)
+        self._following.__enter__()  # until the process ends: leaving it in the middle could leave a mode of the program's
+
+    def begin_step(self) -> None:
+        self._work.forget_calls()
+
+    def next_step(self, *, kept: bool = True) -> None:
+        if kept:
+            self._last.append(self._work.calls())
+        self._others_since.clear()
+        self.begin_step()
+
+    def report(self) -> dict[str, Any]:
+        """Return the estimate that is the median of those of the last steps, as a record of an `EmulatedProcess` has it."""
+        estimates = sorted((expected_time(calls, self._rates) for calls in self._last), key=lambda one: one.seconds or 0.0)
+        return {"expected": msgspec.to_builtins(estimates[len(estimates) // 2])} if estimates else {}
 
 
 class _ProgramLines(OwnLines):

@@ -80,6 +80,10 @@ class WorkCount(FlopCount):
 
         return launch
 
+    def forget_calls(self) -> None:
+        """Forget the calls so far."""
+        self._calls.clear()
+
     def calls(self) -> list[TracedCall]:
         """Return the calls of all threads, in the same order in every run."""
         counts: defaultdict[TracedCall, int] = defaultdict(int)

@@ -23,6 +23,9 @@ STATE: Final = "GPUTRAIN_EMULATED_STATE"
 TORCH: Final = "GPUTRAIN_EMULATED_TORCH"
 """Environment variable: the folder of the torch whose libraries have stand-ins."""
 
+RATES: Final = "GPUTRAIN_EMULATED_RATES"
+"""Environment variable: what the GPU sustains, as JSON, if a program is asked how long its steps take."""
+
 STARTUP: Final = Path(__file__).parents[2] / "worker" / "startup"
 """The folder on a program's PYTHONPATH with a ``sitecustomize`` that has torch record its memory."""
 
@@ -96,7 +99,7 @@ def _without_emulation(environ: Mapping[str, str]) -> dict[str, str]:
     folders = {os.path.dirname(path) for path in preloaded if os.path.basename(path) == CORE}
     bare = {
         **environ,
-        **dict.fromkeys((DEVICE, STATE, TORCH, SITE_VARIABLE, PYTHON_VARIABLE, ORIGIN_VARIABLE), ""),
+        **dict.fromkeys((DEVICE, STATE, TORCH, RATES, SITE_VARIABLE, PYTHON_VARIABLE, ORIGIN_VARIABLE), ""),
         _PRELOAD: ":".join(path for path in preloaded if os.path.dirname(path) not in folders),
         _MODULES: os.pathsep.join(path for path in modules if path != str(STARTUP)),
         _COMPILED: before if before != kernels else environ.get(_COMPILED, ""),
