@@ -35,8 +35,9 @@ from pytest_gputrain.records import Case, EmulatedRun, Limit, Published, Task
 from pytest_gputrain.session.tasks import full_size_task
 from pytest_gputrain.storage.published import GATED, load
 from pytest_gputrain.utils.errors import BadCase, CannotEmulate
-from pytest_gputrain.utils.files import UNREADABLE, write_atomically
+from pytest_gputrain.utils.files import write_atomically
 from pytest_gputrain.utils.markdown import table
+from pytest_gputrain.utils.reading import UNREADABLE
 from pytest_gputrain.utils.units import GiB, MiB, format_percent
 
 MEDIAN_GOAL: Final = 0.015

@@ -38,8 +38,8 @@ from pytest_gputrain.storage.emulated import EmulationStore
 from pytest_gputrain.storage.history import HistoryError, append
 from pytest_gputrain.storage.reports import ReportStore, read_report, to_baseline
 from pytest_gputrain.storage.result_cache import ResultCache
-from pytest_gputrain.utils.files import UNREADABLE
 from pytest_gputrain.utils.git import RunInfo
+from pytest_gputrain.utils.reading import UNREADABLE
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 REPLIES: Final = ROOT / "tests" / "plugin" / "replies"

@@ -13,6 +13,7 @@ import msgspec
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.records import Case
 from pytest_gputrain.utils.errors import BadCase
+from pytest_gputrain.utils.reading import UNREADABLE, read_whole
 
 Options = dict[str, Any]
 """Options as in DeepSpeed's JSON: sections in sections."""
@@ -85,12 +86,12 @@ def _read(file: Path, name: str) -> Options:
     if path.is_absolute() or ".." in path.parts:
         raise _Wrong("does not lie below the root of the project; give a path that is relative to it")
     try:
-        content: Any = msgspec.json.decode(file.read_bytes())
+        content: Any = msgspec.json.decode(read_whole(file))
     except OSError as error:
         raise _Wrong(
             f"cannot be read ({error.strerror}); give a file relative to {file.parents[len(path.parts) - 1]}"
         ) from None
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise _Wrong(f"is not JSON ({error}); write it as DeepSpeed's own configuration") from None
     if not isinstance(content, dict):
         raise _Wrong("is not a JSON object; write it as DeepSpeed's own configuration")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import stat
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from pytest_gputrain.cases.architectures.facts import (
 )
 from pytest_gputrain.records import Case
 from pytest_gputrain.utils.errors import BadCase
+from pytest_gputrain.utils.reading import read_whole
 from pytest_gputrain.utils.sanitize import OneLineError
 from pytest_gputrain.utils.suggest import did_you_mean
 from pytest_gputrain.utils.units import format_bytes
@@ -195,12 +195,10 @@ def _file(path: Path) -> Path:
 def _json(file: Path) -> Config:
     what = "give the config.json of a model"
     try:
-        status = file.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{file} is no file; {what}")
-        if status.st_size > _MOST_BYTES:
-            raise ConfigError(f"{file} has {format_bytes(status.st_size)}, which is more than any config has; {what}")
-        content: Any = json.loads(file.read_bytes(), parse_constant=lambda name: {"__float__": name})
+        size = file.stat().st_size
+        if size > _MOST_BYTES:
+            raise ConfigError(f"{file} has {format_bytes(size)}, which is more than any config has; {what}")
+        content: Any = json.loads(read_whole(file), parse_constant=lambda name: {"__float__": name})
         # Tasks carry it, and no number beyond 64 bits.
         msgspec.json.encode(content)
     except OSError as error:

@@ -16,6 +16,7 @@ from pytest_gputrain.records import Emulated, Measured, Report
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.reports import read_report
 from pytest_gputrain.utils.git import git_output, uncommitted
+from pytest_gputrain.utils.reading import tail
 
 _USAGE_ERROR: Final = 4
 _NOTHING_SELECTED: Final = 5
@@ -142,9 +143,9 @@ def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
             raise
     if status == _NOTHING_SELECTED:
         raise SideError(f"{side.label} has no test that {' '.join(arguments) or 'pytest without arguments'} selects")
-    tail = "\n".join(log.read_text(errors="replace").rstrip().splitlines()[-_TAIL_LINES:])
+    printed = "\n".join(tail(log).rstrip().splitlines()[-_TAIL_LINES:])
     if status == _USAGE_ERROR or not report.exists():
-        raise SideError(f"pytest of {side.label} ended with status {status} and without a report:\n{tail}")
+        raise SideError(f"pytest of {side.label} ended with status {status} and without a report:\n{printed}")
     try:
         side_report = read_report(report, "both sides need versions that agree on its format")
     except BaselineError as error:
@@ -152,7 +153,7 @@ def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
     if any(isinstance(result, Emulated) for result in side_report.results):
         raise SideError("gputrain ab measures, and --gpu-emulate does not; its figures are compared with recorded ones")
     if not any(isinstance(result, Measured) for result in side_report.results):
-        raise SideError(f"no test of {side.label} measured a case:\n{tail}")
+        raise SideError(f"no test of {side.label} measured a case:\n{printed}")
     return side_report
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,8 +22,10 @@ from pytest_gputrain.records import Baseline, Case, knob_text
 from pytest_gputrain.storage import emulated, published
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
 from pytest_gputrain.utils import console, markdown
-from pytest_gputrain.utils.files import conflicts, read_whole
+from pytest_gputrain.utils.files import conflicts
 from pytest_gputrain.utils.git import files_of_repository, in_ci
+from pytest_gputrain.utils.json_text import repeated_names
+from pytest_gputrain.utils.reading import read_whole
 from pytest_gputrain.utils.sanitize import shown
 
 
@@ -107,7 +110,8 @@ def check(folder: Path) -> Iterator[Problem]:
     tables_are_sound = True
     if old := emulated.describe_old(folder):
         yield Problem(folder / emulated.OF_OLD_VERSIONS, 1, old)
-    for path in sorted(folder.rglob("*.json")):
+    unreadable: list[OSError] = []
+    for path in _files(folder, unreadable):
         folders = path.relative_to(folder).parts[:-1]
         if folders[:1] == (emulated.OF_OLD_VERSIONS,):
             continue
@@ -119,6 +123,7 @@ def check(folder: Path) -> Iterator[Problem]:
             problems = [_refused(path, error)]
         tables_are_sound = tables_are_sound and not (problems and folders == (published.FOLDER,))
         yield from problems
+    yield from (Problem(Path(error.filename), 1, f"it cannot be read: {error.strerror}") for error in unreadable)
     tables = folder / published.FOLDER
     if tables_are_sound and any(tables.glob("*.json")):
         try:
@@ -127,10 +132,16 @@ def check(folder: Path) -> Iterator[Problem]:
             yield _refused(tables, error)
 
 
+def _files(folder: Path, unreadable: list[OSError]) -> list[Path]:
+    """Return the files below the folder, and put the errors of folders that cannot be read into ``unreadable``."""
+    walked = os.walk(folder, onerror=unreadable.append)
+    return sorted(Path(parent, name) for parent, _, names in walked for name in names if name.endswith(".json"))
+
+
 def _without_tests(folder: Path) -> Iterator[Problem]:
     """Yield the files of suites that have no test file in the repository; none where none has one."""
     tests = {suite_of(path) for path in files_of_repository(folder) if path.suffix == ".py"}
-    files = [path for path in sorted(folder.rglob("*.json")) if path.parent.name != published.FOLDER]
+    files = [path for path in _files(folder, []) if path.parent.name != published.FOLDER]
     if tests.isdisjoint(path.stem for path in files):
         return
     for path in files:
@@ -169,25 +180,20 @@ _RECORD_AGAIN: Final = "record again, or restore it from git"
 def _damage(path: Path) -> list[Problem]:
     """Return problems that make the others meaningless: markers of a merge, and names that stand twice in one object."""
     data = read_whole(path)
-    text = data.decode(errors="replace")
     if markers := conflicts(data):
         return [Problem(path, line, "a merge-conflict marker; take one side, or record again") for line in markers]
-    twice: list[str] = []
-
-    def note(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice.extend(name for name in dict.fromkeys(names) if names.count(name) > 1)
-        return dict(pairs)
-
     try:
-        json.loads(text, object_pairs_hook=note)
+        repeated = repeated_names(data)
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        return [Problem(path, line, f"it is not UTF-8 ({error.reason}: {data[error.start]:#x}); {_RECORD_AGAIN}")]
     except json.JSONDecodeError as error:
         return [Problem(path, error.lineno, f"not JSON: {error.msg} in column {error.colno}; {_RECORD_AGAIN}")]
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
         return [Problem(path, 1, f"JSON that cannot be read: {error}; {_RECORD_AGAIN}")]
     return [
-        Problem(path, _line_of_name(text, name, last=True), f"{name} occurs here a second time; delete one of them")
-        for name in twice
+        Problem(path, _line_of_name(data, name, last=True), f"{name} occurs here a second time; delete one of them")
+        for name in repeated
     ]
 
 
@@ -198,11 +204,11 @@ def _entries(path: Path, store: SuiteStore[Any, Any], device: str) -> Iterator[P
         BaselineError: the file is not sound.
         OSError: the file cannot be read.
     """
-    text = path.read_text()
+    data = read_whole(path)
     for key, record in store.suite(device, path.stem).items():
         if not _is_name(key.removesuffix("@tiny") if record.scale == "tiny" else key, record.case):
             sentence = f"{key} is not the name of the case in it, {record.case}, so no run finds it; {_RECORD_AGAIN}"
-            yield Problem(path, _line_of_name(text, key), sentence)
+            yield Problem(path, _line_of_name(data, key), sentence)
     yield from _form(path, store.rewritten(device, path.stem))
 
 
@@ -230,7 +236,7 @@ def _form(path: Path, expected: bytes) -> Iterator[Problem]:
     Raises:
         OSError: the file cannot be read.
     """
-    present = path.read_bytes()
+    present = read_whole(path)
     if present == expected:
         return
     lines, wanted = present.splitlines(), expected.splitlines()
@@ -255,17 +261,18 @@ def _sessions(path: Path, device: str, stored: Sequence[Baseline]) -> Iterator[P
         yield Problem(path, 1, sentence, error=False)
 
 
-def _line_of_name(text: str, name: str, *, last: bool = False) -> int:
+def _line_of_name(data: bytes, name: str, *, last: bool = False) -> int:
     """Return the line in which ``name`` is the name of a value; 1 where there is none."""
-    offsets = [match.start() for match in re.finditer(rf"{re.escape(json.dumps(name, ensure_ascii=False))}\s*:", text)]
-    return text.count("\n", 0, offsets[-1 if last else 0]) + 1 if offsets else 1
+    quoted = re.escape(json.dumps(name, ensure_ascii=False).encode(errors="backslashreplace"))
+    offsets = [match.start() for match in re.finditer(quoted + rb"\s*:", data)]
+    return data.count(b"\n", 0, offsets[-1 if last else 0]) + 1 if offsets else 1
 
 
 def _refused(path: Path, error: BaselineError) -> Problem:
     """Return why a store refuses a file, with the line of the place; ``path`` is shown where the store names no file."""
     file, line = error.path or path, 1
     if isinstance(error.place, int):
-        line += file.read_bytes().count(b"\n", 0, error.place)
+        line += read_whole(file).count(b"\n", 0, error.place)
     elif error.place is not None:
-        line = _line_of_name(file.read_text(errors="replace"), error.place)
+        line = _line_of_name(read_whole(file), error.place)
     return Problem(file, line, error.without_path)

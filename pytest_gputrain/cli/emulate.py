@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import struct
 import subprocess
 import tempfile
@@ -42,8 +43,9 @@ from pytest_gputrain.report.asked import asked_by
 from pytest_gputrain.report.html import page
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import CannotEmulate
-from pytest_gputrain.utils.files import UNREADABLE, locked, write_atomically
+from pytest_gputrain.utils.files import locked, write_atomically
 from pytest_gputrain.utils.linux import end_with_parent
+from pytest_gputrain.utils.reading import UNREADABLE, read_message
 from pytest_gputrain.utils.units import format_bytes
 
 _STATE: Final = struct.Struct(f"={4 * boards.MOST_DEVICES}Q")
@@ -245,7 +247,7 @@ def _run(program: list[str], environ: dict[str, str]) -> int:
 def _processes(state: Path) -> Iterator[EmulatedProcess]:
     for path in sorted(state.glob("*.json")):
         try:
-            yield msgspec.json.decode(path.read_bytes(), type=EmulatedProcess)
+            yield msgspec.json.decode(read_message(path), type=EmulatedProcess)
         except (*UNREADABLE, OSError) as error:
             console.say(f"what process {path.stem} recorded cannot be read: {error}")
 
@@ -253,8 +255,9 @@ def _processes(state: Path) -> Iterator[EmulatedProcess]:
 def _use(state: Path) -> Iterator[DeviceUse]:
     for path in sorted(state.iterdir()):
         # The program may leave files and folders of its own.
-        if _PROCESS.fullmatch(path.name) and path.is_file() and path.stat().st_size == _STATE.size:
-            figures = _STATE.unpack(path.read_bytes())
+        status = path.lstat()
+        if _PROCESS.fullmatch(path.name) and stat.S_ISREG(status.st_mode) and status.st_size == _STATE.size:
+            figures = _STATE.unpack(read_message(path))
             _, peaks, missing, managed = (
                 figures[first : first + boards.MOST_DEVICES] for first in range(0, len(figures), boards.MOST_DEVICES)
             )

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pytest_gputrain.hardware import amd
-from pytest_gputrain.utils.files import read_whole
+from pytest_gputrain.utils.reading import read_whole
 
 ERRORS: Final = {"pynvml": "NVMLError", "amdsmi": "AmdSmiException"}
 """Base of each library's exceptions."""
@@ -190,7 +190,7 @@ def replayed(path: Path) -> Iterator[None]:
         OSError: it cannot be read.
     """
     try:
-        recordings = json.loads(read_whole(path))
+        recordings = json.loads(read_whole(path, pipe=True))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     try:

@@ -17,6 +17,8 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
+from pytest_gputrain.utils.reading import UNREADABLE, read_message
+
 NODES, COMMAND, ENDPOINT, EXIT = "nodes.json", "command.json", "endpoint.json", "exit.json"
 JOINED, LEFT, OUTPUT = "joined.json", "left.json", "output.txt"
 
@@ -94,9 +96,19 @@ def write_record(path: Path, what: Any) -> None:
     os.replace(part, path)
 
 
+class BadRecord(Exception):
+    """A file in the case's folder that is not what this package writes there; a sentence."""
+
+
 def read_record(path: Path, kind: type[_Record]) -> _Record | None:
-    """Read the record in ``path``; None while there is none."""
+    """Read the record in ``path``; None while there is none.
+
+    Raises:
+        BadRecord: it cannot be read.
+    """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(read_message(path), type=kind)
     except FileNotFoundError:
         return None
+    except (OSError, *UNREADABLE) as error:
+        raise BadRecord(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from msgspec import Struct
 
 from pytest_gputrain.records.case import FORMAT, Case, Scale
@@ -114,7 +115,7 @@ class CaseResult(Struct, frozen=True, kw_only=True, tag_field="kind"):
 class TrainedResult(CaseResult, frozen=True, kw_only=True):
     """The fields of results of cases that really trained."""
 
-    replies: tuple[Reply, ...]
+    replies: Annotated[tuple[Reply, ...], msgspec.Meta(min_length=1)]
     """The reply of each fresh process, at least one."""
     summary: Summary | None = None
     """The summary; None if no process gave figures."""

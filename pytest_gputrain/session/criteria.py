@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -48,7 +49,7 @@ def refuse_missing_folder(settings: Settings) -> None:
     Raises:
         BadCase: the folder that the options name is not there. Mistyped, it would make every case new.
     """
-    if settings.baseline_dir_named and settings.baseline_update == "no" and not settings.baseline_dir.is_dir():
+    if settings.baseline_dir_named and settings.baseline_update == "no" and not os.path.isdir(settings.baseline_dir):
         raise BadCase(f"the baseline folder {settings.baseline_dir} does not exist; --gpu-baseline-update makes it")
 
 

@@ -8,6 +8,7 @@ lock, by atomic rename, and an update keeps the entries of cases that did not ru
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import math
@@ -26,7 +27,8 @@ from msgspec import Struct
 from pytest_gputrain.records import FORMAT, MAX_RUNS, Baseline, BaselineRun, Case, Environment, Recorded, Scale
 from pytest_gputrain.utils import json_text
 from pytest_gputrain.utils.bounds import LEAST_RUNS_ON_A_CPU
-from pytest_gputrain.utils.files import UNREADABLE, conflicts, locked, read_whole, sweep, within, write_atomically
+from pytest_gputrain.utils.files import conflicts, locked, sweep, within, write_atomically
+from pytest_gputrain.utils.reading import UNREADABLE, read_whole
 from pytest_gputrain.utils.sanitize import OneLineError
 
 _RESTORE: Final = "restore it from git, or delete it and record again"
@@ -34,6 +36,8 @@ _RESTORE_ENTRY: Final = "restore it from git, or delete the entry and record it 
 _RECORD_ENTRY: Final = "delete the entry and record it again"
 _NEWER: Final = "update pytest-gputrain if a newer version wrote it"
 _MOST_LINES_SHOWN: Final = 6
+_BYTE_ORDER_MARKS: Final = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+"""What editors of Windows put before the text."""
 
 _Type = TypeVar("_Type")
 _Record = TypeVar("_Record", bound=Baseline | Recorded)
@@ -220,9 +224,10 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         return new
 
     def _load(self, path: Path, device: str) -> dict[str, _Record]:
-        if not path.exists():
+        try:
+            file = decode(path, self.file_type, self.what)
+        except (FileNotFoundError, NotADirectoryError):
             return {}
-        file = decode(path, self.file_type, self.what)
         _, in_device, in_suite, shared, cases = msgspec.structs.astuple(file)
         if (in_device, in_suite) != (device, path.stem):
             remedy = "move it to where it belongs, or record again"
@@ -341,29 +346,38 @@ def _judged(baseline: Baseline) -> tuple[object, ...]:
     return baseline.case, baseline.scale, runs
 
 
-def decode(path: Path, type_: type[_Type], what: str, remedy: str = _RESTORE) -> _Type:
+def decode(path: Path, type_: type[_Type], what: str, remedy: str = _RESTORE, *, edited: bool = True) -> _Type:
     """Decode the record of ``type_`` in a file.
 
     Args:
         what: the kind of file, in a sentence.
+        edited: whether people edit and merge such files, so that names may stand twice. What only a program writes may be
+            large, and come from a pipe.
 
     Raises:
+        FileNotFoundError, NotADirectoryError: there is no file.
         BaselineError: not ``what``, told with the place where that shows.
     """
     refusal = partial(BaselineError, path=path)
     try:
-        data = read_whole(path)
+        data = read_whole(path, pipe=not edited)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
     except OSError as error:
         raise refusal(f"cannot be read: {error.strerror}") from error
     if markers := conflicts(data):
         lines = ", ".join(map(str, markers[:_MOST_LINES_SHOWN])) + (", ..." if len(markers) > _MOST_LINES_SHOWN else "")
         raise refusal(f"holds merge-conflict markers (lines {lines})", "resolve them, or take one side and record again")
+    if data.startswith(_BYTE_ORDER_MARKS):
+        raise refusal("begins with a byte-order mark", f"save it as UTF-8 without one, or {remedy}")
     try:
         version = msgspec.json.decode(data, type=_Versioned).format
+        if edited and (repeated := json_text.repeated_names(data)):
+            raise refusal(f"has {repeated[0]} twice in one object", "delete one of them", place=repeated[0])
         if version == FORMAT:
             return msgspec.json.decode(data, type=type_)
     except UNREADABLE as error:
-        offset = re.search(r"\(byte (\d+)\)", str(error))
+        offset = re.search(r"(?:\(byte|in position) (\d+)", str(error))
         place = int(offset[1]) if offset else None
         raise refusal(f"is not {what}: {error}", _remedy(error, remedy), place=place) from None
     remedy = f"{_NEWER}, or {remedy}" if version > FORMAT else remedy
@@ -388,13 +402,17 @@ def _sound(fields: Any, type_: type[_Type], what: str, refusal: Callable[..., Ba
         record = msgspec.convert(fields, type_)
     except msgspec.ValidationError as error:
         raise refusal(f"is not valid in the {what}: {error}", _remedy(error, _RESTORE)) from None
-    if name := _lost(fields, msgspec.to_builtins(record)):
+    if name := _lost(fields, record):
         raise refusal(f"holds an unknown {name!r} in the {what}", f"{_NEWER}, or {_RESTORE}")
     return record
 
 
 def _lost(before: Any, after: Any) -> str:
-    """Find a name that stands in the one and not in the other; empty for none."""
+    """Find a name in JSON that is no field of the record that was made of it; empty for none."""
+    if isinstance(after, Struct):
+        config = type(after).__struct_config__
+        named = {**msgspec.structs.asdict(after), config.tag_field: config.tag}
+        after = msgspec.structs.astuple(after) if config.array_like else named
     if isinstance(before, dict) and isinstance(after, dict):
         if unknown := sorted(before.keys() - after.keys()):
             return str(unknown[0])

@@ -11,7 +11,8 @@ from typing import Final, TypeVar
 import msgspec
 
 from pytest_gputrain.records import HistoryLine
-from pytest_gputrain.utils.files import UNREADABLE, locked
+from pytest_gputrain.utils.files import locked
+from pytest_gputrain.utils.reading import UNREADABLE, opened
 from pytest_gputrain.utils.sanitize import OneLineError
 
 _Line = TypeVar("_Line")
@@ -91,7 +92,7 @@ def read(path: Path, type_: type[_Line], warn: Callable[[str], None]) -> Iterato
     decode = msgspec.json.Decoder(type_).decode
     begin = 0
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             for number, line in enumerate(iter(functools.partial(file.readline, _LONGEST_LINE), b""), 1):
                 try:
                     yield begin, decode(line)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from pytest_gputrain.utils.reading import read_whole
+
 
 def snapshot(model: str, environ: Mapping[str, str]) -> Path | None:
     """Return the folder of a model's files, as far as they are in the cache; None where it is not there.
@@ -18,8 +20,8 @@ def snapshot(model: str, environ: Mapping[str, str]) -> Path | None:
     folder = hub_cache(environ) / f"models--{model.replace('/', '--')}"
     snapshots = folder / "snapshots"
     try:
-        return snapshots / (folder / "refs" / "main").read_text().strip()
-    except OSError:  # fetched by the name of a revision
+        return snapshots / read_whole(folder / "refs" / "main").decode().strip()
+    except (OSError, UnicodeDecodeError):  # fetched by the name of a revision
         return max(snapshots.glob("*/"), key=lambda revision: revision.stat().st_mtime, default=None)
 
 

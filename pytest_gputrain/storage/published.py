@@ -7,6 +7,7 @@ printed. The figures of a row are those of its cells, in numbers with their roun
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -150,7 +151,7 @@ class PublishedStore:
             BaselineError: as above.
         """
         folders = (baseline_dir / FOLDER, _SHIPPED, _CLONE)
-        return cls(next((folder for folder in folders if folder.is_dir()), folders[0]))
+        return cls(next((folder for folder in folders if os.path.isdir(folder)), folders[0]))
 
     def get(self, platform: str, suite: str, key: str) -> Published | None:
         """Return what was published for a case; None where nothing was."""
@@ -166,6 +167,7 @@ def load(path: Path) -> PublishedTable:
 
     Raises:
         BaselineError: it is no sound table.
+        OSError: there is none.
     """
     table = decode(path, PublishedTable, "a published table", _REMEDY)
     if table.name != path.stem:

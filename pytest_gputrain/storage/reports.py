@@ -21,7 +21,7 @@ from pytest_gputrain.records import (
     Report,
 )
 from pytest_gputrain.records.memory import without_lines
-from pytest_gputrain.storage.baselines import decode
+from pytest_gputrain.storage.baselines import BaselineError, decode
 
 
 def read_report(path: Path, remedy: str = "give the file that --gpu-json wrote") -> Report:
@@ -30,7 +30,10 @@ def read_report(path: Path, remedy: str = "give the file that --gpu-json wrote")
     Raises:
         BaselineError: it cannot be read, or is none of this package.
     """
-    return decode(path, Report, "a report of --gpu-json", remedy)
+    try:
+        return decode(path, Report, "a report of --gpu-json", remedy, edited=False)
+    except OSError as error:
+        raise BaselineError(f"cannot be read: {error.strerror}", path=path) from None
 
 
 class ReportStore:

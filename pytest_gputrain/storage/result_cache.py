@@ -16,7 +16,8 @@ import msgspec
 
 from pytest_gputrain.cases.libraries import library_versions
 from pytest_gputrain.records import Case, EmulatedRun, Task
-from pytest_gputrain.utils.files import UNREADABLE, write_atomically
+from pytest_gputrain.utils.files import write_atomically
+from pytest_gputrain.utils.reading import UNREADABLE, read_message
 
 KEPT_SECONDS: Final = 30 * 24 * 3600.0
 """Since a run was last asked for."""
@@ -46,7 +47,7 @@ class ResultCache:
         if path is None:
             return None
         try:
-            run = msgspec.json.decode(path.read_bytes(), type=EmulatedRun)
+            run = msgspec.json.decode(read_message(path), type=EmulatedRun)
             os.utime(path)
         except (OSError, *UNREADABLE):
             return None

@@ -14,13 +14,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
-UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""The errors of msgspec for bytes that are not the JSON of a record: none at all, another's, not UTF-8, nested too deep."""
-
-_MOST_BYTES: Final = 1 << 30
-"""The most bytes of a file that is read into memory: a report of 10,000 cases has a tenth of that."""
 _PART: Final = ".part"
 _WRITABLE: Final = 0o222
 _WRITABLE_BY_OTHERS: Final = 0o022
@@ -63,22 +56,6 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
         with contextlib.suppress(OSError):
             os.unlink(beside)
         raise
-
-
-def read_whole(path: Path) -> bytes:
-    """Read the content of a file of a sane size, or of a pipe.
-
-    Raises:
-        OSError: it cannot be read, is a device, or has no end in sight.
-    """
-    mode = path.stat().st_mode
-    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise OSError(errno.EINVAL, "it is a device")
-    with path.open("rb") as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise OSError(errno.EFBIG, f"it has more than {_MOST_BYTES >> 20:,} MiB")
-    return data
 
 
 def prepare(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
@@ -11,6 +12,24 @@ import msgspec
 _PARTS = rb'"(?:[^"\\]|\\.)*"|[^{}"]'
 _ROW: Final = re.compile(rb'\{\n\s+("(?:bytes|what)": (?:' + _PARTS + rb"|\{(?:" + _PARTS + rb")*\})+?)\n\s*\}")
 """A record on several lines, which holds records that hold no others."""
+
+
+def repeated_names(data: bytes) -> list[str]:
+    """Return the names that stand twice in one object, of which readers of JSON believe the last in silence.
+
+    Raises:
+        ValueError: it is not JSON in UTF-8; a byte-order mark is passed over.
+        RecursionError: it is nested too deep.
+    """
+    repeated: list[str] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            repeated.extend(name for name in dict.fromkeys(names) if names.count(name) > 1)
+
+    json.loads(data.decode("utf-8-sig"), object_pairs_hook=note, parse_int=str)
+    return repeated
 
 
 def document(frame: msgspec.Struct, items: Iterable[bytes]) -> Iterator[bytes]:

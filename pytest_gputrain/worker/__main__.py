@@ -23,6 +23,7 @@ from pytest_gputrain.records import FORMAT, Crashed, EmulatedRun, Measurement, R
 from pytest_gputrain.records.node_protocol import write_record
 from pytest_gputrain.utils.errors import WrongTorch
 from pytest_gputrain.utils.linux import die_with_parent
+from pytest_gputrain.utils.reading import read_message
 from pytest_gputrain.worker.progress import Progress
 
 CASE, PROGRESS, REPLY, STACKS, RENDEZVOUS = "case.json", "progress.jsonl", "reply.json", "stacks.txt", "rendezvous"
@@ -43,7 +44,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     progress = Progress(folder / PROGRESS)
     progress.enter("start")
-    task = msgspec.json.decode((case_folder / CASE).read_bytes(), type=Task)
+    task = msgspec.json.decode(read_message(case_folder / CASE), type=Task)
     sys.path += [path for path in task.import_paths if path not in sys.path]
     if task.emulated:
         # Compiling allocates on the GPU, and code from the disk does not: each run finds the same, an empty folder.

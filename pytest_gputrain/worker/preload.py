@@ -22,6 +22,7 @@ import msgspec
 
 from pytest_gputrain.records import Task
 from pytest_gputrain.utils.linux import PARENT, adopt_orphans, die_with_parent
+from pytest_gputrain.utils.reading import read_message
 from pytest_gputrain.worker.__main__ import CASE, main, redirect
 from pytest_gputrain.worker.libraries import load_for, track_for_forks
 
@@ -94,7 +95,7 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
     is_own_code = is_emulated = False
     # What fails here fails again in the worker, which reports it.
     with contextlib.suppress(Exception):
-        task = msgspec.json.decode((folder / CASE).read_bytes(), type=Task)
+        task = msgspec.json.decode(read_message(folder / CASE), type=Task)
         is_own_code, is_emulated = bool(task.case.code), bool(task.emulated)
         load_for(task, to_be_forked=True)
         if is_emulated:

@@ -16,6 +16,7 @@ from msgspec import Struct
 from pytest_gputrain.records import Counts, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Task
 from pytest_gputrain.records.emulation import NotExchanged
 from pytest_gputrain.utils.linux import end_with_parent
+from pytest_gputrain.utils.reading import read_message, tail
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import Accelerator
 from pytest_gputrain.worker.emulated import conditions, of_counts, read_though_unknown, rests_on
@@ -25,8 +26,6 @@ from pytest_gputrain.worker.progress import Progress
 
 _STARTUP: Final = Path(__file__).parent / "startup"
 """The folder on the script's PYTHONPATH with the ``sitecustomize`` that records it."""
-_LAST_BYTES: Final = 4096
-"""The most bytes of the script's standard error that are read; a sentence has the last line."""
 _LEAST_STEPS: Final = 2
 """The least number of steps: from the second step on the optimizer has its states."""
 _NOT_LOOKED_AT: Final = "the losses, precision, FLOPs and memory growth of a script are not checked"
@@ -71,7 +70,7 @@ def run_script(task: Task, progress: Progress, folder: Path) -> Reply | Emulated
     progress.enter("measure")
     status = _run(task, state)
     try:
-        recorded = [msgspec.json.decode(path.read_bytes(), type=_Recorded) for path in sorted(state.glob("*.json"))]
+        recorded = [msgspec.json.decode(read_message(path), type=_Recorded) for path in sorted(state.glob("*.json"))]
         return _reply(task, status, recorded, folder / "stderr.txt")
     except CheckFailed as error:
         return Crashed(sentence=str(error), phase=progress.phase, refused=not status)
@@ -175,10 +174,4 @@ def _check_steps(name: str, process: _Recorded, least: int) -> list[float]:
 
 
 def _last_line(stderr: Path) -> str:
-    try:
-        with open(stderr, "rb") as file:
-            file.seek(max(0, stderr.stat().st_size - _LAST_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return next((line.strip() for line in reversed(tail(stderr).splitlines()) if line.strip()), "")

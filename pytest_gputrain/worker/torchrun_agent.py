@@ -27,6 +27,7 @@ from pytest_gputrain.records.node_protocol import (
     LEFT,
     NODES,
     SILENCE_SECONDS,
+    BadRecord,
     Command,
     Endpoint,
     Joined,
@@ -131,7 +132,10 @@ class Agent:
         stacks_asked = False
         while True:
             time.sleep(_POLL_SECONDS)
-            command = read_record(self._folder / COMMAND, Command)
+            try:
+                command = read_record(self._folder / COMMAND, Command)
+            except BadRecord as error:
+                self._leave(f"the agent of node {self._host} failed: {error}", {})
             if command is None or command.action == "over" or time.monotonic() - last_heard > SILENCE_SECONDS:
                 self._leave("", {})
             if command.number != last_number:

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gputrain.cli.main import main
-from pytest_gputrain.utils import files
-from pytest_gputrain.utils.files import prepare, read_whole, write_atomically
+from pytest_gputrain.utils.files import prepare, write_atomically
 
 PRINTED = """
 from pathlib import Path
@@ -97,35 +95,6 @@ def test_what_the_standard_output_leads_to_keeps_what_was_printed(tmp_path, appe
     with out.open("ab" if appended else "wb") as stdout:
         subprocess.run([sys.executable, "-c", PRINTED], stdout=stdout, check=True)
     assert out.read_text().split() == ["before", "export", "after"]
-
-
-def test_a_device_and_a_file_without_end_are_not_read(tmp_path, monkeypatch):
-    with pytest.raises(OSError, match="it is a device"):
-        read_whole(Path("/dev/zero"))
-    monkeypatch.setattr(files, "_MOST_BYTES", 3 << 20)
-    big = tmp_path / "big"
-    big.write_bytes(b"x" * (3 << 20))
-    assert len(read_whole(big)) == 3 << 20
-    big.write_bytes(b"x" * ((3 << 20) + 1))
-    with pytest.raises(OSError, match="it has more than 3 MiB"):
-        read_whole(big)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("export /dev/zero", "table /dev/zero", "html /dev/zero", "html --history /dev/zero", "trend /dev/zero"),
-        "compare /dev/zero /dev/zero",
-    ],
-)
-def test_no_subcommand_reads_a_device_to_its_end(words, capsys, monkeypatch, tmp_path):
-    if words.startswith("html"):
-        pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
-    monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == 2
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert "/dev/zero" in sentence or words.startswith("table")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_written_at_the_end_is_told_before(tmp_path, fifo):

@@ -23,6 +23,7 @@ from pytest_gputrain.records import Delivery, Host, Order
 from pytest_gputrain.records.node_protocol import write_record
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.linux import die_with_parent
+from pytest_gputrain.utils.reading import read_message
 
 
 def deliver(folder: Path, rendezvous: str = "") -> None:
@@ -34,7 +35,7 @@ def deliver(folder: Path, rendezvous: str = "") -> None:
     Raises:
         OSError, msgspec.DecodeError: the order cannot be read, or the delivery not be written.
     """
-    order = msgspec.json.decode((folder / ORDER).read_bytes(), type=Order)
+    order = msgspec.json.decode(read_message(folder / ORDER), type=Order)
     delivery = _run_order(order, folder, rendezvous)
     with contextlib.suppress(FileNotFoundError):  # nobody waits any more
         write_record(folder / DELIVERY, delivery)

@@ -27,7 +27,7 @@ from pytest_gputrain.execution.fleet.scheduler import (
 )
 from pytest_gputrain.records import Cause, Delivery, Lost, Order
 from pytest_gputrain.records.node_protocol import write_record
-from pytest_gputrain.utils.files import UNREADABLE
+from pytest_gputrain.utils.reading import UNREADABLE, read_message, tail
 from pytest_gputrain.utils.signals import undisturbed
 from pytest_gputrain.utils.units import format_seconds
 
@@ -45,7 +45,6 @@ LEAST_WAITING: Final = 8
 
 _AGAIN: Final = "pytest --lf runs it again"
 
-_DETAIL_BYTES: Final = 8_000
 
 _NOT_BEGUN: Final = ("waiting", "held")
 
@@ -346,7 +345,7 @@ class Fleet:
     def _collect(self, ticket: _Ticket) -> None:
         """Take the delivery in, if it is there."""
         try:
-            delivery = msgspec.json.decode((ticket.folder / DELIVERY).read_bytes(), type=Delivery)
+            delivery = msgspec.json.decode(read_message(ticket.folder / DELIVERY), type=Delivery)
         except OSError:  # not there yet, or a network file system is not
             return
         except UNREADABLE as error:
@@ -362,9 +361,7 @@ class Fleet:
             self._settle(ticket, delivery)
 
     def _lose(self, ticket: _Ticket, cause: Cause, sentence: str) -> None:
-        host, output = ticket.seen.host if ticket.seen else "", ""
-        with contextlib.suppress(OSError):
-            output = (ticket.folder / OUTPUT).read_bytes()[-_DETAIL_BYTES:].decode(errors="replace")
+        host, output = ticket.seen.host if ticket.seen else "", tail(ticket.folder / OUTPUT)
         self._settle(ticket, Lost(cause=cause, sentence=sentence, job=ticket.job, host=host, detail=output))
 
     def _settle(self, ticket: _Ticket, outcome: Delivery | Lost) -> None:

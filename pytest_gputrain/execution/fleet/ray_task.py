@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Final
 
 from pytest_gputrain.execution.fleet.scheduler import DELIVERY, ORDER, OUTPUT
+from pytest_gputrain.utils.reading import read_message, tail
 
 _LOOK_SECONDS: Final = 0.1
 _END_SECONDS: Final = 20.0
 """The time in which a process has to end after its signal."""
-_OUTPUT_BYTES: Final = 8_000
 
 
 def do(python: str, order: bytes, shared: str) -> Iterator[str | bytes]:
@@ -43,9 +43,9 @@ def do(python: str, order: bytes, shared: str) -> Iterator[str | bytes]:
             process = _start(python, [str(folder), _address()], output.fileno())
             _wait(process, lambda: False)
         delivery = folder / DELIVERY
-        yield delivery.read_bytes() if delivery.exists() else b""
+        yield read_message(delivery) if delivery.exists() else b""
         yield f"exit code {process.returncode}" if process.returncode else ""
-        yield (folder / OUTPUT).read_bytes()[-_OUTPUT_BYTES:]
+        yield tail(folder / OUTPUT).encode()
     finally:
         if not shared:
             shutil.rmtree(folder, ignore_errors=True)

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from pytest_gputrain.execution.launch.environment import refuse_recursion, worker_environment
 from pytest_gputrain.execution.launch.processes import FreshProcess
 from pytest_gputrain.execution.launch.ranks import exit_text
@@ -20,8 +18,7 @@ from pytest_gputrain.execution.launch.torchrun import start_agent
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.machine import detect
 from pytest_gputrain.records import Task
-from pytest_gputrain.records.node_protocol import LEFT, NODES, Left, Nodes, node_folder, read_record, write_record
-from pytest_gputrain.utils.files import UNREADABLE
+from pytest_gputrain.records.node_protocol import LEFT, NODES, BadRecord, Left, Nodes, node_folder, read_record, write_record
 
 _POLL_SECONDS: Final = 0.2
 
@@ -66,7 +63,7 @@ def _is_of(folder: Path, owner: int) -> bool:
 def _claim_node(folder: Path) -> int | None:
     """Claim a node number of the case in ``folder`` that no other machine has; None if there is none. The first is that of
     pytest's machine."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, BadRecord):
         nodes = read_record(folder / NODES, Nodes)
         for number in range(1, nodes.count if nodes else 0):
             with contextlib.suppress(FileExistsError):
@@ -85,14 +82,15 @@ class _NodeOfCase:
         self._agent: FreshProcess | None = None
         self.title = f"a case that is over ({folder.name})"
         try:
-            task = msgspec.json.decode((folder / "case.json").read_bytes(), type=Task)
+            task, nodes = read_record(folder / "case.json", Task), read_record(folder / NODES, Nodes)
+            if task is None or nodes is None:
+                return
             self.title = str(task.case)
-            nodes = read_record(folder / NODES, Nodes)
-            environment = worker_environment(task, _gpus(task, nodes.processes_of(number) if nodes else 0))
+            environment = worker_environment(task, _gpus(task, nodes.processes_of(number)))
             self._agent = start_agent(folder, number, host, environment)
         except FileNotFoundError:
             pass  # the case is over
-        except (HardwareError, *UNREADABLE) as error:
+        except (HardwareError, BadRecord) as error:
             self._tell(f"node {host} cannot take part: {error}")
 
     def is_running(self) -> bool:

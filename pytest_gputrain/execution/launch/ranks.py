@@ -30,17 +30,18 @@ from pytest_gputrain.records import (
     Served,
     TimedOut,
 )
-from pytest_gputrain.utils.files import UNREADABLE
 from pytest_gputrain.utils.linux import oom_kills
+from pytest_gputrain.utils.reading import TAIL_BYTES, UNREADABLE, opened, read_message, tail
 from pytest_gputrain.utils.units import format_bytes
 
 _OF_LIBRARIES: Final = re.compile(r"^Failed to load CPU gemm_4bit.*\n?", re.MULTILINE)
 """The line that bitsandbytes prints whenever it is imported on a CPU without an optional package."""
 _POLL_SECONDS: Final = 0.02
 _STACKS_SECONDS: Final = 1.0
-_TAIL_BYTES: Final = 8_000
 _MOST_OUTPUT_BYTES: Final = 1 << 20
 """The most output of a worker that is kept; it is checked as often as its progress."""
+_MOST_PROGRESS_BYTES: Final = 1 << 20
+"""The most that is read at a time; a worker writes less than that in an hour."""
 _AFTER_THE_STEPS: Final[frozenset[Phase]] = frozenset({"check", "reply"})
 """Phases in which to run out of memory says nothing of the steps, which have fitted."""
 _SCARCE_BYTES: Final = 1 << 20
@@ -76,7 +77,7 @@ class Rank:
         exception. Among equals the earlier.
         """
         reply = self.folder / "reply.json"
-        written = reply.stat().st_mtime_ns if reply.exists() else 0
+        written = reply.lstat().st_mtime_ns if os.path.lexists(reply) else 0
         return bool(written), not isinstance(self.reply(), OutOfMemory | EmulatedRun), written
 
     def reply(self) -> Reply | Served | EmulatedRun:
@@ -88,8 +89,8 @@ class Rank:
 
     def figures(self) -> Measurement | Served | EmulatedRun | None:
         """Read what the rank measured, though it may have failed since; None where it has not got so far."""
-        with contextlib.suppress(*UNREADABLE, FileNotFoundError):
-            return msgspec.json.decode((self.folder / "figures.json").read_bytes(), type=Measurement | Served | EmulatedRun)
+        with contextlib.suppress(*UNREADABLE, OSError):
+            return msgspec.json.decode(read_message(self.folder / "figures.json"), type=Measurement | Served | EmulatedRun)
         return None
 
     def limit_output(self) -> None:
@@ -200,17 +201,17 @@ def _read_reply(
         return Crashed(sentence=sentence, phase=last.phase, step=last.step, detail=output, exit_code=exit_code)
 
     reply_file = folder / "reply.json"
-    if reply_file.exists():
+    if os.path.lexists(reply_file):
         try:
-            data = reply_file.read_bytes()
+            data = read_message(reply_file)
             if (version := msgspec.json.decode(data, type=_Versioned).format) != FORMAT:
                 return crashed(
                     f"the worker's reply has format {version}, this version reads format {FORMAT}: the worker imports "
                     "another pytest-gputrain than pytest does; look at PYTHONPATH"
                 )
             reply = msgspec.json.decode(data, type=Reply | Served | EmulatedRun)
-        except UNREADABLE as error:
-            return crashed(f"the worker's reply cannot be read: {error}")
+        except (OSError, *UNREADABLE) as error:
+            return crashed(f"the worker's reply cannot be read: {getattr(error, 'strerror', error)}")
         if exit_code != 0:
             return crashed(f"the worker replied, then ended {exit_text(exit_code)}")
         # The traceback last: it is what the end of a long detail should show.
@@ -250,13 +251,13 @@ class _Output:
     def limit(self) -> None:
         """Empty the file where it has grown too long; its end is remembered."""
         with contextlib.suppress(OSError):  # not there yet
-            if self._path.stat().st_size > _MOST_OUTPUT_BYTES:
+            if self._path.lstat().st_size > _MOST_OUTPUT_BYTES:  # of a link it is short, and no other file is cut
                 self._before = tail(self._path)
                 os.truncate(self._path, 0)
 
     def end(self) -> str:
         """Return the end of the output, without what libraries print that says nothing of the case."""
-        return _OF_LIBRARIES.sub("", (self._before + tail(self._path)))[-_TAIL_BYTES:]
+        return _OF_LIBRARIES.sub("", (self._before + tail(self._path)))[-TAIL_BYTES:]
 
 
 class _ProgressFile:
@@ -269,12 +270,13 @@ class _ProgressFile:
 
     def read(self) -> list[Event]:
         try:
-            with open(self._path, "rb") as file:
+            with opened(self._path) as file:
                 file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
+                data = file.read(_MOST_PROGRESS_BYTES)
+        except OSError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
+        # What has no line end is still being written, or is no event.
+        whole = data[: data.rfind(b"\n") + 1] if len(data) < _MOST_PROGRESS_BYTES else data
         self._offset += len(whole)
         events = []
         for line in whole.splitlines():
@@ -283,14 +285,3 @@ class _ProgressFile:
         if events:
             self.last = events[-1]
         return events
-
-
-def tail(path: Path) -> str:
-    """Return the end of a file; empty where there is none."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return ""

@@ -19,7 +19,7 @@ from typing import Final, Literal
 from pytest_gputrain.execution.launch.case_folder import folder_of
 from pytest_gputrain.execution.launch.environment import CHOOSING, refuse_recursion, worker_environment
 from pytest_gputrain.execution.launch.processes import FreshProcess, Process, run_module
-from pytest_gputrain.execution.launch.ranks import Rank, exit_text, follow, tail
+from pytest_gputrain.execution.launch.ranks import Rank, exit_text, follow
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.records import Crashed, EmulatedRun, Event, Reply, Task
 from pytest_gputrain.records.node_protocol import (
@@ -30,6 +30,7 @@ from pytest_gputrain.records.node_protocol import (
     LEFT,
     NODES,
     OUTPUT,
+    BadRecord,
     Command,
     Joined,
     Left,
@@ -40,6 +41,7 @@ from pytest_gputrain.records.node_protocol import (
     write_record,
 )
 from pytest_gputrain.utils.linux import PARENT
+from pytest_gputrain.utils.reading import tail
 
 JOIN_SECONDS: Final = 300.0
 """The time from a case's start until all its nodes must be there; at most half of the case's time-out."""
@@ -99,7 +101,10 @@ def on_nodes(
     ):
         ranks = [Rank(number, folder, agents.rank) for number in range(task.processes)]
         agents.start()
-        reply = follow(ranks, timeout_seconds, watch, trouble=agents.trouble, grace_seconds=_GRACE_SECONDS)
+        try:
+            reply = follow(ranks, timeout_seconds, watch, trouble=agents.trouble, grace_seconds=_GRACE_SECONDS)
+        except BadRecord as error:
+            return agents.crashed(str(error))
         assert not isinstance(reply, EmulatedRun), "nobody asked for one"
         return reply
 
@@ -150,11 +155,11 @@ class _Agents:
         departures = [read_record(node / LEFT, Left) for node in self._node_folders]
         for agent in departures:
             if agent and agent.failure:
-                return self._crashed(agent.failure)
+                return self.crashed(agent.failure)
         exit_code = self._process.poll() if self._process else None
         if exit_code is not None and (self._cluster.by_slurm or departures[0] is None):
             what = "srun" if self._cluster.by_slurm else "the agent of this node"
-            return self._crashed(f"{what} ended {exit_text(exit_code)} before the case was over", exit_code)
+            return self.crashed(f"{what} ended {exit_text(exit_code)} before the case was over", exit_code)
         if time.monotonic() - self._began < self._nodes.join_seconds:
             return None
         hosts = [joined.host for joined in (read_record(node / JOINED, Joined) for node in self._node_folders) if joined]
@@ -166,7 +171,7 @@ class _Agents:
             if self._cluster.by_slurm
             else f"leave `gputrain node {self._cluster.shared}` running on each other node"
         )
-        return self._crashed(
+        return self.crashed(
             f"{missing} of {self._nodes.count} nodes did not join within {self._nodes.join_seconds:g} s "
             f"(there: {', '.join(hosts) or 'none'}); {remedy}"
         )
@@ -197,7 +202,8 @@ class _Agents:
         self._spoke = time.monotonic()
         write_record(self._folder / COMMAND, self._command)
 
-    def _crashed(self, sentence: str, exit_code: int | None = None) -> Crashed:
+    def crashed(self, sentence: str, exit_code: int | None = None) -> Crashed:
+        """Return the end of the case with what the agents printed."""
         output = "".join(map(tail, sorted(self._folder.glob(f"**/{OUTPUT}"))))
         return Crashed(sentence=sentence, phase="start", detail=output, exit_code=exit_code)
 

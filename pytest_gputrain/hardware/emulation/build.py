@@ -31,6 +31,7 @@ from pytest_gputrain.hardware.emulation.libraries import (
 from pytest_gputrain.hardware.emulation.stubs import stubs_text, version_script
 from pytest_gputrain.utils.errors import CannotEmulate
 from pytest_gputrain.utils.files import cache_folder, locked, make_own
+from pytest_gputrain.utils.reading import read_message, read_whole
 
 SOURCES: Final = Path(__file__).with_name("c")
 
@@ -88,7 +89,7 @@ class StandIns:
             ValueError: they are not as they were built.
             OSError: they cannot be read.
         """
-        manifest = msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=_Manifest)
+        manifest = msgspec.json.decode(read_message(folder / _MANIFEST), type=_Manifest)
         self.folder = folder
         self.libraries = [folder / CORE, *(folder / name for name in sorted(manifest.digests) if name != CORE)]
         self.architectures = manifest.architectures
@@ -141,7 +142,7 @@ def _key(torch: Torch, users: Iterable[Path]) -> str:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_whole(path)).hexdigest()
 
 
 def _load(folder: Path) -> StandIns | None:

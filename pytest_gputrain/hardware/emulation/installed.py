@@ -21,7 +21,8 @@ from typing import Final
 import msgspec
 
 from pytest_gputrain.utils.errors import CannotEmulate
-from pytest_gputrain.utils.files import UNREADABLE, cache_folder
+from pytest_gputrain.utils.files import cache_folder
+from pytest_gputrain.utils.reading import UNREADABLE, read_message
 from pytest_gputrain.utils.torch_beside import LOCK, SITE
 
 MANIFEST: Final = "manifest.json"
@@ -89,7 +90,7 @@ class Build:
             raise PermissionError(errno.EACCES, "it is not a folder of this user alone")
         self.folder = folder
         try:
-            self.manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+            self.manifest = msgspec.json.decode(read_message(folder / MANIFEST), type=Manifest)
         except UNREADABLE as error:
             raise ValueError(f"{folder / MANIFEST} cannot be read: {error}") from None
         if self.manifest.format != _FORMAT or self.manifest.key != folder.name:

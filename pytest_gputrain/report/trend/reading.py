@@ -18,7 +18,7 @@ import msgspec
 from pytest_gputrain.records import FORMAT, Case, HistoryLine
 from pytest_gputrain.records.history import COUNT_KEYS
 from pytest_gputrain.storage.history import HistoryError, read
-from pytest_gputrain.utils.files import UNREADABLE
+from pytest_gputrain.utils.reading import UNREADABLE, opened
 
 TRUNKS: Final = ("main", "master")
 """Branches whose history is read by default, if it has one of them."""
@@ -157,7 +157,7 @@ class History:
         """
         file = bisect.bisect_right(self._begins, offset) - 1
         try:
-            with self._paths[file].open("rb") as open_:
+            with opened(self._paths[file]) as open_:
                 open_.seek(offset - self._begins[file])
                 fields: dict[str, Any] = msgspec.json.decode(open_.readline(), type=dict)
         except (OSError, *UNREADABLE) as error:
