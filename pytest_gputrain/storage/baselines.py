@@ -411,7 +411,7 @@ def _lost(before: Any, after: Any) -> str:
     """Find a name in JSON that is no field of the record that was made of it; empty for none."""
     if isinstance(after, Struct):
         config = type(after).__struct_config__
-        named = {**msgspec.structs.asdict(after), config.tag_field: config.tag}
+        named: dict[str, Any] = {**msgspec.structs.asdict(after), str(config.tag_field): config.tag}
         after = msgspec.structs.astuple(after) if config.array_like else named
     if isinstance(before, dict) and isinstance(after, dict):
         if unknown := sorted(before.keys() - after.keys()):

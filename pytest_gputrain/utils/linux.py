@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -63,6 +65,55 @@ class CoreWait:
             with contextlib.suppress(OSError):  # of a thread that has just ended
                 waited.append(int(path.read_text().split()[1]))
         return sum(waited) if waited else None
+
+
+class Child:
+    """A process by which others tell of it: it gets signals only as long as it is the child that it was said to be.
+
+    Args:
+        pid: as somebody said.
+        parent: the process that must have started it.
+
+    Raises:
+        ValueError: another process has this number, or none can have it.
+    """
+
+    def __init__(self, pid: int, parent: int) -> None:
+        if not 1 < pid < 1 << 31:
+            raise ValueError(f"{pid} is no process that this one may end")
+        self.pid, self._parent = pid, parent
+        self._descriptor: int | None = None
+        with contextlib.suppress(OSError, AttributeError):  # a kernel or a system without it, or a process that has ended
+            self._descriptor = os.pidfd_open(pid)
+            weakref.finalize(self, os.close, self._descriptor)
+        # Only now: while the descriptor is open, no other process gets the number.
+        if _parent_of(pid) not in (parent, None):
+            raise ValueError(f"process {pid} is not a child of {parent}")
+
+    def is_running(self) -> bool:
+        """Tell whether it has not ended; a zombie has."""
+        if self._descriptor is None:
+            return _parent_of(self.pid) == self._parent
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return not poll.poll(0)
+
+    def send(self, number: int) -> None:
+        """Send a signal, if it has not ended."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._descriptor is not None:
+                signal.pidfd_send_signal(self._descriptor, number)
+            elif self.is_running():
+                os.kill(self.pid, number)
+
+
+def _parent_of(pid: int) -> int | None:
+    """Return the parent of a process; None for one that has ended."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else int(parent)
 
 
 def oom_kills() -> int:

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.execution.launch.processes import CASE_FOLDER
 from pytest_gputrain.hardware.emulation.environment import DEVICE
 from pytest_gputrain.records import Task
+from pytest_gputrain.utils import linux
+from pytest_gputrain.utils.linux import Child
 
 TASK = Task(case=CASE, scale="tiny", device_type="cpu", root=".")
 
@@ -36,6 +39,9 @@ for line in sys.stdin:
     rank = json.loads(line)["rank"]
     with open({log!r}, "a") as log:
         log.write(line)
+    if os.path.exists({log!r} + ".said"):  # by somebody else who writes into the pipe
+        with open({log!r} + ".said", "rb") as said:
+            os.write(1, said.read())
     if rank == {refuses}:
         say(forked=0)
         continue
@@ -195,6 +201,69 @@ def test_a_worker_ends_with_its_source(wishes, source, children):
     worker.wait()
     assert worker.poll() == -signal.SIGKILL
     os.kill(worker.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def bystander():
+    """A process that no worker is, in a group of its own."""
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("number", ["1", "-1", "true", '"x"', "1e3", "null", "BYSTANDER", "PARENT", "9" * 20])
+def test_what_is_said_of_a_process_that_is_no_child_of_the_source_is_not_believed(
+    number, wishes, source, bystander, monkeypatch
+):
+    """As root, a signal to the group of process 1 would end everything."""
+    signalled = []
+    number = {"BYSTANDER": str(bystander.pid), "PARENT": str(os.getpid())}.get(number, number)
+    said = f'{{"forked": {number}}}\n{{"ended": {number}, "exit_code": 0}}\nno JSON\n[1]\n{{"other": 1}}\n'
+    wishes.with_suffix(".jsonl.said").write_bytes(said.encode() + b"\xff\n" + 70_000 * b"x" + b"\n")
+    worker = _fork(source, STAYS)
+    assert psutil.Process(worker.pid).cmdline()[1:3] == ["-S", str(wishes.with_name("source"))], "the real one"
+    with monkeypatch.context() as patched:
+        for name in ("kill", "killpg"):
+            patched.setattr(processes.os, name, lambda pid, number: signalled.append(pid))
+        worker.ask_for_stacks()
+        worker.end()
+    assert has_ended(worker.pid)
+    assert set(signalled) <= {worker.pid}
+    assert bystander.poll() is None
+
+
+def test_no_worker_ends_by_what_another_one_says_of_it(wishes, source):
+    worker = _fork(source, STAYS)
+    wishes.with_suffix(".jsonl.said").write_text(f'{{"ended": {worker.pid}, "exit_code": 0}}\n')
+    _fork(source).wait()
+    assert worker.poll() is None
+    worker.end()
+
+
+def test_a_worker_that_ends_while_its_source_is_stopped_is_not_waited_for_for_ever(wishes, source, monkeypatch):
+    monkeypatch.setattr(fork_server, "_TOLD_SECONDS", 0.1)
+    worker = _fork(source, STAYS)
+    os.kill(psutil.Process(worker.pid).ppid(), signal.SIGSTOP)
+    worker.end()
+    assert has_ended(worker.pid)
+
+
+@pytest.mark.parametrize("by_descriptor", [True, False])
+def test_a_number_that_another_process_has_got_gets_no_signal(by_descriptor, bystander, monkeypatch):
+    if not by_descriptor:  # an old kernel
+        monkeypatch.delattr(linux.os, "pidfd_open")
+    with pytest.raises(ValueError, match="is not a child of 1"):
+        Child(bystander.pid, 1)
+    child = Child(bystander.pid, os.getpid())
+    assert child.is_running()
+    child.send(signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not child.is_running()
+    signalled = []
+    monkeypatch.setattr(linux.os, "kill", lambda pid, number: signalled.append(pid))
+    child.send(signal.SIGKILL)
+    assert signalled == []
 
 
 def test_a_fresh_worker_leaves_what_it_prints_in_its_folder(tmp_path, monkeypatch):

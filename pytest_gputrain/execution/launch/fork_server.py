@@ -8,22 +8,32 @@ fresh interpreter.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, Literal, NamedTuple
+
+import msgspec
 
 from pytest_gputrain.execution.launch.processes import CASE_FOLDER, LocalProcess
 from pytest_gputrain.hardware.emulation.environment import DEVICE
 from pytest_gputrain.records import Task
+from pytest_gputrain.utils.linux import Child
+from pytest_gputrain.utils.reading import UNREADABLE
 
 _POLL_SECONDS: Final = 0.01
+_TOLD_SECONDS: Final = 5.0
+"""The time from a worker's end until that must be told: the preloaded process may have been stopped by a worker."""
+_LONGEST_LINE: Final = 4096
 _MOST_SOURCES: Final = 3
 """Each takes the memory of its libraries."""
 
@@ -73,19 +83,19 @@ class ForkServer:
                     self._sources.pop(idle).close()
             source = _ForkingProcess(environment)
         self._sources[surroundings] = source
-        pid = None
+        child = None
         try:
-            pid = source.fork(folder, rank, environment, timeout_seconds)
+            child = source.fork(folder, rank, environment, timeout_seconds)
         finally:
-            if not pid:
+            if not child:
                 del self._sources[surroundings]
-            if pid == 0:
+            if child == 0:
                 self._refused.add(imports)
-            if pid is None or not (pid or source.has_workers()):
+            if child is None or not (child or source.has_workers()):
                 source.close()  # an answer that nobody waited for would be taken for the next one
-            elif not pid:
+            elif not child:
                 self._refusing.append(source)
-        return ForkedProcess(source, pid) if pid else None
+        return ForkedProcess(source, child) if isinstance(child, Child) else None
 
     def close(self) -> None:
         """End the processes, and with them any that was forked from them."""
@@ -125,8 +135,20 @@ def _asked_at_imports(description: str) -> str:
     return ",".join(field for field in description.split(",") if field.startswith(fields))
 
 
+class _Said(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of `worker.preload`: a process that it forked, or one that has ended."""
+
+    forked: int | None = None
+    ended: int | None = None
+    exit_code: int = 0
+
+
 class _ForkingProcess:
-    """A running process of `worker.preload`."""
+    """A running process of `worker.preload`.
+
+    Its workers can write into its pipe, as all processes of this user can. So what is heard is believed only of its own
+    children, and nothing else gets a signal.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         wishes_end, self._wishes = os.pipe()
@@ -144,15 +166,19 @@ class _ForkingProcess:
         os.close(answers_end)
         self._unread = b""
         self._hearing = threading.Lock()
-        self._forked: list[int] = []
-        self._workers: set[int] = set()
+        self._forked: list[Child | Literal[0]] = []
+        self._workers: dict[int, Child] = {}
         self._ended: dict[int, int] = {}
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def fork(self, folder: Path, rank: int, environment: Mapping[str, str], timeout_seconds: float) -> int | None:
-        """Return the pid of the new process; 0 where none may be forked from here, None where nothing was answered."""
+    def fork(
+        self, folder: Path, rank: int, environment: Mapping[str, str], timeout_seconds: float
+    ) -> Child | Literal[0] | None:
+        """Return the new process; 0 where none may be forked from here, None where nothing was answered."""
+        if self._forked:  # of a process that nobody asked for
+            return None
         deadline = time.monotonic() + timeout_seconds
         variables = {CASE_FOLDER: str(folder), **{name: environment[name] for name in (DEVICE,) if name in environment}}
         wish = {"folder": str(folder), "rank": rank, "cwd": os.getcwd(), "variables": variables}
@@ -177,6 +203,17 @@ class _ForkingProcess:
         ended_with_source = self._process.poll()
         return self._ended.get(pid, ended_with_source)
 
+    def kill_group(self, number: int) -> None:
+        """Kill what an ended worker has left in its process group: it is a child of the preloaded process now."""
+        import psutil
+
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            os.killpg(number, 0)  # without a signal: mostly there is none
+            for child in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                    if os.getpgid(child.pid) == number:
+                        child.kill()
+
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -190,29 +227,54 @@ class _ForkingProcess:
                 self._unread += os.read(self._answers, 65_536)
             except BlockingIOError:
                 return
-            *lines, self._unread = self._unread.split(b"\n")
-            for said in map(json.loads, lines):
-                self._hear(said)
+            *lines, rest = self._unread.split(b"\n")
+            self._unread = rest[-_LONGEST_LINE:]
+            for line in lines:
+                with contextlib.suppress(ValueError, *UNREADABLE):
+                    self._hear(msgspec.json.decode(line, type=_Said))
 
-    def _hear(self, said: dict[str, Any]) -> None:
-        if "forked" in said:
-            self._forked.append(said["forked"])
-            self._workers |= {said["forked"]} - {0}
-        else:
-            self._workers.discard(said["ended"])
-            self._ended[said["ended"]] = said["exit_code"]
+    def _hear(self, said: _Said) -> None:
+        """Take in what is said.
+
+        Raises:
+            ValueError: it is of no child of the preloaded process, or not true.
+        """
+        if said.forked == 0:
+            self._forked.append(0)
+        elif said.forked is not None and said.forked not in self._workers | self._ended:
+            child = Child(said.forked, self._process.pid)
+            self._forked.append(child)
+            self._workers[child.pid] = child
+        elif said.ended in self._workers and not self._workers[said.ended].is_running():
+            del self._workers[said.ended]
+            self._ended[said.ended] = said.exit_code
 
 
 class ForkedProcess(LocalProcess):
     """A worker whose parent is the preloaded process, which tells of its end."""
 
-    def __init__(self, source: _ForkingProcess, pid: int) -> None:
-        self.pid = pid
-        self._source = source
+    def __init__(self, source: _ForkingProcess, child: Child) -> None:
+        self.pid = child.pid
+        self._source, self._child = source, child
+
+    def ask_for_stacks(self) -> None:
+        self._child.send(signal.SIGUSR1)
+
+    def kill_group(self) -> None:
+        if not self._child.is_running():
+            self._source.kill_group(self.pid)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(self.pid) == self.pid:  # it makes its group itself, a moment after its start
+                os.killpg(self.pid, signal.SIGKILL)
+        self._child.send(signal.SIGKILL)
 
     def poll(self) -> int | None:
         return self._source.exit_code(self.pid)
 
     def wait(self) -> None:
-        while self.poll() is None:
+        last = math.inf
+        while self.poll() is None and time.monotonic() < last:
+            if last == math.inf and not self._child.is_running():
+                last = time.monotonic() + _TOLD_SECONDS
             time.sleep(_POLL_SECONDS)

@@ -67,15 +67,20 @@ class LocalProcess(Process):
         import psutil
 
         family: list[Any] = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family = psutil.Process(self.pid).children(recursive=True)
-        # The group's id is the worker's; it stays taken as long as any process of the group lives.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if self.poll() is None:  # another process may have the number of one that has ended
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family = psutil.Process(self.pid).children(recursive=True)
+        self.kill_group()
         for child in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         self.wait()
+
+    def kill_group(self) -> None:
+        """Kill the process group of the worker."""
+        # The group's id is the worker's; it stays taken as long as any process of the group lives.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 class FreshProcess(LocalProcess):
