@@ -87,6 +87,7 @@ OWN = {
     "hardware/emulation/build.py": "the package's own",
     "hardware/emulation/libraries.py": "torch's, as installed",
     "hardware/emulation/wheels.py": "the package's own",
+    "hardware/rates.py": "the package's own",
     "storage/result_cache.py": "the package's own, and what pip wrote",
     "utils/host.py": "the kernel's",
     "utils/linux.py": "the kernel's",
