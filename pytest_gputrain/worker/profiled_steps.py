@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
+from unittest import mock
 
 import torch
 from torch._C._autograd import DeviceType
@@ -56,10 +57,12 @@ class StepProfile:
         self._events: Sequence[Any] = ()
         self._refusal = ""
         """The reason why there are no events."""
+        self._other_threads: set[int] = set()
+        """Python's threads beside this one, by either number that the profiler may tell. Autograd's are none of Python's."""
 
     def steps(self, updates: Sequence[bool]) -> Steps:
         """Have a step of warm-up run, which starting the profiler distorts, and then one for each of ``updates``."""
-        with self._profiling():
+        with self._noting_threads(), self._profiling():
             for number, update in enumerate((updates[0], *updates)):
                 self._device.synchronize()
                 self._meet()
@@ -93,12 +96,8 @@ class StepProfile:
         counted = CountedSteps(None)
         counted.profiled = True
         counted.lines_unknown = "torch's profiler of a GPU tells none"
-        # Autograd's threads are none of Python's. The profiler tells either number of a thread.
-        here = threading.current_thread()
-        known = [one for one in threading.enumerate() if one is not here and not isinstance(one, threading._DummyThread)]
-        others = {(one.ident or 0) & 0xFFFFFFFF for one in known} | {one.native_id or 0 for one in known}
         for step in self._steps:
-            counted.add(*read_counts(step, others), update=step.update)
+            counted.add(*read_counts(step, self._other_threads), update=step.update)
         return seconds, counted.counts()
 
     @contextlib.contextmanager
@@ -124,6 +123,24 @@ class StepProfile:
                     self._events = profile.kineto_results.events()
                 except Exception as error:
                     self._refuse(error)
+
+    @contextlib.contextmanager
+    def _noting_threads(self) -> Iterator[None]:
+        """Provide a context in which threads are noted: those that are there, and those that start."""
+        start = threading.Thread.start
+
+        def note(thread: threading.Thread) -> None:
+            self._other_threads |= {(thread.ident or 0) & 0xFFFFFFFF, thread.native_id or 0}
+
+        def start_noted(thread: threading.Thread) -> None:
+            start(thread)
+            note(thread)
+
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not isinstance(thread, threading._DummyThread):
+                note(thread)
+        with mock.patch.object(threading.Thread, "start", start_noted):
+            yield
 
     def _refuse(self, error: Exception) -> None:
         self._refusal = f"torch's profiler failed ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"

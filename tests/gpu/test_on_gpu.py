@@ -5,6 +5,7 @@ Every test skips where there is neither. Those marked ``hardware`` need times or
 
 import contextlib
 import ctypes
+import time
 
 import pytest
 
@@ -53,6 +54,19 @@ def allocate_a_lot(setup):
 def sleep_on_the_device(setup):
     def step():
         torch.cuda._sleep(200_000_000)
+
+    return step
+
+
+def sleep_on_two_streams(setup):
+    side = torch.cuda.Stream()
+
+    def step():
+        torch.cuda._sleep(100_000_000)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(100_000_000)
+        time.sleep(0.2)
+        return torch.ones((), device=setup.device).item()
 
     return step
 
@@ -156,6 +170,27 @@ def test_memory_that_runs_out_after_the_timed_steps_loses_no_figures(gputrain):
 @hardware
 def test_asynchronous_work_is_inside_the_step(gputrain):
     assert gputrain.measure(sleep_on_the_device, steps=3).median_step_seconds > 0.02
+
+
+@hardware
+def test_gpu_seconds_are_those_in_which_kernels_run_on_any_stream(gputrain):
+    slept = gputrain.measure(sleep_on_the_device, steps=3)
+    assert slept.notes == ()
+    assert 0.9 < slept.gpu_busy_share <= 1.001
+    assert [(step.kernels, step.waits) for step in slept.counts.kinds] == [(1, 0)]
+    both = gputrain.measure(sleep_on_two_streams, steps=3)
+    assert both.notes == ()
+    assert 0.3 * slept.gpu_seconds < both.gpu_seconds < 0.8 * slept.gpu_seconds
+    assert both.gpu_busy_share < 0.8
+    assert [(step.kernels, step.waits, step.d2h_pinned, step.h2d_pageable) for step in both.counts.kinds] == [(3, 1, 1, 0)]
+
+
+@hardware
+def test_profiled_steps_are_as_long_as_timed_ones_where_the_gpu_is_busy(gputrain):
+    seen = gputrain.measure(multiply, steps=20)
+    assert 0.9 < seen.gpu_busy_share <= 1.05
+    assert max(seen.gpu_steps.seconds) < 1.05 * min(seen.gpu_steps.seconds)
+    assert {step.kernels for step in seen.counts.kinds} == {200}
 
 
 @hardware
