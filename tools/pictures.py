@@ -161,6 +161,13 @@ def gate_power(folder: Path) -> None:
         picture_gate.draw(PICTURES / f"gate-power-{theme}.svg", failing, *colours)
 
 
+def gate_pace(folder: Path) -> None:
+    import picture_pace
+
+    for theme, colours in CHART_COLOURS.items():
+        picture_pace.draw(PICTURES / f"gate-pace-{theme}.svg", *colours)
+
+
 def html_page(folder: Path) -> None:
     terminal = repository(folder)
     terminal.replace("train.py", "loss = cross_entropy(logits, ", "loss = cross_entropy(logits.float(), ")
@@ -205,6 +212,7 @@ def memory_over_steps(folder: Path) -> None:
 SCENES: Final[dict[str, Callable[[Path], None]]] = {
     "failing-pull-request": failing_pull_request,
     "gate-power": gate_power,
+    "gate-pace": gate_pace,
     "html-page": html_page,
     "suite-table": suite_table,
     "trend": trend,

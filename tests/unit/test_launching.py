@@ -120,7 +120,7 @@ def _of_rank(number, **fields):
         flops_per_step=many,
         recomputed_flops_per_step=few,
         own_seconds=(0.5, 0.25 * many),
-        core_wait_share=few / 10,
+        core_wait_share=many / 10,
         environment=gpu_environment(host="one"),
         **fields,
     )
@@ -134,6 +134,7 @@ def test_figures_of_a_case_are_of_the_slowest_the_largest_or_of_all_its_ranks():
     assert merge([*workers, server]) == msgspec.structs.replace(
         workers[0],
         step_seconds=(10.0, 10.0),
+        core_wait_share=1.0,
         warmup_seconds=(10.0,),
         gpu_steps=GpuSteps(seconds=(5.0, 5.0), collective_seconds=(0.25, 0.25)),
         losses=(5.5, 5.5),
