@@ -98,6 +98,7 @@ class Measuring:
         """Whether a step runs that nothing but this counter needs."""
         self._compile_calls = CompileCalls(on_cpu=device.type == "cpu")
         self._own_work = StragglerClock(device)
+        self._core_wait_share: float | None = None
         self._figures: Measurement | None = None
         self._only_missing = ""
         """What is missing if the step that runs fails, behind all checks: the beginning of a note."""
@@ -215,19 +216,13 @@ class Measuring:
         group.barrier()
         self._progress.enter("measure")
         updates = schedule(self._whole(_steps_to_time(task, training, group)), case.gradient_accumulation)
-        core_wait = CoreWait()
         step_seconds = yield from self._timed(training, updates, report, begin)
-        core_wait_share = core_wait.share()
 
         peaks = device.peaks()
         counting.close()
         losses = tuple(float(loss) for loss in training.losses)
         figures = self._unchecked(training, step_seconds, warmup_seconds, losses, peaks, counter)
-        figures = msgspec.structs.replace(
-            figures,
-            uncompiled=self._compile_calls.any and counter is not None,
-            core_wait_share=core_wait_share,
-        )
+        figures = msgspec.structs.replace(figures, uncompiled=self._compile_calls.any and counter is not None)
         self._keep(figures)
         self._progress.enter("check")
         check_peak(peaks, 0 if training.model is None else model_bytes(training.model, device.torch_device))
@@ -416,6 +411,7 @@ class Measuring:
             device_used_bytes=peaks.used,
             peak_host_bytes=peak_host_bytes(),
             own_seconds=tuple(self._own_work.seconds) if group.size > 1 else (),
+            core_wait_share=self._core_wait_share,
             counted_threads=max(1, len(counter.threads)) if self._own and counter is not None else 1,
             environment=environment_of(device, group),
         )
@@ -456,7 +452,10 @@ class Measuring:
                 own.growth.end_step(training, self._device.allocated_bytes())
             return report(step, seconds)
 
-        return (yield from timed(updates, self._device, end_step, begin_step))
+        core_wait = CoreWait()
+        seconds = yield from timed(updates, self._device, end_step, begin_step)
+        self._core_wait_share = core_wait.share()
+        return seconds
 
     def _whole(self, steps: int) -> int:
         """Return the steps of whole rounds of the accumulation: own code updates when it will, and not in the last step."""
