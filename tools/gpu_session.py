@@ -2,6 +2,7 @@
 
     python tools/gpu_session.py DIR [-m MARKER] [--minutes N] [-k TEXT] [--runs N]
     python tools/gpu_session.py DIR --table
+    python tools/gpu_session.py DIR --plan time [-m MARKER] [--minutes N] [--dry | --table]
 
 A call takes the next of these steps while there is time for it: the drivers' replies (``driver.json``), the tests of
 tests/gpu, then every case that is declared for the marker, those first that took least memory of an emulated GPU, each
@@ -11,6 +12,9 @@ fails is done, too, and told. DIR is all there is to carry home; copy its baseli
 
 ``--table`` prints the measured figures of DIR/reports as Markdown, allocated / reserved memory beside the error of
 an emulated GPU; the published figures are printed by ``gputrain export REPORT --published``.
+
+``--plan time`` takes other steps, by which tools/gpu_time_plan.py finds out whether GPU seconds can be judged. They need
+torch alone and less than 8 minutes. ``--dry`` runs them on an emulated GPU, where seconds mean nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+import gpu_time_plan
 
 from pytest_gputrain.records import EmulatedRun, Measurement
 from pytest_gputrain.records.result import Emulated, Measured
@@ -47,6 +53,8 @@ is the tuned one."""
 class Step(NamedTuple):
     name: str
     command: tuple[str, ...]
+    status: int = 0
+    """The exit status that it has if all is well."""
 
 
 class Done(NamedTuple):
@@ -62,10 +70,15 @@ class Asked(NamedTuple):
     marker: str
     text: str
     runs: int
+    plan: str = "cases"
+    dry: bool = False
 
 
 def steps(asked: Asked) -> Iterator[Step]:
     """Return all steps, in their order."""
+    if asked.plan == "time":
+        yield from (Step(*step) for step in gpu_time_plan.steps(asked.folder, asked.marker, dry=asked.dry))
+        return
     yield Step(
         "driver",
         (sys.executable, "-m", "pytest_gputrain.cli.main", "devices", "--record", str(asked.folder / "driver.json")),
@@ -179,9 +192,10 @@ def work(asked: Asked, seconds: float) -> int:
         with open(asked.folder / "done.jsonl", "a") as log:
             log.write(json.dumps(Done(step.name, status, took)._asdict()) + "\n")
         print(
-            f"{step.name}: {'done' if status == 0 else f'exit status {status}, see output.txt'} in {took:.0f} s", flush=True
+            f"{step.name}: {'done' if status == step.status else f'exit status {status}, see output.txt'} in {took:.0f} s",
+            flush=True,
         )
-        failed = failed or status != 0
+        failed = failed or status != step.status
     names = {finished.name for finished in log_of(asked.folder)}
     left_names = [step.name for step in steps(asked) if step.name not in names]
     print(f"{len(names)} steps done, {len(left_names)} left{': call again' if left_names else ''}")
@@ -255,13 +269,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-k", dest="text", default="", help="only cases that pytest's -k selects by this")
     parser.add_argument("--runs", type=int, default=1, help="fresh processes of each case (default: 1)")
     parser.add_argument("--table", action="store_true", help="print what there is, and measure nothing")
+    parser.add_argument("--plan", choices=("cases", "time"), default="cases", help="what to measure (default: cases)")
+    parser.add_argument("--dry", action="store_true", help="run the plan of time on an emulated GPU")
     given: Any = parser.parse_args(arguments)
     folder = given.folder.absolute()
+    if given.dry and given.plan != "time":
+        parser.error("--dry is for --plan time; pytest --gpu-emulate runs the cases on an emulated GPU")
+    if given.table and given.plan == "time":
+        return gpu_time_plan.report(folder)
     if given.table:
         print("\n".join(table(HEADERS, rows(folder))))
         return 0
     folder.mkdir(parents=True, exist_ok=True)
-    return work(Asked(folder, given.marker, given.text, given.runs), 60 * given.minutes)
+    return work(Asked(folder, given.marker, given.text, given.runs, given.plan, given.dry), 60 * given.minutes)
 
 
 if __name__ == "__main__":
