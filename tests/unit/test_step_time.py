@@ -86,6 +86,30 @@ CONVOLUTION = TracedCall(
         (product(2560, 4096, 1280), "matrix products", 2 * 256 * 128 * 4096 / 8e12),
         (product(2561, 4096, 1280), "matrix products", 5 * 2 * 64 * 128 * 4096 / (0.8 * 8e12)),
         (product(16384, 8, 4096), "matrix products", 2 * (8 * (16384 + 4096) + 16384 * 4096) / 1e12),
+        (
+            TracedCall(
+                operator="bmm", shapes=((16, 512, 128), (16, 128, 512)), dtype="bf16", flops=16 * 2 * 512 * 128 * 512
+            ),
+            "matrix products",
+            3 * 2 * 128 * 128 * 128 / (0.93 * 8e12),
+        ),
+        (
+            TracedCall(operator="bitsandbytes.gemm_4bit", shapes=((8, 64),), dtype="bf16", flops=8 * 10**11, read=10**9),
+            "matrix products",
+            1e-3 + 3 * 1e9 / 2e12,
+        ),
+        (
+            msgspec.structs.replace(
+                attention("causal"), operator="_cudnn_attention_forward", shapes=((1, 9000, 16, 128),) * 3
+            ),
+            "attention",
+            2 * 16 * 9000**2 * 128 / 5e14 * (1 + 900 / 9000),
+        ),
+        (
+            msgspec.structs.replace(CONVOLUTION, shapes=((8, 64, 56, 56), (64, 1, 3, 3)), flags=("tf32", "grouped")),
+            "convolutions",
+            3 * 2e9 / 2e12,
+        ),
         (attention(), "attention", 4 * 16 * 9000**2 * 128 / 5e14 * (1 + 200 / 9000)),
         (attention("causal"), "attention", 2 * 16 * 9000**2 * 128 / 5e14 * (1 + 900 / 9000)),
         (attention("causal", "masked"), "attention", 4 * 16 * 9000**2 * 128 / 5e14 * (1 + 200 / 9000)),
