@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -27,6 +28,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy
 
+from pytest_gputrain.hardware.catalog import title_of
 from pytest_gputrain.hardware.rates import rates_of
 from pytest_gputrain.hardware.step_time import expected_time
 from pytest_gputrain.records import Case, ExpectedTime, Rates, TracedCall
@@ -280,6 +282,41 @@ def rows(errors: Sequence[Error]) -> list[str]:
     return made
 
 
+def published_rows() -> list[str]:
+    """Return the rows of the table of published steps in docs/how-fast.md: how many times as long they took as expected."""
+    groups: defaultdict[str, list[tuple[Step, Rates]]] = defaultdict(list)
+    for step in read("published"):
+        if rates := rates_of(step.platform):
+            groups[f"{step.source}, {title_of(step.platform)}, {step.case.precision}"].append((step, rates))
+    made = []
+    for name, steps in sorted(groups.items()):
+        estimates = [expected(step, rates) for step, rates in steps]
+        inside = sum(
+            (one.low or 0) <= step.seconds <= (one.high or 0) for one, (step, _) in zip(estimates, steps, strict=True)
+        )
+        masked = [expected(_by_masked_efficient_kernel(step), rates) for step, rates in steps]
+        ranges = [_range([step for step, _ in steps], kind) for kind in (estimates, masked)]
+        made.append(f"| {name} | {len(steps)} | {ranges[0]} | {inside} | {ranges[1]} |")
+    return made
+
+
+def _range(steps: Sequence[Step], estimates: Sequence[ExpectedTime]) -> str:
+    known = [step.seconds / one.seconds for step, one in zip(steps, estimates, strict=True) if one.seconds]
+    return f"{min(known):.2f} to {max(known):.2f}" if len(known) == len(steps) else "kernel unknown"
+
+
+def _by_masked_efficient_kernel(step: Step) -> Step:
+    """Return the step as transformers 4.49 runs it if its attention gets a mask: by the kernel that skips no block."""
+    calls = []
+    for call in step.calls:
+        if "attention" in call.operator:
+            name = call.operator.replace("cudnn", "efficient").replace("flash", "efficient")
+            calls.append(msgspec.structs.replace(call, operator=name, flags=("masked",)))
+        else:
+            calls.append(call)
+    return step._replace(calls=tuple(calls))
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -296,7 +333,7 @@ def main() -> None:
         assert rates is not None
         fitted = with_factors(rates, Fit(read("h200"), rates).factors)
         print({name: round(fitted.kinds[name], 3) for prior in PRIORS for name in prior.kinds})
-        print(*rows(errors_on_h200()), sep="\n")
+        print(*rows(errors_on_h200()), *published_rows(), sep="\n")
 
 
 if __name__ == "__main__":
