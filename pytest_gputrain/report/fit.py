@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
@@ -137,18 +136,18 @@ def _expected(report: FitReport) -> Iterator[tuple[FitCell, ExpectedTime]]:
 
 
 def _times(report: FitReport, rows: Sequence[_Timed]) -> TextTable:
-    """Render the expected time of each cell; sorted by speed also whether it is surely slower than the cell above."""
+    """Render the expected time of each cell; sorted by speed also whether it is surely slower than the fastest."""
     titles = {gpu.marker: gpu.title for gpu in report.gpus}
     work = "tokens" if any(row.cell.case.sequence_length for row in rows) else "samples"
-    told = [""]
-    for above, row in itertools.pairwise(rows):
-        on_one_gpu = above.cell.gpu == row.cell.gpu
-        is_slower = tells_apart(above.expected, row.expected, above.work / row.work, on_one_gpu=on_one_gpu)
+    fastest, told = rows[0], [""]
+    for row in rows[1:]:
+        on_one_gpu = fastest.cell.gpu == row.cell.gpu
+        is_slower = tells_apart(fastest.expected, row.expected, fastest.work / row.work, on_one_gpu=on_one_gpu)
         told.append("slower" if is_slower else "cannot tell")
     is_sorted = report.sort == "speed"
     return TextTable(
         title="Expected time of a step",
-        headers=(*report.knobs, "GPU", "time", "most of it", f"{work}/s", *(["than the row above"] if is_sorted else [])),
+        headers=(*report.knobs, "GPU", "time", "most of it", f"{work}/s", *(["than the fastest"] if is_sorted else [])),
         rows=tuple(
             (
                 *_row(report, row.cell.case),
