@@ -43,7 +43,7 @@ from pytest_gputrain.report.asked import asked_by
 from pytest_gputrain.report.html import page
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import CannotEmulate
-from pytest_gputrain.utils.files import locked, write_atomically
+from pytest_gputrain.utils.files import locked, make_own, own_locks, write_atomically
 from pytest_gputrain.utils.linux import end_with_parent
 from pytest_gputrain.utils.reading import UNREADABLE, read_message
 from pytest_gputrain.utils.units import format_bytes
@@ -206,7 +206,8 @@ def _folder_of_program() -> Iterator[Path]:
     temporary = Path(tempfile.gettempdir())
     with contextlib.ExitStack() as stack:
         try:
-            with locked(temporary / _FOLDERS):
+            make_own(own_locks())  # which nobody else can hold
+            with locked(own_locks() / _FOLDERS):
                 for left in temporary.glob(f"{_FOLDERS}*"):
                     with contextlib.suppress(OSError), FileLock(left / _IN_USE, timeout=0):
                         shutil.rmtree(left)

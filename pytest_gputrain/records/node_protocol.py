@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
+from pytest_gputrain.utils.json_text import encoded
 from pytest_gputrain.utils.reading import UNREADABLE, read_message
 
 NODES, COMMAND, ENDPOINT, EXIT = "nodes.json", "command.json", "endpoint.json", "exit.json"
@@ -92,7 +93,7 @@ def write_record(path: Path, what: Any) -> None:
         FileNotFoundError: the folder is gone, and the case with it.
     """
     part = path.with_name(f"{path.name}.part")
-    part.write_bytes(msgspec.json.encode(what))
+    part.write_bytes(encoded(what))
     os.replace(part, path)
 
 

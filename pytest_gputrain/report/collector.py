@@ -29,6 +29,7 @@ from pytest_gputrain.storage.emulated import EmulationStore
 from pytest_gputrain.storage.history import HistoryError, append
 from pytest_gputrain.storage.reports import to_baseline
 from pytest_gputrain.utils.git import RunInfo
+from pytest_gputrain.utils.sanitize import utf8
 
 _SAVE_EVERY_SECONDS: Final = 30.0
 _PAUSE_FACTOR: Final = 20
@@ -324,9 +325,9 @@ class Collector:
             session=self.session.id,
             commit=self.session.commit,
             changes=self.session.changes,
-            branch=_utf8(self.session.branch),
-            arguments=tuple(map(_utf8, sys.argv[1:])),
-            settings={name: _utf8(value) if isinstance(value, str) else value for name, value in settings.items()},
+            branch=utf8(self.session.branch),
+            arguments=tuple(map(utf8, sys.argv[1:])),
+            settings={name: utf8(value) if isinstance(value, str) else value for name, value in settings.items()},
             exit_status=exit_status,
             notes=tuple(self.notes),
             results=tuple(self._resumed_report.beyond(self.results)) if self._resumed_report else (),
@@ -339,11 +340,6 @@ def _recorded_in(path: Path, number: int, unchanged: int) -> str:
         return f"{count(number, 'baseline')} in {path} {whose} judged figures are the same"
     same = f"; {unchanged} more {'has' if unchanged == 1 else 'have'} the same figures as before" if unchanged else ""
     return f"{count(number - unchanged, 'baseline')} recorded in {path}; review the difference in git{same}"
-
-
-def _utf8(text: str) -> str:
-    """Return the text with what UTF-8 cannot encode escaped: a file's name may be any bytes."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def _is_incomplete(result: Result) -> bool:

@@ -17,6 +17,7 @@ from pytest_gputrain.hardware.rates import rates_of
 from pytest_gputrain.records import Case, Host, Scale, Task
 from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.utils.errors import BadCase
+from pytest_gputrain.utils.sanitize import utf8
 
 
 def full_size_task(case: Case, root: Path, emulated: str) -> Task:
@@ -118,9 +119,8 @@ class TaskMaker:
             try:
                 f"{name}{value}".encode()
             except UnicodeEncodeError:
-                readable_name = name.encode(errors="backslashreplace").decode()
                 raise BadCase(
-                    f"{task.case} was not measured: its test sets the environment variable {readable_name}, which is not "
+                    f"{task.case} was not measured: its test sets the environment variable {utf8(name)}, which is not "
                     "UTF-8; set it before pytest starts"
                 ) from None
         return msgspec.structs.replace(task, variables=variables)

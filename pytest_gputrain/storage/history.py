@@ -39,7 +39,6 @@ def append(path: Path, lines: Iterable[HistoryLine]) -> str:
         OSError: the file cannot be written.
     """
     data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.resolve()):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:

@@ -10,6 +10,7 @@ import os
 import re
 import stat
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
@@ -82,10 +83,31 @@ def _status(path: Path) -> os.stat_result | None:
     Raises:
         OSError: links in a circle, or a file where a folder should be.
     """
+    _refuse_links_of_others(path)
     try:
         return path.stat()
     except FileNotFoundError:
         return None
+
+
+def _refuse_links_of_others(path: Path) -> None:
+    """Refuse what Linux does with fs.protected_symlinks: a link of another user in a folder that all may write to.
+
+    Whoever writes ``/tmp/report.json`` would replace a file that somebody else has chosen. One's own links are followed.
+
+    Raises:
+        PermissionError: there is such a link on the way to the file.
+    """
+    for part in (path, *path.parents):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            status, above = part.lstat(), part.parent.stat()
+            by_all = stat.S_ISVTX | stat.S_IWOTH
+            if stat.S_ISLNK(status.st_mode) and above.st_mode & by_all == by_all and _is_foreign(status):
+                raise PermissionError(errno.EACCES, f"{part} is a link that another user made")
+
+
+def _is_foreign(status: os.stat_result) -> bool:
+    return status.st_uid not in (0, os.geteuid())
 
 
 def _printed_to(status: os.stat_result) -> int | None:
@@ -161,7 +183,7 @@ def make_own(folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _WRITABLE_BY_OTHERS:
-        raise PermissionError(errno.EACCES, "it is not a folder of this user alone; remove it")
+        raise PermissionError(errno.EACCES, "it is not a folder of this user alone; remove it", str(folder))
 
 
 def cache_folder(name: str) -> Path:
@@ -197,23 +219,57 @@ def _is_own_group(number: int) -> bool:
         return False
 
 
+def own_locks() -> Path:
+    """Return the folder of this user's locks, among temporary files."""
+    return Path(tempfile.gettempdir()) / f"gputrain-locks-{os.geteuid()}"
+
+
+_POLL_SECONDS: Final = 0.02
 _PATIENCE_SECONDS: Final = 60.0
 """The time to wait for a lock: files are written in less, and a process that is stopped must not stop others."""
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Enter a context that one process of this user and host at a time is in, of those that name the same file.
+    """Enter a context that one process at a time is in, of those that name a file of the same folder, which is made.
 
-    They must share the folder for temporary files.
+    The folder itself is locked: a file for the lock would be committed with the others.
 
     Raises:
-        OSError: the lock cannot be made.
+        OSError: the lock cannot be made, or another process has held it for a minute.
     """
+    import fcntl
+
+    folder = path.resolve().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        last = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= last:
+                    sentence = f"another process has held the lock of {folder} for {_PATIENCE_SECONDS:g} s"
+                    raise TimeoutError(errno.ETIMEDOUT, sentence) from None
+                time.sleep(_POLL_SECONDS)
+            except OSError:  # a network file system that does not lock folders
+                with _locked_elsewhere(path):
+                    yield
+                return
+            else:
+                yield
+                return
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _locked_elsewhere(path: Path) -> Iterator[None]:
+    """Do as `locked`, for processes of this user and host that share the folder for temporary files."""
     from filelock import FileLock, Timeout
 
-    # Outside of the file's folder: it would be committed with it.
-    locks = Path(tempfile.gettempdir()) / f"gputrain-locks-{os.geteuid()}"
+    locks = own_locks()
     lock = FileLock(locks / hashlib.sha256(os.fsencode(path.resolve())).hexdigest())
     try:
         make_own(locks)

@@ -9,9 +9,27 @@ from typing import Any, Final
 
 import msgspec
 
+from pytest_gputrain.utils.sanitize import utf8
+
 _PARTS = rb'"(?:[^"\\]|\\.)*"|[^{}"]'
 _ROW: Final = re.compile(rb'\{\n\s+("(?:bytes|what)": (?:' + _PARTS + rb"|\{(?:" + _PARTS + rb")*\})+?)\n\s*\}")
 """A record on several lines, which holds records that hold no others."""
+
+
+def encoded(record: Any) -> bytes:
+    """Return the JSON of a record; letters that UTF-8 does not have, such as half a surrogate pair, are escaped."""
+    try:
+        return msgspec.json.encode(record)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_escaped(msgspec.to_builtins(record)))
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_escaped(name): _escaped(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(_escaped, value))
+    return utf8(value) if isinstance(value, str) else value
 
 
 def repeated_names(data: bytes) -> list[str]:
@@ -39,7 +57,7 @@ def document(frame: msgspec.Struct, items: Iterable[bytes]) -> Iterator[bytes]:
         frame: a record whose last field is an empty list or object.
         items: what `item` gives for each that belongs there.
     """
-    text = msgspec.json.format(msgspec.json.encode(frame), indent=1)
+    text = msgspec.json.format(encoded(frame), indent=1)
     assert text.endswith((b"[]\n}", b"{}\n}")), "the last field is an empty list or object"
     head, empty = text[:-4], text[-4:-2]
     begin = head + empty[:1]
@@ -51,13 +69,13 @@ def document(frame: msgspec.Struct, items: Iterable[bytes]) -> Iterator[bytes]:
 
 def item(value: Any, key: str | None = None) -> bytes:
     """Return an element of a list in a document's last field, or of an object there, which has a key."""
-    text = msgspec.json.format(msgspec.json.encode(value), indent=1).replace(b"\n", b"\n  ")
-    return b"  " + (b"" if key is None else msgspec.json.encode(key) + b": ") + text
+    text = msgspec.json.format(encoded(value), indent=1).replace(b"\n", b"\n  ")
+    return b"  " + (b"" if key is None else encoded(key) + b": ") + text
 
 
 def whole(record: msgspec.Struct) -> bytes:
     """Return the text of a document that is not large, with short lists."""
-    return short_lists(msgspec.json.format(msgspec.json.encode(record), indent=1)) + b"\n"
+    return short_lists(msgspec.json.format(encoded(record), indent=1)) + b"\n"
 
 
 def short_lists(text: bytes) -> bytes:

@@ -30,6 +30,11 @@ def shown(text: str) -> str:
     return _COMMAND.sub(lambda command: f"{command[0]} ", text)
 
 
+def utf8(text: str) -> str:
+    """Return the text with what UTF-8 cannot encode escaped: a file's name may be any bytes, a message half a pair."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def _shown(letter: str) -> str:
     fine = letter.isprintable() or letter in "\n\t" or unicodedata.category(letter) == "Zs"
     return letter if fine else "\N{REPLACEMENT CHARACTER}"

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
+from pytest_gputrain.utils.sanitize import utf8
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
 from pytest_gputrain.worker.emulated import EmulatedFigures, emulated_reply, emulated_run, training_on_emulated_gpu
@@ -132,7 +133,7 @@ def crash(error: BaseException, progress: Progress, lines: OwnLines | None) -> C
         sentence=f"{type(error).__name__}: {_first_line(error)}{f' (at {line})' if line else ''}{install}",
         phase=progress.phase,
         step=progress.step,
-        detail="".join(traceback.format_exception(error)),
+        detail=utf8("".join(traceback.format_exception(error))),
     )
 
 
@@ -211,4 +212,4 @@ def of_config(crashed: Crashed, task: Task, error: BaseException) -> Crashed:
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return utf8(next((line.strip() for line in str(error).splitlines() if line.strip()), "no message"))

@@ -1,5 +1,10 @@
 """Settings of Hypothesis, and snapshots of few lines."""
 
+import errno
+import fcntl
+import os
+import stat
+
 import pytest
 from hypothesis import HealthCheck, settings
 from syrupy.extensions.amber import AmberSnapshotExtension
@@ -21,6 +26,19 @@ class _Brief(AmberSnapshotExtension):
 @pytest.fixture
 def snapshot(snapshot):
     return snapshot.use_extension(_Brief)
+
+
+@pytest.fixture
+def no_locks_of_folders(monkeypatch):
+    """Have the file system refuse to lock folders, as some of the network do."""
+    lock = fcntl.flock
+
+    def flock(descriptor, operation):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
 
 
 def _ordered(data):

@@ -143,7 +143,7 @@ def test_a_read_only_file_stays(kind, tmp_path, file):
     assert (file.read_bytes(), stat.S_IMODE(file.stat().st_mode)) == (before, 0o444)
 
 
-def test_a_lock_that_cannot_be_is_told_as_such(kind, tmp_path, monkeypatch):
+def test_a_lock_that_cannot_be_is_told_as_such(kind, tmp_path, monkeypatch, no_locks_of_folders):
     (tmp_path / "no-folder").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no-folder"))
     with pytest.raises(BaselineError, match=r"llm\.json cannot be written: no lock in .*no-folder.*: Not a directory"):
@@ -213,7 +213,8 @@ def test_what_is_swept_is_of_the_same_file_only(measured_file):
     assert all(other.exists() for other in others)
 
 
-def test_two_names_of_a_folder_share_a_lock(tmp_path):
+def test_two_names_of_a_folder_share_a_lock_whatever_the_folder_for_temporary_files(tmp_path, monkeypatch):
+    """Slurm gives each job a TMPDIR of its own, and a container has its own /tmp."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     entered = threading.Event()
@@ -224,6 +225,8 @@ def test_two_names_of_a_folder_share_a_lock(tmp_path):
 
     second = threading.Thread(target=enter)
     with locked(tmp_path / "folder" / "file"):
+        (tmp_path / "other").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "other"))
         second.start()
         assert not entered.wait(0.3)
     second.join(timeout=600)

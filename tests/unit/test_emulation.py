@@ -1,17 +1,22 @@
 """Finding, building and keeping the stand-ins of CUDA's libraries."""
 
+import errno
+import functools
 import json
+import mmap
 import os
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
 
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.hardware.catalog import PLATFORMS, marker_of
-from pytest_gputrain.hardware.emulation import boards, build, libraries
+from pytest_gputrain.hardware.emulation import boards, build, elf, libraries
 from pytest_gputrain.hardware.emulation.elf import Elf, Import, NotElf
 from pytest_gputrain.hardware.emulation.environment import STARTUP, TORCH, emulated_environment
 from pytest_gputrain.hardware.emulation.stubs import stubs_text
@@ -155,7 +160,9 @@ def test_a_second_run_finds_what_the_first_one_built(site, cache, builds):
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", ["changed", "gone", "no manifest", "half a manifest", "another manifest"])
+@pytest.mark.parametrize(
+    "damage", ["changed", "gone", "no manifest", "half a manifest", "another manifest", "a library elsewhere", "no core"]
+)
 def test_what_is_not_as_it_was_built_is_built_again(site, cache, builds, damage):
     torch = libraries.read_torch(site / "torch")
     folder = build.stand_ins(torch).folder
@@ -166,6 +173,16 @@ def test_what_is_not_as_it_was_built_is_built_again(site, cache, builds, damage)
         driver.unlink()
     elif damage == "no manifest":
         manifest.unlink()
+    elif damage == "a library elsewhere":  # which LD_PRELOAD would name
+        (cache / "x.so").write_bytes(b"x")
+        document = json.loads(manifest.read_bytes())
+        document["digests"]["../x.so"] = build._digest(cache / "x.so")
+        manifest.write_text(json.dumps(document))
+    elif damage == "no core":
+        (folder / build.CORE).write_bytes(b"others'")
+        document = json.loads(manifest.read_bytes())
+        del document["digests"][build.CORE]
+        manifest.write_text(json.dumps(document))
     else:
         manifest.write_bytes(manifest.read_bytes()[:40] if damage == "half a manifest" else b'{"digests": []}')
     assert build.stand_ins(torch).folder == folder
@@ -200,6 +217,62 @@ def refusal(call, *arguments):
         call(*arguments)
     (sentence,) = str(refused.value).splitlines()
     return sentence
+
+
+@needs_compiler
+def test_a_damaged_build_stays_for_those_who_use_it_until_the_new_one_is_there(site, cache, builds, monkeypatch):
+    torch = libraries.read_torch(site / "torch")
+    folder = build.stand_ins(torch).folder
+    (folder / "manifest.json").unlink()
+    compile_little, seen = build.compile_all, []
+
+    def compile_and_look(*arguments):
+        seen.append((folder / build.CORE).exists())
+        compile_little(*arguments)
+
+    monkeypatch.setattr(build, "compile_all", compile_and_look)
+    build.stand_ins(torch)
+    assert seen == [True]
+    assert [path.name for path in cache.iterdir()] == [folder.name]
+
+
+@needs_compiler
+def test_a_disk_that_forbids_execution_a_full_one_and_a_build_of_all_users_are_told(
+    site, cache, builds, tmp_path, monkeypatch
+):
+    torch = libraries.read_torch(site / "torch")
+    folder = build.stand_ins(torch).folder
+    folder.chmod(0o777)
+    said = refusal(build.stand_ins, torch)
+    assert said.startswith(f"the emulated GPU cannot be kept in {cache}: {folder}: it is not a folder of this user alone")
+    folder.chmod(0o700)
+    with monkeypatch.context() as patched:
+        patched.setattr(elf.mmap, "mmap", functools.partial(_map, mmap.mmap))
+        said = refusal(build.stand_ins, torch)
+        assert said.startswith(f"no program may run from {cache} (its disk is mounted with noexec)")
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 'ld: error: final close failed: No space left on device' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    said = refusal(build._run, [str(compiler)])
+    assert said.startswith(f"there is no space for the emulated GPU in {cache} or {tempfile.gettempdir()}")
+
+
+def _map(map_, *arguments, **more):
+    if more.get("prot", 0) & mmap.PROT_EXEC:
+        raise PermissionError(errno.EPERM, "not permitted")
+    return map_(*arguments, **more)
+
+
+def test_compiled_code_lies_in_a_folder_of_this_user_alone(tmp_path, monkeypatch):
+    stand_ins = made_up_stand_ins(tmp_path / "built")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"torchinductor_{os.geteuid()}"
+    emulated_environment({}, stand_ins, "")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert f"compiled code cannot be kept in {folder} (it is not" in refusal(emulated_environment, {}, stand_ins, "")
+    assert emulated_environment({"TORCHINDUCTOR_CACHE_DIR": "/c"}, stand_ins, "")["TORCHINDUCTOR_CACHE_DIR"] == "/c/emulated"
 
 
 @needs_compiler

@@ -35,6 +35,7 @@ from pytest_gputrain.records import (
     TimedOut,
 )
 from pytest_gputrain.records import Rank as OfRank
+from pytest_gputrain.records.node_protocol import write_record
 from pytest_gputrain.utils.linux import PARENT
 from pytest_gputrain.worker.progress import Progress
 
@@ -294,6 +295,24 @@ def test_a_reply_that_cannot_be_taken_is_a_crash(rank, reply, exit_code, sentenc
 def test_a_full_disk_is_told_as_what_may_have_kept_a_worker_from_replying(rank, free, is_told, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     assert rank(1).reply().sentence.endswith(f"is free in {tmp_path}" if is_told else "without a reply")
+
+
+@pytest.mark.parametrize(("exit_code", "is_told"), [(1, True), (-signal.SIGXFSZ, True), (-9, False)])
+def test_a_limit_on_files_is_told_as_what_may_have_kept_a_worker_from_replying(rank, exit_code, is_told, monkeypatch):
+    monkeypatch.setattr(ranks.resource, "getrlimit", lambda which: (2048, 2048))
+    told = (
+        rank(exit_code)
+        .reply()
+        .sentence.endswith("files may have at most 2.00 KiB here (ulimit -f), which may be too little for its reply")
+    )
+    assert told == is_told
+
+
+def test_letters_that_utf_8_does_not_have_are_escaped_in_a_record(tmp_path):
+    """Half a surrogate pair in the message of an exception must not cost the message."""
+    write_record(tmp_path / "reply.json", crashed(sentence="ValueError: \ud800 \u00e9", detail="\udcff"))
+    reply = msgspec.json.decode((tmp_path / "reply.json").read_bytes(), type=Crashed)
+    assert (reply.sentence, reply.detail) == ("ValueError: \\ud800 \u00e9", "\\udcff")
 
 
 def test_lines_of_progress_are_read_once_when_they_are_whole(rank):

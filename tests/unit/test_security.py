@@ -17,8 +17,8 @@ from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.lease import lease_cores
 from pytest_gputrain.records import Verdict
 from pytest_gputrain.report import github, terminal
-from pytest_gputrain.utils import markdown
-from pytest_gputrain.utils.files import locked
+from pytest_gputrain.utils import files, markdown
+from pytest_gputrain.utils.files import locked, prepare, write_atomically
 from pytest_gputrain.utils.sanitize import shown, spreadsheet
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\u202emoc.live\r\x00\ud800"
@@ -119,7 +119,7 @@ def test_no_failure_ends_the_annotation_that_tells_of_it():
     assert "::stop-commands" not in line
 
 
-def test_locks_are_in_a_folder_of_this_user_alone(tmp_path, monkeypatch):
+def test_locks_are_in_a_folder_of_this_user_alone(tmp_path, monkeypatch, no_locks_of_folders):
     """In a folder of somebody else a link would have the lock made, and its target emptied, anywhere."""
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     locks = tmp_path / f"gputrain-locks-{os.getuid()}"
@@ -132,6 +132,24 @@ def test_locks_are_in_a_folder_of_this_user_alone(tmp_path, monkeypatch):
     locks.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="not a folder of this user alone"), locked(tmp_path / "file"):
         pass
+
+
+def test_no_file_is_written_through_a_link_of_another_user_in_a_folder_of_all(tmp_path, monkeypatch):
+    """With it, another user would choose which file ``--gpu-json=/tmp/report.json`` replaces."""
+    common, target = tmp_path / "common", tmp_path / "target"
+    common.mkdir()
+    target.write_text("mine")
+    (common / "report.json").symlink_to(target)
+    (common / "deep").symlink_to(tmp_path)
+    write_atomically(common / "report.json", b"one's own link")
+    common.chmod(0o1777)
+    write_atomically(common / "report.json", b"one's own link in a folder of all")
+    monkeypatch.setattr(files, "_is_foreign", lambda status: True)
+    for path in (common / "report.json", common / "deep" / "target"):
+        for write in (prepare, lambda path: write_atomically(path, b"other")):
+            with pytest.raises(PermissionError, match="is a link that another user made"):
+                write(path)
+    assert target.read_text() == "one's own link in a folder of all"
 
 
 def test_leases_follow_no_link(tmp_path):

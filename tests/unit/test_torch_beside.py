@@ -23,7 +23,7 @@ import pytest
 from packaging.tags import sys_tags
 
 from pytest_gputrain.cli.main import main
-from pytest_gputrain.hardware.emulation import build, install, installed, libraries, wheels
+from pytest_gputrain.hardware.emulation import build, elf, install, installed, libraries, wheels
 from pytest_gputrain.hardware.emulation.environment import STARTUP, emulated_environment
 from pytest_gputrain.utils.errors import CannotEmulate, WrongTorch
 from pytest_gputrain.utils.torch_beside import ORIGIN_VARIABLE, SITE_VARIABLE
@@ -399,7 +399,9 @@ def environment_of(beside, tmp_path):
     """The variables of an emulated worker."""
     folder = tmp_path / "stand-ins"
     folder.mkdir(mode=0o700, exist_ok=True)
-    (folder / "manifest.json").write_text('{"digests": {}, "architectures": []}')
+    (folder / build.CORE).touch()
+    digests = {build.CORE: build._digest(folder / build.CORE)}
+    (folder / "manifest.json").write_text(json.dumps({"digests": digests, "architectures": []}))
     stand_ins = build.StandIns(folder)
     stand_ins.torch = libraries.find_torch()
     environ = emulated_environment({"PYTHONPATH": "/mine"}, stand_ins, "")
@@ -738,7 +740,7 @@ def test_a_cache_that_forbids_execution_is_told(beside, monkeypatch):
     def refuse(*arguments, **more):
         raise PermissionError(errno.EPERM, "not permitted")
 
-    monkeypatch.setattr(install.mmap, "mmap", refuse)
+    monkeypatch.setattr(elf.mmap, "mmap", refuse)
     assert f"no program may run from {beside.cache} (its disk is mounted with noexec)" in beside.refusal()
 
 

@@ -1,5 +1,6 @@
 """Compiled blocks and a loss by chunks: the same training by other means."""
 
+import os
 import weakref
 
 import pytest
@@ -122,6 +123,7 @@ def test_an_inline_case_that_failed_leaves_nothing_to_the_next():
     seen = []
 
     def build(setup):
+        os.environ |= {"SET_BY_TRAINING": "1", "PATH": "other"}
         block = torch.zeros(1000, 1000)
         seen.append(weakref.ref(block))
         circle = [block]
@@ -134,7 +136,9 @@ def test_an_inline_case_that_failed_leaves_nothing_to_the_next():
 
         return step
 
+    before = dict(os.environ)
     reply = launcher.inline(task_of(MINE), build)
+    assert dict(os.environ) == before, "what the training and torch's profiler set, no test has changed"
     assert isinstance(reply, Crashed)
     del build
     assert [reference() for reference in seen] == [None, None]

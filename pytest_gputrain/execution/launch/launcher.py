@@ -7,6 +7,7 @@ several nodes is started by torchrun's agents, one a node (`torchrun`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -128,12 +129,17 @@ def inline(task: Task, builder: Any = None) -> Reply:
     from pytest_gputrain.worker.run import run
 
     threads, random_state = torch.get_num_threads(), torch.get_rng_state()
+    variables = dict(os.environ)
     try:
         figures: list[Any] = []
         reply = run(task, Progress(None), builder, keep=figures.append)
         assert not isinstance(reply, Served | EmulatedRun), "the only process of a case serves nobody, and is not emulated"
         return msgspec.structs.replace(reply, measured=figures[0]) if isinstance(reply, Crashed) and figures else reply
     finally:
+        # What the training and its libraries have set, no test has changed.
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
         gc.unfreeze()

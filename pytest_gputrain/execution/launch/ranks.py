@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import time
@@ -224,6 +225,9 @@ def _read_reply(
     with contextlib.suppress(OSError):  # the folder may be gone
         free = shutil.disk_usage(folder).free
         why = f"; {format_bytes(free)} is free in {folder.parent.parent}" if free < _SCARCE_BYTES else ""
+    most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if most != resource.RLIM_INFINITY and exit_code in (1, -signal.SIGXFSZ):
+        why += f"; files may have at most {format_bytes(most)} here (ulimit -f), which may be too little for its reply"
     return crashed(f"the worker ended {exit_text(exit_code)} without a reply{why}")
 
 

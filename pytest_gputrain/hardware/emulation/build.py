@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.util
 import os
@@ -18,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from pytest_gputrain.hardware.emulation.elf import Elf
+from pytest_gputrain.hardware.emulation.elf import Elf, check_executable
 from pytest_gputrain.hardware.emulation.libraries import (
     PREFIXES,
     Functions,
@@ -30,7 +31,7 @@ from pytest_gputrain.hardware.emulation.libraries import (
 )
 from pytest_gputrain.hardware.emulation.stubs import stubs_text, version_script
 from pytest_gputrain.utils.errors import CannotEmulate
-from pytest_gputrain.utils.files import cache_folder, locked, make_own
+from pytest_gputrain.utils.files import cache_folder, locked, make_own, within
 from pytest_gputrain.utils.reading import read_message, read_whole
 
 SOURCES: Final = Path(__file__).with_name("c")
@@ -90,6 +91,10 @@ class StandIns:
             OSError: they cannot be read.
         """
         manifest = msgspec.json.decode(read_message(folder / _MANIFEST), type=_Manifest)
+        if CORE not in manifest.digests:
+            raise ValueError(f"{CORE} is missing")
+        for name in manifest.digests:
+            within(folder, name)
         self.folder = folder
         self.libraries = [folder / CORE, *(folder / name for name in sorted(manifest.digests) if name != CORE)]
         self.architectures = manifest.architectures
@@ -116,13 +121,14 @@ def stand_ins(torch: Torch) -> StandIns:
                 _sweep(folder)
             os.utime(folder)
             found.torch = torch
-            return found
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
+        where = f"{error.filename}: " if error.filename not in (None, str(folder.parent)) else ""
         raise CannotEmulate(
             f"the emulated GPU cannot be kept in {folder.parent}: {where}{error.strerror or error}; "
             "set XDG_CACHE_HOME to a folder of yours"
         ) from None
+    check_executable(folder / CORE, folder.parent)
+    return found
 
 
 def stand_ins_folder() -> Path:
@@ -148,6 +154,7 @@ def _digest(path: Path) -> str:
 def _load(folder: Path) -> StandIns | None:
     """Read what an earlier run built; None where there is nothing, or where a file is not as it was built."""
     with contextlib.suppress(FileNotFoundError, ValueError):  # msgspec's errors are of the second kind
+        folder.lstat()
         make_own(folder)
         return StandIns(folder)
     return None
@@ -155,7 +162,6 @@ def _load(folder: Path) -> StandIns | None:
 
 def _build(folder: Path, torch: Torch, users: Iterable[Path]) -> StandIns:
     compiler = find_compiler()
-    shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as made:
         target = Path(made) / "whole"
         target.mkdir(mode=0o700)
@@ -163,6 +169,8 @@ def _build(folder: Path, torch: Torch, users: Iterable[Path]) -> StandIns:
         digests = {path.name: _digest(path) for path in sorted(target.glob("*.so*"))}
         manifest = _Manifest(digests=digests, architectures=architectures(torch))
         (target / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        with contextlib.suppress(FileNotFoundError):  # what is damaged, though a process may use it
+            folder.rename(Path(made) / "damaged")
         target.rename(folder)
     return StandIns(folder)
 
@@ -266,9 +274,15 @@ def _compile_one(
 def _run(compiler: list[str], *arguments: str) -> None:
     command = [*compiler, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        environ = {**os.environ, "LC_ALL": "C"}  # whose messages are looked at
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=environ)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotEmulate(f"the C compiler {command[0]} cannot be run: {error}; name another in CC") from None
+    if done.returncode and any(os.strerror(number) in done.stderr for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+        raise CannotEmulate(
+            f"there is no space for the emulated GPU in {stand_ins_folder()} or {tempfile.gettempdir()}; free some, or set "
+            "XDG_CACHE_HOME and TMPDIR to other disks"
+        )
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
         raise CannotEmulate(

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
+from pytest_gputrain.utils.errors import CannotEmulate
+
 _MAGIC: Final = b"\x7fELF\x02\x01"
 """The first bytes of 64-bit little-endian files, the only kind read here."""
 
@@ -43,6 +45,22 @@ class _Section(NamedTuple):
     size: int
     link: int
     info: int
+
+
+def check_executable(library: Path, cache: Path) -> None:
+    """Check that code may run from the disk of a library, of which the loader would tell in its own words.
+
+    Raises:
+        CannotEmulate: the disk forbids it.
+        OSError: the library cannot be read.
+    """
+    with library.open("rb") as file:
+        try:
+            mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_EXEC).close()
+        except PermissionError:
+            raise CannotEmulate(
+                f"no program may run from {cache} (its disk is mounted with noexec); set XDG_CACHE_HOME to another disk"
+            ) from None
 
 
 class Elf:

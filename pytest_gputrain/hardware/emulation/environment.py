@@ -12,6 +12,7 @@ from typing import Final
 from pytest_gputrain.hardware.emulation.build import CORE, StandIns
 from pytest_gputrain.hardware.emulation.installed import this_python
 from pytest_gputrain.utils.errors import CannotEmulate
+from pytest_gputrain.utils.files import make_own
 from pytest_gputrain.utils.torch_beside import ORIGIN_VARIABLE, PYTHON_VARIABLE, SITE_VARIABLE
 
 DEVICE: Final = "GPUTRAIN_EMULATED_DEVICE"
@@ -47,7 +48,7 @@ def emulated_environment(
         description: of the GPUs, by `boards.describe`.
 
     Raises:
-        CannotEmulate: the loader cannot be told where the stand-ins lie.
+        CannotEmulate: the loader cannot be told where the stand-ins lie, or compiled code has no folder of this user's.
     """
     paths = [str(path) for path in libraries.libraries]
     if any(character in str(libraries.folder) for character in " :"):
@@ -64,7 +65,7 @@ def emulated_environment(
     emulated[_PRELOAD] = ":".join([*paths, *environ.get(_PRELOAD, "").split(":")]).rstrip(":")
     emulated["TRITON_LIBCUDA_PATH"] = str(libraries.folder)
     # Apart: which of a kernel's configurations is fastest was not measured, and a real GPU must not find it as if it were.
-    compiled = Path(environ.get(_COMPILED) or Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}") / _APART
+    compiled = Path(environ.get(_COMPILED) or _own_compiled()) / _APART
     # Compiling allocates on the GPU, and code from the disk does not: each run of a program finds an empty folder.
     emulated[_COMPILED] = str(compiled if state is None else state / "compiled")
     # Kernels are kept, because they take most of the time, and making them does not allocate.
@@ -76,6 +77,22 @@ def emulated_environment(
         emulated |= {SITE_VARIABLE: str(torch.site), PYTHON_VARIABLE: this_environment(), ORIGIN_VARIABLE: torch.origin}
         emulated[_MODULES] = with_startup(environ)
     return emulated
+
+
+def _own_compiled() -> Path:
+    """Make a folder for compiled code, which nobody else can put code into.
+
+    Raises:
+        CannotEmulate: somebody else has made it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"torchinductor_{os.geteuid()}"
+    try:
+        make_own(folder)
+    except OSError as error:
+        raise CannotEmulate(
+            f"compiled code cannot be kept in {folder} ({error.strerror}); or set {_COMPILED} to a folder of yours"
+        ) from None
+    return folder
 
 
 def this_environment() -> str:

@@ -9,7 +9,6 @@ import ast
 import contextlib
 import errno
 import hashlib
-import mmap
 import os
 import re
 import shutil
@@ -25,6 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pytest_gputrain.hardware.emulation import installed, libraries, wheels
+from pytest_gputrain.hardware.emulation.elf import check_executable
 from pytest_gputrain.hardware.emulation.installed import Build, File, Manifest
 from pytest_gputrain.hardware.emulation.wheels import Unpacker, Wheel
 from pytest_gputrain.utils.errors import CannotEmulate
@@ -93,7 +93,7 @@ def _told_where(cache: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _no_space(cache) from None
-        where = f"{error.filename}: " if error.filename else ""
+        where = f"{error.filename}: " if error.filename not in (None, str(cache)) else ""
         raise CannotEmulate(
             f"the CUDA build of torch cannot be kept in {cache}: {where}{error.strerror or error}; set XDG_CACHE_HOME to a "
             "folder of yours"
@@ -391,14 +391,7 @@ def _check_torch(site: Path, version: str) -> None:
     found = libraries.read_torch(site / "torch")
     if installed.release(found.version) != version:
         raise CannotEmulate(f"the wheel of torch {version} has torch {found.version}, so it is not installed")
-    with (site / "torch" / "lib" / "libtorch_cuda.so").open("rb") as file:
-        try:
-            mmap.mmap(file.fileno(), mmap.PAGESIZE, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_EXEC).close()
-        except PermissionError:
-            raise CannotEmulate(
-                f"no program may run from {site.parents[2]} (its disk is mounted with noexec); set "
-                "XDG_CACHE_HOME to another disk"
-            ) from None
+    check_executable(site / "torch" / "lib" / "libtorch_cuda.so", site.parents[2])
 
 
 def uninstall(say: Say) -> bool:
