@@ -144,7 +144,8 @@ thread.join()
 
 
 def test_a_program_whose_environment_lacks_the_package_is_told_that_nothing_was_counted(emulate):
-    done, report = emulate("import sys\nsys.modules['pytest_gputrain'] = None\nimport torch\ntorch.ones(8, device='cuda')")
+    code = "import sys\nsys.modules['pytest_gputrain'] = None\nimport torch\ntorch.ones(8, device='cuda')"
+    done, report = emulate(code, fresh=True)
     assert "what each line asks of the GPU is not known: pytest-gputrain is not in the program's environment" in done.stderr
     assert report["processes"][0]["asked"] is None
 

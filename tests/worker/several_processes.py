@@ -22,9 +22,9 @@ CLICKS = Case(model="ctr-dnn", precision="fp32", batch_size=50, optimizer="adam"
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
 
-def engine(name, **knobs):
+def engine(name, *, weekly=False, **knobs):
     """Knobs of a case by that engine, as a parameter of a test."""
-    marks = [needs_deepspeed] if name.startswith("zero") else []
+    marks = [needs_deepspeed] * name.startswith("zero") + [pytest.mark.weekly] * weekly
     return pytest.param({"parallel": name, **knobs}, marks=marks, id="-".join([name, *knobs]))
 
 

@@ -19,7 +19,7 @@ ATTENTION, PRODUCTS = ({"activation_checkpointing_policy": policy} for policy in
 
 @pytest.mark.parametrize(
     ("model", "method"),
-    [pytest.param(*pair, marks=[] if pair in SOME else [pytest.mark.slow]) for pair in RECOMPUTING],
+    [pytest.param(*pair, marks=[] if pair in SOME else [pytest.mark.slow, pytest.mark.weekly]) for pair in RECOMPUTING],
 )
 def test_it_trains_the_same(model, method):
     newer = example(model, method, precision="fp32", activation_checkpointing=True, steps=1, warmup=0, learning_rate=1e-3)

@@ -22,8 +22,14 @@ PLAIN = LLAMA.replace(activation_checkpointing=False)
 CONFIG = architectures()["llama-3.1-8b"].trained_part.facts("tiny")
 
 
+ONE_OF_A_KIND = {(architectures()[case.model].family, case.method): case for case in EXAMPLES}.values()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", EXAMPLES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in ONE_OF_A_KIND else [pytest.mark.weekly], id=str(case)) for case in EXAMPLES],
+)
 def test_every_model_trains_by_every_method(case):
     architecture = architectures()[case.model]
     reply = measured(case.replace(activation_checkpointing=bool(architecture.blocks), steps=2, warmup=1))

@@ -75,20 +75,25 @@ def test_full_size_build_has_the_published_parameter_count(name):
     assert round(stored / 1e9, digits) == billions
 
 
+def each_by_one(kinds, methods):
+    """Each kind by each of its methods, all of them weekly but one, which is another for the next kind."""
+    for number, kind in enumerate(kinds):
+        own = methods(kind)
+        for method in own:
+            yield kind, method, [] if method == own[number % len(own)] else [pytest.mark.weekly]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         *(
-            pytest.param(published_case(name, method), id=f"{kind_of(name)}-{method}")
-            for name in ONE_OF_EACH_KIND
-            for method in ("full", "lora", "qlora")
-            if method in architectures()[name].trainable
+            pytest.param(published_case(name, method), id=f"{kind_of(name)}-{method}", marks=marks)
+            for name, method, marks in each_by_one(ONE_OF_EACH_KIND, lambda name: list(architectures()[name].trainable))
         ),
         *(
-            pytest.param(config_case(kind, config, method), id=f"{kind}-{method}")
-            for kind, config in OTHERS.items()
-            for method in ("full", "lora")
+            pytest.param(config_case(kind, OTHERS[kind], method), id=f"{kind}-{method}", marks=marks)
+            for kind, method, marks in each_by_one(OTHERS, lambda kind: ["full", "lora"])
         ),
     ],
 )
