@@ -11,6 +11,7 @@ incomplete, which fails it on GitHub. The last lines name each part, each skip a
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -48,23 +49,26 @@ class Part(NamedTuple):
     """Debian's packages, by the program of each that the tests look for."""
     by_name: bool = False
     """Run it only where the command names it."""
+    leaves_a_core: bool = False
+    """Run the next part beside it: it runs in one process, or waits most of the time."""
 
 
 QUICK: Final = "quick"
+# In this order each installation that takes long falls into tests that take longer.
 PARTS: Final = (
     Part(QUICK, 40),
-    Part("bare", 8),
-    Part("package", 8),
     Part(
         "slow",
         40,
         {"chromium": "chromium", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"},
     ),
+    Part("bare", 8, leaves_a_core=True),
+    Part("package", 8),
     Part("emulated", 50, {"cc": "gcc"}),
-    Part("foreign", 10, {"cc": "gcc"}),
     Part("oldest", 24),
+    Part("foreign", 10, {"cc": "gcc"}),
+    Part("ray", 12, leaves_a_core=True),
     Part("recipes", 12),
-    Part("ray", 12),
     Part("operators", 100, {"cc": "gcc"}, by_name=True),
     Part("foreign-weekly", 20, {"cc": "gcc"}, by_name=True),
     Part("weekly", 150, by_name=True),
@@ -209,6 +213,13 @@ def outcome(part: Part, tox: str, run: Runner, minutes_left: float, prepared: Ca
     return ended(_status(ran), *without, *skipped_tests(ran.lines))
 
 
+def grouped(parts: Sequence[Part]) -> Iterator[tuple[Part, ...]]:
+    """Yield the parts one by one, and two where the first leaves a core to the second."""
+    due = iter(parts)
+    for part in due:
+        yield (part, *itertools.islice(due, part.leaves_a_core))
+
+
 def remove_in_background(folder: Path) -> None:
     """Remove an environment while the next part runs: that takes minutes on a slow disk, and hardly any CPU.
 
@@ -258,14 +269,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "tox"], check=True)
         prepared: dict[str, Future[Prepared]] = {}
-        for part, following in zip(due, [*due[1:], None], strict=True):
+        for together, following in itertools.pairwise([*grouped(due), ()]):
             minutes_left = (ends - time.monotonic()) / 60
-            # An installation waits for the network and the disk, so the next part is installed beside the tests of this one.
-            for each in filter(None, (part, following)):
-                if part.name != QUICK and each.name not in prepared:
+            # An installation waits for the network and the disk, so the next parts are installed beside the tests of these.
+            for each in (*together, *following):
+                if each.name != QUICK and each.name not in prepared:
                     prepared[each.name] = installer.submit(prepare, each, tox, run, minutes_left)
-            outcomes.append(outcome(part, tox, run, minutes_left, lambda name=part.name: prepared[name].result()))
-            if part.name == QUICK and outcomes[-1].status != "passed":
+
+            def ran(part: Part, minutes_left: float = minutes_left) -> Outcome:
+                # By a function: the quick part has none.
+                return outcome(part, tox, run, minutes_left, lambda: prepared[part.name].result())  # noqa: PLW0108
+
+            with ThreadPoolExecutor(len(together)) as tests:
+                outcomes += tests.map(ran, together)
+            if together[0].name == QUICK and outcomes[-1].status != "passed":
                 break
         installer.shutdown(cancel_futures=True)
     print(told(outcomes), flush=True)

@@ -12,9 +12,9 @@ PANGU = Case(model="pangu-350m", precision="bf16", sequence_length=512)
 
 
 @pytest.fixture(scope="module")
-def figures_of(stand_ins, tmp_path_factory):
+def figures_of(preloaded, tmp_path_factory):
     """Give the figures of a case on an emulated H100."""
-    cells = EmulatedCells(["h100"], tmp_path_factory.mktemp("cells"), 300, os.environ, None)
+    cells = EmulatedCells(["h100"], tmp_path_factory.mktemp("cells"), 300, {**os.environ, **preloaded({})}, None)
     yield lambda case, **knobs: cells.figures(case.replace(**knobs), "h100")
     cells.close()
 

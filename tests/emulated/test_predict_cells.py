@@ -31,8 +31,10 @@ QLORA = Case(
 
 
 @pytest.fixture
-def answer(stand_ins, tmp_path, monkeypatch):
+def answer(preloaded, tmp_path, monkeypatch):
     """Ask in a folder with the config of a small model and an empty cache."""
+    for name, value in preloaded({}).items():
+        monkeypatch.setenv(name, value)
     (tmp_path / "small.json").write_text(json.dumps(SMALL))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(predict, "_cache_folder", lambda: tmp_path / "cache")
@@ -45,9 +47,9 @@ def answer(stand_ins, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def cells(stand_ins, tmp_path):
+def cells(preloaded, tmp_path):
     """Cases on emulated GPUs, of which none is remembered."""
-    made = EmulatedCells(["h100", "rtx_4090"], tmp_path, 300, os.environ, None)
+    made = EmulatedCells(["h100", "rtx_4090"], tmp_path, 300, {**os.environ, **preloaded({})}, None)
     yield made
     made.close()
 

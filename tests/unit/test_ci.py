@@ -117,6 +117,13 @@ def test_the_last_lines_name_every_part_and_every_skip(capsys):
     assert "there is no part fast; the parts are quick," in capsys.readouterr().err
 
 
+def test_a_part_that_leaves_a_core_runs_beside_the_next():
+    names = [tuple(part.name for part in group) for group in ci.grouped(ci.PARTS)]
+    assert ("bare", "package") in names
+    assert [name for group in names for name in group] == [part.name for part in ci.PARTS]
+    assert list(ci.grouped([RAY._replace(leaves_a_core=True)])) == [(RAY._replace(leaves_a_core=True),)]
+
+
 def test_a_run_that_left_out_a_part_says_so_last_and_is_red_on_github():
     complete, cut = ci.Outcome("bare", "passed", 1.0, ()), ci.Outcome("ray", ci.INCOMPLETE, 0.0, ("all of it: no time",))
     assert ci.told([complete, cut]).splitlines()[-1] == "incomplete: 70 minutes were too few for ray"
