@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable
 
-from pytest_gputrain.gate.host_bound import GPU_BOUND, pace
+from pytest_gputrain.gate.host_bound import Pace, pace
 from pytest_gputrain.gate.step_times import LEAST_SHIFT, MANY_CASES, suite_prior, suite_shift
 from pytest_gputrain.records import Baseline, Measurement, Result
 from pytest_gputrain.utils.units import format_percent
@@ -61,12 +61,13 @@ def whole_suite(results: Iterable[Result], tolerance: float) -> tuple[bool, str]
     """Tell whether cases that were judged regressed all together, with a sentence where there is one."""
     noise = SuiteNoise()
     for result in results:
-        metric = result.verdict.metric("step_seconds") if result.verdict else None
         first = next((reply for reply in result.replies if isinstance(reply, Measurement)), None)
-        seconds = first.median_step_seconds if first else None
-        if first and metric and metric.gpu_busy_share is not None and metric.gpu_busy_share < GPU_BOUND:
-            metric, seconds = result.verdict.metric("gpu_seconds") if result.verdict else None, first.gpu_seconds
-        if seconds and metric and metric.baseline and metric.baseline_runs:
+        if first is None or result.verdict is None:
+            continue
+        metric, seconds = result.verdict.metric("step_seconds"), first.median_step_seconds
+        if metric and Pace(metric.gpu_busy_share).is_host_bound:
+            metric, seconds = result.verdict.metric("gpu_seconds"), first.gpu_seconds or 0.0
+        if metric and metric.baseline and metric.baseline_runs and seconds:
             noise.add(result.suite, result.key, math.log(seconds / metric.baseline))
     if abs(noise.shift) <= LEAST_SHIFT:
         return False, ""
