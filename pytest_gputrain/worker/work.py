@@ -44,8 +44,16 @@ class WorkCount(FlopCount):
         self._line = line
         self._calls: defaultdict[tuple[int, TracedCall], int] = defaultdict(int)
         """How often each thread made a call."""
+        self._within = threading.local()
         self._rows: defaultdict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
         """Calls, FLOPs and bytes by thread, operator and line."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._within.operator = True
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._within.operator = False
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any, flops: int) -> None:
         read, written = _bytes_moved(func, args, kwargs, result)
@@ -73,6 +81,8 @@ class WorkCount(FlopCount):
     def _launching(self, run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
         def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self._within, "operator", False):
+                return run(kernel, *args, **kwargs)  # torch's own, which is a part of the operator
             moved = _bytes_of(args) + _bytes_of(kwargs.values())
             call = TracedCall(operator=f"triton.{getattr(kernel.fn, '__name__', 'kernel')}", read=moved)
             self._calls[threading.get_ident(), call] += 1
