@@ -45,6 +45,7 @@ from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import CannotEmulate
 from pytest_gputrain.utils.files import locked, make_own, own_locks, write_atomically
 from pytest_gputrain.utils.linux import end_with_parent
+from pytest_gputrain.utils.masking import masked
 from pytest_gputrain.utils.reading import UNREADABLE, read_message
 from pytest_gputrain.utils.units import format_bytes
 
@@ -151,7 +152,7 @@ def main(options: argparse.Namespace) -> int:
                 memory_bytes=board.memory_bytes,
                 torch=torch.version,
                 origin=torch.origin,
-                command=tuple(program),
+                command=masked(program),
                 status=status,
                 processes=processes,
                 use=use,

@@ -197,7 +197,7 @@ class Report(Struct, frozen=True, kw_only=True):
     branch: str = ""
     """The branch that was checked out."""
     arguments: tuple[str, ...] = ()
-    """The arguments of pytest."""
+    """The arguments of pytest, with ``***`` for what looks like a secret."""
     settings: dict[str, Any] = {}
     """The options of the run, as JSON values."""
     exit_status: Whole = 0

@@ -29,6 +29,7 @@ from pytest_gputrain.storage.emulated import EmulationStore
 from pytest_gputrain.storage.history import HistoryError, append
 from pytest_gputrain.storage.reports import to_baseline
 from pytest_gputrain.utils.git import RunInfo
+from pytest_gputrain.utils.masking import MASK, masked, masked_settings
 from pytest_gputrain.utils.sanitize import utf8
 
 _SAVE_EVERY_SECONDS: Final = 30.0
@@ -195,8 +196,11 @@ class Collector:
             self.notes.append("all runs of these baselines come from this session, so they do not show how much days differ")
         kept = () if ran else self._note_kept(is_listing)
         self.notes += filter(None, [uncompared.line(self.results, skipped=skipped, unclaimed=unclaimed)])
+        written = [file for file in (self.settings.json, self.settings.html) if file is not None and file not in kept]
+        if written and any(MASK in argument for argument in masked(sys.argv[1:])):
+            self.notes.append(f"what looks like a secret in the command line is {MASK} in {', '.join(map(str, written))}")
         for file, write in ((self.settings.json, json_report.write), (self.settings.html, self._write_page)):
-            if file is not None and file not in kept:
+            if file in written:
                 report = self._report(exit_status)
                 try:
                     write(report, file, self.results)
@@ -326,8 +330,10 @@ class Collector:
             commit=self.session.commit,
             changes=self.session.changes,
             branch=utf8(self.session.branch),
-            arguments=tuple(map(utf8, sys.argv[1:])),
-            settings={name: utf8(value) if isinstance(value, str) else value for name, value in settings.items()},
+            arguments=masked(map(utf8, sys.argv[1:])),
+            settings={
+                name: masked_settings(utf8(value) if isinstance(value, str) else value) for name, value in settings.items()
+            },
             exit_status=exit_status,
             notes=tuple(self.notes),
             results=tuple(self._resumed_report.beyond(self.results)) if self._resumed_report else (),

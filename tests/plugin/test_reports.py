@@ -1,6 +1,7 @@
 """Tests what a run reports: the JSON report, the table, the exit status."""
 
 import json
+import sys
 import tempfile
 
 import pytest
@@ -52,6 +53,13 @@ def test_the_report_adds_how_the_gpus_are_linked_and_a_cpu_claims_no_utilization
     h100.write(test_pair=SUITE)
     h100.run(JSON).stdout.fnmatch_lines(["pair on CPU, tiny scale (tiny stand-ins for the models named)*"])
     assert {result["summary"]["model_flops_utilization"] for result in h100.report()["results"]} == {None}
+
+
+def test_a_secret_in_the_command_line_is_masked_in_the_report_and_that_is_told(suite, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pytest", "--token=hush", "-v"])
+    result = suite.run(JSON, "-k", "gemma")
+    assert suite.report()["arguments"] == ["--token=***", "-v"]
+    result.stdout.fnmatch_lines(["*what looks like a secret in the command line is [*][*][*] in *report.json*"])
 
 
 def test_the_exit_status_in_the_report_is_that_of_the_run(suite):

@@ -19,6 +19,7 @@ from pytest_gputrain.records import Verdict
 from pytest_gputrain.report import github, terminal
 from pytest_gputrain.utils import files, markdown
 from pytest_gputrain.utils.files import locked, prepare, write_atomically
+from pytest_gputrain.utils.masking import masked, masked_settings
 from pytest_gputrain.utils.sanitize import shown, spreadsheet
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\u202emoc.live\r\x00\ud800"
@@ -117,6 +118,35 @@ def test_no_failure_ends_the_annotation_that_tells_of_it():
     assert "\x1b" not in line
     assert "##[" not in line
     assert "::stop-commands" not in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--token=abc", "-v"], ["--token=***", "-v"]),
+        (["--api-key", "abc", "x"], ["--api-key", "***", "x"]),
+        (["--hub-token", "-x"], ["--hub-token", "-x"]),
+        (["HF_TOKEN=abc", "AWS_SECRET_ACCESS_KEY='a b'"], ["HF_TOKEN=***", "AWS_SECRET_ACCESS_KEY=***"]),
+        (["-o", "addopts=--password=abc --gpu-json=x"], ["-o", "addopts=--password=*** --gpu-json=x"]),
+        (['{"api_key": "abc", "width": 3}'], ['{"api_key": ***, "width": 3}']),
+        (["--index=https://me:abc@host/x?token=abc&b=1"], ["--index=https://***@host/x?token=***&b=1"]),
+        (["hf_abcdefghijklmnop", "x=ghp_0123456789abcdef"], ["hf_***", "x=ghp_***"]),
+    ],
+)
+def test_what_looks_like_a_secret_is_masked(arguments, shown):
+    assert list(masked(arguments)) == shown
+    assert masked_settings({"more": [["h100", arguments]]}) == {"more": [["h100", shown]]}
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *("--max-tokens=5", "--tokenizer=gpt2", "tests/test_token.py::test_token::x", "-k token and not secret", "path=x"),
+        *("--tokens=5", "key=3", "--gpu-set=keys=1", "a=token", "test_a[token-1]", "monkey=1", "https://host/@x", "pat"),
+    ],
+)
+def test_what_is_no_secret_stays(argument):
+    assert masked([argument, "next"]) == (argument, "next")
 
 
 def test_locks_are_in_a_folder_of_this_user_alone(tmp_path, monkeypatch, no_locks_of_folders):

@@ -1,0 +1,46 @@
+"""Masks what looks like a secret in a command line that a report keeps, which everybody who gets the report can read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, Final
+
+MASK: Final = "***"
+
+_NAME: Final = (
+    r"(?:token|passwd|password|passphrase|secret|credentials?|auth|apikey|pat"
+    r"|(?:api|access|secret|private|auth|encryption|signing)[-_]?key)"
+)
+_OF_A_SECRET: Final = rf"(?<![A-Za-z0-9])(?:[A-Za-z0-9]+[-_.])*{_NAME}"
+_OPTION: Final = re.compile(rf"-+{_OF_A_SECRET}", re.IGNORECASE)
+_VALUE: Final = r"(?:\"[^\"]*\"|'[^']*'|[^\s\"',&]+)"
+_ASSIGNED: Final = re.compile(rf"({_OF_A_SECRET}(?:[\"']?\s*=\s*|[\"']\s*:\s*)){_VALUE}", re.IGNORECASE)
+"""``--token=x``, ``HF_TOKEN=x`` and ``{"api_key": "x"}``, also in the middle of an argument."""
+_IN_ADDRESS: Final = re.compile(r"(\w://)[^/\s@]+@")
+_KNOWN: Final = re.compile(r"\b(hf_|gh[opsur]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA)[A-Za-z0-9_-]{12,}")
+"""What services give out begins so: Hugging Face, GitHub, GitLab, OpenAI and others, Slack, AWS."""
+
+
+def masked(arguments: Iterable[str]) -> tuple[str, ...]:
+    """Return the arguments of a command line with ``***`` for each value whose option or name is that of a secret."""
+    shown, follows = [], False
+    for argument in arguments:
+        shown.append(MASK if follows and not argument.startswith("-") else _masked(argument))
+        follows = _OPTION.fullmatch(argument) is not None
+    return tuple(shown)
+
+
+def masked_settings(value: Any) -> Any:
+    """Do the same to values of JSON, in which a list of texts may be arguments."""
+    if isinstance(value, dict):
+        return {name: masked_settings(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return list(masked(value)) if all(isinstance(item, str) for item in value) else list(map(masked_settings, value))
+    return _masked(value) if isinstance(value, str) else value
+
+
+def _masked(text: str) -> str:
+    text = _ASSIGNED.sub(rf"\g<1>{MASK}", text)
+    text = _IN_ADDRESS.sub(rf"\g<1>{MASK}@", text)
+    return _KNOWN.sub(rf"\g<1>{MASK}", text)
