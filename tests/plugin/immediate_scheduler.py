@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from plugin_project import gpu_uuid
 
 from pytest_gputrain.execution.fleet import executor
 from pytest_gputrain.execution.fleet.job import deliver
@@ -63,7 +64,7 @@ class ImmediateScheduler:
             if self.nodes is not None:
                 name, count = self.nodes[(number - 1) % len(self.nodes)]
                 gpus = tuple(
-                    Gpu(index=at, uuid=f"GPU-{at}", name=name, memory_bytes=85_029_158_912, driver="570.86.10")
+                    Gpu(index=at, uuid=gpu_uuid(at), name=name, memory_bytes=85_029_158_912, driver="570.86.10")
                     for at in range(count)
                 )
                 node.setattr(drivers, "gpus", lambda: gpus)

@@ -18,6 +18,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 H100_FOLDER = "nvidia-h100-80gb-hbm3"
 LLAMA, GEMMA, LLAMA_2 = "llama-3.1-8b-lora-bf16", "gemma-7b-lora-bf16", "llama-2-13b-lora-bf16"
 ANY = "*"
+_MACHINE = uuid.uuid4()
 
 SUITE = """
 import pytest
@@ -53,6 +54,12 @@ def test_zz_folder_becomes_a_file():
     Path("deep").rmdir()
     Path("deep").write_text("")
 """
+
+
+def gpu_uuid(index):
+    """Return the UUID of a GPU of the machine on which all tests of this process believe to be."""
+    return f"GPU-{_MACHINE}-{index}"
+
 
 # Undone with the run: the next one in the same process must find the real functions.
 _STAND_IN = """
@@ -162,7 +169,7 @@ class Project:
             "driver": "570.86.10",
             "power_limit_watts": power_limit_watts,
         }
-        devices = [{"index": index, "uuid": f"GPU-{uuid.uuid4()}", **gpu} for index in range(gpus if device_name else 0)]
+        devices = [{"index": index, "uuid": gpu_uuid(index), **gpu} for index in range(gpus if device_name else 0)]
         (self.path / "gpus.json").write_text(json.dumps(devices))
         self.answer(recorded("h100_measured", device_name=device_name) if device_name else recorded("cpu_measured"))
 
