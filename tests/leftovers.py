@@ -28,7 +28,13 @@ def _step(setup, fault):
     return step
 
 def sound(setup):
-    return _step(setup, lambda: None)
+    def look():
+        import psutil
+        own = psutil.Process()
+        sockets = own.net_connections("inet") if hasattr(own, "net_connections") else own.connections("inet")
+        addresses = {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+        Path(__file__).with_name("listening").write_text("\\n".join(addresses))
+    return _step(setup, look)
 
 def raises(setup):
     def fault():

@@ -16,7 +16,7 @@ import pytest
 from leftovers import has_ended, wait_until
 from unit_examples import CASE, crashed, emulated_run, gpu_environment, measurement, out_of_memory
 
-from pytest_gputrain.execution.launch import ranks
+from pytest_gputrain.execution.launch import environment, ranks
 from pytest_gputrain.execution.launch.case_folder import folder_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment, refuse_recursion, worker_environment
 from pytest_gputrain.execution.launch.merge import merge, merge_emulated
@@ -45,7 +45,13 @@ TASK = Task(case=CASE, scale="full", device_type="gpu", root=".")
 # Environment
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-FIXED = {"PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+FIXED = {
+    "PYTHONSAFEPATH": "1",
+    "PYTHONHASHSEED": "0",
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 OWN = msgspec.structs.replace(TASK, case=CASE.replace(code="test_it.py::build", method="custom"))
 
@@ -78,6 +84,12 @@ def test_a_worker_has_the_session_s_environment_with_the_task_s_changes_and_what
         **adds,
     }
     assert worker_environment(task, ())["OF_ANOTHER_TEST"] == "1"
+
+
+def test_processes_of_several_nodes_choose_their_network_themselves_and_those_of_one_without_a_loopback(monkeypatch):
+    assert "GLOO_SOCKET_IFNAME" not in worker_environment(msgspec.structs.replace(TASK, nodes=2), (), {})
+    monkeypatch.setattr(environment, "_loopback", lambda: "")
+    assert worker_environment(TASK, (), {"GLOO_SOCKET_IFNAME": "eth7"})["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
 def test_changes_are_those_that_a_worker_sees(monkeypatch):

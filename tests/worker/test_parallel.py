@@ -3,7 +3,9 @@
 import os
 import shutil
 import signal
+import socket
 
+import psutil
 import pytest
 from leftovers import FAULTS, REASONS, assert_hung, assert_told, own_case
 from several_processes import CLICKS, LLAMA, engine, losses_of_one_process, measured, needs_deepspeed, run
@@ -192,8 +194,14 @@ def faults(tmp_path, leftovers):
     return run_fault
 
 
-def test_own_code_of_two_processes_can_talk(faults, leftovers):
+def test_own_code_of_two_processes_can_talk_and_no_other_machine_can_connect(faults, leftovers, tmp_path, monkeypatch):
+    others = [name for name, status in psutil.net_if_stats().items() if status.isup and name != "lo"]
+    reachable = [name for name in others if any(of.family == socket.AF_INET for of in psutil.net_if_addrs()[name])]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", next(iter(reachable), "lo"))  # as where the host's name has such an address
     reply = faults("sound")
+    listening = {*(tmp_path / "listening").read_text().split()}
+    assert listening
+    assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert isinstance(reply, Measurement), reply
     assert reply.losses == (2.0, 2.0)
     assert widest([reply]).slowest is None, "its steps do not tell their own work"

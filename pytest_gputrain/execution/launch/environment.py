@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -111,6 +112,9 @@ def _fixed(task: Task) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if task.nodes == 1 and (loopback := _loopback()):
+        # Otherwise gloo listens at the address that the host's name has, which other machines may reach.
+        fixed["GLOO_SOCKET_IFNAME"] = loopback
     if not task.case.code:
         # The zoo's models are built, never fetched; an attempt to reach a hub would only cost its time-out.
         fixed["HF_HUB_OFFLINE"] = "1"
@@ -119,6 +123,15 @@ def _fixed(task: Task) -> dict[str, str]:
     elif task.emulated:
         fixed |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return fixed
+
+
+@functools.cache
+def _loopback() -> str:
+    """Return the network interface that only this machine reaches; empty where it is down or has another name."""
+    import psutil
+
+    found = psutil.net_if_stats().get("lo")
+    return "lo" if found and found.isup else ""
 
 
 def _visible(gpus: Sequence[Gpu], environment: dict[str, str]) -> dict[str, str]:
