@@ -34,6 +34,9 @@ _UNCOPIED: Final = 1.0, 2.0
 """Traffic of a convolution whose images lie channels last, and of another one, which is copied there and back."""
 _HIDDEN_EXCHANGE: Final = 0.9
 """The share of an exchange with other GPUs that the step hides, if the exchange is shorter than the step."""
+_HOST_COPIES: Final = "copies between the host and the GPU"
+_HOST_BANDWIDTH: Final = 25e9
+"""Bytes per second of such copies over PCIe 4.0, which is assumed to tell whether they matter."""
 _UNKNOWN_FACTOR: Final = 10
 """An unknown kernel may take so many times as long as its traffic: fused attention of 8,192 tokens does."""
 _MOST_UNKNOWN: Final = 0.05
@@ -50,8 +53,10 @@ _GATHERING: Final = ("embedding", "index", "gather", "scatter", "_embedding_bag"
 _PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm")
 _UNPACKED: Final = ("bitsandbytes.gemm_4bit", "bitsandbytes.gemv_4bit", "_grouped_mm")
 """Other products, whose weights are unpacked or chosen by token first."""
-_KNOWN_LIBRARIES: Final = ("bitsandbytes.", "c10d.", "_c10d_functional.", "prims.", "torchvision.")
-"""Beginnings of the names of operators of libraries whose kernels move memory, or exchange it."""
+_EXCHANGES: Final = ("c10d.", "_c10d_functional.")
+"""Beginnings of the names of operators that exchange data with other GPUs."""
+_KNOWN_LIBRARIES: Final = ("bitsandbytes.", "prims.", "torchvision.")
+"""Those of other libraries whose kernels move memory."""
 
 
 _NO_RATES: Final = "it is not known what kernels sustain on this GPU"
@@ -61,12 +66,21 @@ class _Unknown(Exception):
     """The kernel of a call is not known, or no rate of it on this board."""
 
 
-def expected_time(calls: Iterable[TracedCall], rates: Rates | None, *, compiled: bool = False) -> ExpectedTime:
+def expected_time(
+    calls: Iterable[TracedCall],
+    rates: Rates | None,
+    *,
+    compiled: bool = False,
+    processes: int = 1,
+    lacking: str = "",
+) -> ExpectedTime:
     """Return the estimate for a step that makes these calls.
 
     Args:
         rates: of the GPU; None where they are not known, and then there is no estimate.
         compiled: whether the calls are those of code that torch.compile will fuse.
+        processes: of the training, each with a GPU. Alone one exchanges nothing, whatever it calls.
+        lacking: what a step does beside these calls, as the reason why there is no estimate; empty where that is nothing.
     """
     if rates is None:
         return ExpectedTime(seconds=None, unknown=_NO_RATES)
@@ -77,8 +91,11 @@ def expected_time(calls: Iterable[TracedCall], rates: Rates | None, *, compiled:
     exchanged = 0.0
     for call in calls:
         number += call.count
-        if call.operator.startswith(("c10d.", "_c10d_functional.")):
-            exchanged += call.count * max(call.read, call.written)
+        if call.operator.startswith(_EXCHANGES):
+            exchanged += call.count * max(call.read, call.written) * (processes > 1)
+            continue
+        if "host" in call.flags:
+            unknown[_HOST_COPIES] += call.count * max(call.read, call.written) / _HOST_BANDWIDTH
             continue
         try:
             part, seconds = board.kernel(call)
@@ -89,14 +106,14 @@ def expected_time(calls: Iterable[TracedCall], rates: Rates | None, *, compiled:
     gpu = sum(parts.values())
     share = {name: seconds / (gpu + sum(unknown.values())) for name, seconds in unknown.items() if seconds}
     host = number * rates.kinds["call_us"] * 1e-6
-    why = ""
-    if sum(share.values()) > _MOST_UNKNOWN:
+    why = lacking
+    if not why and sum(share.values()) > _MOST_UNKNOWN:
         names = ", ".join(sorted(share, key=share.__getitem__, reverse=True)[:3])
         why = (
             f"the kernels of {names} are not known, or not how fast they are on this GPU, and may take up to "
             f"{format_percent(sum(share.values()), signed=False)} of a step"
         )
-    elif exchanged and "link_gb" not in rates.kinds:
+    elif not why and processes > 1 and not (exchanged and "link_gb" in rates.kinds):
         why = "it is not known how fast these GPUs exchange data with each other"
     known = ExpectedTime(seconds=None, parts=dict(parts), host_seconds=host, not_modelled=share, unknown=why)
     if why:

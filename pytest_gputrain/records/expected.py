@@ -28,7 +28,8 @@ class TracedCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The type of its first tensor: ``bf16``, ``fp16``, ``fp32``, ``float64``."""
     flags: tuple[str, ...] = ()
     """What decides on its kernel: ``causal``, ``masked``, ``tf32`` (allowed), ``channels_last``, ``view`` (moves nothing),
-    ``list`` (many tensors in one kernel), ``optimizer`` (within its step)."""
+    ``list`` (many tensors in one kernel), ``optimizer`` (within its step), ``grouped`` (a convolution), ``host`` (a copy
+    from the host or to it)."""
     count: Whole = 1
     flops: Whole = 0
     """Of one call."""
@@ -66,7 +67,7 @@ class ExpectedTime(Struct, frozen=True, kw_only=True):
     rough: bool = False
     """Whether only public rates of the board are known, so that the interval is wide."""
     parts: dict[Part, float] = field(default_factory=dict)
-    """Seconds of the GPU by part."""
+    """Seconds of the GPU by part; of communication those that computation does not hide."""
     host_seconds: float = 0.0
     """The time that the host needs to call all operators, with a CPU as that of the GPU whose rates are known."""
     not_modelled: dict[str, float] = field(default_factory=dict)
@@ -77,8 +78,8 @@ class ExpectedTime(Struct, frozen=True, kw_only=True):
 
     @property
     def gpu_seconds(self) -> float:
-        """Return the seconds that the GPU computes and copies."""
-        return sum(self.parts.values())
+        """Return the seconds that the GPU computes and copies, without communication."""
+        return sum(seconds for part, seconds in self.parts.items() if part != "communication")
 
     @property
     def host_bound(self) -> bool:
@@ -92,4 +93,5 @@ class ExpectedTime(Struct, frozen=True, kw_only=True):
         if self.host_bound:
             return "host", 1 - self.gpu_seconds / self.host_seconds
         part = max(self.parts, key=self.parts.__getitem__, default=None)
-        return (part, self.parts[part] / self.gpu_seconds) if part and self.gpu_seconds else None
+        whole = sum(self.parts.values())
+        return (part, self.parts[part] / whole) if part and whole else None

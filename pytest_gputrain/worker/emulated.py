@@ -17,7 +17,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gputrain.cases.libraries import packages_of
 from pytest_gputrain.hardware.step_time import expected_time
-from pytest_gputrain.records import Case, Counts, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
+from pytest_gputrain.records import (
+    Case,
+    Counts,
+    Crashed,
+    EmulatedRun,
+    ExpectedTime,
+    Measurement,
+    OutOfMemory,
+    Reply,
+    Served,
+    Task,
+    TracedCall,
+)
 from pytest_gputrain.records.emulated import NOT_MADE
 from pytest_gputrain.records.emulation import ASSUMPTION, NotExchanged, OtherKernels, not_exchanged_sentence
 from pytest_gputrain.utils.torch_beside import ORIGIN_VARIABLE
@@ -213,7 +225,7 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
         largest=allocations.largest(),
         peak_bytes_by_origin=allocations.peak_bytes_by_origin(),
         bytes_per_step=work.bytes if work else None,
-        expected=expected_time(work.calls(), task.rates, compiled=figures.compiles) if work else None,
+        expected=_expected(work.calls(), task, compiled=figures.compiles) if work else None,
         counts=counts,
         operators=work.by_operator() if work else {},
         parameters=measured.parameters,
@@ -230,6 +242,14 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
             *of_counts(counts, reads["unknown_reads"]),
         ),
     )
+
+
+def _expected(calls: Sequence[TracedCall], task: Task, *, compiled: bool) -> ExpectedTime:
+    """Return how long the step takes that makes these calls."""
+    case, lacking = task.case, ""
+    if case.cpu_offload or case.offload_optimizer or case.offload_param:
+        lacking = "it is not known how fast the host computes and moves what the case offloads to it"
+    return expected_time(calls, task.rates, compiled=compiled, processes=task.processes, lacking=lacking)
 
 
 def conditions(task: Task, device: Device) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pytest_gputrain.worker.flops import may_use_tf32, type_of
 _TYPES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """The names of rates in the catalog."""
 _MOST_SHAPES: Final = 4
+_COPIES: Final = ("copy_", "_to_copy")
 _CAUSAL: Final = ("is_causal", "custom_mask_type")
 _MASKS: Final = ("attn_bias", "attn_mask", "bias")
 
@@ -24,19 +25,21 @@ def describe(func: Any, args: Any, kwargs: Any, flops: int, read: int, written: 
 
     Args:
         flops: of the call.
-        read: bytes that it reads; of a view that moves nothing, this and ``written`` are 0.
+        read: bytes that it reads on the GPU; of a view, and of what the host computes, this and ``written`` are 0.
         optimizing: whether an optimizer takes its step.
     """
     name = name_of(func).removeprefix("aten.")
-    if not flops and not read and not written:
+    if not read and not written:
         return _VIEW
     dtype = str(type_of(args)).removeprefix("torch.")
     flags = ["optimizer"] if optimizing else []
-    if any(isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor) for value in args[:1]):
+    if any(isinstance(value, (list, tuple)) and value and _is_tensor(value[0]) for value in args[:1]):
         flags.append("list")
+    if name in _COPIES and (not read or not written or any(value.is_cpu for value in args[:2] if _is_tensor(value))):
+        flags.append("host")
     shapes: tuple[tuple[int, ...], ...] = ()
     if flops:
-        tensors = [local(value) for value in args if isinstance(value, torch.Tensor)]
+        tensors = [local(value) for value in args if _is_tensor(value)]
         shapes = tuple(tuple(tensor.shape) for tensor in tensors[:_MOST_SHAPES])
         flags += _flags(func, name, args, kwargs, tensors)
     return TracedCall(
@@ -61,7 +64,7 @@ def _flags(func: Any, name: str, args: Any, kwargs: Any, tensors: list[torch.Ten
         if any(_argument(func, args, kwargs, causal) for causal in _CAUSAL):
             flags.append("causal")
         masks = (_argument(func, args, kwargs, mask) for mask in _MASKS)
-        if any(isinstance(mask, torch.Tensor) and mask.numel() for mask in masks):
+        if any(_is_tensor(mask) and mask.numel() for mask in masks):
             flags.append("masked")
     if "convolution" in name:
         images = tensors["backward" in name]
@@ -70,6 +73,10 @@ def _flags(func: Any, name: str, args: Any, kwargs: Any, tensors: list[torch.Ten
         if (_argument(func, args, kwargs, "groups") or 1) > 1:
             flags.append("grouped")
     return flags
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:

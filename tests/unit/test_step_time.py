@@ -174,13 +174,33 @@ def test_the_interval_is_wide_where_nothing_was_measured_on_the_board_or_code_is
             RATES,
             "flash_attention are not known",
         ),
-        ([COPY, TracedCall(operator="c10d.allreduce_", read=10**9)], RATES, "exchange data"),
     ],
 )
 def test_there_are_no_seconds_where_a_large_part_is_not_known(calls, rates, why):
     expected = expected_time(calls, rates)
     assert (expected.seconds, expected.low, expected.high, expected.dominant is None) == (None, None, None, rates is None)
     assert why in expected.unknown
+
+
+def test_copies_over_pcie_are_not_known():
+    few, many = (
+        expected_time([COPY, TracedCall(operator="copy_", flags=("host",), written=size)], RATES) for size in (10**6, 10**7)
+    )
+    assert few.seconds == pytest.approx(1e-3)
+    assert few.not_modelled == {"copies between the host and the GPU": pytest.approx(0.04 / 1.04)}
+    assert many.seconds is None
+    assert expected_time([COPY], RATES, lacking="it offloads").unknown == "it offloads"
+
+
+def test_several_gpus_need_a_known_link_and_exchanges_that_are_seen():
+    exchanging = [COPY, TracedCall(operator="c10d.allreduce_", read=10**9)]
+    linked = with_kinds(link_gb=100)
+    for calls, rates in ((exchanging, RATES), ([COPY], linked)):
+        assert expected_time(calls, rates, processes=2).unknown == (
+            "it is not known how fast these GPUs exchange data with each other"
+        )
+    assert expected_time(exchanging, linked, processes=2).seconds > 1e-3
+    assert expected_time(exchanging, RATES).seconds == pytest.approx(1e-3), "one process alone exchanges nothing"
 
 
 def test_a_small_part_that_is_not_known_is_told():
@@ -192,8 +212,10 @@ def test_a_small_part_that_is_not_known_is_told():
 @pytest.mark.parametrize(("size", "seconds"), [(10**8, 1e-3 + 0.1e-3), (10**10, 10e-3 + 0.1e-3)])
 def test_an_exchange_hides_behind_a_step_that_is_longer(size, seconds):
     exchange = TracedCall(operator="c10d.allgather_", read=size, written=size // 2)
-    expected = expected_time([COPY, exchange], with_kinds(link_gb=1000 if size > 10**9 else 100))
+    expected = expected_time([COPY, exchange], with_kinds(link_gb=1000 if size > 10**9 else 100), processes=2)
     assert expected.seconds == pytest.approx(seconds)
+    assert expected.gpu_seconds == pytest.approx(1e-3)
+    assert expected.dominant[0] == ("communication" if size > 10**9 else "pointwise")
 
 
 def test_figures_of_the_file_are_of_boards_and_kinds_that_there_are():

@@ -94,5 +94,23 @@ def test_causality_is_found_in_the_arguments_of_each_kernel_of_a_gpu(kernel):
     assert describe(operator, args[:3], {"is_causal": True}, 9, 1, 1, optimizing=False).flags == ("causal",)
 
 
+def test_copies_between_host_and_gpu_are_told_by_what_lies_on_the_gpu():
+    copy, cast = aten.copy_.default, aten._to_copy.default
+    on_gpu, on_host = torch.ones(4, device="meta"), torch.ones(4)
+
+    def flags(operator, *args, read, written):
+        return describe(operator, args, {}, 0, read, written, optimizing=False).flags
+
+    assert flags(copy, on_gpu, on_gpu, read=32, written=16) == flags(cast, on_gpu, read=16, written=16) == ()
+    assert flags(copy, on_gpu, on_host, read=16, written=16) == ("host",)
+    assert flags(copy, on_host, on_gpu, read=16, written=0) == ("host",)
+    assert flags(cast, on_gpu, read=16, written=0) == flags(cast, on_host, read=0, written=16) == ("host",)
+    assert flags(aten.mul.Tensor, on_gpu, on_host, read=16, written=16) == ()
+
+
+def test_what_the_host_computes_is_no_work_of_the_gpu():
+    assert describe(aten.mm.default, [torch.ones(4, 4)] * 2, {}, 128, 0, 0, optimizing=False).flops == 0
+
+
 def test_views_move_nothing():
     assert describe(aten.view.default, [torch.ones(4), [2, 2]], {}, 0, 0, 0, optimizing=False).flags == ("view",)
