@@ -80,7 +80,11 @@ def preloaded(stand_ins, torch):
             env=emulated_environment(environ, stand_ins, description),
         )
     with process:
-        forked = {"GPUTRAIN_TESTS_PRELOADED": address, "PYTHONPATH": environ["PYTHONPATH"]}
+        forked = {
+            "GPUTRAIN_TESTS_PRELOADED": address,
+            "PYTEST_PLUGINS": "forked_elsewhere",
+            "PYTHONPATH": environ["PYTHONPATH"],
+        }
         yield lambda given: given if any(name.startswith(READ_AT_START) for name in given) else {**forked, **given}
         process.stdin.close()
 
