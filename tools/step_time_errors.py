@@ -279,7 +279,7 @@ def rows(errors: Sequence[Error]) -> list[str]:
     for name, chosen in (("all", [True] * len(errors)), ("GPU-bound", [not one for one in bound]), ("host-bound", bound)):
         few = list(itertools.compress(errors, chosen))
         made.append(f"| {name}, each step left out {summary([error.left_out for error in few])}")
-        made.append(f"| {name}, each family left out {summary([error.family_left_out for error in few])}")
+    made.append(f"| all, each family left out {summary([error.family_left_out for error in errors])}")
     return made
 
 
@@ -288,7 +288,8 @@ def published_rows() -> list[str]:
     groups: defaultdict[str, list[tuple[Step, Rates]]] = defaultdict(list)
     for step in read("published"):
         if rates := rates_of(step.platform):
-            groups[f"{step.source}, {title_of(step.platform)}, {step.case.precision}"].append((step, rates))
+            bits = "fp32" if step.case.precision == "fp32" else "16 bits"
+            groups[f"{step.source}, {title_of(step.platform)}, {bits}"].append((step, rates))
     made = []
     for name, steps in sorted(groups.items()):
         estimates = [expected(step, rates) for step, rates in steps]

@@ -37,8 +37,12 @@ _HIDDEN_EXCHANGE: Final = 0.9
 _HOST_COPIES: Final = "copies between the host and the GPU"
 _HOST_BANDWIDTH: Final = 25e9
 """Bytes per second of such copies over PCIe 4.0, which is assumed to tell whether they matter."""
+_OF_A_NODE: Final = 8
+"""The most GPUs that exchange data at the rate of their links."""
 _UNKNOWN_FACTOR: Final = 10
 """An unknown kernel may take so many times as long as its traffic: fused attention of 8,192 tokens does."""
+_UNKNOWN_SHARE: Final = 0.2
+"""The share of the peak that an unknown kernel may sustain, whose FLOPs are known."""
 _MOST_UNKNOWN: Final = 0.05
 """The largest share of a step that unknown kernels may take, so that there is an estimate."""
 _FREE: Final = ("_unsafe_view", "lift_fresh")
@@ -92,7 +96,8 @@ def expected_time(
     for call in calls:
         number += call.count
         if call.operator.startswith(_EXCHANGES):
-            exchanged += call.count * max(call.read, call.written) * (processes > 1)
+            passes = 2 if "allreduce" in call.operator else 1  # it scatters the sums, and gathers them
+            exchanged += call.count * passes * max(call.read, call.written) * (processes > 1)
             continue
         if "host" in call.flags:
             unknown[_HOST_COPIES] += call.count * max(call.read, call.written) / _HOST_BANDWIDTH
@@ -100,7 +105,9 @@ def expected_time(
         try:
             part, seconds = board.kernel(call)
         except _Unknown:
-            unknown[call.operator] += _UNKNOWN_FACTOR * call.count * (call.read + call.written) / rates.bandwidth
+            peak = rates.flops.get(call.dtype, min(rates.flops.values()))
+            moving = _UNKNOWN_FACTOR * (call.read + call.written) / rates.bandwidth
+            unknown[call.operator] += call.count * max(moving, call.flops / (peak * _UNKNOWN_SHARE))
             continue
         parts[part] += call.count * seconds * (_COMPILED_TRAFFIC if compiled and part == "pointwise" else 1)
     gpu = sum(parts.values())
@@ -113,7 +120,7 @@ def expected_time(
             f"the kernels of {names} are not known, or not how fast they are on this GPU, and may take up to "
             f"{format_percent(sum(share.values()), signed=False)} of a step"
         )
-    elif not why and processes > 1 and not (exchanged and "link_gb" in rates.kinds):
+    elif not why and processes > 1 and not (exchanged and processes <= _OF_A_NODE and "link_gb" in rates.kinds):
         why = "it is not known how fast these GPUs exchange data with each other"
     known = ExpectedTime(seconds=None, parts=dict(parts), host_seconds=host, not_modelled=share, unknown=why)
     if why:
@@ -123,7 +130,7 @@ def expected_time(
         link = exchanged / (rates.kinds["link_gb"] * 1e9)
         parts["communication"] = max(0.0, link - step) + (1 - _HIDDEN_EXCHANGE) * min(link, step)
     seconds = step + parts["communication"] + rates.kinds["step_us"] * 1e-6
-    rough = not rates.measured or compiled
+    rough = not rates.measured or compiled or processes > 1
     low, high = ROUGH if rough else LIKELY
     return ExpectedTime(
         seconds=seconds,
@@ -153,7 +160,8 @@ class _Board:
 
     def _arithmetic(self, call: TracedCall) -> tuple[str, float]:
         """Return the name of the arithmetic of a call in rates.toml, and the peak of it."""
-        name = "tf32" if "tf32" in call.flags and call.dtype == "fp32" else call.dtype
+        in_tf32 = "tf32" in call.flags and call.dtype == "fp32" and "attention" not in call.operator  # which ignores it
+        name = "tf32" if in_tf32 else call.dtype
         if name not in self._rates.flops:
             raise _Unknown(name)
         return "16bit" if name in ("bf16", "fp16") else name, self._rates.flops[name]

@@ -45,7 +45,9 @@ def notes(estimates: Iterable[tuple[str, ExpectedTime]]) -> Iterator[str]:
             "other steps took a time within the interval"
         )
     if rough := ", ".join(dict.fromkeys(gpu for gpu, one in rows if one.seconds is not None and one.rough)):
-        yield f"rough: of {rough} only published rates are known; more than 80 % of published steps are within such intervals"
+        yield (
+            f"rough: of {rough} only published rates are known; more than 80 % of published steps are within such intervals"
+        )
     for gpu, one in dict.fromkeys((gpu, one.unknown) for gpu, one in rows if one.seconds is None):
         yield f"{gpu} has no expected time: {one}"
     for gpu, operator in dict.fromkeys((gpu, name) for gpu, one in rows for name in one.not_modelled):

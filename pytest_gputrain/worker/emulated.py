@@ -79,8 +79,10 @@ class EmulatedFigures:
     def counting_work(self) -> Iterator[WorkCount]:
         """Provide a context for that step."""
         work = WorkCount(self._lines.current)
+        FOLLOWED.work = work
         with count_flops(work):
             yield work
+        FOLLOWED.work = None
         self.work = work
 
 
@@ -89,6 +91,8 @@ class _Followed:
 
     def __init__(self) -> None:
         self.by: Observer | None = None
+        self.work: WorkCount | None = None
+        """Counts the step that runs."""
         self._is_enabled = False
 
     def enable(self) -> None:
@@ -179,6 +183,8 @@ def _make_answered(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> 
 
 def _answer(bucket: Tensor) -> torch.futures.Future[Tensor]:
     count_collective("allreduce_", bucket.nbytes)
+    if FOLLOWED.work:
+        FOLLOWED.work.add_exchange("allreduce_", bucket.nbytes)
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[bucket.device])
     future.set_result(bucket)
     return future

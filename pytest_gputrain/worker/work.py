@@ -94,6 +94,10 @@ class WorkCount(FlopCount):
         """Forget the calls so far."""
         self._calls.clear()
 
+    def add_exchange(self, collective: str, size: int) -> None:
+        """Count an exchange of so many bytes with other GPUs that no operator made."""
+        self._calls[threading.get_ident(), TracedCall(operator=f"c10d.{collective}", read=size)] += 1
+
     def calls(self) -> list[TracedCall]:
         """Return the calls of all threads, in the same order in every run."""
         counts: defaultdict[TracedCall, int] = defaultdict(int)

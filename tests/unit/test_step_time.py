@@ -192,6 +192,15 @@ def test_copies_over_pcie_are_not_known():
     assert expected_time([COPY], RATES, lacking="it offloads").unknown == "it offloads"
 
 
+def test_attention_by_a_kernel_without_a_rate_counts_by_its_flops():
+    other = msgspec.structs.replace(attention(), operator="_scaled_dot_product_flash_attention")
+    seconds = other.flops / (0.2 * 1e15)
+    steps = [msgspec.structs.replace(COPY, count=count) for count in (10, 1000)]
+    assert expected_time([steps[0], other], RATES).seconds is None
+    told = expected_time([steps[1], other], RATES)
+    assert told.not_modelled == {"_scaled_dot_product_flash_attention": pytest.approx(seconds / (1 + seconds))}
+
+
 def test_several_gpus_need_a_known_link_and_exchanges_that_are_seen():
     exchanging = [COPY, TracedCall(operator="c10d.allreduce_", read=10**9)]
     linked = with_kinds(link_gb=100)
@@ -199,7 +208,9 @@ def test_several_gpus_need_a_known_link_and_exchanges_that_are_seen():
         assert expected_time(calls, rates, processes=2).unknown == (
             "it is not known how fast these GPUs exchange data with each other"
         )
-    assert expected_time(exchanging, linked, processes=2).seconds > 1e-3
+    assert expected_time(exchanging, linked, processes=2).parts["communication"] == pytest.approx(19e-3 + 0.1 * 1e-3)
+    assert expected_time(exchanging, linked, processes=2).rough, "since no step of several GPUs was measured"
+    assert expected_time(exchanging, linked, processes=9).seconds is None
     assert expected_time(exchanging, RATES).seconds == pytest.approx(1e-3), "one process alone exchanges nothing"
 
 
