@@ -59,7 +59,7 @@ _UNPACKED: Final = ("bitsandbytes.gemm_4bit", "bitsandbytes.gemv_4bit", "_groupe
 """Other products, whose weights are unpacked or chosen by token first."""
 _EXCHANGES: Final = ("c10d.", "_c10d_functional.")
 """Beginnings of the names of operators that exchange data with other GPUs."""
-_KNOWN_LIBRARIES: Final = ("bitsandbytes.", "prims.", "torchvision.")
+_KNOWN_LIBRARIES: Final = ("bitsandbytes.", "fsdp.", "prims.", "torchvision.")
 """Those of other libraries whose kernels move memory."""
 
 

@@ -81,6 +81,7 @@ CONVOLUTION = TracedCall(
         (TracedCall(operator="embedding", read=10**12, written=10**9), "pointwise", 2e9 / 1e12),
         (TracedCall(operator="mul", read=4 * 10**6, written=4 * 10**6), "pointwise", 8e6 / 2e12 / 1.6),
         (TracedCall(operator="view", flags=("view",)), "pointwise", 0),
+        (msgspec.structs.replace(COPY, operator="fsdp.chunk_cat"), "pointwise", 1e-3),
         (TracedCall(operator="_unsafe_view", read=10**9, written=10**9), "pointwise", 0),
         # 100 tiles of 256 x 128 are one wave; with one row more five waves of 64 x 128 take less than two.
         (product(2560, 4096, 1280), "matrix products", 2 * 256 * 128 * 4096 / 8e12),
