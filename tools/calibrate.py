@@ -4,8 +4,9 @@
     python tools/calibrate.py [--minutes 10] [--state FILE] [--overwrite]
     gputrain emulate --gpu h100 -- python tools/calibrate.py --dry-run
 
-Steps come first, then kernels. A call goes on where the last one ended. The rate of a kind is the one with which the model
-expects the measured seconds, as the median of its kernels. A dry run runs everything once, and writes no rates.
+Steps come first, then kernels. A call goes on where the last one ended or was killed. The rate of a kind is the one with
+which the model expects the measured seconds, as the median of its kernels. A dry run runs everything once, and writes no
+rates.
 """
 
 from __future__ import annotations
@@ -260,8 +261,7 @@ def main() -> int:
         if (kind, name) not in found and (measured := measure(kind, name, make, runs=2 if is_dry else 20)):
             found[kind, name] = measured
             if not is_dry:
-                with options.state.open("ab") as file:
-                    file.write(msgspec.json.encode(measured) + b"\n")
+                write_atomically(options.state, b"\n".join(map(msgspec.json.encode, found.values())))
     kinds, told = fit([*found.values()], prior)
     print("\n".join(told))
     if is_dry:
