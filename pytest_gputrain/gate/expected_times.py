@@ -36,6 +36,7 @@ _WORK: Final = frozenset(
     {"flops_per_step", "recomputed_flops_per_step", "bytes_per_step", "fp32_flops", "work", *PARTS_OF_WORK}
 )
 """The figures whose growth costs time of the GPU, by operator."""
+_FLOPS: Final = frozenset(name for name in _WORK if name.endswith(("flops", "flops_per_step")))
 
 
 def describe_slowdown(
@@ -45,8 +46,9 @@ def describe_slowdown(
 
     Baselines keep no expected times, but the work of each operator. What it differs by takes the time that the rates of the
     board give it, and all else of the step takes what it takes now. Nothing is said where this does not tell the cost: if
-    anything else has grown, such as waits, if the step waits for the host, if it is compiled, or if operators that do more
-    and others that do less outweigh each other within their error.
+    anything else has grown, such as waits, if the step waits for the host, if it is compiled, if FLOPs of a case in fp32
+    have grown, of which it is not known whether they are in TF32, or if operators that do more and others that do less
+    outweigh each other within their error.
 
     Args:
         grown: the figures that fail the case, without those of memory.
@@ -55,6 +57,8 @@ def describe_slowdown(
     if step is None or rates is None or not step.seconds or step.host_bound or case.compile != "off":
         return ""
     if not grown or not _WORK.issuperset(grown) or not before.operators:
+        return ""
+    if case.precision == "fp32" and _FLOPS.intersection(grown):
         return ""
     changes = [_seconds(name, now, case, rates) - _seconds(name, before, case, rates) for name in now.operators]
     changes += [-_seconds(name, before, case, rates) for name in before.operators.keys() - now.operators.keys()]

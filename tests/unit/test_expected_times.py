@@ -163,6 +163,7 @@ def test_products_that_move_to_fp32_are_told_by_their_rates():
         ({}, ("bytes_per_step", "d2h")),
         ({"case": TUNED.replace(compile="default")}, ()),
         ({"rates": None}, ()),
+        ({"case": TUNED.replace(precision="fp32")}, ("bytes_per_step", "flops_per_step")),  # in TF32 or not
         ({"before": running()}, ()),
         ({"now": running(copy_=5, expected=HOST_BOUND)}, ()),
         ({"now": running(copy_=5, expected=NONE)}, ()),
