@@ -44,8 +44,9 @@ from pytest_gputrain.report.html import page
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import CannotEmulate
 from pytest_gputrain.utils.files import locked, make_own, own_locks, write_atomically
+from pytest_gputrain.utils.json_text import encoded
 from pytest_gputrain.utils.linux import end_with_parent
-from pytest_gputrain.utils.masking import masked
+from pytest_gputrain.utils.masking import masked, told
 from pytest_gputrain.utils.reading import UNREADABLE, read_message
 from pytest_gputrain.utils.units import format_bytes
 
@@ -145,6 +146,7 @@ def main(options: argparse.Namespace) -> int:
             status = _run(program, environ)
             processes, use = tuple(_processes(state)), tuple(_use(state))
             other = boards.other_kernels(board, kernels)
+            hidden = told(program) if options.json or options.html else ""
             report = Emulation(
                 gpu=other.name if other else board.name,
                 marker=board.marker,
@@ -157,7 +159,7 @@ def main(options: argparse.Namespace) -> int:
                 processes=processes,
                 use=use,
                 fit=judge(program, status, board.memory_bytes, processes, use),
-                notes=tuple(filter(None, [other.sentence if other else "", boards.computed_capacity(board)])),
+                notes=tuple(filter(None, [other.sentence if other else "", boards.computed_capacity(board), hidden])),
             )
     except CannotEmulate as error:
         console.say(error)
@@ -166,7 +168,7 @@ def main(options: argparse.Namespace) -> int:
         console.say(line)
     if options.must_fit:
         status = _STATUS[report.fit.verdict]
-    if options.json is not None and not _written(options.json, msgspec.json.format(msgspec.json.encode(report)) + b"\n"):
+    if options.json is not None and not _written(options.json, msgspec.json.format(encoded(report)) + b"\n"):
         return status or 2
     if options.html is not None and not _written(options.html, page.page_of_emulation(report).encode()):
         return status or 2

@@ -29,7 +29,7 @@ from pytest_gputrain.storage.emulated import EmulationStore
 from pytest_gputrain.storage.history import HistoryError, append
 from pytest_gputrain.storage.reports import to_baseline
 from pytest_gputrain.utils.git import RunInfo
-from pytest_gputrain.utils.masking import MASK, masked, masked_settings
+from pytest_gputrain.utils.masking import masked, masked_settings, told
 from pytest_gputrain.utils.sanitize import utf8
 
 _SAVE_EVERY_SECONDS: Final = 30.0
@@ -197,8 +197,7 @@ class Collector:
         kept = () if ran else self._note_kept(is_listing)
         self.notes += filter(None, [uncompared.line(self.results, skipped=skipped, unclaimed=unclaimed)])
         written = [file for file in (self.settings.json, self.settings.html) if file is not None and file not in kept]
-        if written and any(MASK in argument for argument in masked(sys.argv[1:])):
-            self.notes.append(f"what looks like a secret in the command line is {MASK} in {', '.join(map(str, written))}")
+        self.notes += filter(None, [told(sys.argv[1:]) if written else ""])
         for file, write in ((self.settings.json, json_report.write), (self.settings.html, self._write_page)):
             if file in written:
                 report = self._report(exit_status)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 MASK: Final = "***"
@@ -29,6 +29,12 @@ def masked(arguments: Iterable[str]) -> tuple[str, ...]:
         shown.append(MASK if follows and not argument.startswith("-") else _masked(argument))
         follows = _OPTION.fullmatch(argument) is not None
     return tuple(shown)
+
+
+def told(arguments: Sequence[str]) -> str:
+    """Say that something is masked in these arguments; empty where nothing is."""
+    changed = masked(arguments) != tuple(arguments)
+    return f"what looks like a secret in the command line is {MASK} in the report" if changed else ""
 
 
 def masked_settings(value: Any) -> Any:

@@ -59,7 +59,7 @@ def test_a_secret_in_the_command_line_is_masked_in_the_report_and_that_is_told(s
     monkeypatch.setattr(sys, "argv", ["pytest", "--token=hush", "-v"])
     result = suite.run(JSON, "-k", "gemma")
     assert suite.report()["arguments"] == ["--token=***", "-v"]
-    result.stdout.fnmatch_lines(["*what looks like a secret in the command line is [*][*][*] in *report.json*"])
+    result.stdout.fnmatch_lines(["*what looks like a secret in the command line is [*][*][*] in the report*"])
 
 
 def test_the_exit_status_in_the_report_is_that_of_the_run(suite):
