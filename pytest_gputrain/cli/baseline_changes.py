@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import tarfile
 import tempfile
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pytest_gputrain.gate.baseline_changes import Loosened, loosened
-from pytest_gputrain.records import Published
 from pytest_gputrain.storage import emulated, published
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
 from pytest_gputrain.utils import git
@@ -72,10 +70,8 @@ def _of_tables(before: Path, now: Path) -> Iterator[Changed]:
     for path in sorted(before.glob("*.json")):
         file = f"{published.FOLDER}/{path.name}"
         try:
-            present: tuple[Published, ...] = ()
             rows_before = {(row.platform, row.suite, str(row.case)): row for row in published.load(path).published()}
-            with contextlib.suppress(FileNotFoundError):
-                present = published.load(now / path.name).published()
+            present = published.load(now / path.name).published() if (now / path.name).exists() else ()
         except BaselineError as error:
             yield Changed(file, Loosened((), (f"not compared: {error.without_path}",)))
             continue

@@ -225,9 +225,12 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
 
     def _load(self, path: Path, device: str) -> dict[str, _Record]:
         try:
-            file = decode(path, self.file_type, self.what)
+            path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             return {}
+        except OSError:
+            pass  # such as a folder that may not be entered, of which the next line tells
+        file = decode(path, self.file_type, self.what)
         _, in_device, in_suite, shared, cases = msgspec.structs.astuple(file)
         if (in_device, in_suite) != (device, path.stem):
             remedy = "move it to where it belongs, or record again"
@@ -355,14 +358,11 @@ def decode(path: Path, type_: type[_Type], what: str, remedy: str = _RESTORE, *,
             large, and come from a pipe.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is no file.
         BaselineError: not ``what``, told with the place where that shows.
     """
     refusal = partial(BaselineError, path=path)
     try:
         data = read_whole(path, pipe=not edited)
-    except (FileNotFoundError, NotADirectoryError):
-        raise
     except OSError as error:
         raise refusal(f"cannot be read: {error.strerror}") from error
     if markers := conflicts(data):

@@ -167,7 +167,6 @@ def load(path: Path) -> PublishedTable:
 
     Raises:
         BaselineError: it is no sound table.
-        OSError: there is none.
     """
     table = decode(path, PublishedTable, "a published table", _REMEDY)
     if table.name != path.stem:

@@ -21,7 +21,7 @@ from pytest_gputrain.records import (
     Report,
 )
 from pytest_gputrain.records.memory import without_lines
-from pytest_gputrain.storage.baselines import BaselineError, decode
+from pytest_gputrain.storage.baselines import decode
 
 
 def read_report(path: Path, remedy: str = "give the file that --gpu-json wrote") -> Report:
@@ -30,10 +30,7 @@ def read_report(path: Path, remedy: str = "give the file that --gpu-json wrote")
     Raises:
         BaselineError: it cannot be read, or is none of this package.
     """
-    try:
-        return decode(path, Report, "a report of --gpu-json", remedy, edited=False)
-    except OSError as error:
-        raise BaselineError(f"cannot be read: {error.strerror}", path=path) from None
+    return decode(path, Report, "a report of --gpu-json", remedy, edited=False)
 
 
 class ReportStore:

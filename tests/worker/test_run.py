@@ -38,6 +38,17 @@ def test_every_model_trains_by_every_method(case):
     assert (len(reply.warmup_seconds), len(reply.step_seconds), len(reply.losses)) == (1, 2, 2)
 
 
+def test_letters_that_utf_8_does_not_have_leave_the_rest_of_an_error_readable():
+    """Half a surrogate pair, which a tokenizer's output may hold."""
+
+    def build(setup):
+        raise ValueError("a token \ud800 of no text")
+
+    reply = launcher.inline(task_of(MINE), build)
+    assert reply.sentence.startswith("ValueError: a token \\ud800 of no text (at ")
+    (reply.sentence + reply.detail).encode()
+
+
 def test_a_fused_optimizer_gives_the_same_losses():
     plain, fused = (measured(LLAMA.replace(precision="fp32", optimizer=name, steps=3)) for name in ("adamw", "adamw-fused"))
     assert fused.losses == pytest.approx(plain.losses, rel=1e-5)

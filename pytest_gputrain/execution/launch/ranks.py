@@ -279,8 +279,9 @@ class _ProgressFile:
                 data = file.read(_MOST_PROGRESS_BYTES)
         except OSError:
             return []
-        # What has no line end is still being written, or is no event.
-        whole = data[: data.rfind(b"\n") + 1] if len(data) < _MOST_PROGRESS_BYTES else data
+        whole = data[: data.rfind(b"\n") + 1]
+        if not whole and len(data) == _MOST_PROGRESS_BYTES:  # no event
+            whole = data
         self._offset += len(whole)
         events = []
         for line in whole.splitlines():
