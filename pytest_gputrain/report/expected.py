@@ -46,8 +46,8 @@ def notes(estimates: Iterable[tuple[str, ExpectedTime]]) -> Iterator[str]:
         )
     if rough := ", ".join(dict.fromkeys(gpu for gpu, one in rows if one.seconds is not None and one.rough)):
         yield (
-            f"rough: of {rough} only published rates are known, or a step is compiled or exchanges data with other GPUs; more than "
-            "80 % of published steps are within such intervals"
+            f"rough: of {rough} only published rates are known, or a step is compiled or exchanges data with other GPUs; "
+            "more than 80 % of published steps are within such intervals"
         )
     for gpu, one in dict.fromkeys((gpu, one.unknown) for gpu, one in rows if one.seconds is None):
         yield f"{gpu} has no expected time: {one}"

@@ -61,6 +61,11 @@ PROGRAM = """
 
     def test_compiled(gputrain):
         check(gputrain, compiles=True)
+
+    def test_ddp(gputrain):
+        from pytest_gputrain import Case
+        short = Case(model="transformer-big", precision="fp32", sequence_length=32, steps=1, warmup=1)
+        gputrain.check(short.replace(parallel="ddp", gpus=8))
 """
 
 
@@ -70,7 +75,7 @@ def expected(run_tests_in, tmp_path_factory):
     folder = tmp_path_factory.mktemp("program")
     (folder / "test_own.py").write_text(textwrap.dedent(PROGRAM))
     done, results = run_tests_in(folder, "--gpu-platform=h200")
-    assert len(results) == 5, done.stdout
+    assert len(results) == 6, done.stdout
     return {name.removeprefix("test_"): result["reply"]["expected"] for name, result in results.items()}
 
 
@@ -102,3 +107,11 @@ def test_compiled_code_is_rough_and_moves_less(expected):
     assert compiled["rough"]
     assert compiled["parts"]["pointwise"] == pytest.approx(0.45 * plain["parts"]["pointwise"], rel=0.01)
     assert compiled["parts"]["attention"] == plain["parts"]["attention"]
+
+
+def test_gradients_that_several_gpus_exchange_take_time(expected):
+    """They come back at once from a group without the other processes, and no operator exchanges them."""
+    ddp = expected["ddp"]
+    assert ddp["rough"]
+    exchanged = 2 * 4 * 209e6 / 360e9  # of about 209 million parameters in fp32, scattered and gathered
+    assert ddp["parts"]["communication"] == pytest.approx(0.1 * exchanged, rel=0.2)
