@@ -48,10 +48,10 @@ class WorkCount(FlopCount):
         self._rows: defaultdict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
         """Calls, FLOPs and bytes by thread, operator and line."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._within.operator = True
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super().run(func, args, kwargs)
         finally:
             self._within.operator = False
 
