@@ -229,6 +229,8 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     counted_threads: Whole = 1
     """The number of threads whose tensors were counted one by one. With several, the peak depends on which of them is
     faster."""
+    uncounted_memory: bool = False
+    """Whether the steps in which memory was counted held memory that was not. ``notes`` say which."""
     notes: tuple[str, ...] = ()
     """Sentences that name what was not counted."""
     free_bytes: Whole | None = None

@@ -103,6 +103,9 @@ class CaseResult(Struct, frozen=True, kw_only=True, tag_field="kind"):
     """The name of the folder that has the baselines of this device."""
     inline: bool = False
     """Whether the case ran in the pytest process."""
+    measured_for: str = ""
+    """The earlier test of this run that the case was measured for. Empty if it was measured for this test: a case is
+    measured once in a run, even if what it reads has changed since."""
     variables: tuple[str, ...] = ()
     """Names of the environment variables that the test had changed since the session began. Their values may be secrets, so
     they are left out."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from pytest_gputrain.gate.messages import count
-from pytest_gputrain.records import Result
+from pytest_gputrain.records import Measurement, Result
 from pytest_gputrain.report.terminal import METRIC_NAMES
 
 _STATUSES: Final = {
@@ -30,6 +30,8 @@ def line(results: Sequence[Result], *, skipped: int = 0, unclaimed: int = 0) -> 
         verdict = result.verdict
         if verdict is None:
             continue
+        if any(isinstance(reply, Measurement) and reply.uncounted_memory for reply in result.replies):
+            metrics["uncounted memory"] += 1
         is_held = verdict.status == "new" and verdict.held_to is not None
         if verdict.status in _STATUSES and not is_held:
             cases[_STATUSES[verdict.status]] += 1

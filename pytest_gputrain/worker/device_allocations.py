@@ -280,7 +280,7 @@ class DeviceAllocations:
 
 def _outputs(value: Any) -> Iterator[_Output]:
     if isinstance(value, torch.Tensor):
-        if value.is_cuda and not value.is_nested:
+        if value.is_cuda:
             for part in strided_parts(value):
                 # Not by its storage: Python's object of it would count as a user of the gradient, which autograd then would
                 # not add to in place.

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from pytest_gputrain.worker.allocations import is_jagged
 from pytest_gputrain.worker.threads import SharedMode, on_this_thread
 
 
@@ -87,6 +88,8 @@ class FlopCount(SharedMode):
         return self._shares.setdefault(threading.get_native_id(), _Share())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_jagged(types):
+            return NotImplemented
         kwargs = kwargs or {}
         formula = self.formulas.get(func.overloadpacket)
         if formula is None and is_composite(func, device_of(args)):
@@ -94,6 +97,13 @@ class FlopCount(SharedMode):
                 return func.decompose(*args, **kwargs)
         self.note_thread()
         result = self.run(func, args, kwargs)
+        try:
+            self._add(func, formula, args, kwargs, result)
+        except Exception as error:  # a fault of counting is none of the program
+            self.note_trouble(error)
+        return result
+
+    def _add(self, func: Any, formula: Callable[..., int] | None, args: Any, kwargs: Any, result: Any) -> None:
         flops = 0
         if formula is not None:
             share, flops = self.share(), _by(formula, args, kwargs, result)
@@ -102,7 +112,6 @@ class FlopCount(SharedMode):
                 share.by_type[dtype] += flops
                 share.in_tf32 += flops * (dtype == torch.float32 and may_use_tf32(str(func.overloadpacket), args))
         self.count(func, args, kwargs, result, flops)
-        return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the operator; subclasses follow what it does."""
@@ -181,7 +190,7 @@ def type_of(args: Any) -> torch.dtype | None:
 @functools.cache
 def is_composite(func: Any, device: str) -> bool:
     """Tell if an operator is made of others: `torch.inference_mode` passes these on without what autograd does before."""
-    if not func._can_decompose():
+    if func.namespace == "prim" or not func._can_decompose():  # torch's dispatcher does not know `prim.layout`
         return False
     key = torch._C._dispatch_key_for_device(device)
     return not func.has_kernel_for_dispatch_key(getattr(torch._C.DispatchKey, key))

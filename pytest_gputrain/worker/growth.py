@@ -296,8 +296,9 @@ def _values(state: Any) -> Iterable[Any]:
 
 def _storages(values: Any) -> Iterable[tuple[Tensor, torch.UntypedStorage]]:
     for value in tree_iter(values):
-        if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.layout == torch.strided:
-            yield value, value.untyped_storage()
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+            for part in strided_parts(value):
+                yield part, part.untyped_storage()
 
 
 def _marker(growth: float) -> str:

@@ -29,6 +29,7 @@ from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.gpu_events import CannotTell
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loop import Steps, lead_in, levelled, schedule, timed, timed_steps
+from pytest_gputrain.worker.memory_beside import MemoryBeside
 from pytest_gputrain.worker.operator_counts import OperatorCounter
 from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
@@ -56,6 +57,8 @@ OTHER_STEP: Final = (
     "every timed step"
 )
 UNPROFILED: Final = "without GPU seconds, because a step under torch's profiler failed"
+FLOPS_FAILED: Final = "FLOPs are not known, because pytest-gputrain failed to count them"
+COUNTS_FAILED: Final = "what a step asks for is not known, because pytest-gputrain failed to count it"
 UNCALLED: Final = "without calls of Python functions, because the step in which they are counted failed"
 
 _COUNTED_STEPS: Final = 2
@@ -99,6 +102,7 @@ class Measuring:
         self._compile_calls = CompileCalls(on_cpu=device.type == "cpu")
         self._own_work = StragglerClock(device)
         self._core_wait_share: float | None = None
+        self._beside = MemoryBeside(after=2 * self._case.gradient_accumulation)
         self._figures: Measurement | None = None
         self._only_missing = ""
         """What is missing if the step that runs fails, behind all checks: the beginning of a note."""
@@ -130,6 +134,8 @@ class Measuring:
             if self._own:
                 # On a CPU nothing is to be compiled in any later step, either.
                 (noting if self._device.type == "cpu" else counting).enter_context(self._compile_calls.noted())
+                if counter is not None:
+                    counting.enter_context(self._beside.noting(own_lines(self._task, builder)))
             training = build(self._task, self._device.torch_device, builder, self._group, self._own_work.done)
             check = None
             with contextlib.closing(self._steps(training, counting, counter)) as steps:
@@ -327,7 +333,7 @@ class Measuring:
         own = self._own
         kept = self._emulated.allocations.kept if self._emulated else None
         growth = (yield from own.growth.check(training, self._device.allocated_bytes, kept)) if own else ""
-        figures = msgspec.structs.replace(figures, notes=(*training.notes, *filter(None, [growth])))
+        figures = msgspec.structs.replace(figures, notes=(*figures.notes, *training.notes, *filter(None, [growth])))
         if self._task.memory_only:
             return figures
         if self._operators:
@@ -337,6 +343,8 @@ class Measuring:
                     yield False
         flops = yield from self._watched(training, movement, figures, steps=steps + 1)
         checked = own.check(flops, training) if own else Checked(())
+        if flops.trouble:
+            checked = Checked((*checked.notes, f"{FLOPS_FAILED} ({flops.trouble})"), knows_flops=False)
         if self._emulated:
             self._emulated.compiles |= self._compile_calls.any
             self._emulated.work = self._emulated.work if checked.knows_flops else None
@@ -377,8 +385,11 @@ class Measuring:
         self._counts_further, self._check_without_step = False, None
 
     def _with_counts(self, figures: Measurement) -> Measurement:
-        counts = self._operators.counts() if self._operators else None
-        return msgspec.structs.replace(figures, counts=counts)
+        if self._operators is None:
+            return figures
+        failed = f"{COUNTS_FAILED} ({self._operators.trouble})" if self._operators.trouble else ""
+        notes = (*figures.notes, failed) if failed and failed not in figures.notes else figures.notes
+        return msgspec.structs.replace(figures, counts=self._operators.counts(), notes=notes)
 
     def _unchecked(
         self,
@@ -392,6 +403,7 @@ class Measuring:
         """Return the figures of the timed steps, before anything is checked."""
         case, device, group = self._case, self._device, self._group
         counted = None if counter is None else counter.peaks()
+        uncounted = (*counter.uncounted(), *self._beside.uncounted(counted.bytes)) if counter and counted else ()
         return Measurement(
             step_seconds=levelled(step_seconds, case.loader_workers),
             input_seconds=statistics.fmean(waits) if (waits := training.input_waits[-len(step_seconds) :]) else None,
@@ -413,6 +425,8 @@ class Measuring:
             own_seconds=tuple(self._own_work.seconds) if group.size > 1 else (),
             core_wait_share=self._core_wait_share,
             counted_threads=max(1, len(counter.threads)) if self._own and counter is not None else 1,
+            uncounted_memory=bool(uncounted),
+            notes=uncounted,
             environment=environment_of(device, group),
         )
 
@@ -469,7 +483,14 @@ class Measuring:
         counter.threads.clear()
         with uncompiled(self._case):  # what has run while tensors are counted is never compiled afterwards
             if self._own:
-                yield from self._own.growth.count(training, lambda: counter.live_bytes, counter.begin_step)
+                beside = self._beside
+
+                def begin_step() -> None:
+                    beside.begin_step(counter.trace)
+                    counter.begin_step()
+
+                yield from self._own.growth.count(training, lambda: counter.live_bytes, begin_step)
+                beside.end(counter.trace)
                 return
             for update in counted_steps(self._case):
                 counter.begin_step()

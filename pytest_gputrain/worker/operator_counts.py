@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.records import CountCause, CountName, Counts, Place
-from pytest_gputrain.worker.allocations import name_of, strided_parts, wraps
+from pytest_gputrain.worker.allocations import name_of, strided_parts, tensors_of, wraps
 from pytest_gputrain.worker.counted_steps import CountedSteps, compiled
 from pytest_gputrain.worker.emulated_values.autograd_lines import AutogradLines
 from pytest_gputrain.worker.flops import device_of, is_composite
@@ -87,8 +87,8 @@ class OperatorCounter(SharedMode):
         return True
 
     def counts(self) -> Counts | None:
-        """Return what all steps so far have asked for; None before the first one has ended."""
-        return self.steps.counts()
+        """Return what all steps so far have asked for; None before the first one has ended, and if counting failed."""
+        return None if self.trouble else self.steps.counts()
 
     @contextlib.contextmanager
     def counting(self, parameters: Iterable[Tensor], *, update: bool) -> Iterator[None]:
@@ -123,23 +123,30 @@ class OperatorCounter(SharedMode):
             with on_this_thread(self):
                 return func.decompose(*args, **kwargs)
         self.note_thread()
-        given = list(_tensors((args, kwargs.values())))
-        depends = any(map(self._trained.has, given))
-        read = _what_is_read(func, args, kwargs)
-        reads_trained = any(map(self._trained.has, read))
+        try:
+            given = list(tensors_of((args, kwargs.values())))
+            depends = any(map(self._trained.has, given))
+            read = _what_is_read(func, args, kwargs)
+            reads_trained = any(map(self._trained.has, read))
+        except Exception as error:  # a fault of counting is none of the program
+            self.note_trouble(error)
+            return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if depends:
-            is_exchange = func.namespace in _COLLECTIVES
-            written = given if is_exchange else _tensors(_written(func, args, kwargs))
-            for tensor in (*_tensors((result,)), *written):
-                self._trained.add(tensor)
-        what, name = _kind_of(func)
-        place = self._place()  # of each operator, for autograd's nodes that it makes
-        if place and what:
-            size = max(_bytes_of(given), _bytes_of(_tensors((result,)))) if what == "collectives" else 0
-            self._add(what, name, place, size)
-        if place and read:
-            self._add_read(name, place, trained=reads_trained)
+        try:
+            if depends:
+                is_exchange = func.namespace in _COLLECTIVES
+                written = given if is_exchange else tensors_of(_written(func, args, kwargs))
+                for tensor in (*tensors_of((result,)), *written):
+                    self._trained.add(tensor)
+            what, name = _kind_of(func)
+            place = self._place()  # of each operator, for autograd's nodes that it makes
+            if place and what:
+                size = max(_bytes_of(given), _bytes_of(tensors_of((result,)))) if what == "collectives" else 0
+                self._add(what, name, place, size)
+            if place and read:
+                self._add_read(name, place, trained=reads_trained)
+        except Exception as error:
+            self.note_trouble(error)
         return result
 
     def _reading(self, name: str) -> Callable[..., Any]:
@@ -248,14 +255,6 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return () if isinstance(tensor, FakeTensor) or wraps((type(tensor),)) else strided_parts(tensor)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple, type({}.values()))):
-            yield from _tensors(value)
-
-
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
@@ -280,12 +279,12 @@ def _what_is_read(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the arguments of an operator whose values the host of a GPU would wait for; none of most operators."""
     name = name_of(func)
     if places := _READ.get(name):
-        return [] if kwargs.get("output_size") is not None else list(_tensors(args[places]))
+        return [] if kwargs.get("output_size") is not None else list(tensors_of(args[places]))
     if name not in _INDEXED:
         return []
     if len(args) > 2 and args[2].numel() == 1:  # is written as by masked_fill_
         return []
-    return [index for index in _tensors(args[1]) if index.dtype in (torch.bool, torch.uint8)]
+    return [index for index in tensors_of(args[1]) if index.dtype in (torch.bool, torch.uint8)]
 
 
 def _frames(frame: FrameType | None, *, within_backward: bool = False) -> Iterator[tuple[int, str, str]]:

@@ -76,7 +76,7 @@ class OwnCode:
                 "step or of the function that builds it"
             )
         weights = weights_by_type(training.model) if training.model is not None else {}
-        unknown = bool(missed) or flops.launches_graphs
+        unknown = bool(missed or flops.trouble) or flops.launches_graphs
         check_precision(name, self._case.precision, weights, {} if unknown else flops.by_type)
         notes = [
             _BLIND if flops.threads and self._thread_operators.are_unknown else "",

@@ -29,12 +29,14 @@ class SharedMode(TorchDispatchMode):
     Attributes:
         lock: may be taken again by the thread that has it: tensors are freed anywhere.
         threads: of the operating system's numbers, those that operators ran on.
+        trouble: the first failure of what counts, after which its figures are not known; empty without one.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.lock = threading.RLock()
         self.threads: set[int] = set()
+        self.trouble = ""
 
     def __enter__(self) -> Any:
         _entered.append(self)
@@ -47,6 +49,10 @@ class SharedMode(TorchDispatchMode):
     def note_thread(self) -> None:
         """Take notice that an operator runs on this thread."""
         self.threads.add(threading.get_native_id())
+
+    def note_trouble(self, error: Exception) -> None:
+        """Take notice that counting has failed, which is no fault of the program: it goes on."""
+        self.trouble = self.trouble or f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 @contextlib.contextmanager

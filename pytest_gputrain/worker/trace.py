@@ -76,6 +76,19 @@ class Trace:
         """Bytes of the allocations by number."""
         return [allocation.bytes for allocation in self.allocations]
 
+    def peak_of(self, operator: str, since: int) -> int:
+        """Return the most bytes that an operator made after so many events, and that lived at once."""
+        live = peak = 0
+        made: set[int] = set()
+        for event in self.events[since:]:
+            if event >= 0 and self.allocations[event].operator == operator:
+                made.add(event)
+                live += self.allocations[event].bytes
+                peak = max(peak, live)
+            elif ~event in made:
+                live -= self.allocations[~event].bytes
+        return peak
+
     def largest_at_peaks(self, phase_peaks: Peaks, rows: int = SHOWN) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
         """Return the largest tensors that lived at the peak of each phase, in so many rows of tensors that are alike."""
         return {phase: self.largest_at(event, rows) for phase, event in phase_peaks.events.items()}

@@ -156,7 +156,7 @@ def _bytes_of(values: Iterable[Any]) -> int:
             tensor = local(value)
             if not tensor.is_cuda or hasattr(tensor, "__tensor_flatten__"):
                 continue
-            for part in (tensor,) if tensor.layout == torch.strided else strided_parts(tensor):
+            for part in strided_parts(tensor):
                 total += min(part.numel() * part.itemsize, part.untyped_storage().nbytes())
         elif isinstance(value, (list, tuple)):
             total += _bytes_of(value)

@@ -260,7 +260,13 @@ def test_programs_that_run_out_of_memory_or_use_nested_tensors_keep_their_figure
             torch.empty(1 << 40, device=setup.device)
         except torch.OutOfMemoryError:
             pass
-        torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], device=setup.device) * 2
+        parts = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], device=setup.device) * 2
+        jagged = torch.nested.as_nested_tensor(list(parts.unbind()), layout=torch.jagged)
+        (jagged * 2).values().sum()
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+        encoder = torch.nn.TransformerEncoder(layer, 1).to(setup.device).eval()
+        with torch.no_grad():
+            encoder(torch.ones(1, 8, 16).to(setup.device), src_key_padding_mask=torch.arange(8).to(setup.device)[None] > 5)
         """,
     )
     assert reply["largest"]["backward"]

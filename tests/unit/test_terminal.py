@@ -227,9 +227,11 @@ def test_cases_metrics_limits_tests_and_baselines_are_counted():
         result(verdict=Verdict(status="new", sentence="", metrics=(lacking,))),
         result(verdict=Verdict(status="recorded", sentence="")),
         result(verdict=Verdict(status="pass", sentence="", metrics=(lacking,), limits=(limit,))),
+        result(verdict=Verdict(status="pass", sentence=""), replies=(measurement(uncounted_memory=True),)),
     ]
     assert uncompared.line(results, skipped=1, unclaimed=2) == (
         "not compared: 2 cases without a baseline, 1 case recorded instead, FLOPs of 1 case, step time of 1 case, "
+        "uncounted memory of 1 case, "
         "1 test skipped, 2 baselines that no test asked for"
     )
 

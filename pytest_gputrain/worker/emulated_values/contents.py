@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .pieces import Pieces
+from .sparse import elements
 
 MOST_BYTES: Final = 1 << 20
 """The most bytes of a computed tensor of integers or booleans."""
@@ -83,7 +84,7 @@ class Contents:
 
     def find(self, tensor: Tensor) -> Known | None:
         """Find what is known of this tensor, all of it or nothing."""
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_nested:
             return None
         start = tensor.data_ptr()
         base = start - int(tensor.storage_offset()) * tensor.itemsize
@@ -107,6 +108,7 @@ class Contents:
         """Note that unknown values were written to this tensor."""
         if tensor.layout is not torch.strided:
             return  # its parts are tensors of their own, which operators write
+        tensor = elements(tensor)
         start = tensor.data_ptr()
         base = start - int(tensor.storage_offset()) * tensor.itemsize
         self._blocks.pop(base, None)
@@ -202,7 +204,7 @@ def _turned(tensor: Tensor, value: Tensor) -> Tensor:
 
 def is_small(tensor: Tensor, *, dealt: bool = False) -> bool:
     """Tell whether this tensor's values are computed, given that all it comes from are known."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return False
     bytes_ = tensor.numel() * tensor.itemsize
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
