@@ -1,19 +1,20 @@
 """Notes where a run is green because something was not there: cases that were all skipped, failures that a test caught, and
 baselines that no test asks for any more, which ``--gpu-baseline-prune`` removes.
 
-Which cases a file has shows only when all of its tests have run to their end on the device whose baselines they are. Nothing
-is said of baselines of other files, and nothing removed.
+Which cases a file has shows only when all of its tests were to run on the device whose baselines they are. Nothing is said
+of baselines of other files, and nothing removed. A test that was skipped asks for the cases that it is parametrized with.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pytest_gputrain.cases.identity import suite_of
 from pytest_gputrain.gate.messages import count
-from pytest_gputrain.plugin.case_tests import CaseTests, WholeFiles
+from pytest_gputrain.plugin.case_tests import CaseTests, WholeFiles, with_numbers
 from pytest_gputrain.records import Emulated, Measured, Result
 from pytest_gputrain.records.result import CaseResult
 from pytest_gputrain.records.settings import Settings
@@ -69,12 +70,19 @@ def note_unclaimed(collector: Collector, files: WholeFiles) -> int:
     """Note the baselines that no test asks for any more, or remove them; return how many are left."""
     settings, notes = collector.settings, collector.notes
     found = list(_unclaimed(settings, collector.results, files))
+    sure = [entry for entry in found if not entry.unknown]
     if not settings.baseline_prune:
-        if found:
-            notes.append(_described(found))
+        if sure:
+            notes.append(f"no test asks any more for {_described(sure)}; --gpu-baseline-prune removes such baselines")
             collector.failed |= is_strict(settings)
+        for entry in found:
+            if entry.unknown:
+                notes.append(f"no test that ran to its end asked for {_described([entry])}; {entry.unknown}")
         return sum(len(entry.keys) for entry in found)
-    for entry in found:
+    unseen = {suite_of(path) for path in files.paths if files.why_partial(path)}
+    for entry in sure:
+        if entry.suite in unseen:
+            continue
         try:
             notes.append(entry.remove())
         except BaselineError as error:
@@ -91,6 +99,8 @@ class _Unclaimed(NamedTuple):
     device: str
     suite: str
     keys: tuple[str, ...]
+    unknown: str
+    """The tests that may have asked for them, if they had run to their end; empty for none."""
 
     def remove(self) -> str:
         """Remove them, and return a sentence.
@@ -106,19 +116,28 @@ def _unclaimed(settings: Settings, results: Sequence[Result], files: WholeFiles)
     """Yield the entries of the suites that were seen as a whole, on the devices of their results."""
     if not _asks_for_every_case(settings):
         return
-    partial = {suite_of(path) for path in files.paths if files.why_partial(path)}
-    whole = {suite_of(path) for path in files.paths} - partial
+    paths: defaultdict[str, list[Path]] = defaultdict(list)
+    for path in files.paths:
+        paths[suite_of(path)].append(path)
     claimed: defaultdict[tuple[type[SuiteStore[Any, Any]], str, str, bool], set[str]] = defaultdict(set)
     for result in results:
-        if result.suite in whole and (store_type := _STORES.get(type(result))) is not None:
+        if (store_type := _STORES.get(type(result))) is not None:
             device = result.device if store_type is BaselineStore else result.platform
             claimed[store_type, device, result.suite, result.scale == "tiny"].add(result.key)
     for (store_type, device, suite, is_tiny), keys in claimed.items():
+        if not paths[suite] or any(map(files.is_a_part, paths[suite])):
+            continue
         store = store_type(settings.baseline_dir)
         try:
             stored = store.suite(device, suite)
         except BaselineError:
             continue  # the tests have told it
+        unknown = []
+        for end, cases in (test for path in paths[suite] for test in files.not_passed(path)):
+            asked = {key for case in cases for key in (case, f"{case}@tiny") if key in stored}
+            keys.update(asked)
+            if not asked:  # what it would have asked for is not known
+                unknown.append(end)
         # A file may declare cases for as many GPUs as it finds, so those of more GPUs are other machines'.
         most = max((result.case.gpus for result in results if result.suite == suite), default=1)
         gone = tuple(
@@ -129,7 +148,7 @@ def _unclaimed(settings: Settings, results: Sequence[Result], files: WholeFiles)
             )
         )
         if gone:
-            yield _Unclaimed(store, device, suite, gone)
+            yield _Unclaimed(store, device, suite, gone, with_numbers(unknown))
 
 
 def _why_not_pruned(files: WholeFiles, results: Sequence[Result]) -> str:
@@ -144,10 +163,7 @@ def _described(found: Sequence[_Unclaimed]) -> str:
     """Name baselines that no test asked for."""
     names = [f"{entry.suite} {key} on {entry.device}" for entry in found for key in entry.keys]
     more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
-    return (
-        f"no test asks any more for {count(len(names), 'baseline')}: {', '.join(names[:_MOST_SHOWN])}{more}; "
-        "--gpu-baseline-prune removes such baselines"
-    )
+    return f"{count(len(names), 'baseline')}: {', '.join(names[:_MOST_SHOWN])}{more}"
 
 
 def _asks_for_every_case(settings: Settings) -> bool:

@@ -23,7 +23,7 @@ from pytest_gputrain.plugin import absence, late_reports
 from pytest_gputrain.plugin.case_runners import case_runner, forecast_of
 from pytest_gputrain.plugin.case_tests import CaseTests, WholeFiles, outcome_of_skip
 from pytest_gputrain.plugin.fixtures import GpuTrain, lend_gpu
-from pytest_gputrain.plugin.items import RESULTS, expression_of, has_cases, on_controller
+from pytest_gputrain.plugin.items import ENDINGS, RESULTS, expression_of, has_cases, on_controller
 from pytest_gputrain.plugin.markers import terms_of
 from pytest_gputrain.plugin.options import OPTIONS
 from pytest_gputrain.plugin.settings import prepare_outputs, read
@@ -88,8 +88,7 @@ class CaseSession:
         """The sentences that explain the tables, once all results are there."""
         self._tests = CaseTests()
         self._files = WholeFiles()
-        if self.collector is not None:
-            config.pluginmanager.register(self._files, "gputrain-files")
+        config.pluginmanager.register(self._files, "gputrain-files")
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
 
     def gputrain(self, item: pytest.Item, overridden: Mapping[str, Any]) -> GpuTrain:
@@ -108,16 +107,14 @@ class CaseSession:
     def declare(self, item: pytest.Item) -> None:
         """Mark a test that is parametrized with cases by their platforms, and take notice of their ids."""
         callspec = getattr(item, "callspec", None)
-        if callspec is None:
-            return
-        parameters = callspec.params
+        parameters = {} if callspec is None else callspec.params
         knobs = parameters.get("gputrain_knobs", {})
-        for value in parameters.values():
-            if isinstance(value, Case):
-                case = _with_knobs(item, value, knobs)
-                for marker in platforms_of(case.platforms):
-                    item.add_marker(self._marks[marker])
-                self.runner.declare(suite_of(item.path), case)
+        cases = [_with_knobs(item, value, knobs) for value in parameters.values() if isinstance(value, Case)]
+        for case in cases:
+            for marker in platforms_of(case.platforms):
+                item.add_marker(self._marks[marker])
+            self.runner.declare(suite_of(item.path), case)
+        self._files.note_collected(item, [str(case) for case in cases])
 
     def order(self, items: list[pytest.Item]) -> None:
         """Sort the tests by what emulated runs tell of their cases."""
@@ -211,7 +208,11 @@ class CaseSession:
         if report.failed:
             self.runner.forget(item.nodeid)
         results = item.stash.get(RESULTS, [])
-        if results or has_cases(item):  # of whatever phase: a fixture may measure too
+        endings = item.stash.get(ENDINGS, []) if report.when == "teardown" else []
+        if endings:
+            report.gputrain_endings = [*endings]  # type: ignore[attr-defined]
+            endings.clear()
+        if results or hasattr(report, "gputrain_endings") or has_cases(item):  # of whatever phase: a fixture may measure too
             # An attribute of plain JSON travels from an xdist worker with the report.
             report.gputrain = [msgspec.json.encode(result).decode() for result in results]  # type: ignore[attr-defined]
             results.clear()
@@ -222,6 +223,7 @@ class CaseSession:
             self._progress_line.clear()
         if self.collector is None:
             return
+        self._files.note(report)
         if hasattr(report, "gputrain"):
             self._tests.note(report)
         results = self._measured[report.nodeid]
@@ -237,8 +239,8 @@ class CaseSession:
                 for result in self._measured.pop(report.nodeid):
                     passed = report.nodeid not in self._failed
                     self.collector.add(result, passed=passed)
-                    if passed:
-                        self._tests.note_passed(result)
+                if report.nodeid not in self._failed:
+                    self._tests.note_endings(report.nodeid, getattr(report, "gputrain_endings", ()))
 
     def close(self, session: pytest.Session, exitstatus: int, notes: Sequence[str], *, interrupted: bool) -> None:
         """Save what the run has measured, and fail it where something is wrong with that. Called on the controller only.

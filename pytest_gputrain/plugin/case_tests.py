@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import pytest
 
 from pytest_gputrain.gate.messages import count
-from pytest_gputrain.records import FAILING, Result
+from pytest_gputrain.plugin.items import may_have_cases, on_controller
 
 Outcome = Literal["passed", "failed", "xfailed", "marked", "platform", "unfit", "skipped"]
 """``marked``: skipped by a mark, which is somebody's decision. ``platform`` and ``unfit``: skipped by this package, because
 of the machine's platform, or because it lacks something else. ``skipped``: by anybody else, as by another plugin."""
 
 SKIPPED: Final[frozenset[Outcome]] = frozenset({"marked", "platform", "unfit", "skipped"})
+_FILES: Final = "gputrain_files"
+"""The key of what a worker of xdist sends of its files."""
 _MISSED: Final[frozenset[Outcome]] = frozenset({"platform", "unfit", "skipped"})
 """Skipped without anybody's decision."""
 
@@ -73,11 +75,11 @@ class CaseTests:
                 self._reasons[report.longrepr[2].removeprefix("Skipped: ")] += 1
         self.outcomes[report.nodeid] = before if before == "failed" else outcome
 
-    def note_passed(self, result: Result) -> None:
-        """Take in a result of a test that did not fail."""
-        if result.verdict is not None and result.verdict.status in FAILING:
-            is_expected = self.outcomes.get(result.nodeid) == "xfailed"
-            (self.expected if is_expected else self.caught).append(result.verdict.sentence)
+    def note_endings(self, nodeid: str, endings: Sequence[Sequence[str]]) -> None:
+        """Take in the requests without an answer of a test that did not fail."""
+        outcome = self.outcomes.get(nodeid, "passed")
+        sentences = self.expected if outcome == "xfailed" else self.caught
+        sentences += [f"{nodeid}: {sentence}" for sentence, kind in endings if kind == "failure" or outcome == "passed"]
 
     @property
     def number_skipped(self) -> int:
@@ -107,18 +109,27 @@ class CaseTests:
 
 
 class WholeFiles:
-    """Hooks that find the files of which this run has seen every test to its end, so that it knows all of their cases."""
+    """Hooks that find the files of which this run has seen every test with cases to its end, so that it knows all of their
+    cases.
+
+    A worker of xdist sends what it has collected to the controller, which has the reports.
+    """
 
     def __init__(self) -> None:
         self._tests: defaultdict[Path, set[str]] = defaultdict(set)
         self._collected: defaultdict[Path, set[str]] = defaultdict(set)
         self._partial: dict[Path, str] = {}
-        """Why not every test of a file was seen."""
+        """Why not every test of a file was to run."""
+        self._cases: dict[str, tuple[str, ...]] = {}
+        """The ids of the cases that tests are parametrized with."""
         self._ended: dict[str, str] = {}
         """The outcomes of tests, by id."""
 
-    def pytest_itemcollected(self, item: pytest.Item) -> None:
+    def note_collected(self, item: pytest.Item, cases: Sequence[str]) -> None:
+        """Take notice of a test with cases that was found, and of the ids of those that it is parametrized with."""
         self._collected[item.path].add(item.nodeid)
+        if cases:
+            self._cases[item.nodeid] = tuple(cases)
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         for item in items:
@@ -126,29 +137,59 @@ class WholeFiles:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         chosen = any("::" in argument for argument in session.config.args) or session.config.getoption("lf", False)
-        for item in session.items:
+        for item in filter(may_have_cases, session.items):
             self._tests[item.path].add(item.nodeid)
             if chosen:
                 self._partial.setdefault(item.path, "only some of its tests were chosen")
         for path, collected in self._collected.items():
             if collected - self._tests.get(path, set()):  # a conftest need not tell what it takes out
                 self._partial.setdefault(path, "tests of it were left out")
+        if not on_controller(session.config):
+            session.config.workeroutput[_FILES] = {  # type: ignore[attr-defined]
+                str(path): [self._partial.get(path, ""), {test: self._cases.get(test, ()) for test in sorted(tests)}]
+                for path, tests in self._tests.items()
+            }
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        for name, (partial, tests) in getattr(node, "workeroutput", {}).get(_FILES, {}).items():
+            path = Path(name)
+            self._tests[path].update(tests)
+            self._cases |= {test: tuple(cases) for test, cases in tests.items() if cases}
+            if partial:
+                self._partial[path] = partial
+
+    def note(self, report: pytest.TestReport) -> None:
+        """Take in a report of a phase of a test."""
         before = self._ended.get(report.nodeid, "passed")
         outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
         is_of_platform = getattr(report, "gputrain_skip", "") == "platform"
         self._ended[report.nodeid] = outcome if outcome != "passed" and not is_of_platform else before
 
+    def is_a_part(self, path: Path) -> bool:
+        """Tell whether not every test of a file was to run."""
+        return path not in self._tests or path in self._partial
+
+    def not_passed(self, path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield the outcome of each test of a file that did not come to its end, with the ids of the cases that it is
+        parametrized with."""
+        for nodeid in sorted(self._tests[path]):
+            end = self._ended.get(nodeid, "not run")
+            if end != "passed":
+                yield end, self._cases.get(nodeid, ())
+
     def why_partial(self, path: Path) -> str:
         """Say why the run does not know all cases of a file; empty where it does."""
         if path not in self._tests:
             return "it was not run"
-        ends = Counter(self._ended.get(nodeid, "not run") for nodeid in self._tests[path])
-        del ends["passed"]
-        return self._partial.get(path) or ", ".join(f"{number} of its tests {end}" for end, number in sorted(ends.items()))
+        return self._partial.get(path) or with_numbers(end for end, _ in self.not_passed(path))
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The files that were collected."""
+        """The files that have tests with cases."""
         return tuple(self._tests)
+
+
+def with_numbers(ends: Iterable[str]) -> str:
+    """Return "1 of its tests failed, 2 of its tests skipped"."""
+    return ", ".join(f"{number} of its tests {end}" for end, number in sorted(Counter(ends).items()))

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 import pytest
@@ -24,7 +24,7 @@ from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.lease import lease
 from pytest_gputrain.plugin.case_tests import skipped
-from pytest_gputrain.plugin.items import RESULTS, expression_of
+from pytest_gputrain.plugin.items import ENDINGS, RESULTS, expression_of
 from pytest_gputrain.plugin.markers import terms_of
 from pytest_gputrain.records import (
     FAILING,
@@ -44,12 +44,38 @@ from pytest_gputrain.utils.sanitize import shown
 from pytest_gputrain.utils.suggest import did_you_mean
 
 StepBuilder = Callable[..., Any]
+_Request = TypeVar("_Request", bound=Callable[..., Any])
 
 _NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 _KNOBS_OF_SCRIPTS: Final = ("model", "platforms", "warmup", "batch_size", "sequence_length")
 _FIGURES: Final = tuple(name for name in dir(Measurement) if not name.startswith("_"))
 """The figures of a case that a test may need."""
+
+
+def _noted(request: _Request) -> _Request:
+    """Note each request of a test that gives it no answer, so that the run can tell of those whose exception it catches."""
+
+    @functools.wraps(request)
+    def ask(gputrain: GpuTrain, *args: Any, **kwargs: Any) -> Any:
+        endings = gputrain._item.stash.setdefault(ENDINGS, [])
+        ending = [f"gputrain.{request.__name__}() had not ended when its test did", "failure"]
+        endings.append(ending)
+        try:
+            answer = request(gputrain, *args, **kwargs)
+        except pytest.skip.Exception as reason:
+            ending[:] = [f"its case was skipped: {reason.msg}", "skip"]
+            raise
+        except pytest.fail.Exception as failure:
+            ending[0] = str(failure.msg)
+            raise
+        except BaseException as error:
+            ending[0] = f"gputrain.{request.__name__}() ended by {type(error).__name__}: {shown(str(error))}"
+            raise
+        endings.remove(ending)
+        return answer
+
+    return cast("_Request", ask)
 
 
 class GpuTrain:
@@ -65,6 +91,7 @@ class GpuTrain:
         self._overridden = overridden
 
     @property
+    @_noted
     def scale(self) -> Scale:
         """``full``, or ``tiny`` for the stand-ins that a CPU trains. Not every assertion about a model holds for them."""
         try:
@@ -72,6 +99,7 @@ class GpuTrain:
         except BadCase as error:
             raise _failed(error) from None
 
+    @_noted
     def measure(
         self,
         what: Case | StepBuilder,
@@ -117,6 +145,7 @@ class GpuTrain:
             if self._runner.settings.emulate and name not in EmulatedRun.__struct_fields__:
                 raise skipped(f"needs {name}, which an emulated GPU does not have")
 
+    @_noted
     def check(
         self,
         what: Case | StepBuilder,
@@ -142,6 +171,7 @@ class GpuTrain:
         case = functools.partial(self._case, what, inline, knobs, args)
         return self._passed(self._run(case, what, inline=inline, judged=True, scaling=scaling))
 
+    @_noted
     def check_script(self, script: str | Path, *arguments: str, **knobs: Any) -> Result:
         """Run a script as its command line does, in a process of its own, and compare what it takes with its baseline.
 

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 RESULTS: Final[pytest.StashKey[list[Result]]] = pytest.StashKey()
 """The results of an item's test that no report has yet."""
 
+ENDINGS: Final[pytest.StashKey[list[list[str]]]] = pytest.StashKey()
+"""The requests of an item's test that have not given what it asked for: each a sentence, and ``skip`` or ``failure``."""
+
 
 def expression_of(config: pytest.Config) -> str:
     """Return the expression of ``-m``; empty without one, and without the plugin of pytest that has it."""
@@ -35,3 +38,8 @@ def has_parameters(item: pytest.Item) -> bool:
     return (
         module is not None and callspec is not None and any(isinstance(it, module.Case) for it in callspec.params.values())
     )
+
+
+def may_have_cases(item: pytest.Item) -> bool:
+    """Return whether a test asks for ``gputrain``, or may do so while it runs, by ``request.getfixturevalue``."""
+    return has_cases(item) or "request" in getattr(item, "fixturenames", ())

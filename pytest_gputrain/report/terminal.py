@@ -141,6 +141,7 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
     lines += [
         f"{count(len(names), 'case')}: {note}: {next(iter(names))}{_and_more(names)}" for note, names in uncounted.items()
     ]
+    lines += _reused(results)
     noted = [*changed, *spreads, *slowed]
     lines += noted[:_SHOWN_NOTES]
     if len(noted) > _SHOWN_NOTES:
@@ -153,6 +154,18 @@ def advice(results: Sequence[Result]) -> str:
     sentences = [result.verdict.sentence for result in results if result.verdict and result.verdict.status == "new"]
     held = any(result.verdict and (result.verdict.status != "new" or result.verdict.held_to) for result in results)
     return "" if held or not sentences else _doubt(_DOUBTS["new"], sentences)
+
+
+def _reused(results: Sequence[Result]) -> Iterator[str]:
+    """Say which cases were not measured for the test that judged them."""
+    reused = [
+        f"{result.case} in {result.nodeid} has the figures of {result.measured_for}"
+        for result in results
+        if result.verdict and result.measured_for
+    ]
+    if reused:
+        number = count(len(reused), "case")
+        yield f"{number} not measured again, even if what the code reads has changed: {reused[0]}{_and_more(reused)}"
 
 
 def _accepted(results: Sequence[Result]) -> Iterator[str]:
@@ -303,7 +316,8 @@ def _table(results: Sequence[Measured], width: int) -> Table:
 
 def _verdict(result: Result) -> Text:
     status = verdict_of(result)
-    return rich_text.text(status, style=_STYLES.get(status, "red"))
+    before = " (measured before)" if result.measured_for else ""
+    return rich_text.text(f"{status}{before}", style=_STYLES.get(status, "red"))
 
 
 def _names(result: Result) -> tuple[str, str, str]:

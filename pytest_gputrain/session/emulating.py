@@ -67,7 +67,9 @@ class EmulatingRunner(CaseRunner):
         case = task.case
         recorded = self._recorded(request, task) if request.judged else None
         self._declared.refuse_namesake(request.suite, case, recorded.case if recorded else None)
+        request = self._answered_before(request, task)
         reply, verdict = self._reply(task), None
+        self._note_answered(request, task)
         if isinstance(reply, EmulatedRun):
             verdict = self._judged(request, task, reply, recorded) if request.judged else None
             verdict = with_limits(case, verdict, self._limits(request, task, reply))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gputrain.cases.identity import key_of
+from pytest_gputrain.cases.identity import identity_of, key_of
 from pytest_gputrain.execution.executor import Executor
 from pytest_gputrain.records import Case, Host, Result, Scale, Task, Verdict
 from pytest_gputrain.records.settings import Settings
@@ -38,6 +39,8 @@ class Request:
     """Name under which this process imported the file of ``case.code``."""
     terms: Terms = NO_TERMS
     """Limits, which count for a case that is only measured, too, and tolerances of the test."""
+    measured_for: str = ""
+    """The test of this run whose figures answer the request; empty if the case is measured for it."""
 
 
 class CaseRunner:
@@ -53,6 +56,8 @@ class CaseRunner:
         self.executor = executor
         self._tasks = tasks
         self._declared = DeclaredCases(settings.root)
+        self._first_tests: dict[bytes, str] = {}
+        """The tests that tasks were first run for, by what tells tasks apart."""
 
     def scale(self) -> Scale:
         """Return the scale of the cases.
@@ -74,6 +79,15 @@ class CaseRunner:
             CannotRun: the case is not for this machine; the test skips.
         """
         raise NotImplementedError
+
+    def _answered_before(self, request: Request, task: Task) -> Request:
+        """Note in a request of a test, unless it runs its own function, whose figures answer it."""
+        first = "" if request.builder is not None else self._first_tests.get(identity_of(task, request.inline), "")
+        return dataclasses.replace(request, measured_for=first)
+
+    def _note_answered(self, request: Request, task: Task) -> None:
+        """Take notice that a request has its figures."""
+        self._first_tests.setdefault(identity_of(task, request.inline), request.nodeid)
 
     def expect(self, cases: Sequence[ExpectedCase], *, submit: bool) -> None:
         """Take notice of what the tests that were collected are parametrized with.
@@ -109,6 +123,7 @@ def result_fields(request: Request, task: Task, host: Host, verdict: Verdict | N
         "scale": task.scale,
         "platform": host.platform,
         "device": host.device,
+        "measured_for": request.measured_for,
         "variables": tuple(task.variables),
         "variables_digest": task.variables_digest,
         "verdict": verdict,

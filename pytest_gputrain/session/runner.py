@@ -82,6 +82,7 @@ class Runner(CaseRunner):
             self._refuse_inline(case)
             request = dataclasses.replace(request, inline=True)
         task = self._tasks.make(case, request.module, growth_bytes=request.terms.growth_bytes, inline=inline)
+        request = self._answered_before(request, task)
         # What a study runs on is known when it has: the case as it is declared would be measured for nothing.
         host = host if self._is_study else self._replies.host_of(task, inline)
         # Read before the case has run for minutes, where its machine is known: a broken file is better told at once.
@@ -140,6 +141,7 @@ class Runner(CaseRunner):
             self._replies.want(request.suite, task, criteria.next_runs(len(replies)), soon=True)
             replies = take(len(replies) + 1, before=replies)
         host = self._replies.host_of(task, request.inline)
+        self._note_answered(request, task)
         return Measured(
             **result_fields(request, task, host, judgement.verdict),
             inline=request.inline,

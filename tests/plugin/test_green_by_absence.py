@@ -82,8 +82,107 @@ def test_a_failure_that_does_not_fail_its_test_is_told(gated, text, told, strict
     gated.answer(recorded(slower=1.1), to=GEMMA)
     for strict, status in (((), 0), (("--gpu-strict",), strict_status)):
         result = gated.run(*strict)
-        result.stdout.fnmatch_lines([f"{told}: {GEMMA} is 10.0 % slower at *"])
+        result.stdout.fnmatch_lines([f"{told}: test_tuning.py::test_tuning[[]{GEMMA}[]]: {GEMMA} is 10.0 % slower at *"])
         assert result.ret == status
+
+
+SWALLOWED = """
+import contextlib
+import threading
+
+import pytest
+
+
+def ask(gputrain, how):
+    if how == "damaged":
+        gputrain.check(CASES[1])
+    if how == "knob":
+        gputrain.check(CASES[1], precision="fp99")
+    if how == "crashed":
+        gputrain.measure(CASES[1])
+    if how == "call":
+        gputrain.check()
+    if how == "elsewhere":
+        gputrain.check(CASES[1], platforms=("a100",))
+    if how == "late":
+        thread.start()
+
+
+def late(gputrain):
+    with contextlib.suppress(BaseException):
+        gputrain.check(Waits())
+
+
+class Waits:
+    def __call__(self):
+        pass
+
+    @property
+    def __name__(self):
+        released.wait()
+
+
+released = threading.Event()
+thread = None
+
+
+def test_other(gputrain):
+    gputrain.check(CASES[0])
+
+
+def test_swallows(gputrain):
+    global thread
+    thread = threading.Thread(target=late, args=(gputrain,))
+    try:
+        ask(gputrain, "HOW")
+    except BaseException:
+        pass
+
+
+def test_releases():
+    released.set()
+    "HOW" == "late" and thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("damaged", "*tuning.json*"),
+        ("knob", "*fp99*"),
+        ("crashed", f"{GEMMA} *"),
+        ("call", "gputrain.check() ended by TypeError: *"),
+        ("elsewhere", "its case was skipped: needs a100 x1, found h100"),
+        ("late", "gputrain.check() had not ended when its test did"),
+    ],
+)
+def test_a_request_that_ends_without_figures_is_told_where_its_test_hides_it(gated, how, told):
+    cases = SUITE.partition("\n\n\n@pytest")[0]
+    gated.write(test_tuning=f"{cases}\n{SWALLOWED.replace('HOW', how)}")
+    gated.answer(recorded("crashed"), to=GEMMA)
+    if how == "damaged":
+        file = gated.baseline_file("tuning", H100_FOLDER)
+        file.write_text(file.read_text().replace(f'"{GEMMA}"', f'"{GEMMA}'))
+    for strict, status in (((), 0), (("--gpu-strict",), 1)):
+        result = gated.run("-k", "swallows or releases", *strict)
+        result.assert_outcomes(passed=2, deselected=1)
+        result.stdout.fnmatch_lines([f"1 failure caught by the test, which passed: test_tuning.py::test_swallows: {told}"])
+        assert result.ret == status
+
+
+def test_a_case_that_is_not_measured_again_is_told(gated):
+    gated.write(test_tuning=f"{SUITE}\n\ntest_again = test_tuning\n")
+    result = gated.run("-k", GEMMA, "--gpu-json=report.json")
+    assert len(gated.launches) == 1
+    first, second = (f"test_tuning.py::test_{name}[[]{GEMMA}[]]" for name in ("tuning", "again"))
+    result.stdout.fnmatch_lines(
+        [
+            "Gemma 7B * pass (measured before)",
+            f"1 case not measured again, even if what the code reads has changed: {GEMMA} in {second} has the figures of "
+            f"{first}",
+        ]
+    )
+    assert [bool(one.get("measured_for")) for one in gated.report()["results"]] == [False, True]
 
 
 def test_an_update_in_ci_never_fails_for_being_there(suite, monkeypatch):
@@ -118,6 +217,29 @@ def test_a_baseline_whose_test_is_gone_is_told_and_removed_on_request(gated):
     result.stdout.fnmatch_lines(["1 baseline removed from *tuning.json; review the difference in git"])
     assert result.ret == pytest.ExitCode.OK
     assert sorted(gated.baselines("tuning", H100_FOLDER)) == [GEMMA, LLAMA_2]
+
+
+def test_under_xdist_a_baseline_whose_test_is_gone_is_told_as_well(gated):
+    pytest.importorskip("xdist")
+    gated.write(test_tuning=ONE_LESS)
+    result = gated.spawn("-n2", "--gpu-strict")
+    result.stdout.fnmatch_lines([f"no test asks any more for 1 baseline: tuning {LLAMA} on {H100_FOLDER}; *"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.mark.parametrize("parametrized", [True, False])
+def test_a_skipped_test_hides_no_baseline_but_those_it_may_ask_for(gated, parametrized):
+    skipped_test = "    'gemma' in str(case) and pytest.skip('no')\n    gputrain" if parametrized else "    gputrain"
+    other = "" if parametrized else "\n\ndef test_other(gputrain):\n    pytest.skip('no')\n"
+    gated.write(test_tuning=ONE_LESS.replace("    gputrain", skipped_test) + other)
+    result = gated.run("--gpu-strict")
+    named = f"1 baseline: tuning {LLAMA} on {H100_FOLDER}"
+    if parametrized:
+        result.stdout.fnmatch_lines([f"no test asks any more for {named}; *"])
+    else:
+        result.stdout.fnmatch_lines([f"no test that ran to its end asked for {named}; 1 of its tests skipped"])
+    result.stdout.fnmatch_lines(["not compared: 1 test skipped, 1 baseline that no test asked for"])
+    assert result.ret == (pytest.ExitCode.TESTS_FAILED if parametrized else pytest.ExitCode.OK)
 
 
 LEFT_OUT = "\n\ndef pytest_collection_modifyitems(items):\n    del items[0]\n"
