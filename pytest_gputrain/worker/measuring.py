@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.records import Case, EmulatedRun, Measurement, Served, Task
 from pytest_gputrain.utils.linux import CoreWait
-from pytest_gputrain.worker.allocations import AllocationCounter
+from pytest_gputrain.worker.allocations import AllocationCounter, strided_parts
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, check_peak, finite_losses, local
 from pytest_gputrain.worker.compiling import CompileCalls, uncompiled
 from pytest_gputrain.worker.device import Device, Peaks, peak_host_bytes
@@ -637,5 +637,5 @@ def model_bytes(model: nn.Module, device: torch.device | None = None) -> int:
                 state = getattr(state, "state2", None)
 
     on_device = (tensor for tensor in map(local, tensors()) if device is None or tensor.device == device)
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in on_device}
-    return sum(storages.values())
+    storages = (part.untyped_storage() for tensor in on_device for part in strided_parts(tensor))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

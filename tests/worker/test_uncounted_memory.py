@@ -115,6 +115,25 @@ def test_tensors_without_a_storage_of_their_own_are_no_fault_of_the_program(use)
     assert figures.uncounted_memory == (use is of_onednn)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (lambda: torch.eye(16).to_sparse(), 16 * (2 * 8 + 4)),
+        (lambda: torch.nested.as_nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]), 4 * 18),
+        (lambda: torch.eye(16).to_mkldnn(), 0),
+    ],
+)
+def test_a_buffer_without_a_storage_of_its_own_is_a_part_of_its_model(make, size):
+    def build(setup):
+        model = torch.nn.Linear(64, 64, bias=False)
+        model.register_buffer("table", make())
+        setup.watch(model)
+        return stepping(model, torch.ones(8, 64))
+
+    assert measured(MINE, build).model_bytes == 4 * 64 * 64 + size
+
+
 def test_a_counter_that_fails_leaves_its_figure_unknown_and_the_program_alone(monkeypatch):
     def fail(*args, **kwargs):
         raise ValueError("no such tensor\n")
