@@ -21,8 +21,8 @@ from pytest_gputrain.worker.trace import Peaks, Trace, peaks
 
 GIVEN: Final = "memory of the program"
 """What stands for the operator where none has made a tensor, as `torch.frombuffer` makes it of a buffer."""
-_OF_A_TENSOR: Final = "aten.lift_fresh"
-"""The operator by which `torch.tensor` makes a tensor, which is also its argument."""
+LIFT: Final = "aten.lift_fresh"
+"""The operator that `torch.tensor` and `torch.from_numpy` end in: its result is its argument."""
 _hollow: Final[set[type]] = set()
 """The classes of tensors that wrap others without ``__tensor_flatten__``, as far as they were seen."""
 
@@ -84,7 +84,7 @@ class AllocationCounter(SharedMode):
             return NotImplemented
         try:
             self._phases.follow()
-            if name_of(func) != _OF_A_TENSOR:
+            if name_of(func) != LIFT:
                 for value in tensors_of((args, kwargs.values())):
                     self._look_at(value, GIVEN)
         except Exception as error:  # a fault of counting is none of the program

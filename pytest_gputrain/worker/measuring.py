@@ -102,7 +102,7 @@ class Measuring:
         self._compile_calls = CompileCalls(on_cpu=device.type == "cpu")
         self._own_work = StragglerClock(device)
         self._core_wait_share: float | None = None
-        self._beside = MemoryBeside(after=2 * self._case.gradient_accumulation)
+        self._beside = MemoryBeside(after=3 * self._case.gradient_accumulation)
         self._figures: Measurement | None = None
         self._only_missing = ""
         """What is missing if the step that runs fails, behind all checks: the beginning of a note."""

@@ -13,7 +13,7 @@ import torch
 from torch.utils import _python_dispatch
 
 from pytest_gputrain.utils.units import MiB, format_bytes
-from pytest_gputrain.worker.allocations import GIVEN
+from pytest_gputrain.worker.allocations import GIVEN, LIFT
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.trace import Trace
 
@@ -23,11 +23,12 @@ _LEAST_SHARE: Final = 0.1
 
 
 class MemoryBeside:
-    """Traces what the last counted steps allocate in Python's memory, where NumPy's arrays are, and notes the lines that
+    """Traces what the last counted round allocates in Python's memory, where NumPy's arrays are, and notes the lines that
     hide operators from counting.
 
     Args:
-        after: the number of counted steps after which it traces: what a step makes for the first time is there by then.
+        after: the number of counted steps after which it traces. It triples their time, and what a step makes for the first
+            time is there by then.
     """
 
     def __init__(self, after: int) -> None:
@@ -68,7 +69,7 @@ class MemoryBeside:
         """Take notice that the last counted step has ended."""
         if self._since is not None and tracemalloc.is_tracing():
             # What counting itself keeps, and the buffers of tensors that were counted.
-            known = sum(map(sys.getsizeof, (trace.events, trace.allocations))) + trace.peak_of(GIVEN, self._since)
+            known = sum(map(sys.getsizeof, (trace.events, trace.allocations))) + trace.peak_of({GIVEN, LIFT}, self._since)
             self._bytes = tracemalloc.get_traced_memory()[1] - known
             self._stop()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any, Final, get_args
 
@@ -76,12 +77,12 @@ class Trace:
         """Bytes of the allocations by number."""
         return [allocation.bytes for allocation in self.allocations]
 
-    def peak_of(self, operator: str, since: int) -> int:
-        """Return the most bytes that an operator made after so many events, and that lived at once."""
+    def peak_of(self, operators: Set[str], since: int) -> int:
+        """Return the most bytes that operators made after so many events, and that lived at once."""
         live = peak = 0
         made: set[int] = set()
         for event in self.events[since:]:
-            if event >= 0 and self.allocations[event].operator == operator:
+            if event >= 0 and self.allocations[event].operator in operators:
                 made.add(event)
                 live += self.allocations[event].bytes
                 peak = max(peak, live)
