@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
-from alike import one_of_alike
 
 # Before pytester runs pytest in this process: it forgets what such a run imports, and the next would mix two of each class.
 import pytest_gputrain.plugin.case_session  # noqa: F401
@@ -17,19 +16,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-of-alike", action="store_true", help="run only cases with a value that no other has")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = set()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     if not config.getoption("--slow"):
-        left_out = {item for item in items if item.get_closest_marker("slow")}
-    if config.getoption("--one-of-alike"):
-        left_out |= set(_alike(items))
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
+        _leave_out(config, items, {item for item in items if item.get_closest_marker("slow")})
+    yield
+    if config.getoption("--one-of-alike"):  # of those that -m and -k leave
+        _leave_out(config, items, set(_alike(items)))
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], those: set[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=list(those))
+    items[:] = [item for item in items if item not in those]
 
 
 def _alike(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Yield those whose cases have no value that those before them lack, of each test function."""
+    from alike import one_of_alike
+
     by_function: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         by_function[item.nodeid.partition("[")[0]].append(item)

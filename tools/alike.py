@@ -11,7 +11,7 @@ from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.records import Case
 
 SIZES: Final = frozenset({"model", "batch_size", "sequence_length", "resolution", "frames", "steps", "warmup", "platforms"})
-"""Fields by which cases differ in their size, or not at all."""
+"""Fields that do not count: those of size and of platforms, and `model`, of which the class counts."""
 
 
 def values(case: Case) -> Iterator[tuple[Any, ...]]:

@@ -246,7 +246,7 @@ def told(outcomes: Sequence[Outcome]) -> str:
 
 
 def exit_status(outcomes: Sequence[Outcome], environ: Mapping[str, str]) -> int:
-    """Return 1 where something failed, and on GitHub also where something was left out, for that is told by nothing else."""
+    """Return 1 if something failed; on GitHub also if something was left out, since nobody reads the log of a green run."""
     failing = ("failed", INCOMPLETE) if environ.get("GITHUB_ACTIONS") else ("failed",)
     return int(any(each.status.startswith(failing) for each in outcomes))
 

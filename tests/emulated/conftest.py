@@ -61,9 +61,9 @@ def _run(folder, command, variables, text=None):
 
 @pytest.fixture(scope="session")
 def preloaded(stand_ins, torch):
-    """Return the variables that have processes on an emulated GPU forked from one with torch imported, and with those given.
+    """Add to variables those that have processes on an emulated GPU forked from one that has imported torch.
 
-    What is given variables that are read earlier starts by an interpreter of its own, as all do for a user.
+    Processes with variables that are read earlier start in interpreters of their own, as all do for a user.
     """
     address, board = uuid.uuid4().hex, boards.board("h100")
     environ = _environment({})
@@ -125,12 +125,11 @@ def emulate_parts(emulate):
 def run_tests_in(preloaded):
     """Run pytest in a folder on an emulated H100: its completed process, and the results of its report by test."""
 
-    def run(folder, *arguments, emulated=True, below=(), fresh=False, **variables):
+    def run(folder, *arguments, emulated=True, below=(), **variables):
         (folder / "tox.ini").write_text("[pytest]\n")
         options = ["-q", "-p", "no:cacheprovider", "--rootdir=.", "--gpu-json=report.json"]
         options += ["--gpu-platform=h100", "--gpu-emulate"] if emulated else []
-        variables = variables if fresh else preloaded(variables)
-        done = _run(folder, [*below, sys.executable, "-m", "pytest", *options, *arguments], variables)
+        done = _run(folder, [*below, sys.executable, "-m", "pytest", *options, *arguments], preloaded(variables))
         report = folder / "report.json"
         results = json.loads(report.read_bytes())["results"] if report.exists() else []
         return done, {result["nodeid"].partition("::")[2]: result for result in results}

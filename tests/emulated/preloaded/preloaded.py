@@ -40,8 +40,8 @@ def serve(listening):
         if listening in ready:
             connection, _ = listening.accept()
             line, descriptors, *_ = socket.recv_fds(connection, 1 << 20, 3)
-            while not line.endswith(b"\n"):
-                line += connection.recv(1 << 20)
+            if not line.endswith(b"\n"):
+                line += connection.makefile("rb").readline()
             pid = os.fork()
             if not pid:
                 signal.set_wakeup_fd(-1)
