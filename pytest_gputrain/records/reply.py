@@ -170,7 +170,8 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """Wall seconds of every timed step in order, synchronised with the device. With ``loader_workers``, each is the mean
     over that many steps, because batches come in bursts."""
     gpu_steps: GpuSteps | None = None
-    """How long the GPU worked in further steps. None on a CPU, and where it could not be told; ``notes`` then says why."""
+    """How long the GPU worked in further steps. None on a CPU, of a script, and where it could not be told; ``notes`` then
+    says why."""
     input_seconds: float | None = None
     """The mean time that a timed step waited for its batch. None without ``loader_workers``."""
     warmup_seconds: tuple[float, ...]

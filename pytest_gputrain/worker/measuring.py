@@ -293,7 +293,7 @@ class Measuring:
         # Of several processes the others would wait for the one whose step fails.
         self._only_missing = UNPROFILED if self._group.size == 1 else ""
         yield from profile.steps(schedule(self._whole(PROFILED_STEPS), self._case.gradient_accumulation))
-        self._only_missing = ""
+        self._only_missing = UNPROFILED
         assert self._figures is not None
         try:
             gpu_steps, counts = profile.read()
@@ -303,6 +303,7 @@ class Measuring:
             self._figures = msgspec.structs.replace(
                 self._figures, gpu_steps=gpu_steps, counts=counts if self._task.counts else None
             )
+        self._only_missing = ""
 
     def _checked_losses(self, losses: tuple[float, ...], steps: int) -> tuple[float, ...]:
         """Return the losses that tell how the case trains.

@@ -54,9 +54,9 @@ class StepProfile:
     def __init__(self, device: Device, meet: Callable[[], None] = lambda: None) -> None:
         self._device, self._meet = device, meet
         self._steps: list[ProfiledStep] = []
-        self._events: Sequence[Any] = ()
+        self._activities: list[Activity] = []
         self._refusal = ""
-        """The reason why there are no events."""
+        """The reason why there are no activities."""
         self._other_threads: set[int] = set()
         """Python's threads beside this one, by either number that the profiler may tell. Autograd's are none of Python's."""
 
@@ -89,7 +89,7 @@ class StepProfile:
         """
         if self._refusal:
             raise CannotTell(self._refusal)
-        assign(map(_activity, (event for event in self._events if not event.is_user_annotation())), self._steps)
+        assign(self._activities, self._steps)
         seconds = read_seconds(self._steps)
         if self._device.type != "cuda":
             return seconds, None
@@ -120,7 +120,8 @@ class StepProfile:
                 try:
                     profile.__exit__(None, None, None)
                     assert profile.kineto_results is not None, "torch sets them at the end"
-                    self._events = profile.kineto_results.events()
+                    events = profile.kineto_results.events()
+                    self._activities = [_activity(event) for event in events if not event.is_user_annotation()]
                 except Exception as error:
                     self._refuse(error)
 

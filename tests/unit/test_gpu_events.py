@@ -91,7 +91,10 @@ def test_events_that_are_missing_or_cannot_be_true_are_refused():
     graph = [called("cudaGraphLaunch", 0, 1), *(kernel(at, at + 5, 1) for at in (10, 20, 30))]
     assert read_seconds(steps_with(good, good))
     assert read_seconds(steps_with(graph, graph))
-    assert read_seconds(steps_with([*good, kernel(100, 110, 77, NCCL)]))  # NCCL may launch by what no event tells of
+    # NCCL may launch by what no event tells of, and a function of the host has no kernel.
+    unasked = kernel(LENGTH // 2 + GAP, LENGTH // 2 + GAP + 100, 77, NCCL)
+    figures = read_seconds(steps_with([*good, unasked], [*good, called("cudaLaunchHostFunc", 90, 3)]))
+    assert figures.collective_seconds == pytest.approx((100e-9, 0))
     for steps, reason in (
         ([[]], "torch's profiler saw no work of the GPU; end other profilers, such as Nsight Systems, of which the driver"),
         ([good, [called("cudaMalloc", 0, 1)]], "the GPU did nothing in a step"),

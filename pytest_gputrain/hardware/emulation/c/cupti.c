@@ -128,7 +128,6 @@ static void put_call(const char *name) {
 }
 
 static void profile(const char *what, const char *name, uint64_t bytes, int replayed) {
-  static const char collective[] = "nccl";
   int launches = !strcmp(what, "launches") || !strcmp(what, "library_calls") || !strcmp(what, "collectives");
   int sets = !strcmp(what, "memsets"), copies = what[1] == '2'; // h2d_pinned and the like
   if (!strcmp(what, "waits") && !strcmp(name, "cudaMemcpy"))
@@ -141,9 +140,9 @@ static void profile(const char *what, const char *name, uint64_t bytes, int repl
     of_graph = correlation;
   uint64_t start = now(), end = start + NANOSECONDS;
   if (launches) {
-    if (!strncmp(name, collective, sizeof collective - 1)) {
+    if (!strcmp(what, "collectives")) {
       char kernel[96] = "ncclDevKernel_";
-      strncat(kernel, name + sizeof collective - 1, sizeof kernel - strlen(kernel) - 1);
+      strncat(kernel, name + (strncmp(name, "nccl", 4) ? 0 : 4), sizeof kernel - strlen(kernel) - 1);
       name = gputrain_interned(kernel);
     }
     put(&(union record){.kernel = {.kind = KERNEL,
