@@ -78,6 +78,12 @@ def test_the_busy_share_of_the_baseline_and_the_machine_decide_what_wall_seconds
     assert verdict.status == ("pass" if status == "not-comparable" else status)
 
 
+def test_a_wider_time_tolerance_also_holds_for_steps_that_wait():
+    wider = replace(TOLERANCE, time=0.2)
+    for slower, status in ((1.19, "pass"), (1.21, "regressed")):
+        assert judge(CASE, [_took(slower, 0.23)] * 3, _stored(), wider).verdict.status == status
+
+
 def test_a_machine_is_known_by_its_gpus_and_not_by_its_name():
     known = msgspec.structs.replace(HERE, host="another-name", gpu_digests=("b", "x"))
     unknown = gpu_environment()
@@ -143,6 +149,8 @@ def test_gpu_seconds_are_judged_on_any_machine_where_the_gpu_waits(busy, now, on
 def test_a_gpu_beside_other_processes_is_in_doubt():
     beside = _took(1.0, 0.3, holders=(Holder(pid=7, gpu=0, name="python"),))
     assert _judge(beside, _stored()).metric("gpu_seconds").status == "inconclusive"
+    unknown = _took(1.0, None, holders=beside.holders)
+    assert _judge([unknown, *[_took(1.0, 0.3)] * 3], _stored()).metric("gpu_seconds").status == "regressed"
 
 
 @pytest.mark.parametrize(
@@ -231,6 +239,7 @@ def test_a_baseline_whose_gpu_begins_to_wait_lets_more_pass():
     assert loosened(_stored(gpu=0.97), _stored(gpu=0.97)).raised == ()
     (raised,) = loosened(_stored(gpu=0.97), _stored(gpu=0.9)).raised
     assert raised == "its step may take longer, because the GPU waits for the host in 10 % of this step"
+    assert loosened(_stored(gpu=0.9), _stored(gpu=0.8)).raised == ()
     assert loosened(_stored(), _stored(gpu=None)).lost == ("without GPU seconds, which was 230 ms",)
     assert any("GPU seconds 230 ms -> 240 ms" in what for what in loosened(_stored(), _stored(gpu=0.24)).raised)
 
