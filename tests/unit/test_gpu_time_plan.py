@@ -3,11 +3,12 @@
 import json
 import math
 import os
+import subprocess
 
 import gpu_time_plan
 import msgspec
 import pytest
-from gpu_session import Asked, steps
+from gpu_session import ROOT, Asked, steps
 from gpu_time_plan import WIDTHS, busy_cores, criteria, rows, sd_bound
 from leftovers import has_ended
 from unit_examples import baseline, baseline_run, emulated_run, gpu_environment, measurement, report, result
@@ -133,3 +134,18 @@ def test_every_core_is_busy_and_free_again():
         assert len(ids) == os.cpu_count()
         assert not any(map(has_ended, ids))
     assert all(map(has_ended, ids))
+
+
+@pytest.mark.slow
+def test_the_suite_of_the_plan_trains_on_a_cpu_where_values_that_it_reads_fail_too(tmp_path):
+    pytest.importorskip("torch", reason="the case trains")
+    plan = {name: command for name, command, _ in gpu_time_plan.steps(tmp_path, "cpu", dry=False)}
+    statuses = {}
+    for name in ("width 64", "values are read"):
+        done = subprocess.run(plan[name], cwd=ROOT, capture_output=True, text=True, check=False)
+        statuses[name] = done.returncode
+    assert statuses == {"width 64": 0, "values are read": 1}
+    assert "reads" in done.stdout
+    times = json.loads((tmp_path / "times-64.json").read_text())
+    assert len(times["begins"]) == 7
+    assert times["begins"][-1] < times["end"]
