@@ -30,8 +30,6 @@ _CACHED_GAIN: Final = 1.6
 faster."""
 _COMPILED_TRAFFIC: Final = 0.45
 """The share of pointwise traffic that is left when torch.compile fuses kernels."""
-_UNCOPIED: Final = 1.0, 2.0
-"""Traffic of a convolution whose images lie channels last, and of another one, which is copied there and back."""
 _HIDDEN_EXCHANGE: Final = 0.9
 """The share of an exchange with other GPUs that the step hides, if the exchange is shorter than the step."""
 _HOST_COPIES: Final = "copies between the host and the GPU"
@@ -61,8 +59,6 @@ _EXCHANGES: Final = ("c10d.", "_c10d_functional.")
 """Beginnings of the names of operators that exchange data with other GPUs."""
 _KNOWN_LIBRARIES: Final = ("bitsandbytes.", "fsdp.", "prims.", "torchvision.")
 """Those of other libraries whose kernels move memory."""
-
-
 _NO_RATES: Final = "it is not known what kernels sustain on this GPU"
 
 
@@ -122,9 +118,8 @@ def expected_time(
         )
     elif not why and processes > 1 and not (exchanged and processes <= _OF_A_NODE and "link_gb" in rates.kinds):
         why = "it is not known how fast these GPUs exchange data with each other"
-    known = ExpectedTime(seconds=None, parts=dict(parts), host_seconds=host, not_modelled=share, unknown=why)
     if why:
-        return known
+        return ExpectedTime(seconds=None, parts=dict(parts), host_seconds=host, not_modelled=share, unknown=why)
     step = max(gpu, host)
     if exchanged:
         link = exchanged / (rates.kinds["link_gb"] * 1e9)
@@ -175,17 +170,17 @@ class _Board:
         name = call.operator
         if "view" in call.flags or name in _FREE:
             return "pointwise", 0.0
-        if "attention" in name:
+        if call.shapes and "attention" in name:
             return "attention", self._start + self._attention(call)
-        if "convolution" in name:
+        if call.shapes and "convolution" in name:
             return "convolutions", self._convolution(call)
-        if name in _PRODUCTS:
+        if call.shapes and name in _PRODUCTS:
             return "matrix products", self._start + self._product(call)
         if name in _UNPACKED:
             kind, peak = self._arithmetic(call)
             traffic = 3 * (call.read + call.written) / self._bandwidth("pointwise")
             return "matrix products", 2 * self._start + call.flops / (peak * self._kind(f"products_{kind}")) + traffic
-        if call.flops or ("." in name and not name.startswith(_KNOWN_LIBRARIES)):
+        if call.flops or "attention" in name or ("." in name and not name.startswith(_KNOWN_LIBRARIES)):
             raise _Unknown(name)
         return "optimizer" if "optimizer" in call.flags else "pointwise", self._traffic(call)
 

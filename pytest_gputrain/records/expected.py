@@ -23,7 +23,7 @@ class TracedCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
     operator: str
     """Its name without the namespace ``aten``: ``mm``, ``_foreach_add_``, ``mylibrary.myoperator``."""
     shapes: tuple[tuple[Whole, ...], ...] = ()
-    """The shapes of its first four tensors; empty where it has no FLOPs."""
+    """The shapes of its first four tensors; empty where it has no FLOPs, and of other libraries' operators."""
     dtype: str = ""
     """The type of its first tensor: ``bf16``, ``fp16``, ``fp32``, ``float64``."""
     flags: tuple[str, ...] = ()

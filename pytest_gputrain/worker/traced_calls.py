@@ -38,7 +38,7 @@ def describe(func: Any, args: Any, kwargs: Any, flops: int, read: int, written: 
     if name in _COPIES and (not read or not written or any(value.is_cpu for value in args[:2] if _is_tensor(value))):
         flags.append("host")
     shapes: tuple[tuple[int, ...], ...] = ()
-    if flops:
+    if flops and "." not in name:  # which operators of other libraries have, whose arguments are in another order
         tensors = [local(value) for value in args if _is_tensor(value)]
         shapes = tuple(tuple(tensor.shape) for tensor in tensors[:_MOST_SHAPES])
         flags += _flags(func, name, args, kwargs, tensors)

@@ -164,6 +164,8 @@ def test_the_interval_is_wide_where_nothing_was_measured_on_the_board_or_code_is
             RATES,
             "_flash_attn_forward are",
         ),
+        ([COPY, TracedCall(operator="mine.attention", dtype="bf16", flops=10**12)], RATES, "mine.attention are"),
+        ([COPY, TracedCall(operator="_native_multi_head_attention", read=10**9)], RATES, "_native_multi_head_attention are"),
         ([COPY, TracedCall(operator="triton.mine", read=10**9)], RATES, "triton.mine are not known"),
         (
             [COPY, attention(read=10**9)],

@@ -112,5 +112,12 @@ def test_what_the_host_computes_is_no_work_of_the_gpu():
     assert describe(aten.mm.default, [torch.ones(4, 4)] * 2, {}, 128, 0, 0, optimizing=False).flops == 0
 
 
+def test_an_operator_of_another_library_has_no_shapes_whatever_its_name():
+    torch.library.define("howfast::convolution_backward", "(Tensor x) -> Tensor")
+    operator = torch.ops.howfast.convolution_backward.default
+    call = describe(operator, [torch.ones(2)], {}, 8, 1, 1, optimizing=False)
+    assert (call.operator, call.shapes, call.dtype, call.flops) == ("howfast.convolution_backward", (), "fp32", 8)
+
+
 def test_views_move_nothing():
     assert describe(aten.view.default, [torch.ones(4), [2, 2]], {}, 0, 0, 0, optimizing=False).flags == ("view",)
