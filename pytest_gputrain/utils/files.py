@@ -230,13 +230,13 @@ _PATIENCE_SECONDS: Final = 60.0
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, patience_seconds: float = _PATIENCE_SECONDS) -> Iterator[None]:
     """Enter a context that one process at a time is in, of those that name a file of the same folder, which is made.
 
     The folder itself is locked: a file for the lock would be committed with the others.
 
     Raises:
-        OSError: the lock cannot be made, or another process has held it for a minute.
+        OSError: the lock cannot be made, or another process has held it for this time.
     """
     import fcntl
 
@@ -244,17 +244,17 @@ def locked(path: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        last = time.monotonic() + _PATIENCE_SECONDS
+        last = time.monotonic() + patience_seconds
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= last:
-                    sentence = f"another process has held the lock of {folder} for {_PATIENCE_SECONDS:g} s"
+                    sentence = f"another process has held the lock of {folder} for {patience_seconds:g} s"
                     raise TimeoutError(errno.ETIMEDOUT, sentence) from None
                 time.sleep(_POLL_SECONDS)
             except OSError:  # a network file system that does not lock folders
-                with _locked_elsewhere(path):
+                with _locked_elsewhere(path, patience_seconds):
                     yield
                 return
             else:
@@ -265,7 +265,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked_elsewhere(path: Path) -> Iterator[None]:
+def _locked_elsewhere(path: Path, patience_seconds: float) -> Iterator[None]:
     """Do as `locked`, for processes of this user and host that share the folder for temporary files."""
     from filelock import FileLock, Timeout
 
@@ -273,10 +273,10 @@ def _locked_elsewhere(path: Path) -> Iterator[None]:
     lock = FileLock(locks / hashlib.sha256(os.fsencode(path.resolve())).hexdigest())
     try:
         make_own(locks)
-        lock.acquire(timeout=_PATIENCE_SECONDS)
+        lock.acquire(timeout=patience_seconds)
     except Timeout:
         raise TimeoutError(
-            errno.ETIMEDOUT, f"another process has held {lock.lock_file} for {_PATIENCE_SECONDS:g} s"
+            errno.ETIMEDOUT, f"another process has held {lock.lock_file} for {patience_seconds:g} s"
         ) from None
     except OSError as error:
         raise OSError(error.errno, f"no lock in {locks}: {error.strerror}") from error

@@ -35,9 +35,10 @@ def torch():
 @pytest.fixture(scope="session")
 def stand_ins(torch):
     try:
-        return build.stand_ins(torch)
+        build.find_compiler()
     except CannotEmulate as error:
         pytest.skip(str(error))
+    return build.stand_ins(torch)
 
 
 def _environment(variables):

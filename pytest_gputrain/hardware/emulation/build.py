@@ -35,6 +35,8 @@ from pytest_gputrain.utils.files import cache_folder, locked, make_own, within
 from pytest_gputrain.utils.reading import read_message, read_whole
 
 SOURCES: Final = Path(__file__).with_name("c")
+_LONGEST_BUILD_SECONDS: Final = 600.0
+"""The time to wait for another process that builds. That takes seconds, and minutes on a machine that is busy."""
 
 CORE: Final = "libgputrain_emulated.so"
 """The library that holds the state of the emulated GPUs, which all stand-ins share."""
@@ -114,7 +116,7 @@ def stand_ins(torch: Torch) -> StandIns:
     folder = stand_ins_folder() / _key(torch, users)
     try:
         make_own(folder.parent)
-        with locked(folder):
+        with locked(folder, _LONGEST_BUILD_SECONDS):
             found = _load(folder)
             if found is None:
                 found = _build(folder, torch, users)
