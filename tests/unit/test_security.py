@@ -171,15 +171,17 @@ def test_no_file_is_written_through_a_link_of_another_user_in_a_folder_of_all(tm
     target.write_text("mine")
     (common / "report.json").symlink_to(target)
     (common / "deep").symlink_to(tmp_path)
-    write_atomically(common / "report.json", b"one's own link")
     common.chmod(0o1777)
     write_atomically(common / "report.json", b"one's own link in a folder of all")
     monkeypatch.setattr(files, "_is_foreign", lambda status: True)
+    common.chmod(0o755)
+    write_atomically(common / "report.json", b"another user's link, in a folder of few")
+    common.chmod(0o1777)
     for path in (common / "report.json", common / "deep" / "target"):
         for write in (prepare, lambda path: write_atomically(path, b"other")):
             with pytest.raises(PermissionError, match="is a link that another user made"):
                 write(path)
-    assert target.read_text() == "one's own link in a folder of all"
+    assert target.read_text() == "another user's link, in a folder of few"
 
 
 def test_leases_follow_no_link(tmp_path):
