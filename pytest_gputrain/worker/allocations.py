@@ -19,7 +19,7 @@ from pytest_gputrain.worker.storages import Storages
 from pytest_gputrain.worker.threads import SharedMode
 from pytest_gputrain.worker.trace import Peaks, Trace, peaks
 
-GIVEN: Final = "memory of the program"
+GIVEN: Final = "other code than an operator"
 """What stands for the operator where none has made a tensor, as `torch.frombuffer` makes it of a buffer."""
 LIFT: Final = "aten.lift_fresh"
 """The operator that `torch.tensor` and `torch.from_numpy` end in: its result is its argument."""
