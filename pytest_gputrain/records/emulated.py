@@ -67,6 +67,7 @@ _MEASURED_ONLY: Final = frozenset(
         "tokens_per_second",
         "tokens_per_step",
         "uncompiled",
+        "uncounted_memory",
         "updates",
         "warmup_seconds",
     }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import textwrap
@@ -18,7 +19,6 @@ H100 = "NVIDIA H100 80GB HBM3"
 H100_FOLDER = "nvidia-h100-80gb-hbm3"
 LLAMA, GEMMA, LLAMA_2 = "llama-3.1-8b-lora-bf16", "gemma-7b-lora-bf16", "llama-2-13b-lora-bf16"
 ANY = "*"
-_MACHINE = uuid.uuid4()
 
 SUITE = """
 import pytest
@@ -54,12 +54,6 @@ def test_zz_folder_becomes_a_file():
     Path("deep").rmdir()
     Path("deep").write_text("")
 """
-
-
-def gpu_uuid(index):
-    """Return the UUID of a GPU of the machine on which all tests of this process believe to be."""
-    return f"GPU-{_MACHINE}-{index}"
-
 
 # Undone with the run: the next one in the same process must find the real functions.
 _STAND_IN = """
@@ -131,6 +125,11 @@ def pytest_configure(config):
 """
 
 
+def gpu_uuid(index, machine=""):
+    """The id of a GPU of a machine, the same in all tests of this process: those of others need not wait for it."""
+    return f"GPU-{uuid.uuid5(uuid.NAMESPACE_OID, f'{os.getpid()} {machine} {index}')}"
+
+
 def recorded(name="h100_measured", *, slower=1.0, bigger=0, **environment):
     """A reply of ``replies/``, with its figures and its environment changed."""
     reply = json.loads((RECORDED / f"{name}.json").read_text())
@@ -160,8 +159,12 @@ class Project:
     def ini(self, *lines):
         (self.path / "tox.ini").write_text("\n".join(["[pytest]", *lines, ""]))
 
-    def machine(self, device_name, *, gpus=1, power_limit_watts=None):
-        """Find ``gpus`` devices of this name, or none, and answer every case with the figures recorded for one."""
+    def machine(self, device_name, *, gpus=1, power_limit_watts=None, name=""):
+        """Find ``gpus`` devices of this name, or none, and answer every case with the figures recorded for one.
+
+        Args:
+            name: machines of another name have other GPUs.
+        """
         (self.path / "conftest.py").write_text(_STAND_IN)
         gpu = {
             "name": device_name,
@@ -169,7 +172,7 @@ class Project:
             "driver": "570.86.10",
             "power_limit_watts": power_limit_watts,
         }
-        devices = [{"index": index, "uuid": gpu_uuid(index), **gpu} for index in range(gpus if device_name else 0)]
+        devices = [{"index": at, "uuid": gpu_uuid(at, name), **gpu} for at in range(gpus if device_name else 0)]
         (self.path / "gpus.json").write_text(json.dumps(devices))
         self.answer(recorded("h100_measured", device_name=device_name) if device_name else recorded("cpu_measured"))
 

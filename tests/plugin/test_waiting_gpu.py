@@ -24,7 +24,7 @@ def test_a_slower_host_fails_on_the_machine_that_recorded_and_nowhere_else(waiti
     waiting.answer(_answer(slower=1.6))
     here = waiting.run(*ONE_CASE)
     assert "slower; the GPU waits for the host in 77 % of this step (" in only_sentence(here, TEST)
-    waiting.machine(H100)
+    waiting.machine(H100, name="another")
     waiting.answer(_answer(slower=1.6))
     launched = len(waiting.launches)
     elsewhere = waiting.run(*ONE_CASE)
@@ -37,6 +37,6 @@ def test_a_slower_host_fails_on_the_machine_that_recorded_and_nowhere_else(waiti
 
 
 def test_a_wait_more_fails_on_any_machine_of_this_gpu(waiting):
-    waiting.machine(H100)
+    waiting.machine(H100, name="another")
     waiting.answer(_answer(waits=1))
     assert "waits for the GPU 1 time a step (0 before)" in only_sentence(waiting.run(*ONE_CASE), TEST)
