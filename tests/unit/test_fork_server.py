@@ -241,6 +241,17 @@ def test_no_worker_ends_by_what_another_one_says_of_it(wishes, source):
     worker.end()
 
 
+def test_a_number_that_an_ended_worker_had_can_be_that_of_another_one(wishes, source):
+    """In a long run Linux gives numbers again."""
+    first = _fork(source)
+    first.wait()
+    forking = first._source
+    forking._hear(fork_server._Said(forked=first.pid))
+    second = fork_server.ForkedProcess(forking, forking._forked.pop())
+    forking._hear(fork_server._Said(ended=first.pid, exit_code=7))
+    assert (first.poll(), second.poll()) == (5, 7)
+
+
 def test_a_worker_that_ends_while_its_source_is_stopped_is_not_waited_for_for_ever(wishes, source, monkeypatch):
     monkeypatch.setattr(fork_server, "_TOLD_SECONDS", 0.1)
     worker = _fork(source, STAYS)

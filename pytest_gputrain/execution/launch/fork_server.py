@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -168,7 +169,8 @@ class _ForkingProcess:
         self._hearing = threading.Lock()
         self._forked: list[Child | Literal[0]] = []
         self._workers: dict[int, Child] = {}
-        self._ended: dict[int, int] = {}
+        self._ended: weakref.WeakKeyDictionary[Child, int] = weakref.WeakKeyDictionary()
+        """Exit codes. They are not kept by number, because Linux gives a number again."""
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
@@ -197,11 +199,11 @@ class _ForkingProcess:
         self._listen()
         return bool(self._workers)
 
-    def exit_code(self, pid: int) -> int | None:
+    def exit_code(self, child: Child) -> int | None:
         """Return the exit code of a process forked here; None while it runs."""
         self._listen()
         ended_with_source = self._process.poll()
-        return self._ended.get(pid, ended_with_source)
+        return self._ended.get(child, ended_with_source)
 
     def kill_group(self, number: int) -> None:
         """Kill what an ended worker has left in its process group: it is a child of the preloaded process now."""
@@ -241,13 +243,12 @@ class _ForkingProcess:
         """
         if said.forked == 0:
             self._forked.append(0)
-        elif said.forked is not None and said.forked not in self._workers | self._ended:
+        elif said.forked is not None and said.forked not in self._workers:
             child = Child(said.forked, self._process.pid)
             self._forked.append(child)
             self._workers[child.pid] = child
         elif said.ended in self._workers and not self._workers[said.ended].is_running():
-            del self._workers[said.ended]
-            self._ended[said.ended] = said.exit_code
+            self._ended[self._workers.pop(said.ended)] = said.exit_code
 
 
 class ForkedProcess(LocalProcess):
@@ -270,7 +271,7 @@ class ForkedProcess(LocalProcess):
         self._child.send(signal.SIGKILL)
 
     def poll(self) -> int | None:
-        return self._source.exit_code(self.pid)
+        return self._source.exit_code(self._child)
 
     def wait(self) -> None:
         last = math.inf
