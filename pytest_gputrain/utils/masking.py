@@ -12,21 +12,35 @@ _NAME: Final = (
     r"(?:token|passwd|password|passphrase|secret|credentials?|auth|apikey|pat"
     r"|(?:api|access|secret|private|auth|encryption|signing)[-_]?key)"
 )
-_OF_A_SECRET: Final = rf"(?<![A-Za-z0-9])(?:[A-Za-z0-9]+[-_.])*{_NAME}"
-_OPTION: Final = re.compile(rf"-+{_OF_A_SECRET}", re.IGNORECASE)
+_LONGER: Final = rf"(?:[A-Za-z0-9]+[-_.])*{_NAME}"
+"""Only to match from the beginning of an argument: a search for it would take quadratic time."""
+_OPTION: Final = re.compile(rf"-+{_LONGER}", re.IGNORECASE)
+_OPTION_WITH_VALUE: Final = re.compile(rf"(-*{_LONGER}\s*=).+", re.IGNORECASE | re.DOTALL)
+_OTHER_OPTION: Final = re.compile(r"-[A-Za-z]|--(?:[A-Za-z][\w.-]*(?:=.*)?)?", re.DOTALL)
 _VALUE: Final = r"(?:\"[^\"]*\"|'[^']*'|[^\s\"',&]+)"
-_ASSIGNED: Final = re.compile(rf"({_OF_A_SECRET}(?:[\"']?\s*=\s*|[\"']\s*:\s*)){_VALUE}", re.IGNORECASE)
+_ASSIGNED: Final = re.compile(rf"((?<![A-Za-z0-9]){_NAME}(?:[\"']?\s*=\s*|[\"']\s*:\s*)){_VALUE}", re.IGNORECASE)
 """``--token=x``, ``HF_TOKEN=x`` and ``{"api_key": "x"}``, also in the middle of an argument."""
-_IN_ADDRESS: Final = re.compile(r"(\w://)[^/\s@]+@")
+_IN_ADDRESS: Final = re.compile(r"(\w://)[^/\s]+@")
+_IN_HEADER: Final = re.compile(
+    r"(\bBearer\s+|\bAuthorization[\"']?\s*[:=]\s*[\"']?(?:[A-Za-z]+\s+)?)[^\s\"',]+", re.IGNORECASE
+)
 _KNOWN: Final = re.compile(r"\b(hf_|gh[opsur]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA)[A-Za-z0-9_-]{12,}")
 """What services give out begins so: Hugging Face, GitHub, GitLab, OpenAI and others, Slack, AWS."""
 
 
 def masked(arguments: Iterable[str]) -> tuple[str, ...]:
-    """Return the arguments of a command line with ``***`` for each value whose option or name is that of a secret."""
+    """Return the arguments of a command line with ``***`` for each value whose option or name is that of a secret.
+
+    The argument after such an option is its value, unless it looks like another option (``-v``, ``--name``, ``--name=x``).
+    """
     shown, follows = [], False
     for argument in arguments:
-        shown.append(MASK if follows and not argument.startswith("-") else _masked(argument))
+        if follows and not _OTHER_OPTION.fullmatch(argument):
+            shown.append(MASK)
+        elif whole := _OPTION_WITH_VALUE.fullmatch(argument):
+            shown.append(whole[1] + MASK)
+        else:
+            shown.append(_masked(argument))
         follows = _OPTION.fullmatch(argument) is not None
     return tuple(shown)
 
@@ -49,4 +63,5 @@ def masked_settings(value: Any) -> Any:
 def _masked(text: str) -> str:
     text = _ASSIGNED.sub(rf"\g<1>{MASK}", text)
     text = _IN_ADDRESS.sub(rf"\g<1>{MASK}@", text)
+    text = _IN_HEADER.sub(rf"\g<1>{MASK}", text)
     return _KNOWN.sub(rf"\g<1>{MASK}", text)

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,14 @@ def test_no_failure_ends_the_annotation_that_tells_of_it():
         (["-o", "addopts=--password=abc --gpu-json=x"], ["-o", "addopts=--password=*** --gpu-json=x"]),
         (['{"api_key": "abc", "width": 3}'], ['{"api_key": ***, "width": 3}']),
         (["--index=https://me:abc@host/x?token=abc&b=1"], ["--index=https://***@host/x?token=***&b=1"]),
+        (["--token=ab&cd", "TOKEN=a,b", "--hub-token=a b"], ["--token=***", "TOKEN=***", "--hub-token=***"]),
+        (["--password", "-abc", "--password", "--auth=x"], ["--password", "***", "--password", "--auth=***"]),
+        (["https://user:p@ss@host/x@y"], ["https://***@host/x@y"]),
+        (["Authorization: Bearer abc.d-e", "-H", "x: bearer abc"], ["Authorization: Bearer ***", "-H", "x: bearer ***"]),
+        (
+            ["Authorization: Basic abc==", '{"Authorization": "abc"}'],
+            ["Authorization: Basic ***", '{"Authorization": "***"}'],
+        ),
         (["hf_abcdefghijklmnop", "x=ghp_0123456789abcdef"], ["hf_***", "x=ghp_***"]),
     ],
 )
@@ -147,6 +156,23 @@ def test_what_looks_like_a_secret_is_masked(arguments, shown):
 )
 def test_what_is_no_secret_stays(argument):
     assert masked([argument, "next"]) == (argument, "next")
+
+
+PARTS = ("a-", "-", "token", "token=", "token ", 'token="', "auth", "a://b", "a@", "Bearer ", "Authorization:", "sk-", " ")
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("begin", ["", "--", "token=", "a://", "Authorization: "])
+def test_the_time_of_masking_grows_with_the_length_of_an_argument_and_not_with_its_square(begin, part):
+    def seconds(length):
+        times = []
+        for _ in range(5):
+            start = time.thread_time_ns()
+            masked([begin + part * (length // len(part)) + "!"])
+            times.append(time.thread_time_ns() - start)
+        return min(times)
+
+    assert seconds(8_000) < 27 * seconds(1_000), "each of three doublings takes at most three times as long"
 
 
 def test_locks_are_in_a_folder_of_this_user_alone(tmp_path, monkeypatch, no_locks_of_folders):
