@@ -94,7 +94,8 @@ def report(folder: Path) -> int:
         print(f"{word}: {criterion.name}{f': {criterion.found}' if criterion.found else ''}")
     bound = sd_bound(folder)
     if bound is None or not all(criterion.holds for criterion in found):
-        print("GPU seconds stay told: leave WHY_GPU_SECONDS_ARE_NOT_JUDGED of pytest_gputrain/gate/host_bound.py as it is")
+        where = "pytest_gputrain/gate/host_bound.py"
+        print(f"GPU seconds keep their coarse limit: leave WHY_GPU_SECONDS_ARE_NOT_JUDGED of {where} as it is")
         return 1
     # The rule that was simulated expects 2.5 % for a true one of 2 %.
     print(f"GPU seconds can be judged: empty WHY_GPU_SECONDS_ARE_NOT_JUDGED, and set GPU_PRIOR_SD to {1.25 * bound:.2g}")

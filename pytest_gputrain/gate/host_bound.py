@@ -16,8 +16,11 @@ from msgspec import UNSET
 from pytest_gputrain.records import BaselineRun, Measurement
 
 WHY_GPU_SECONDS_ARE_NOT_JUDGED: Final = "how much GPU seconds of one case differ has not been measured yet"
-"""What a run says of GPU seconds that have changed. Empty, they are judged: ``tools/gpu_session.py --plan time`` measures on
-a GPU whether that may be so."""
+"""Why GPU seconds are not held to the time tolerance, but to `COARSE_GPU_TOLERANCE`. Empty, they are:
+``tools/gpu_session.py --plan time`` measures on a GPU whether that may be so."""
+COARSE_GPU_TOLERANCE: Final = 0.10
+"""By how much GPU seconds may grow at least until their noise is measured: four times `GPU_PRIOR_SD`, and five times the
+largest noise that `tools/measure_gate.py` assumes. Without it a GPU that becomes slower would pass on another machine."""
 GPU_BOUND: Final = 0.95
 """The busy share from which on wall seconds are judged by the time tolerance."""
 _CHANGED_BELOW: Final = 0.85
@@ -77,12 +80,12 @@ def pace(fitted: Sequence[BaselineRun], measured: Sequence[Measurement] = ()) ->
     """Return the busy shares of a baseline and of today.
 
     Of a baseline without GPU seconds it is the share that today's would have been of its step, which is right as long as the
-    GPU does the same work.
+    GPU does the same work, or today's own if that is more: then the GPU does less.
     """
     before, now = _busy_share(fitted), _busy_share(measured)
     if before is None and now is not None:
         before = statistics.median(gpu_seconds(measured))
-        before /= statistics.median(statistics.median(run.step_seconds) for run in fitted)
+        before = max(now, before / statistics.median(statistics.median(run.step_seconds) for run in fitted))
     steps = [*(run.gpu_steps for run in fitted), *(run.gpu_steps for run in measured)]
     return Pace(before, now, any(any(profiled.collective_seconds) for profiled in steps if profiled))
 

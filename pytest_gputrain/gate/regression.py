@@ -20,6 +20,7 @@ from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.contention import describe_memory_shortage, describe_throttling, with_contention
 from pytest_gputrain.gate.counts import BY_THE_RULES, JudgedCounts, have_steps_in_common, judge_counts
 from pytest_gputrain.gate.host_bound import (
+    COARSE_GPU_TOLERANCE,
     GPU_PRIOR_SD,
     HOST_PRIOR_SD,
     LEAST_HOST_TOLERANCE,
@@ -164,7 +165,7 @@ def judge(
 def first_ratio(case: Case, replies: Sequence[Reply], baseline: Baseline | None, tolerance: Tolerance) -> float | None:
     """Logarithm of the first run's step time over the baseline's; None where the two are not compared, or tell of the host.
 
-    Where the GPU waits for the host, it is that of GPU seconds as soon as these are judged.
+    Where the GPU waits for the host, it is that of GPU seconds as soon as these are held to the time tolerance.
     """
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
     if baseline is None or baseline.case.identity() != case.identity() or not replies or len(measured) < len(replies):
@@ -298,7 +299,8 @@ def _step_seconds(
         if metric.status == "pass" and metric.limit is not None and metric.baseline:
             allowed = format_percent(metric.limit / metric.baseline - 1, signed=False)
             about = f"is held to {allowed}, {'because' if found.is_host_bound else 'although'} {found}"
-        elif metric.status == "regressed" and other:  # only a step that the GPU decided in its baseline
+        elif metric.status == "regressed" and other and (metric.change or 0.0) <= tolerance.host_time:
+            # Only a step that the GPU decided in its baseline. No host explains more than this tolerance.
             about, metric = f"{found}, {other}", msgspec.structs.replace(metric, status="inconclusive")
         metric = msgspec.structs.replace(metric, note="; ".join(filter(None, [about, metric.note])))
     return judged._replace(metric=metric)
@@ -328,13 +330,20 @@ def _gpu_seconds(
     if not new or not base:
         note = "they were not measured" if base else "its baseline has none; record it again"
         return _JudgedMetric(msgspec.structs.replace(metric, value=statistics.median(new) if new else None, note=note))
-    if found.is_host_bound and not WHY_GPU_SECONDS_ARE_NOT_JUDGED:
-        circumstances = dataclasses.replace(circumstances, prior=GPU_PRIOR_SD)
-        return _decided("gpu_seconds", base, new, tolerance, circumstances, profiled)
     value, baseline = statistics.median(new), statistics.median(base)
-    told = found.is_host_bound and abs(value / baseline - 1) > tolerance.time
-    note = f"changed by {format_percent(value / baseline - 1)}, not judged: {WHY_GPU_SECONDS_ARE_NOT_JUDGED}" if told else ""
-    return _JudgedMetric(msgspec.structs.replace(metric, status="pass", value=value, baseline=baseline, note=note))
+    if not found.is_host_bound:
+        return _JudgedMetric(msgspec.structs.replace(metric, status="pass", value=value, baseline=baseline))
+    circumstances, limit = dataclasses.replace(circumstances, prior=GPU_PRIOR_SD), tolerance.time
+    if WHY_GPU_SECONDS_ARE_NOT_JUDGED:
+        limit = max(limit, COARSE_GPU_TOLERANCE)
+        circumstances = dataclasses.replace(circumstances, shift=0.0, doubted_from=1.0)
+    judged = _decided("gpu_seconds", base, new, dataclasses.replace(tolerance, time=limit), circumstances, profiled)
+    change = value / baseline - 1
+    if judged.metric.status != "pass" or abs(change) <= tolerance.time or not WHY_GPU_SECONDS_ARE_NOT_JUDGED:
+        return judged
+    allowed = format_percent(limit, signed=False)
+    note = f"changed by {format_percent(change)}, held to {allowed}: {WHY_GPU_SECONDS_ARE_NOT_JUDGED}"
+    return judged._replace(metric=msgspec.structs.replace(judged.metric, note=note))
 
 
 def _scaling(
@@ -524,26 +533,35 @@ def _conclude(
         since += describe_counters(measured[0], fitted, flops=not flops_described)
         since += [_describe_gpu_seconds(metric) for metric in metrics if metric.metric == "gpu_seconds"]
         since += [describe_throttling(measured)]
-        doubts = [f"{unclear}, which noise or the whole suite may explain"] if unclear else []
+        doubts = [f"{unclear}, which {_explanation(metrics, measured, fitted)} may explain"] if unclear else []
         doubt = "".join(f"; it also {what}" for what in (*doubts, *doubtful))
         gain = f"; but it {', and '.join(counts.better)}" if counts is not None and counts.better else ""
         sentence = f"{worse} (baseline of {dates(baseline)}); {', '.join(filter(None, since))}{doubt}{gain}"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
     if unclear or doubtful:
-        allowed = format_percent(tolerance.time, signed=False)
-        explained = f"{unclear}; this exceeds the tolerance of {allowed}, but noise or the whole suite may explain it"
+        allowed, explanation = format_percent(tolerance.time, signed=False), _explanation(metrics, measured, fitted)
+        explained = f"{unclear}; this exceeds the tolerance of {allowed}, but {explanation} may explain it"
         sentence = f"{case} {'; it also '.join((*([explained] if unclear else []), *doubtful))}"
         return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
-    if not_gated := _not_gated(case, metrics, baseline, fitted, given):
+    if not_gated := _not_gated(case, metrics, measured, baseline, fitted, given):
         return not_gated
     if better := describe("improved"):
         return Verdict(status="improved", sentence=f"{better}; {_RECORD} to keep it", metrics=metrics)
     notes = [f"{_subject_of_note(metric)}{metric.note}" for metric in metrics if metric.note]
-    caught = next((metric.sensitivity for metric in metrics if metric.sensitivity is not None), None)
+    of_steps = (metric.sensitivity for metric in metrics if metric.metric != "gpu_seconds")
+    caught = next((sensitivity for sensitivity in of_steps if sensitivity is not None), None)
     if caught is not None:
         notes.append(f"a slowdown of {format_percent(caught, signed=False)} would be caught 99 times in 100")
     sentence = f"{case} is within its limits{': ' if notes else ''}{'; '.join(notes)}"
     return Verdict(status="pass", sentence=sentence, metrics=metrics)
+
+
+def _explanation(metrics: Iterable[MetricVerdict], measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -> str:
+    """Say what may explain all that is inconclusive."""
+    unclear = {metric.metric for metric in metrics if metric.status == "inconclusive"}
+    if "step_seconds" not in unclear or not pace(fitted, measured).changed or not other_host(measured, fitted):
+        return "noise or the whole suite"
+    return "the host" if len(unclear) == 1 else "the host, noise or the whole suite"
 
 
 def _describe_gpu_seconds(metric: MetricVerdict) -> str:
@@ -568,6 +586,7 @@ def _subject_of_note(metric: MetricVerdict) -> str:
 def _not_gated(
     case: Case,
     metrics: tuple[MetricVerdict, ...],
+    measured: Sequence[Measurement],
     baseline: Baseline,
     fitted: Sequence[BaselineRun],
     given: Circumstances,
@@ -577,7 +596,8 @@ def _not_gated(
     status: Status = "not-comparable"
     said = ""
     by_name = {metric.metric: metric for metric in metrics}
-    efficiency, operators = by_name.get("scaling_efficiency"), by_name.get("operators")
+    efficiency, gpu = by_name.get("scaling_efficiency"), by_name.get("gpu_seconds")
+    operators = by_name.get("operators") or (by_name.get("waits") if measured[0].counts is None else None)
     if phases := describe_missing_phases(metrics, "new"):
         status, said = "new", f"has {phases} in {recorded}"
     elif phases := describe_missing_phases(metrics, "not-comparable"):
@@ -588,4 +608,6 @@ def _not_gated(
         return Verdict(status=status, sentence=f"{case} has no scaling efficiency: {efficiency.note}", metrics=metrics)
     elif fitted[-1].counts and given.counts.mode == "judge" and operators and operators.status == "not-comparable":
         said = f"is not compared in full with {recorded}: {operators.note}"
+    elif gpu is not None and gpu.status == "not-comparable" and gpu.value is None:
+        said = f"is not compared in full with {recorded}: its GPU seconds were not measured"
     return Verdict(status=status, sentence=f"{case} {said}; {_RECORD}", metrics=metrics) if said else None

@@ -84,12 +84,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_gpu_seconds_stay_told_where_a_criterion_fails(session, broken, capsys):
+def test_gpu_seconds_keep_their_coarse_limit_where_a_criterion_fails(session, broken, capsys):
     folder, stored = session
     BROKEN[broken](lambda name, *runs, **fields: _write(folder, name, *runs, **fields), stored)
     assert _failing(folder)
     assert gpu_time_plan.report(folder) == 1
-    assert "GPU seconds stay told" in capsys.readouterr().out
+    assert "GPU seconds keep their coarse limit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["busy", "longer", "items", "emulated", *(f"pace-{width}" for width in WIDTHS[:1])])

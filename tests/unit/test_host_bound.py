@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from unit_examples import CASE, baseline, baseline_run, cpu_environment, gpu_environment, measurement, report, result
 
-from pytest_gputrain.gate import regression
+from pytest_gputrain.gate import regression, suite_noise
 from pytest_gputrain.gate.baseline_changes import loosened
 from pytest_gputrain.gate.regression import Circumstances, first_ratio, judge
 from pytest_gputrain.gate.suite_noise import prior_of, whole_suite
@@ -115,14 +115,21 @@ def test_a_step_that_waits_for_the_host_is_measured_again_only_beyond_its_limit(
     for slower, busy, settled in ((1.09, 0.23, True), (1.2, 0.23, False), (1.02, 0.99, False)):
         assert _outcome([_took(slower, busy)], _stored(gpu=busy)).settled is settled
     assert _outcome([_took(9.0, 0.23, on=ELSEWHERE)], _stored()).settled
-    assert _outcome([_took(1.0, 9.0)], _stored()).settled, "GPU seconds are told only"
 
 
-def test_gpu_seconds_fail_nothing_before_their_noise_is_known():
+@pytest.mark.parametrize("on", [HERE, ELSEWHERE])
+@pytest.mark.parametrize(("now", "status"), [(1.099, "pass"), (1.101, "regressed"), (3.0, "regressed"), (0.9, "improved")])
+def test_gpu_seconds_are_held_to_a_coarse_limit_before_their_noise_is_known(on, now, status):
+    verdict = _judge(_took(1.0, 0.23 * now, on=on), _stored())
+    assert verdict.status == verdict.metric("gpu_seconds").status == status
+    assert _outcome([_took(1.0, 0.23 * now, on=on)], _stored()).settled is (status == "pass")
+    assert _judge(_took(1.0, 0.3, on=on), _stored(), shift=0.3).status == "regressed", "of the host"
+
+
+def test_gpu_seconds_within_the_coarse_limit_are_told_before_their_noise_is_known():
     told = _judge(_took(1.0, 0.23 * 1.05), _stored())
-    metric = told.metric("gpu_seconds")
-    assert (told.status, metric.status, metric.limit) == ("pass", "pass", None)
-    assert metric.note.startswith("changed by +5.0 %, not judged: ")
+    assert told.status == "pass"
+    assert told.metric("gpu_seconds").note.startswith("changed by +5.0 %, held to 10.0 %: ")
     for same in (_judge(_took(1.0, 0.23 * 1.02), _stored()), _judge(_took(1.0, 0.99), _stored(gpu=0.95))):
         assert same.metric("gpu_seconds").note == ""
 
@@ -163,8 +170,14 @@ def test_another_class_is_told_from_95_to_below_85_percent_and_back(before, now,
 
 
 def test_a_step_that_another_machine_makes_wait_is_in_doubt():
-    for on, status in ((HERE, "regressed"), (ELSEWHERE, "inconclusive")):
-        assert _judge(_took(1.25, 0.97, on=on), _stored(gpu=0.97)).status == status
+    for on, slower, status in (
+        (HERE, 1.25, "regressed"),
+        (ELSEWHERE, 1.25, "inconclusive"),
+        (ELSEWHERE, 1.49, "inconclusive"),
+        (ELSEWHERE, 1.51, "regressed"),
+    ):
+        assert _judge(_took(slower, 0.97, on=on), _stored(gpu=0.97)).status == status
+    assert _judge(_took(2.0, 0.97), _stored(gpu=None, on=gpu_environment())).status == "regressed"
     assert _judge(_took(1.25, 1.2, on=ELSEWHERE), _stored(gpu=0.97)).status == "regressed", "the GPU itself is slower"
 
 
@@ -174,6 +187,7 @@ def test_an_old_baseline_is_compared_as_far_as_it_goes():
         verdict = _judge(_took(slower, gpu), OLD)
         assert verdict.metric("step_seconds").status == status
         assert verdict.metric("gpu_seconds") is None or verdict.metric("gpu_seconds").status == "not-comparable"
+    assert _judge(_took(0.8, 0.79), OLD).metric("step_seconds").gpu_busy_share == 0.79 / 0.8, "the GPU does less"
     shown = [result(replies=(_took(1.0, 0.23),), verdict=_judge(_took(1.0, 0.23), OLD))]
     assert uncompared.line(shown) == "not compared: GPU seconds of 1 case"
     assert any(
@@ -190,9 +204,10 @@ def test_host_bound_steps_tell_nothing_of_the_whole_suite(monkeypatch):
         verdict = _judge(reply, stored)
         return whole_suite([result(key=str(at), replies=(reply,), verdict=verdict) for at in range(10)], 0.03)
 
-    assert suite(slow, _stored()) == (False, "")
+    assert suite(slow, _stored()) == suite(_took(1.0, 0.23 * 1.2), _stored()) == (False, "")
     assert suite(same, _stored(gpu=0.99))[0]
-    monkeypatch.setattr(regression, "WHY_GPU_SECONDS_ARE_NOT_JUDGED", "")
+    for module in (regression, suite_noise):
+        monkeypatch.setattr(module, "WHY_GPU_SECONDS_ARE_NOT_JUDGED", "")
     longer = _took(1.0, 0.23 * 1.2)
     assert first_ratio(CASE, [longer], _stored(), TOLERANCE) == pytest.approx(math.log(1.2))
     assert suite(longer, _stored())[0], "GPU seconds that are judged tell of the suite"
@@ -222,7 +237,7 @@ def _asked(**figures):
         (_asked(kernels=100), _asked(kernels=200), HERE, "pass"),
         (_asked(waits=2), _asked(waits=1), HERE, "improved"),
         (None, _asked(waits=1), HERE, "pass"),
-        (_asked(waits=1), None, HERE, "pass"),
+        (_asked(waits=1), None, HERE, "not-comparable"),
         (_asked(waits=1), _asked(waits=9), gpu_environment(device_name="NVIDIA H200"), "pass"),
     ],
 )
@@ -302,3 +317,9 @@ def test_a_cpu_has_no_gpu_to_wait_for():
     wider = replace(TOLERANCE, cpu_time=True)
     judged = judge(CASE, [_took(1.2, None, on=on_cpu)] * 3, _stored(gpu=None, on=on_cpu), wider).verdict
     assert judged.status == "regressed"
+
+
+def test_gpu_seconds_that_are_not_measured_any_more_are_no_pass():
+    verdict = _judge(_took(1.0, None), _stored())
+    assert verdict.status == verdict.metric("gpu_seconds").status == "not-comparable"
+    assert "its GPU seconds were not measured" in verdict.sentence
