@@ -34,7 +34,7 @@ from pytest_gputrain.worker.operator_counts import OperatorCounter
 from pytest_gputrain.worker.own_code import Checked, OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.precision import PRECISIONS
-from pytest_gputrain.worker.profiled_steps import PROFILED_STEPS, StepProfile, find_gpu
+from pytest_gputrain.worker.profiled_steps import StepProfile, find_gpu, steps_to_profile
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.python_calls import CannotCount, PythonCalls
 from pytest_gputrain.worker.straggler_clock import StragglerClock
@@ -292,7 +292,8 @@ class Measuring:
         profile = StepProfile(self._device, meet)
         # Of several processes the others would wait for the one whose step fails.
         self._only_missing = UNPROFILED if self._group.size == 1 else ""
-        yield from profile.steps(schedule(self._whole(PROFILED_STEPS), self._case.gradient_accumulation))
+        accumulation = self._case.gradient_accumulation
+        yield from profile.steps(schedule(self._whole(steps_to_profile(accumulation)), accumulation))
         self._only_missing = UNPROFILED
         assert self._figures is not None
         try:

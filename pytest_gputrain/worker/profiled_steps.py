@@ -32,6 +32,16 @@ from pytest_gputrain.worker.thread_operators import silence_profiler
 PROFILED_STEPS: Final = 5
 
 
+def steps_to_profile(accumulation: int) -> int:
+    """Return the number of steps to profile, so that their median is of the same kinds of steps as that of the timed ones.
+
+    With accumulation over two steps this takes whole rounds: as many steps that update as others. Of a round longer than
+    `PROFILED_STEPS` the median is a step without an update, in a part of it, too.
+    """
+    round_steps = min(accumulation, PROFILED_STEPS)
+    return -(-PROFILED_STEPS // round_steps) * round_steps
+
+
 def find_gpu() -> None:
     """Have torch's profiler find the GPU. If the first profile of a process is of the CPU alone, no later one sees a GPU."""
     silence_profiler()

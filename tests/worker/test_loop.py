@@ -1,12 +1,15 @@
 """The timed loop times each step alone, and schedules updates as accumulation asks."""
 
+import statistics
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_gputrain.worker import loop
 from pytest_gputrain.worker.loop import schedule, timed
+from pytest_gputrain.worker.profiled_steps import steps_to_profile
 
 
 def test_a_step_lasts_until_the_device_is_idle_and_what_happens_between_steps_is_not_timed(monkeypatch):
@@ -42,3 +45,12 @@ def test_updates_follow_the_accumulation_and_close_the_window(count, accumulatio
     assert [index + 1 for index, update in enumerate(updates) if update] == sorted(
         {*range(accumulation, count + 1, accumulation), *([count] if count else [])}
     )
+
+
+@pytest.mark.parametrize("accumulation", [*range(1, 12), 64])
+def test_the_median_profiled_step_is_of_the_kinds_of_the_median_timed_step(accumulation):
+    def median(steps):
+        return statistics.median(14.0 if update else 10.0 for update in schedule(steps, accumulation))
+
+    assert median(steps_to_profile(accumulation)) == median(10)
+    assert 5 <= steps_to_profile(accumulation) <= 8
