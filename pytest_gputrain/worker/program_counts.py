@@ -13,9 +13,11 @@ from types import FrameType
 from typing import Any, Final
 
 import msgspec
+import torch
 
 from pytest_gputrain.hardware.step_time import expected_time
 from pytest_gputrain.records import CountCause, Place, Rates, TracedCall
+from pytest_gputrain.worker.compiling import CompileCalls
 from pytest_gputrain.worker.counted_steps import counts_of
 from pytest_gputrain.worker.emulated_values.program_lines import describe_line, name_of_file, own_frame
 from pytest_gputrain.worker.flops import count_flops
@@ -127,6 +129,9 @@ class ProgramTimer(ProgramCounter):
         self._last: deque[list[TracedCall]] = deque(maxlen=LAST_STEPS)
         self._work = WorkCount(lambda: "")
         super().__init__()
+        self._processes, self._compile_calls = 1, CompileCalls()
+        self._noting = self._compile_calls.noted()
+        self._noting.__enter__()
         self._following = count_flops(self._work)
         self._following.__enter__()  # until the process ends: leaving it in the middle could leave a mode of the program's
 
@@ -136,12 +141,17 @@ class ProgramTimer(ProgramCounter):
     def next_step(self, *, kept: bool = True) -> None:
         if kept:
             self._last.append(self._work.calls())
+            distributed = torch.distributed
+            if distributed.is_available() and distributed.is_initialized():
+                self._processes = distributed.get_world_size()
         self._others_since.clear()
         self.begin_step()
 
     def report(self) -> dict[str, Any]:
         """Return the estimate that is the median of those of the last steps, as a record of an `EmulatedProcess` has it."""
-        estimates = sorted((expected_time(calls, self._rates) for calls in self._last), key=lambda one: one.seconds or 0.0)
+        compiled, processes = self._compile_calls.any, self._processes
+        every = (expected_time(calls, self._rates, compiled=compiled, processes=processes) for calls in self._last)
+        estimates = sorted(every, key=lambda one: one.seconds or 0.0)
         return {"expected": msgspec.to_builtins(estimates[len(estimates) // 2])} if estimates else {}
 
 
