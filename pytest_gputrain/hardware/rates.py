@@ -43,11 +43,11 @@ def rates_of(marker: str, like: str = "") -> Rates | None:
     platform, board = PLATFORMS[marker], file["boards"].get(marker, {"like": like} if like else None)
     if board is None:
         return None
-    tf32 = {"tf32": platform.tf32_flops} if platform.tf32_flops else {}
+    tf32 = platform.tf32_flops if not platform.lacks("bf16") else None  # earlier tensor cores have neither
     sources = [file["sources"][source] for source in board.get("from", {})]
     return Rates(
         board=marker,
-        flops=platform.peak_flops | tf32,
+        flops=platform.peak_flops | ({"tf32": tf32} if tf32 else {}),
         bandwidth=platform.bandwidth,
         multiprocessors=platform.multiprocessors,
         kinds=_kinds(file["boards"], board),

@@ -8,6 +8,7 @@ docs/how-fast.md has the errors of the estimates.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final
@@ -59,11 +60,16 @@ _EXCHANGES: Final = ("c10d.", "_c10d_functional.")
 """Beginnings of the names of operators that exchange data with other GPUs."""
 _KNOWN_LIBRARIES: Final = ("bitsandbytes.", "fsdp.", "prims.", "torchvision.")
 """Those of other libraries whose kernels move memory."""
+_COMPUTING: Final = re.compile(
+    r"rnn|lstm|gru(_|$)|_mm|mm_|matmul|cdist|pdist|linalg(?!_vector_norm)|fft|ctc|svd|geqrf|orgqr|ormqr|cholesky|triangular_solve"
+    r"|(^|_)lu_|(?<!w)eig|conv_depthwise|slow_conv|conv_tbc|transformer_encoder|trilinear$|addr|spsolve|sspaddmm|sampled_addmm"
+)
+"""Parts of the names of torch's operators that compute more than they move, which mostly have no formula of FLOPs."""
 _NO_RATES: Final = "it is not known what kernels sustain on this GPU"
 
 
 class _Unknown(Exception):
-    """The kernel of a call is not known, or no rate of it on this board."""
+    """The kernel of a call is not known, or no rate of it on this board. The argument names it better than its operator."""
 
 
 def expected_time(
@@ -91,8 +97,10 @@ def expected_time(
     exchanged = 0.0
     for call in calls:
         number += call.count
+        if call.operator.endswith(".wait_tensor"):
+            continue
         if call.operator.startswith(_EXCHANGES):
-            passes = 2 if "allreduce" in call.operator else 1  # it scatters the sums, and gathers them
+            passes = 2 if "allreduce" in call.operator.replace("_", "") else 1  # it scatters the sums, and gathers them
             exchanged += call.count * passes * max(call.read, call.written) * (processes > 1)
             continue
         if "host" in call.flags:
@@ -100,10 +108,10 @@ def expected_time(
             continue
         try:
             part, seconds = board.kernel(call)
-        except _Unknown:
+        except _Unknown as error:
             peak = rates.flops.get(call.dtype, min(rates.flops.values()))
             moving = _UNKNOWN_FACTOR * (call.read + call.written) / rates.bandwidth
-            unknown[call.operator] += call.count * max(moving, call.flops / (peak * _UNKNOWN_SHARE))
+            unknown[str(error) or call.operator] += call.count * max(moving, call.flops / (peak * _UNKNOWN_SHARE))
             continue
         parts[part] += call.count * seconds * (_COMPILED_TRAFFIC if compiled and part == "pointwise" else 1)
     gpu = sum(parts.values())
@@ -118,6 +126,8 @@ def expected_time(
         )
     elif not why and processes > 1 and not (exchanged and processes <= _OF_A_NODE and "link_gb" in rates.kinds):
         why = "it is not known how fast these GPUs exchange data with each other"
+    elif not why and compiled and host > gpu:
+        why = "it is not known how long the host takes for compiled code, and the GPU may wait for it"
     if why:
         return ExpectedTime(seconds=None, parts=dict(parts), host_seconds=host, not_modelled=share, unknown=why)
     step = max(gpu, host)
@@ -147,7 +157,7 @@ class _Board:
 
     def _kind(self, name: str) -> float:
         if name not in self._kinds:
-            raise _Unknown(name)
+            raise _Unknown
         return self._kinds[name]
 
     def _bandwidth(self, kind: str) -> float:
@@ -156,9 +166,9 @@ class _Board:
     def _arithmetic(self, call: TracedCall) -> tuple[str, float]:
         """Return the name of the arithmetic of a call in rates.toml, and the peak of it."""
         in_tf32 = "tf32" in call.flags and call.dtype == "fp32" and "attention" not in call.operator  # which ignores it
-        name = "tf32" if in_tf32 else call.dtype
+        name = "tf32" if in_tf32 and "tf32" in self._rates.flops else call.dtype
         if name not in self._rates.flops:
-            raise _Unknown(name)
+            raise _Unknown
         return "16bit" if name in ("bf16", "fp16") else name, self._rates.flops[name]
 
     def kernel(self, call: TracedCall) -> tuple[Part, float]:
@@ -180,8 +190,13 @@ class _Board:
             kind, peak = self._arithmetic(call)
             traffic = 3 * (call.read + call.written) / self._bandwidth("pointwise")
             return "matrix products", 2 * self._start + call.flops / (peak * self._kind(f"products_{kind}")) + traffic
-        if call.flops or "attention" in name or ("." in name and not name.startswith(_KNOWN_LIBRARIES)):
-            raise _Unknown(name)
+        if (
+            call.flops
+            or "attention" in name
+            or _COMPUTING.search(name)
+            or ("." in name and not name.startswith(_KNOWN_LIBRARIES))
+        ):
+            raise _Unknown
         return "optimizer" if "optimizer" in call.flags else "pointwise", self._traffic(call)
 
     def _traffic(self, call: TracedCall) -> float:
@@ -246,5 +261,7 @@ class _Board:
         bandwidth = self._bandwidth("pointwise")
         if "grouped" in call.flags and weight[1] == 1:
             return start + 3 * moved / bandwidth
+        if "grouped" in call.flags:
+            raise _Unknown("grouped convolutions")
         moved *= 1 if "channels_last" in call.flags else 2  # copied to channels last, and back
         return start + call.flops / (peak * self._kind(f"convolutions_{kind}")) + moved / bandwidth

@@ -185,6 +185,40 @@ def test_there_are_no_seconds_where_a_large_part_is_not_known(calls, rates, why)
     assert why in expected.unknown
 
 
+@pytest.mark.parametrize("name", ["_cudnn_rnn", "_int_mm", "_cdist_forward", "linalg_qr", "_fft_r2c", "_ctc_loss", "addmm_"])
+def test_an_operator_that_computes_without_a_formula_is_not_taken_for_a_copy(name):
+    assert f"{name} are not known" in expected_time([COPY, msgspec.structs.replace(COPY, operator=name)], RATES).unknown
+
+
+@pytest.mark.parametrize("name", ["linalg_vector_norm", "native_layer_norm", "relu_", "silu_backward", "_weight_norm"])
+def test_an_operator_that_only_moves_memory_is_known(name):
+    assert expected_time([msgspec.structs.replace(COPY, operator=name)], RATES).seconds
+
+
+def test_grouped_convolutions_are_not_known():
+    grouped = msgspec.structs.replace(CONVOLUTION, shapes=((8, 64, 56, 56), (64, 4, 3, 3)), flags=("tf32", "grouped"))
+    assert "grouped convolutions are not known" in expected_time([COPY, grouped], RATES).unknown
+
+
+def test_a_board_without_tf32_convolves_in_fp32():
+    flops = {"fp32": 5e13, "fp16": 1e14}
+    rates = msgspec.structs.replace(with_kinds(convolutions_fp32=0.8), flops=flops)
+    assert expected_time([CONVOLUTION], rates).gpu_seconds == pytest.approx(1e12 / 4e13 + 4e9 / 2e12)
+    assert [marker for marker in ("v100", "t4", "a100") if "tf32" in rates_of(marker).flops] == ["a100"]
+
+
+def test_a_compiled_step_that_may_wait_for_the_host_has_no_seconds():
+    calls = [msgspec.structs.replace(COPY, count=10)]
+    assert "for compiled code" in expected_time(calls, with_kinds(call_us=4000), compiled=True).unknown
+
+
+def test_functional_collectives_exchange_what_those_of_c10d_do_and_waiting_exchanges_nothing():
+    names = ("c10d.allreduce_", "_c10d_functional.all_reduce", "_c10d_functional.wait_tensor")
+    one, other, wait = (TracedCall(operator=name, read=10**9, written=10**9) for name in names)
+    steps = ([COPY, one], [COPY, other, wait])
+    assert len({expected_time(calls, with_kinds(link_gb=100), processes=2).seconds for calls in steps}) == 1
+
+
 def test_copies_over_pcie_are_not_known():
     few, many = (
         expected_time([COPY, TracedCall(operator="copy_", flags=("host",), written=size)], RATES) for size in (10**6, 10**7)
