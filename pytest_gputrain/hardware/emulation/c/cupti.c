@@ -42,27 +42,27 @@ union record {
   char block[256];
 };
 
-// The functions of which records tell, as CUPTI numbers them. The driver's only launches kernels.
+// The functions of the runtime of which records tell, as CUPTI numbers them.
 static const struct function {
   const char *name;
-  int kind, number;
+  int number;
 } functions[] = {
-    {"cudaMalloc", RUNTIME, 20},
-    {"cudaFree", RUNTIME, 22},
-    {"cudaFreeHost", RUNTIME, 26},
-    {"cudaHostAlloc", RUNTIME, 27},
-    {"cudaMemcpy", RUNTIME, 31},
-    {"cudaMemcpyAsync", RUNTIME, 41},
-    {"cudaMemcpy2DAsync", RUNTIME, 44},
-    {"cudaMemset", RUNTIME, 49},
-    {"cudaMallocManaged", RUNTIME, 206},
-    {"cudaStreamSynchronize", RUNTIME, 131},
-    {"cudaEventSynchronize", RUNTIME, 137},
-    {"cudaStreamWaitEvent", RUNTIME, 147},
-    {"cudaDeviceSynchronize", RUNTIME, 165},
-    {"cudaLaunchKernel", RUNTIME, 211},
-    {"cudaStreamBeginCapture", RUNTIME, 315},
-    {"cudaGraphLaunch", RUNTIME, 311},
+    {"cudaMalloc", 20},
+    {"cudaFree", 22},
+    {"cudaFreeHost", 26},
+    {"cudaHostAlloc", 27},
+    {"cudaMemcpy", 31},
+    {"cudaMemcpyAsync", 41},
+    {"cudaMemcpy2DAsync", 44},
+    {"cudaMemset", 49},
+    {"cudaMallocManaged", 206},
+    {"cudaStreamSynchronize", 131},
+    {"cudaEventSynchronize", 137},
+    {"cudaStreamWaitEvent", 147},
+    {"cudaDeviceSynchronize", 165},
+    {"cudaLaunchKernel", 211},
+    {"cudaStreamBeginCapture", 315},
+    {"cudaGraphLaunch", 311},
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -123,7 +123,7 @@ static void put_call(const char *name) {
     if (pushed[kind].depth)
       put(&(union record){
           .external = {EXTERNAL, kind, pushed[kind].ids[(pushed[kind].depth - 1) % DEPTH], last_correlation}});
-  put(&(union record){.api = {function->kind, function->number, time, time + 1, (uint32_t)getpid(),
+  put(&(union record){.api = {RUNTIME, function->number, time, time + 1, (uint32_t)getpid(),
                               (uint32_t)(uintptr_t)pthread_self(), last_correlation, 0}});
 }
 
