@@ -15,6 +15,7 @@ import pytest
 import pytest_gputrain
 from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.environment import emulated_environment
+from pytest_gputrain.utils import linux
 from pytest_gputrain.utils.errors import CannotEmulate
 
 ROOT = Path(pytest_gputrain.__file__).parents[1]
@@ -80,7 +81,9 @@ def preloaded(stand_ins, torch):
             pass_fds=[listening.fileno()],
             env=emulated_environment(environ, stand_ins, description),
         )
-    with process:
+    with process, pytest.MonkeyPatch.context() as patch:
+        # As `forked_elsewhere` has it, for tests that start workers in this process.
+        patch.setattr(linux, "_parent_of", lambda pid: None)
         forked = {
             "GPUTRAIN_TESTS_PRELOADED": address,
             "PYTEST_PLUGINS": "forked_elsewhere",
