@@ -84,11 +84,7 @@ def preloaded(stand_ins, torch):
     with process, pytest.MonkeyPatch.context() as patch:
         # As `forked_elsewhere` has it, for tests that start workers in this process.
         patch.setattr(linux, "_parent_of", lambda pid: None)
-        forked = {
-            "GPUTRAIN_TESTS_PRELOADED": address,
-            "PYTEST_PLUGINS": "forked_elsewhere",
-            "PYTHONPATH": environ["PYTHONPATH"],
-        }
+        forked = {"GPUTRAIN_TESTS_PRELOADED": address, "PYTHONPATH": environ["PYTHONPATH"]}
         yield lambda given: given if any(name.startswith(READ_AT_START) for name in given) else {**forked, **given}
         process.stdin.close()
 
@@ -127,13 +123,19 @@ def emulate_parts(emulate):
 
 @pytest.fixture(scope="session")
 def run_tests_in(preloaded):
-    """Run pytest in a folder on an emulated H100: its completed process, and the results of its report by test."""
+    """Run pytest in a folder on an emulated H100: its completed process, and the results of its report by test.
 
-    def run(folder, *arguments, emulated=True, below=(), **variables):
+    Args:
+        fresh: start its workers as a user does, by interpreters of their own.
+    """
+
+    def run(folder, *arguments, emulated=True, fresh=False, below=(), **variables):
+        variables = variables if fresh else preloaded(variables)
         (folder / "tox.ini").write_text("[pytest]\n")
         options = ["-q", "-p", "no:cacheprovider", "--rootdir=.", "--gpu-json=report.json"]
         options += ["--gpu-platform=h100", "--gpu-emulate"] if emulated else []
-        done = _run(folder, [*below, sys.executable, "-m", "pytest", *options, *arguments], preloaded(variables))
+        options += ["-p", "forked_elsewhere"] if "GPUTRAIN_TESTS_PRELOADED" in variables else []
+        done = _run(folder, [*below, sys.executable, "-m", "pytest", *options, *arguments], variables)
         report = folder / "report.json"
         results = json.loads(report.read_bytes())["results"] if report.exists() else []
         return done, {result["nodeid"].partition("::")[2]: result for result in results}

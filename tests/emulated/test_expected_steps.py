@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-import pytest_gputrain
 from pytest_gputrain.hardware.rates import FILE
 
 TRAINING = """
@@ -60,7 +59,7 @@ runpy.run_path({tools!r} + "/calibrate.py", run_name="__main__")
 
 def test_a_dry_run_of_the_calibration_measures_all_and_writes_nothing(emulate):
     before = FILE.read_bytes()
-    tools = str(Path(pytest_gputrain.__file__).parents[1] / "tools")
+    tools = str(Path(__file__).parents[2] / "tools")
     done, _ = emulate(CALIBRATION.format(tools=tools))
     assert done.returncode == 0, done.stderr
     assert "measurements ran; their times mean nothing, and no rates are written" in done.stdout

@@ -394,7 +394,7 @@ def test_own_cases_are_forked_and_take_what_they_take_in_fresh_processes(run_tes
     )
 
     def replies(isolation):
-        done, results = run_tests(f"--gpu-isolation={isolation}", ISOLATION=isolation)
+        done, results = run_tests(f"--gpu-isolation={isolation}", fresh=True, ISOLATION=isolation)
         assert done.returncode == 0, done.stdout
         return {test: result["reply"] for test, result in results.items()}
 

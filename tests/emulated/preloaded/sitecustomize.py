@@ -31,7 +31,7 @@ def run_there(address):
     os._exit(status)
 
 
-if ADDRESS in os.environ and "GPUTRAIN_EMULATED_DEVICE" in os.environ:
+if ADDRESS in os.environ and "GPUTRAIN_EMULATED_DEVICE" in os.environ and os.environ.get("LD_PRELOAD"):
     if sys.orig_argv[1:] == FORKS_WORKERS:
         run_there(os.environ[ADDRESS])
     elif len(sys.orig_argv) > 1 and sys.orig_argv[1].endswith(".py"):
