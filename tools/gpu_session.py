@@ -81,7 +81,7 @@ def steps(asked: Asked) -> Iterator[Step]:
         return
     yield Step(
         "driver",
-        (sys.executable, "-m", "pytest_gputrain.cli.main", "devices", "--record", str(asked.folder / "driver.json")),
+        (sys.executable, "-m", "pytest_gputrain.cli.main", "doctor", "--record", str(asked.folder / "driver.json")),
     )
     yield Step("tests", (*PYTEST, "tests/gpu", f"--junitxml={asked.folder / 'tests.xml'}"))
     for node in ordered(collected(asked), asked.marker):

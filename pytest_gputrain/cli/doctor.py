@@ -1,7 +1,7 @@
 """Runs the command ``gputrain doctor``, which checks whether this host has everything that a run on its GPUs needs.
 
-Each check is a function that yields what it found; none of them starts a case. This process never imports torch: which build
-is installed, torch's own file of versions tells.
+It also lists the GPUs, and records what their drivers answer. Each check is a function that yields what it found; none of
+them starts a case. This process never imports torch: which build is installed, torch's own file of versions tells.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
+from pytest_gputrain.cli import doctor_gpus
 from pytest_gputrain.execution.launch.environment import CHOOSING
-from pytest_gputrain.hardware import amd, drivers, lease, machine, nvidia
+from pytest_gputrain.hardware import amd, drivers, lease, machine, nvidia, recording, topology
 from pytest_gputrain.hardware.devices import Gpu, HardwareError, Vendor
 from pytest_gputrain.hardware.emulation.build import COMPILERS, find_compiler
 from pytest_gputrain.hardware.emulation.libraries import version_file
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import CannotEmulate
+from pytest_gputrain.utils.files import write_atomically
 
 Status = Literal["ok", "warning", "problem"]
 
 _GET_TORCH: Final = "install the build for it from https://pytorch.org/get-started/locally"
 _ORDER: Final = "CUDA_DEVICE_ORDER"
+_RECORDED_READINGS: Final = 5
+"""Readings of a GPU in a recording: several, so that it shows whether counters advance."""
 _NO_ROCM: Final = (20,)
 """No release of ROCm: the binding that ROCm brings counts those of the C library, from 23 on."""
 
@@ -59,23 +63,59 @@ class Torch(NamedTuple):
 def add_to(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="find out what this host lacks to run cases on its GPUs",
-        description="Check drivers, bindings, torch, permissions and the lock folder of this host, and print a line "
-        "for each "
-        "check, with its remedy. The exit status is 1 if there is a problem. Warnings leave it 0.",
+        help="find out what this host lacks to run cases on its GPUs, and list them",
+        description="Check drivers, bindings, torch, permissions and the lock folder of this host, and print a line for "
+        "each check, with its remedy. Then list the GPUs as their drivers describe them, whatever CUDA_VISIBLE_DEVICES "
+        "says. The exit status is 1 if there is a problem. Warnings leave it 0.",
     )
-    doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
+    form = doctor.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the checks as JSON, without the list of GPUs")
+    form.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="also write every reply of the drivers' libraries to this file, to report a problem",
+    )
+    form.add_argument("--replay", type=Path, metavar="FILE", help="only list the GPUs of such a file")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the checks; 1 where one found a problem, else 0."""
-    checks = examine()
+    """Print the checks and the GPUs; 1 where a problem was found, 2 where a file cannot be read or written, else 0."""
+    try:
+        return _replay(options.replay) if options.replay is not None else _examine_this_host(options)
+    except ValueError as error:
+        console.say(error)
+    except OSError as error:
+        done = "read" if options.replay else "written"
+        console.say(f"{options.replay or options.record} cannot be {done}: {error.strerror}")
+    return 2
+
+
+def _replay(path: Path) -> int:
+    """List the GPUs of a recording; of its machine, neither network cards nor cores are known here."""
+    with recording.replayed(path):
+        try:
+            console.put(doctor_gpus.describe(topology.Sysfs(Path(os.devnull))) or f"no GPU is recorded in {path}")
+        except HardwareError as error:
+            console.say(error)
+            return 1
+    return 0
+
+
+def _examine_this_host(options: argparse.Namespace) -> int:
+    with contextlib.ExitStack() as stack:
+        recordings = stack.enter_context(recording.recorded()) if options.record else []
+        checks, table = examine(), ""
+        if not options.json:
+            with contextlib.suppress(HardwareError):  # which a check has told
+                table = doctor_gpus.describe(topology.Sysfs(), readings=_RECORDED_READINGS if options.record else 1)
+    if options.record:
+        write_atomically(options.record, json.dumps(recordings, indent=1).encode() + b"\n")
     sound = all(check.status != "problem" for check in checks)
     if options.json:
         console.put(json.dumps({"sound": sound, "checks": [check._asdict() for check in checks]}, indent=1))
     else:
-        for check in checks:
-            console.put(str(check))
+        console.put("\n".join([*map(str, checks), *(["", table] if table else [])]))
     return 0 if sound else 1
 
 

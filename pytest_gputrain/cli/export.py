@@ -12,7 +12,9 @@ from pytest_gputrain.records import Report
 from pytest_gputrain.report.export import published
 from pytest_gputrain.report.export.formats import FORMATS
 from pytest_gputrain.report.export.points import left_out, points
+from pytest_gputrain.report.html import page
 from pytest_gputrain.storage.baselines import BaselineError
+from pytest_gputrain.storage.history import HistoryError
 from pytest_gputrain.storage.published import PublishedStore, PublishedTable
 from pytest_gputrain.storage.reports import read_report
 from pytest_gputrain.utils import console
@@ -22,7 +24,7 @@ from pytest_gputrain.utils.suggest import did_you_mean
 
 def add_to(commands: Any) -> None:
     formats = "\n".join(f"  {name:<24} {format_.reads}" for name, format_ in FORMATS.items())
-    formats += f"\n  {'html':<24} browsers: bars of published tables, with --published only"
+    formats += f"\n  {'html':<24} browsers: a page with everything inside, also of histories or published tables"
     export = commands.add_parser(
         "export",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -53,6 +55,14 @@ def add_to(commands: Any) -> None:
         f"{', '.join(published.FORMATS)}",
     )
     export.add_argument(
+        "--history",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="draw the trends of this history of --gpu-history, in the format html; may be repeated",
+    )
+    export.add_argument(
         "--baseline-dir",
         type=Path,
         default=Path("baselines"),
@@ -65,7 +75,7 @@ def main(options: argparse.Namespace) -> int:
     """Write the export; 0, or 2 for bad input."""
     try:
         notes = _export(options)
-    except (BaselineError, ValueError) as error:
+    except (BaselineError, HistoryError, ValueError) as error:
         console.say(error)
         return 2
     except OSError as error:
@@ -80,12 +90,15 @@ def _export(options: argparse.Namespace) -> list[str]:
     """Write the export, and return sentences for what it lacks.
 
     Raises:
-        BaselineError: a file cannot be read.
+        BaselineError: a report or a table cannot be read.
+        HistoryError: a history cannot be read.
         ValueError: the arguments do not fit together, or there is nothing to write.
         OSError: the output cannot be written.
     """
     if options.format == "terminal" and options.output is not None:
         raise ValueError(f"the format terminal is only printed; give another --format for {options.output}")
+    if options.history and (options.format != "html" or options.published is not None):
+        raise ValueError("--history is drawn in the format html alone; give --format html, and not --published")
     if options.published is None:
         written, notes = _of_reports(options)
     else:
@@ -100,11 +113,11 @@ def _export(options: argparse.Namespace) -> list[str]:
 
 
 def _of_reports(options: argparse.Namespace) -> tuple[str | Mapping[str, str], list[str]]:
-    if options.format not in FORMATS:
-        raise ValueError(f"{options.format} draws published tables; add --published, or use gputrain html for reports")
-    format_ = FORMATS[options.format]
-    if not options.reports:
+    if not options.reports and not options.history:
         raise ValueError("nothing to export; give a report of --gpu-json, or --published")
+    if options.format == "html":
+        return _page(options), []
+    format_ = FORMATS[options.format]
     if len(options.reports) > 1 and not format_.many:
         raise ValueError(f"{options.format} holds one run, and {count(len(options.reports), 'report')} were given; give one")
     reports = _read(options)
@@ -114,6 +127,14 @@ def _of_reports(options: argparse.Namespace) -> tuple[str | Mapping[str, str], l
         raise ValueError(f"{', '.join(map(str, options.reports))} has no case with figures for {options.format}")
     notes = [sentence for report in reports for sentence in left_out(report.results, timed=format_.timed)]
     return format_.export(reports), notes
+
+
+def _page(options: argparse.Namespace) -> str:
+    if lacking := page.missing():
+        raise ValueError(lacking)
+    reports = _read(options)
+    history_trends = page.read_trends(options.history, console.say) if options.history else None
+    return page.page(reports, history_trends, baseline_dir=options.baseline_dir)
 
 
 def _of_published_tables(options: argparse.Namespace) -> tuple[str, list[str]]:

@@ -7,18 +7,15 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from pytest_gputrain.cli import ab, check_baselines, compare, devices, doctor, emulate, export, html, node, predict, trend
-from pytest_gputrain.utils import console
+from pytest_gputrain.cli import ab, check_baselines, compare, doctor, emulate, export, node, predict, trend
 
 COMMANDS: Final = {
     "ab": ab,
     "check-baselines": check_baselines,
     "compare": compare,
-    "devices": devices,
     "doctor": doctor,
     "emulate": emulate,
     "export": export,
-    "html": html,
     "node": node,
     "predict": predict,
     "trend": trend,
@@ -30,12 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     It is 1 for a regression, a damaged baseline or a problem of the host, 2 for bad input, and 0 otherwise.
     """
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] == ["table"]:
-        console.say("there is no gputrain table; gputrain export prints the same tables")
-        return 2
     parser = command_parser()
-    options, rest = parser.parse_known_args(words)
+    options, rest = parser.parse_known_args(arguments)
     if options.command == "ab":
         return ab.main(options, rest)
     if rest:

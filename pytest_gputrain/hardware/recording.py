@@ -132,7 +132,7 @@ class Replay(types.ModuleType):
             sound = msgspec.convert(recording, _Recording)
         except msgspec.ValidationError as error:
             raise ValueError(
-                f"it is not a recording of a vendor's library ({error}); make one with gputrain devices --record"
+                f"it is not a recording of a vendor's library ({error}); make one with gputrain doctor --record"
             ) from None
         super().__init__(sound.library)
         self.asked: list[str] = []

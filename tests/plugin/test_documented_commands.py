@@ -155,12 +155,11 @@ def check_gputrain(command, command_project):
             config.parent.mkdir(exist_ok=True)
             config.write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 36, "vision_config": {}}))
         assert main.main(words) == 0
+    elif options.command == "doctor" and options.replay is not None:
+        shutil.copy(ROOT / "tests/unit/recordings/nvidia-h100-x2.json", command_project.path / options.replay)
+        assert main.main(words) == 0
     elif options.command in ("doctor", "node"):  # the former's exit status depends on the host
         assert rest == []
-    elif options.command == "devices":
-        if options.replay is not None:
-            shutil.copy(ROOT / "tests/unit/recordings/nvidia-h100-x2.json", command_project.path / options.replay)
-        assert main.main(words) == 0
     else:
         outputs = [words[index + 1] for index, word in enumerate(words) if word == "-o"]
         command_project.add_reports(*(word for word in words if word.endswith((".json", ".jsonl")) and word not in outputs))

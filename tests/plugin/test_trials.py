@@ -41,11 +41,15 @@ def test_every_subcommand_refuses_damaged_reports_and_histories_in_one_sentence(
     report_commands = [
         *(["export", "bad", f"--format={name}"] for name in formats),
         ["export", "bad", "--format=otava", "-o", "out"],
-        ["html", "bad", "-o", "out"],
+        ["export", "bad", "--format=html", "-o", "out"],
         ["compare", "bad", "report.json"],
         ["compare", "report.json", "bad"],
     ]
-    history_commands = [["trend", "bad"], ["trend", "bad", "--html", "out"], ["html", "--history", "bad", "-o", "out"]]
+    history_commands = [
+        ["trend", "bad"],
+        ["trend", "bad", "--html", "out"],
+        ["export", "--history", "bad", "--format=html", "-o", "out"],
+    ]
     for commands, text in ((report_commands, report), (history_commands, history)):
         for name, data in _damages(text).items():
             (suite.path / "bad").write_bytes(data)

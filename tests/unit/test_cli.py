@@ -198,14 +198,16 @@ export emulated.json --format=pytest-benchmark
 export report.json -o table.txt
 export report.json --published --format=bencher
 export report.json --format=csv -o report.json/x
-table report.json
+doctor --replay gone.json
+export report.json --history history.jsonl
+export --published --history history.jsonl --format=html
 compare report.json gone.json
 compare report.json no.json
 compare report.json report.json
 compare report.json empty.json
-devices --replay no.json
-devices --replay list.json
-devices --replay os.json
+doctor --replay no.json
+doctor --replay list.json
+doctor --replay os.json
 check-baselines gone
 """
 

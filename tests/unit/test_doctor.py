@@ -110,6 +110,34 @@ def test_this_host_can_be_examined_without_importing_torch():
         assert json.loads(build) == [about["__version__"], about["cuda"] or "", about["hip"] or ""]
 
 
+def test_gpus_are_listed_below_the_checks_and_recorded_for_a_replay(h100s, tmp_path, capsys):
+    """Several readings are recorded of each GPU; other tests tell what is in the list."""
+    assert main(["doctor"]) == 0
+    checks, listed = capsys.readouterr().out.split("\n\n", 1)
+    assert checks.splitlines()[0].startswith("ok       nvidia ")
+    assert "588 W of 700 W" in listed
+    assert main(["doctor", "--record", str(tmp_path / "driver.json")]) == 0
+    assert capsys.readouterr().out == f"{checks}\n\n{listed}"
+    assert main(["doctor", "--replay", str(tmp_path / "driver.json")]) == 0
+    assert "588 W of 700 W" in capsys.readouterr().out
+    (document,) = json.loads((tmp_path / "driver.json").read_text())
+    (utilization,) = {
+        len(replies) for call, replies in document["calls"].items() if call.startswith("nvmlDeviceGetUtilizationRates(")
+    }
+    assert utilization == 5
+    assert main(["doctor", "--record", str(tmp_path / "no" / "folder" / "\0")]) == 2
+
+
+def test_a_driver_that_fails_is_a_finding_and_is_recorded(tmp_path, capsys):
+    mismatch = {"error": 18, "says": "Driver/library version mismatch"}
+    with _replay(tmp_path, "nvidia-h100-x2", nvmlInit=mismatch):
+        assert main(["doctor", "--record", str(tmp_path / "driver.json")]) == 1
+    assert "problem  nvidia" in capsys.readouterr().out
+    assert main(["doctor", "--replay", str(tmp_path / "driver.json")]) == 1
+    out, err = capsys.readouterr()
+    assert (out, "Driver/library version mismatch" in err) == ("", True)
+
+
 def test_torch_must_be_built_for_the_gpus(h100s, monkeypatch, saying):
     saying["sound"] = [*_said(), *_said("gpus", "torch")]
     for name, torch in {

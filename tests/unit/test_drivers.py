@@ -318,9 +318,9 @@ def test_a_module_is_recorded_as_import_finds_it(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
     monkeypatch.setattr(amd, "DEVICE_FILE", tmp_path / "kfd")
-    assert main(["devices", "--record", str(tmp_path / "none.json")]) == 0
+    assert main(["doctor", "--record", str(tmp_path / "none.json")]) in (0, 1)  # whatever this host lacks
     (document,) = json.loads((tmp_path / "none.json").read_text())
-    assert document["calls"]["nvmlSystemGetDriverVersion()"] == [{"reply": "580.1"}]
+    assert document["calls"]["nvmlSystemGetDriverVersion()"][0] == {"reply": "580.1"}
 
 
 def test_a_recording_of_a_replay_is_the_same_again_and_leaves_libraries_as_they_were(tmp_path):
@@ -335,13 +335,11 @@ def test_a_recording_of_a_replay_is_the_same_again_and_leaves_libraries_as_they_
         assert drivers.gpus() == table
 
 
-def test_devices_are_listed_or_that_there_are_none(capsys, monkeypatch, tmp_path):
-    assert main(["devices", "--replay", str(RECORDINGS / "nvidia-h100-x2.json")]) == 0
+def test_gpus_of_a_recording_are_listed_or_that_it_has_none(capsys, tmp_path):
+    assert main(["doctor", "--replay", str(RECORDINGS / "nvidia-h100-x2.json")]) == 0
     printed = capsys.readouterr().out
     assert "588 W of 700 W" in printed
     assert "a process (pid 11345, 15.3 GiB) on GPU 1" in printed
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(amd, "DEVICE_FILE", tmp_path / "kfd")
-    assert main(["devices", "--record", str(tmp_path / "none.json")]) == 0
-    assert capsys.readouterr().out == "no GPU is seen here; cases train on the CPU, at tiny scale\n"
-    assert json.loads((tmp_path / "none.json").read_text()) == []
+    (tmp_path / "none.json").write_text("[]")
+    assert main(["doctor", "--replay", str(tmp_path / "none.json")]) == 0
+    assert capsys.readouterr().out == f"no GPU is recorded in {tmp_path / 'none.json'}\n"

@@ -11,11 +11,9 @@ ARGUMENTS = {"ab": ["--base=main"], "compare": ["a.json", "b.json"], "trend": ["
 """What each subcommand that judges cannot do without."""
 OTHERS = {
     "check-baselines": [],
-    "devices": [],
     "doctor": [],
     "emulate": ["--gpu=h100"],
     "export": ["report.json"],
-    "html": ["report.json"],
     "node": ["folder"],
     "predict": ["llama-3.1-8b", "--gpu=h100"],
 }

@@ -385,7 +385,7 @@ def test_the_command_writes_a_page(tmp_path):
     history_trends_of(tmp_path, *([timed(1.0)] for _ in range(5)))
     output = tmp_path / "deep" / "page.html"
     written = write(tmp_path / "a.json", report(timed(1.0)))
-    assert main(["html", written, "--history", str(tmp_path / "history.jsonl"), "-o", str(output)]) == 0
+    assert main(["export", written, "--history", str(tmp_path / "history.jsonl"), "--format=html", "-o", str(output)]) == 0
     assert Reader(output.read_text()).sections == ["verdicts", "cases", "trends", "environment"]
 
 
@@ -415,8 +415,9 @@ def test_bad_input_of_the_command_is_one_sentence(tmp_path, capsys, monkeypatch,
     (tmp_path / "file").touch()
     said = {}
     find = importlib.util.find_spec
-    commands = ("html", "html missing.json", "html a.json --history none.jsonl", "html a.json -o file/page.html")
-    for words in (*commands, "html a.json -o x.html", "trend a.json --html x.html"):
+    commands = ("", "missing.json", "a.json --history none.jsonl", "a.json -o file/page.html")
+    exports = [f"export --format html {words}" for words in (*commands, "a.json -o x.html")]
+    for words in (*exports, "trend a.json --html x.html"):
         if "x.html" in words:
             monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
         assert main(words.split()) == 2

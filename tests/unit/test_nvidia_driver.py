@@ -28,7 +28,7 @@ T4 = f"name=Tesla T4,mib=15360,uuid={OTHER},bus=43,minor=1"
 
 IN_CHILD = """
 import json, os, pathlib, sys
-from pytest_gputrain.cli import devices
+from pytest_gputrain.cli import doctor_gpus
 from pytest_gputrain.execution.launch import environment
 from pytest_gputrain.hardware import amd, drivers, topology
 from pytest_gputrain.hardware.devices import HardwareError
@@ -230,7 +230,7 @@ def test_a_gpu_is_named_by_the_beginning_of_its_uuid_or_a_whole_one_without_a_pr
 def test_memory_that_is_not_told_is_not_zero(libraries):
     gpu = f"name=NVIDIA GB10,uuid={ONE},bus=1"
     environ = _environment(libraries[580], NVML_GPUS=gpu, COLUMNS="300")
-    command = [sys.executable, "-c", "from pytest_gputrain.cli.main import main; main(['devices'])"]
+    command = [sys.executable, "-c", "from pytest_gputrain.cli.main import main; main(['doctor'])"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     assert "not told" in done.stdout
     assert "0 B" not in done.stdout
@@ -313,6 +313,6 @@ def test_a_gpu_is_found_on_pcie_by_the_address_that_its_driver_tells(ask, tmp_pa
     (device / "local_cpulist").write_text("0-3\n")
     (tmp_path / "bus" / "pci" / "devices").mkdir(parents=True)
     (tmp_path / "bus" / "pci" / "devices" / device.name).symlink_to(device)
-    table = f"devices.links(gpus, topology.Sysfs(pathlib.Path({str(tmp_path)!r})))"
+    table = f"doctor_gpus.links(gpus, topology.Sysfs(pathlib.Path({str(tmp_path)!r})))"
     gpu = f"name=Tesla T4,mib=15360,uuid={ONE},bus=00,slot=1e"
     assert ask(f"{table}.headers + {table}.rows[0]", gpu) == ["", "GPU 0", "Cores", "GPU 0", "X", "0-3"]

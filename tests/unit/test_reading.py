@@ -111,17 +111,17 @@ def test_all_other_modules_read_by_these_functions():
 @pytest.mark.parametrize(
     "words",
     [
-        *("export /dev/zero", "table /dev/zero", "html /dev/zero", "html --history /dev/zero", "trend /dev/zero"),
+        *("export /dev/zero", "export --history /dev/zero --format html", "trend /dev/zero"),
         "compare /dev/zero /dev/zero",
     ],
 )
 def test_no_subcommand_reads_a_device_to_its_end(words, capsys, monkeypatch, tmp_path):
-    if words.startswith("html"):
+    if words.endswith("html"):
         pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
     monkeypatch.chdir(tmp_path)
     assert main(words.split()) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
-    assert "/dev/zero" in sentence or words.startswith("table")
+    assert "/dev/zero" in sentence
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pytest_gputrain.cli.devices import links
+from pytest_gputrain.cli.doctor_gpus import links
 from pytest_gputrain.hardware import drivers
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.hardware.drivers import paths
