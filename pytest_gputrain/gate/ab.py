@@ -127,7 +127,7 @@ _BASELINE: Final = re.compile(
     r"(?<![\w./-])(?:(?:its|the) )?baseline(?: of (?:\d{4}-\d\d-\d\d|an unknown day))?(?!\w|[./:-]\w)"
 )
 """The name of the baseline in sentences, which A/B replaces; no file of the user's that is called so."""
-_ADVICE: Final = re.compile(r"; record it(?: again)?(?: with --gpu-baseline-update(?:-new-only)?)?(?: to keep it)?")
+_ADVICE: Final = re.compile(r"; record it(?: again)?(?: with --gpu-baseline-(?:update|new))?(?: to keep it)?")
 
 
 def told_of_base(text: str) -> str:

@@ -79,7 +79,7 @@ def judge(
         sentence = f"{case} {_what_does_not_fit(run, title, 'does not fit')}; if that is expected, {_RECORD}"
         return Verdict(status="failed", sentence=sentence)
     if recorded is None:
-        sentence = f"{case} was never recorded on an emulated {title}; {_RECORD}-new-only"
+        sentence = f"{case} was never recorded on an emulated {title}; record it with --gpu-emulate --gpu-baseline-new"
         return Verdict(status="new", sentence=sentence)
     change = differences(recorded.case, case)
     sentence = f"{case} is not what was recorded on an emulated {title} ({change}); {_RECORD}"

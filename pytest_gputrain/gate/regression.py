@@ -204,7 +204,7 @@ def _from_peak(peak: JudgedPeak) -> _JudgedMetric:
 
 
 _RECORD: Final = "record it with --gpu-baseline-update"
-_RECORD_NEW: Final = f"{_RECORD}-new-only"
+_RECORD_NEW: Final = "record it with --gpu-baseline-new"
 """The remedy for a case without a baseline. It does not accept regressions of other cases."""
 
 

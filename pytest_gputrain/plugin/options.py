@@ -155,7 +155,7 @@ OPTIONS: Final = (
         help=("store the figures of this run as the baselines, replacing all runs of a case"),
     ),
     Option(
-        name="baseline-update-new-only",
+        name="baseline-new",
         switch=True,
         parse=_switch,
         help=("store the figures of cases that have no baseline yet"),

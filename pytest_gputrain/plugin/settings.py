@@ -24,11 +24,9 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
         ValueError: one sentence naming the option, the value, and what would be accepted.
     """
     values = {option.name: _value(option, options.get(option.name), ini.get(option.name, ""), root) for option in OPTIONS}
-    if values["baseline-update"] and values["baseline-update-new-only"]:
-        raise ValueError("--gpu-baseline-update and --gpu-baseline-update-new-only contradict each other; give one")
-    update: Literal["no", "new-only", "all"] = (
-        "all" if values["baseline-update"] else "new-only" if values["baseline-update-new-only"] else "no"
-    )
+    if values["baseline-update"] and values["baseline-new"]:
+        raise ValueError("--gpu-baseline-update and --gpu-baseline-new contradict each other; give one")
+    update: Literal["no", "new", "all"] = "all" if values["baseline-update"] else "new" if values["baseline-new"] else "no"
     baseline = values["baseline"]
     if baseline == "published" and update != "no":
         raise ValueError("--gpu-baseline-update records into --gpu-baseline-dir; it cannot update a published table")
@@ -215,7 +213,7 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
     for study in studies:
         others = {
             "--gpu-baseline-update": values["baseline-update"],
-            "--gpu-baseline-update-new-only": values["baseline-update-new-only"],
+            "--gpu-baseline-new": values["baseline-new"],
             f"--gpu-runs={values['runs']}": values["runs"] not in (None, 1),
             **is_inline,
             "--gpu-resume": values["resume"] is not None,

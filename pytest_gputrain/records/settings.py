@@ -21,7 +21,7 @@ OUTPUTS: Final = ("json", "html", "summary", "history")
 class Settings:
     """The settings of a run, from the command line, the ini file and the defaults."""
 
-    baseline_update: Literal["no", "new-only", "all"]
+    baseline_update: Literal["no", "new", "all"]
     baseline_prune: bool
     """Whether baselines that no test asks for are removed."""
     baseline_dir: Path

@@ -32,7 +32,7 @@ def records(settings: Settings, *, recorded: bool) -> bool:
     Args:
         recorded: whether the case has a baseline.
     """
-    return settings.baseline_update == "all" or (settings.baseline_update == "new-only" and not recorded)
+    return settings.baseline_update == "all" or (settings.baseline_update == "new" and not recorded)
 
 
 def is_strict(settings: Settings) -> bool:

@@ -100,7 +100,7 @@ def test_what_has_no_row_passes_as_not_comparable_in_ci_too_unless_strict(
 
 
 def test_no_table_is_written_and_a_damaged_one_stops_the_run_with_its_place(suite):
-    for update in ("--gpu-baseline-update", "--gpu-baseline-update-new-only"):
+    for update in ("--gpu-baseline-update", "--gpu-baseline-new"):
         assert_refused(suite, "*it cannot update a published table", PUBLISHED, update)
     folder = suite.path / "baselines" / "published"
     folder.mkdir(parents=True)

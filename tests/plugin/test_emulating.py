@@ -186,7 +186,7 @@ def test_figures_of_an_emulated_gpu_are_never_compared_with_measured_ones(h100):
     before = h100.baseline_file("tuning", H100_FOLDER).read_bytes()
     (h100.path / "conftest.py").write_text(CONFTEST)
     h100.answer({**RUN, "peak_allocated_bytes": 1})
-    h100.run(*EMULATE, "--gpu-json=emulated.json", f"{UPDATE}-new-only").assert_outcomes(passed=3)
+    h100.run(*EMULATE, "--gpu-json=emulated.json", "--gpu-baseline-new").assert_outcomes(passed=3)
     assert set(h100.verdicts("emulated.json").values()) == {"recorded"}
     assert h100.baseline_file("tuning", H100_FOLDER).read_bytes() == before
     # Nor is their report one to measure against or to resume.

@@ -95,7 +95,7 @@ def test_what_takes_longest_by_the_history_is_submitted_first(project, scheduler
 def test_baselines_that_there_are_not_yet_are_known_with_the_first_delivery(project, scheduler):
     project.run(*FLEET, "--gpu-baseline-update", "-k", "gemma")
     scheduler.forget()
-    project.run(*FLEET, "--gpu-baseline-update-new-only")
+    project.run(*FLEET, "--gpu-baseline-new")
     assert sorted(scheduler.submitted) == sorted([LLAMA] * 5 + [GEMMA] + [LLAMA_2] * 5)
     of_last = [test for case, test in zip(scheduler.submitted, scheduler.during, strict=True) if case == LLAMA_2]
     assert of_last == [IN_FIRST] * 5

@@ -39,7 +39,7 @@ ROWS = {
     ),
     "bigger": Row((recorded(bigger=2 * GiB),), "regressed", 3, "bigger-bf16 needs 2.00 GiB (5.7 %) more memory: *"),
     "faster": Row((recorded(slower=0.9),), "improved", 3, "* 10.0 % faster*"),
-    "new": Row((recorded(),), "new", 1, "* has no baseline; record it with --gpu-baseline-update-new-only", before=CRASHED),
+    "new": Row((recorded(),), "new", 1, "* has no baseline; record it with --gpu-baseline-new", before=CRASHED),
     "limited": Row((recorded(),), "over-limit", 3, mark="gpu_limit(memory='1 GiB')"),
     "out-of-memory": Row((OUT_OF_MEMORY,), "regressed", 2, "* ran out of device memory (warmup in step 1): CUDA out of *"),
     "out-of-memory-as-before": Row((OUT_OF_MEMORY,), "pass", before=OUT_OF_MEMORY),

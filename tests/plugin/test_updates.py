@@ -105,14 +105,14 @@ def test_new_only_adds_new_cases_and_leaves_the_text_of_the_others_which_it_gate
     lines_before = file.read_text().splitlines()
     suite.answer(recorded(slower=1.01, bigger=1000))
     (suite.path / "launches.jsonl").unlink()
-    suite.run(f"{UPDATE}-new-only").assert_outcomes(passed=3)
+    suite.run("--gpu-baseline-new").assert_outcomes(passed=3)
     assert sorted(launched(suite)) == sorted([*[GEMMA] * 5, LLAMA, LLAMA_2]), "a known case is measured once"
     assert changed(suite, before) == {GEMMA}
     remaining = iter(file.read_text().splitlines())
     assert all(line in remaining for line in lines_before)
     with_all = file.read_bytes(), file.stat().st_mtime_ns
     suite.answer(recorded(slower=1.08), to=GEMMA)
-    assert list(failures(suite.run(f"{UPDATE}-new-only"))) == [TEST]
+    assert list(failures(suite.run("--gpu-baseline-new"))) == [TEST]
     assert (file.read_bytes(), file.stat().st_mtime_ns) == with_all
 
 

@@ -48,7 +48,7 @@ TOLERANCES = {
 }
 LAYERS = [
     Layers("baseline-update", "baseline_update", (True, "all"), ("true", "all"), "no"),
-    Layers("baseline-update-new-only", "baseline_update", (True, "new-only"), ("yes", "new-only"), "no"),
+    Layers("baseline-new", "baseline_update", (True, "new"), ("yes", "new"), "no"),
     Layers("baseline-prune", "baseline_prune", (True, True), ("true", True), False),
     Layers("baseline-dir", "baseline_dir", ("/typed", Path("/typed")), ("/ini", Path("/ini")), ROOT / "baselines"),
     Layers("time-tolerance", "time_tolerance", ("5%", 0.05), ("0.1", 0.1), 0.03),
@@ -145,7 +145,7 @@ def test_command_line_counts_before_ini_and_ini_before_default(layers):
     ("switch", "field", "off"),
     [
         ("baseline-update", "baseline_update", "no"),
-        ("baseline-update-new-only", "baseline_update", "no"),
+        ("baseline-new", "baseline_update", "no"),
         *((name.replace("_", "-"), name, False) for name in ("baseline_prune", "strict", "emulate", "find_batch")),
     ],
 )
@@ -219,13 +219,13 @@ def test_options_that_cannot_both_be_meant_are_refused(snapshot, tmp_path):
     (tmp_path / "old.json").touch()
     report = {"baseline": str(tmp_path / "old.json")}
     both = [
-        ({"baseline-update": True, "baseline-update-new-only": True}, {}),
+        ({"baseline-update": True, "baseline-new": True}, {}),
         *(({"emulate": True, name: value}, {}) for name, value in EMULATED.items()),
         ({"find-batch": True, "loss": "20"}, {}),
         ({"find-batch": True, "runs": "2"}, {}),
         ({"loss": "20", "runs": "2"}, {}),
         ({"find-batch": True, "baseline-update": True}, {}),
-        ({"loss": "20", "baseline-update-new-only": True}, {}),
+        ({"loss": "20", "baseline-new": True}, {}),
         ({"find-batch": True, "isolation": "inline"}, {}),
         ({"set": ["batch_size=1"], "find-batch": True}, {}),
         ({"set": ["steps=5"], "steps": "5"}, {}),
@@ -243,7 +243,7 @@ def test_options_that_cannot_both_be_meant_are_refused(snapshot, tmp_path):
 
 REFUSED = {
     "baseline-update": ["perhaps"],
-    "baseline-update-new-only": ["2"],
+    "baseline-new": ["2"],
     "baseline": ["/no/such/report.json"],
     "time-tolerance": ["3", "-3%"],
     "memory-tolerance": ["5", "5 lumps"],
