@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pytest_gputrain.cases.grid import grid
+    from pytest_gputrain.cases.script import Script
     from pytest_gputrain.records import (
         BatchSearch,
         Case,
@@ -39,6 +40,7 @@ __all__ = [
     "OutOfMemory",
     "Report",
     "Result",
+    "Script",
     "TimedOut",
     "Verdict",
     "grid",
@@ -50,7 +52,9 @@ if not TYPE_CHECKING:  # for which any name would be one
         """Import a public name when it is asked for: pytest imports this package in every project that has it installed."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = "cases.grid" if name == "grid" else "utils.units" if name in ("GiB", "KiB", "MiB") else "records"
+        module = {"grid": "cases.grid", "Script": "cases.script"}.get(name) or (
+            "utils.units" if name in ("GiB", "KiB", "MiB") else "records"
+        )
         # Not kept: pytester forgets the modules that a run has imported, and the next run has other classes.
         return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar, cast
 
-import msgspec
 import pytest
 
 from pytest_gputrain.cases.arguments import arguments_of
 from pytest_gputrain.cases.identity import ALWAYS_IN_ID, suite_of
 from pytest_gputrain.cases.model_config import with_model
+from pytest_gputrain.cases.script import Script, case_of
 from pytest_gputrain.cases.sweep import override
 from pytest_gputrain.execution.executor import Executor
 from pytest_gputrain.execution.local import LocalExecutor
@@ -48,7 +48,6 @@ _Request = TypeVar("_Request", bound=Callable[..., Any])
 
 _NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
 
-_KNOBS_OF_SCRIPTS: Final = ("model", "platforms", "warmup", "batch_size", "sequence_length")
 _FIGURES: Final = tuple(name for name in dir(Measurement) if not name.startswith("_"))
 """The figures of a case that a test may need."""
 
@@ -102,19 +101,19 @@ class GpuTrain:
     @_noted
     def measure(
         self,
-        what: Case | StepBuilder,
+        what: Case | Script | StepBuilder,
         *,
         args: Mapping[str, Any] = _NO_ARGUMENTS,
         needs: Sequence[str] = (),
         inline: bool = False,
         **knobs: Any,
     ) -> Measurement | EmulatedRun:
-        """Measure a case, or a function that builds a step, without judging the figures.
+        """Measure a case, a script, or a function that builds a step, without judging the figures.
 
         Args:
-            what: a case, or a function ``build(setup) -> step`` at the top level of a test file. It gets a `Setup`, builds
-                everything, and returns a function that runs one step and may return its loss. It runs in the worker, which
-                imports it by file and name.
+            what: a case, a `Script`, or a function ``build(setup) -> step`` at the top level of a test file. It gets a
+                `Setup`, builds everything, and returns a function that runs one step and may return its loss. It runs in the
+                worker, which imports it by file and name.
             args: keyword arguments for that function, after its setup. They must be plain JSON values, and they are part
                 of the case's id.
             needs: names of the figures that the test needs. Under ``--gpu-emulate`` the test is skipped if one of
@@ -148,7 +147,7 @@ class GpuTrain:
     @_noted
     def check(
         self,
-        what: Case | StepBuilder,
+        what: Case | Script | StepBuilder,
         *,
         args: Mapping[str, Any] = _NO_ARGUMENTS,
         scaling: bool = False,
@@ -171,42 +170,6 @@ class GpuTrain:
         case = functools.partial(self._case, what, inline, knobs, args)
         return self._passed(self._run(case, what, inline=inline, judged=True, scaling=scaling))
 
-    @_noted
-    def check_script(self, script: str | Path, *arguments: str, **knobs: Any) -> Result:
-        """Run a script as its command line does, in a process of its own, and compare what it takes with its baseline.
-
-        This needs a real GPU or ``--gpu-emulate``. The test fails if the exit status of the script is not 0.
-
-        Args:
-            script: a Python file, relative to the root of the project. The script runs in the root.
-            arguments: the arguments of the script, as text. They are part of the case's id.
-            knobs: ``model`` for another name of the case, ``platforms``, and for the figures of time ``warmup``,
-                ``batch_size`` and ``sequence_length`` of its steps.
-        """
-        case = functools.partial(self._script, script, arguments, knobs)
-        return self._passed(self._run(case, None, judged=True))
-
-    def _script(self, script: str | Path, arguments: Sequence[object], knobs: dict[str, Any]) -> Case:
-        unknown = sorted(set(knobs) - set(_KNOBS_OF_SCRIPTS))
-        if unknown:
-            raise BadCase(
-                f"{unknown[0]} is not an argument of check_script(), because a script reads its settings from "
-                f"its own "
-                f"arguments; known: {', '.join(_KNOBS_OF_SCRIPTS)}"
-            )
-        root = self._runner.settings.root.resolve()
-        path = (root / script).resolve()
-        if path.suffix != ".py" or not path.is_file() or not path.is_relative_to(root):
-            raise BadCase(f"{script} is not a Python file below {root}; give its path from there, as scripts/train.py")
-        wrong = next((argument for argument in arguments if not isinstance(argument, str)), None)
-        if wrong is not None:
-            raise BadCase(
-                f"the argument {wrong!r} of {script} is not text, as arguments of a command line are; write {str(wrong)!r}"
-            )
-        name = path.relative_to(root).as_posix()
-        args = msgspec.json.encode(arguments).decode() if arguments else ""
-        return Case(**{"model": name, "method": "script", "precision": "", "code": name, "args": args, **knobs})
-
     def _passed(self, result: Result) -> Result:
         """Fail the test where the result does not pass."""
         verdict = result.verdict
@@ -224,13 +187,13 @@ class GpuTrain:
     def _run(
         self,
         make_case: Callable[[], Case],
-        what: Case | StepBuilder | None,
+        what: Case | Script | StepBuilder,
         *,
         judged: bool,
         inline: bool = False,
         scaling: bool = False,
     ) -> Result:
-        builder = None if isinstance(what, Case) else what
+        builder = None if isinstance(what, Case | Script) else what
         try:
             request = Request(
                 nodeid=self._item.nodeid,
@@ -254,17 +217,21 @@ class GpuTrain:
         self._note(result)
         return result
 
-    def _case(self, what: Case | StepBuilder, inline: bool, knobs: dict[str, Any], args: Mapping[str, Any]) -> Case:
+    def _case(self, what: Case | Script | StepBuilder, inline: bool, knobs: dict[str, Any], args: Mapping[str, Any]) -> Case:
+        if args and isinstance(what, Case | Script):
+            raise BadCase(f"args are for the function of own code, and {what} is a {type(what).__name__}; leave them out")
+        if isinstance(what, Script):
+            if inline:
+                raise BadCase(f"{what} is a script, which needs a process of its own; leave out inline=True")
+            return case_of(what, knobs, self._runner.settings.root)
         unknown = sorted(set(knobs) - set(Case.__struct_fields__))
         if unknown:
             hint = did_you_mean(unknown[0], Case.__struct_fields__)
             raise BadCase(f"{', '.join(unknown)} is not a field of a case{hint}; known: {', '.join(Case.__struct_fields__)}")
         if isinstance(what, Case):
-            if args:
-                raise BadCase(f"args are for the function of own code, and {what} is a Case; leave them out")
             return what.replace(**knobs)
         if not callable(what):
-            raise BadCase(f"{what!r} is neither a Case nor a function that builds a step")
+            raise BadCase(f"{what!r} is neither a Case, a Script, nor a function that builds a step")
         name = getattr(what, "__name__", type(what).__name__)
         if inline:
             # A closure is known by its test: nothing else tells those of a parametrized test apart.

@@ -1,4 +1,4 @@
-"""What each line of a program asks of an emulated GPU, as `gputrain emulate` tells it and `check_script` judges it."""
+"""What each line of a program asks of an emulated GPU, as `gputrain emulate` tells it and a test judges it."""
 
 import re
 
@@ -159,10 +159,12 @@ def test_lines_of_code_that_python_is_given_as_text_are_told(emulate_text):
 CASE = """
 import pytest
 
+from pytest_gputrain import Script
+
 
 @pytest.mark.gpu_limit(waits={waits})
 def test(gputrain):
-    gputrain.check_script("train.py")
+    gputrain.check(Script("train.py"))
 """
 
 

@@ -36,7 +36,7 @@ class Recipe:
 
 
 SCRIPTS = "docs/own-loops-script.md"
-"""Needs an emulated GPU: `tests/emulated/test_check_script.py` runs it."""
+"""Needs an emulated GPU: `tests/emulated/test_emulated_scripts.py` runs it."""
 
 RECIPES = [
     Recipe(f"{page[len('docs/own-loops-') : -len('.md')]}-{number}", **found.groupdict())

@@ -6,8 +6,11 @@ from plugin_project import H100_FOLDER, failures, only_sentence, recorded, table
 from pytest_gputrain import GiB
 
 TEST = """
+from pytest_gputrain import Script
+
+
 def test_train(gputrain):
-    gputrain.check_script("train.py", "--max-steps=8", "--out", "runs/a")
+    gputrain.check(Script("train.py", "--max-steps=8", "--out", "runs/a"))
 """
 KEY = "train.py-max-steps=8-out-runs/a"
 
@@ -32,7 +35,7 @@ def test_a_script_is_a_case_like_others(scripted):
     assert (entry["case"]["method"], entry["case"]["code"]) == ("script", "train.py")
     assert entry["case"]["args"] == '["--max-steps=8","--out","runs/a"]'
     assert table_rows(result.stdout.str())[0].startswith("train.py | max-steps=8-out-runs/a | 40.0 GiB")
-    scripted.write(test_scripts=TEST.replace('"runs/a")', '"runs/a", model="small")'))
+    scripted.write(test_scripts=TEST.replace('"runs/a"))', '"runs/a"), model="small")'))
     scripted.run("--gpu-json=report.json").assert_outcomes(passed=1)
     assert list(scripted.verdicts()) == [KEY.replace("train.py", "small")], "a name of its own replaces the file"
 
@@ -46,17 +49,19 @@ def test_without_a_gpu_a_script_fails_with_what_helps(project):
 
 
 REFUSED = {
-    '"none.py"': "none.py is not a Python file below",
-    '"../train.py"': "../train.py is not a Python file below",
-    '"train.py", 8': "the argument 8 of train.py is not text, as arguments of a command line are; write '8'",
-    '"train.py", precision="fp32"': ("precision is not an argument of check_script(), because a script reads its settings"),
+    '"none.py")': "none.py is not a Python file below",
+    '"../train.py")': "../train.py is not a Python file below",
+    '"train.py", 8)': "the argument 8 of train.py is not text, as arguments of a command line are; write '8'",
+    '"train.py"), precision="fp32"': "precision is not a field that a test may set for a script, which reads its settings",
+    '"train.py"), inline=True': "train.py is a script, which needs a process of its own; leave out inline=True",
+    '"train.py"), args={"a": 1}': "args are for the function of own code, and train.py is a Script; leave them out",
 }
 """Arguments of a script, and what is said of them."""
 
 
 def test_what_is_no_script_is_refused(h100):
-    calls = (f"def test_{at}(gputrain):\n    gputrain.check_script({call})\n" for at, call in enumerate(REFUSED))
-    h100.write(test_scripts="\n\n".join(calls), train="")
+    calls = (f"def test_{at}(gputrain):\n    gputrain.check(Script({call})\n" for at, call in enumerate(REFUSED))
+    h100.write(test_scripts="\n\n".join(["from pytest_gputrain import Script\n", *calls]), train="")
     told = failures(h100.run())
     assert len(told) == len(REFUSED)
     for at, sentence in enumerate(REFUSED.values()):

@@ -1,4 +1,4 @@
-"""`check_script` with real scripts on an emulated GPU. Needs a CUDA build of torch, and no GPU."""
+"""Checks real scripts on an emulated GPU. Needs a CUDA build of torch, and no GPU."""
 
 import re
 from pathlib import Path
@@ -30,23 +30,25 @@ if "twice" in sys.argv and os.environ.pop("FIRST", "1") == "1":
 TESTS = """
 import pytest
 
+from pytest_gputrain import Script
+
 
 @pytest.mark.parametrize("more", [(), ("fused",), ("twice",)], ids=["plain", "fused", "twice"])
 def test_trains(gputrain, more):
-    result = gputrain.check_script("train.py", "4", "2048", *more)
+    result = gputrain.check(Script("train.py", "4", "2048", *more))
     assert 64 < result.figures.peak_allocated_bytes >> 20 < 200
 
 
 def test_does_not_fit(gputrain):
-    gputrain.check_script("train.py", "4", "200000")
+    gputrain.check(Script("train.py", "4", "200000"))
 
 
 def test_too_short(gputrain):
-    gputrain.check_script("train.py", "1", "2048")
+    gputrain.check(Script("train.py", "1", "2048"))
 
 
 def test_no_gpu(gputrain):
-    gputrain.check_script("idle.py")
+    gputrain.check(Script("idle.py"))
 """
 
 
@@ -121,7 +123,9 @@ for step in range(3):
 
 def test_a_script_s_choices_among_unknown_scores_are_dealt_in_turn(tmp_path, run_tests):
     (tmp_path / "choosing.py").write_text(CHOOSING)
-    (tmp_path / "test_choosing.py").write_text("def test(gputrain):\n    gputrain.check_script('choosing.py')\n")
+    (tmp_path / "test_choosing.py").write_text(
+        "from pytest_gputrain import Script\ndef test(gputrain):\n    gputrain.check(Script('choosing.py'))\n"
+    )
     _, results = run_tests()
     notes = "\n".join(results["test"]["reply"]["notes"])
     assert re.search("^balanced routing is assumed: unknown scores were distributed evenly", notes, re.MULTILINE)
