@@ -23,8 +23,7 @@ from typing import Final, Literal, NamedTuple, get_args, get_origin
 import msgspec
 
 from pytest_gputrain.cli.main import command_parser
-from pytest_gputrain.hardware.catalog import MARKERS
-from pytest_gputrain.plugin.marker_help import lines as marker_lines
+from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.plugin.options import OPTIONS, Option
 from pytest_gputrain.records import Report
 from pytest_gputrain.records.history import COUNT_KEYS
@@ -220,8 +219,8 @@ def _json_type(kind: str) -> str:
 
 def platforms() -> str:
     """Return the table of the platforms' markers."""
-    told = dict(line.split(": gputrain: declared for ") for line in marker_lines() if ": gputrain: declared for " in line)
-    return table(("marker", "declared for"), ((f"`{name}`", told[name]) for name in MARKERS))
+    titles = {**{marker: platform.title for marker, platform in PLATFORMS.items()}, CPU: "a CPU"}
+    return table(("marker", "declared for"), ((f"`{marker}`", titles[marker]) for marker in MARKERS))
 
 
 # The command line

@@ -98,7 +98,7 @@ def _emulates(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for line in marker_help.lines():
+    for line in marker_help.lines(printed=config.getoption("markers")):
         config.addinivalue_line("markers", line)
     _refuse_unknown_settings(config)
     plugin = GpuTrainPlugin(config)

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
+from pytest_gputrain.hardware.catalog import MARKERS
 
 LIMIT: Final = "gpu_limit"
 TOLERANCE: Final = "gpu_tolerance"
 
 
-def lines() -> Iterator[str]:
-    """Yield the line of each marker, for the ini option ``markers``."""
-    for marker in MARKERS:
-        device_title = "a CPU" if marker == CPU else PLATFORMS[marker].title
-        yield f"{marker}: gputrain: declared for {device_title}"
+def lines(*, printed: bool) -> Iterator[str]:
+    """Yield the line of each marker, for the ini option ``markers``.
+
+    Args:
+        printed: whether ``pytest --markers`` prints them. The platforms then share a line, and are else registered singly.
+    """
+    if printed:
+        yield f"PLATFORM: gputrain: declared for this GPU, or for the CPU; PLATFORM is one of {', '.join(MARKERS)}"
+    else:
+        yield from MARKERS
     yield (
         f'{LIMIT}(memory="24 GiB", time="0.5 s", waits=0, launches=2000): gputrain: fails the test if its case allocates '
         "more, or if a step takes longer or asks the GPU for more"

@@ -3,6 +3,8 @@
 import pytest
 from plugin_project import BUILD, GEMMA, H100_FOLDER, SUITE, recorded
 
+from pytest_gputrain.hardware.catalog import MARKERS
+
 
 @pytest.mark.parametrize("absent", ["benchmark", "xdist", "cacheprovider", "capture", "junitxml"])
 def test_it_works_without_another_plugin(suite, absent):
@@ -44,9 +46,22 @@ def test_several_runs_ask_for_several_processes_and_for_more_where_they_disagree
     assert len(gated.launches) == 5
 
 
-def test_markers_are_listed_with_their_help(project):
-    markers = ["h100: gputrain: declared for H100", "gpu_limit(memory=*, waits=*", "gpu_tolerance(time=*, launches=*"]
-    project.run("--markers").stdout.fnmatch_lines_random([f"@pytest.mark.{marker}" for marker in markers])
+def test_markers_are_listed_with_their_help_and_those_of_all_platforms_in_one_line(project):
+    lines = project.run("--markers").stdout
+    markers = [
+        "PLATFORM: gputrain: *h200_nvl, *h100, *cpu",
+        "gpu_limit(memory=*, waits=*",
+        "gpu_tolerance(time=*, launches=*",
+    ]
+    lines.fnmatch_lines_random([f"@pytest.mark.{marker}" for marker in markers])
+    assert sum("gputrain:" in line for line in lines.lines) == len(markers)
+
+
+def test_the_marker_of_every_platform_is_registered(project):
+    marks = "\n".join(f"@pytest.mark.{marker}" for marker in MARKERS)
+    project.write(test_marked=f"import pytest\n\n\n{marks}\ndef test_it():\n    pass\n")
+    for marker in ("h100", "cpu"):
+        project.run("--strict-markers", "-m", marker).assert_outcomes(passed=1)
 
 
 @pytest.mark.parametrize(
