@@ -65,9 +65,6 @@ _PROCESS: Final = re.compile(r"[0-9]{1,10}")
 _NAMED: Final = 3
 """Lines of the program that are named of one kind."""
 
-_STATUS: Final = {"fits": 0, "does not fit": 1, "incomplete": 2}
-"""The exit statuses of ``--must-fit``."""
-
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _SIGNALLED = 128
 
@@ -95,8 +92,7 @@ def add_to(commands: Any) -> None:
     emulate.add_argument(
         "--must-fit",
         action="store_true",
-        help="exit with the verdict instead of the program's status: 0 if it fits, 1 if it does not fit, 2 if that is not "
-        "known",
+        help="exit with 1 if the program ends well, but does not fit, or if that is not known",
     )
     emulate.add_argument(
         "--expect",
@@ -118,7 +114,8 @@ def _number_of_gpus(text: str) -> int:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the program, and return its exit status."""
+    """Run the program, and return its exit status, or 1 where it ended well and ``--must-fit`` is not met; 2 for bad
+    input."""
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if emulate_install.is_asked(options):
         return emulate_install.main(options, program)
@@ -166,8 +163,8 @@ def main(options: argparse.Namespace) -> int:
         return 2
     for line in _report_lines(report):
         console.say(line)
-    if options.must_fit:
-        status = _STATUS[report.fit.verdict]
+    if options.must_fit and not status:
+        status = int(report.fit.verdict != "fits")
     if options.json is not None and not _written(options.json, msgspec.json.format(encoded(report)) + b"\n"):
         return status or 2
     if options.html is not None and not _written(options.html, page.page_of_emulation(report).encode()):

@@ -23,10 +23,7 @@ COMMANDS: Final = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status.
-
-    It is 1 for a regression, a damaged baseline or a problem of the host, 2 for bad input, and 0 otherwise.
-    """
+    """Run the command and return its exit status; see the epilog of `command_parser`."""
     parser = command_parser()
     options, rest = parser.parse_known_args(arguments)
     if options.command == "ab":
@@ -42,9 +39,9 @@ def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gputrain",
         description="Predict and emulate training on GPUs, and use the reports, histories and baselines of pytest-gputrain.",
-        epilog="The exit status is 0 for success and 2 for bad input. It is 1 for a verdict of --fail-on (by default a "
-        "regression), for a damaged baseline, and for a problem that doctor finds. emulate exits with the status of "
-        "its program.",
+        epilog="The exit status is 0 if all is well, 1 for a finding, and 2 for bad input. A finding is a verdict of "
+        "--fail-on (by default a regression), a damaged baseline, or a problem of this host. emulate ends with the status "
+        "of its program, or with 1 if the program ended well, but not as --must-fit asks.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in COMMANDS.values():

@@ -24,9 +24,13 @@ def add_to(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Serve until Ctrl-C; 0."""
+    """Serve until Ctrl-C; 0, or 2 where the folder cannot be used."""
     from pytest_gputrain.execution.launch.node_service import serve
 
-    with contextlib.suppress(KeyboardInterrupt):
-        serve(options.shared.absolute(), options.host, lambda line: console.put(f"gputrain: {shown(line)}"))
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            serve(options.shared.absolute(), options.host, lambda line: console.put(f"gputrain: {shown(line)}"))
+    except OSError as error:
+        console.say(f"{options.shared} cannot be used as the folder that all nodes share: {error.strerror}")
+        return 2
     return 0

@@ -357,13 +357,13 @@ VERDICTS = {
         (0, 1),
         "try: torch.empty(90 << 30, dtype=torch.uint8, device='cuda')\nexcept torch.OutOfMemoryError: pass",
     ),
-    "failed": ("incomplete", (3, 2), "sys.exit(3)"),
-    "ended without Python's own end": ("incomplete", (0, 2), "os._exit(0)"),
+    "failed": ("incomplete", (3, 3), "sys.exit(3)"),
+    "ended without Python's own end": ("incomplete", (0, 1), "os._exit(0)"),
 }
 
 
 @pytest.mark.parametrize(("verdict", "statuses", "end"), VERDICTS.values(), ids=VERDICTS)
-def test_the_last_line_is_the_verdict_and_so_is_the_status_of_must_fit(emulate, verdict, statuses, end):
+def test_the_last_line_is_the_verdict_and_a_program_that_ended_well_must_fit(emulate, verdict, statuses, end):
     code = f"import os, sys, torch\nx = torch.empty(1 << 30, dtype=torch.uint8, device='cuda')\n{end}"
     runs = [emulate(code, options=options) for options in ((), ("--must-fit",))]
     assert tuple(done.returncode for done, _ in runs) == statuses
