@@ -20,7 +20,7 @@ from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Baseline, Case, knob_text
 from pytest_gputrain.storage import emulated, published
-from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
+from pytest_gputrain.storage.baselines import NEWER, BaselineError, BaselineStore, SuiteStore
 from pytest_gputrain.utils import console, markdown
 from pytest_gputrain.utils.files import conflicts
 from pytest_gputrain.utils.git import files_of_repository, in_ci
@@ -209,6 +209,9 @@ def _entries(path: Path, store: SuiteStore[Any, Any], device: str) -> Iterator[P
         if not _is_name(key.removesuffix("@tiny") if record.scale == "tiny" else key, record.case):
             sentence = f"{key} is not the name of the case in it, {record.case}, so no run finds it; {_RECORD_AGAIN}"
             yield Problem(path, _line_of_name(data, key), sentence)
+    for name in sorted(store.unknown[store.path(device, path.stem)]):
+        sentence = f"{name!r} is unknown to this version, which ignores and keeps it; {NEWER}, or take it out"
+        yield Problem(path, _line_of_name(data, name), sentence, error=False)
     yield from _form(path, store.rewritten(device, path.stem))
 
 

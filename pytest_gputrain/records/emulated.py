@@ -179,7 +179,7 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
         )
 
 
-class EmulatedConditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EmulatedConditions(Struct, frozen=True, kw_only=True):
     """The conditions of a run on an emulated GPU, beside the case."""
 
     packages: dict[str, str]

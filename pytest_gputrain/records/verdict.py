@@ -44,7 +44,7 @@ MetricName = Literal[
 emulated runs."""
 
 
-class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One fresh process of a recorded baseline. Raw figures only: the rule that judges them may change."""
 
     outcome: Literal["measured", "out_of_memory"]

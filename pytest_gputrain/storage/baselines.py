@@ -3,7 +3,8 @@
 A file holds its cases sorted by key, each with its entries: the raw runs of a measured case, or its runs on emulated GPUs
 (see `pytest_gputrain.storage.emulated`). What many entries share, such as their environment, is stored once, by a short
 hash, so that new numbers show as nothing else. Keys of the tiny scale end in ``@tiny``. Files are replaced whole, under a
-lock, by atomic rename, and an update keeps the entries of cases that did not run.
+lock, by atomic rename, and an update keeps the entries of cases that did not run. Fields that this version does not know are
+kept, too, as long as what they stand in is kept: a newer version has written them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -34,7 +35,7 @@ from pytest_gputrain.utils.sanitize import OneLineError
 _RESTORE: Final = "restore it from git, or delete it and record again"
 _RESTORE_ENTRY: Final = "restore it from git, or delete the entry and record it again"
 _RECORD_ENTRY: Final = "delete the entry and record it again"
-_NEWER: Final = "update pytest-gputrain if a newer version wrote it"
+NEWER: Final = "update pytest-gputrain if a newer version wrote it"
 _MOST_LINES_SHOWN: Final = 6
 _BYTE_ORDER_MARKS: Final = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 """What editors of Windows put before the text."""
@@ -59,6 +60,16 @@ class BaselineError(OneLineError):
         self.path = path
         self.place = place
         super().__init__(f"{path} {sentence}" if path else sentence)
+
+
+class _AsRead(NamedTuple):
+    """What stood in a file of an entry with fields that this version does not know."""
+
+    entry: Struct
+    own: dict[str, Any]
+    """Its fields."""
+    shared: dict[str, Any]
+    """The fields that it shares with others."""
 
 
 class SuiteStore(ABC, Generic[_Record, _Entry]):
@@ -93,6 +104,12 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         self._files: dict[tuple[str, str], dict[str, _Record]] = {}
         self.unchanged: Counter[Path] = Counter()
         """The number of records in each file whose judged figures were the same, so that an update did not change them."""
+        self.unknown: dict[Path, set[str]] = {}
+        """Names of fields that this version does not know, in the files that were read."""
+        self._as_read: dict[int, _AsRead] = {}
+        """By `id`, which is the entry's as long as it is held here."""
+        self._beside: dict[tuple[Path, str], dict[str, Any]] = {}
+        """Unknown fields beside those of a file, or of the case of a key in it."""
 
     def path(self, device: str, suite: str) -> Path:
         """Return the path of a suite's file in the folder.
@@ -207,13 +224,20 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         """Return what the entry shares with others."""
 
     @abstractmethod
-    def _stored(self, entries: Iterable[tuple[str, _Entry]]) -> Any:
-        """Return the entries as they stand in the file: each without what it shares, but with the reference, which comes
-        before it."""
+    def _own(self, entry: _Entry) -> dict[str, Any]:
+        """Return the fields of an entry as they stand in the file, which need not have what it shares."""
 
     @abstractmethod
-    def _fields(self, stored: Any, find: Callable[[Any], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the fields of each entry in what `_stored` made; ``find`` returns those that a reference names."""
+    def _stored(self, entries: Iterable[tuple[str, dict[str, Any]]]) -> Any:
+        """Return the entries as they stand in the file: each with the reference to what it shares, which comes before it."""
+
+    @abstractmethod
+    def _references(self, stored: Any) -> Iterable[tuple[Any, dict[str, Any]]]:
+        """Return the entries that `_stored` was given."""
+
+    @abstractmethod
+    def _joined(self, own: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+        """Return all fields of an entry."""
 
     @abstractmethod
     def _is_possible(self, entry: _Entry) -> bool:
@@ -230,7 +254,9 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
             return {}
         except OSError:
             pass  # such as a folder that may not be entered, of which the next line tells
-        file = decode(path, self.file_type, self.what)
+        beside = self._beside[path, ""] = {}
+        file = decode(path, self.file_type, self.what, unknown=beside)
+        self.unknown[path] = set(beside)
         _, in_device, in_suite, shared, cases = msgspec.structs.astuple(file)
         if (in_device, in_suite) != (device, path.stem):
             remedy = "move it to where it belongs, or record again"
@@ -238,14 +264,10 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         for reference, fields in shared.items():
             refusal = partial(BaselineError, path=path, place=reference)
             _sound(fields, self.shared_type, f"{self.shared} {reference}", refusal)
-        return {
-            key: self._loaded(device, key, raw, shared, partial(BaselineError, path=path, place=key))
-            for key, raw in cases.items()
-        }
+        return {key: self._loaded(path, device, key, raw, shared) for key, raw in cases.items()}
 
-    def _loaded(
-        self, device: str, key: str, raw: msgspec.Raw, shared: Mapping[str, Any], refusal: Callable[..., BaselineError]
-    ) -> _Record:
+    def _loaded(self, path: Path, device: str, key: str, raw: msgspec.Raw, shared: Mapping[str, Any]) -> _Record:
+        refusal = partial(BaselineError, path=path, place=key)
         try:
             case, scale, stored = msgspec.structs.astuple(msgspec.json.decode(raw, type=self.case_type))
         except UNREADABLE as error:
@@ -258,7 +280,18 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
             return fields
 
         what = f"{self.entry} for {key}"
-        entries = tuple(_sound(fields, self.entry_type, what, refusal) for fields in self._fields(stored, find))
+        self._beside[path, key] = _unknown(raw, self.case_type)
+        self.unknown[path] |= self._beside[path, key].keys()
+
+        def entry_of(reference: Any, own: dict[str, Any]) -> _Entry:
+            fields = self._joined(own, find(reference))
+            entry = _sound(fields, self.entry_type, what, refusal)
+            if lost := set(_lost(fields, entry)):
+                self._as_read[id(entry)] = _AsRead(entry, own, find(reference))
+                self.unknown[path] |= lost
+            return entry
+
+        entries = tuple(entry_of(reference, own) for reference, own in self._references(stored))
         if not entries:
             raise refusal(f"holds no {what}", _RECORD_ENTRY)
         if not all(self._is_possible(entry) and not _has_negative(msgspec.to_builtins(entry)) for entry in entries):
@@ -269,24 +302,36 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
 
     def _encode(self, device: str, suite: str, records: Mapping[str, _Record]) -> Iterator[bytes]:
         """Encode the file in parts, with the text of one case in memory at a time."""
-        shared = {_digest(part): part for record in records.values() for part in map(self._shared, self._entries(record))}
-        frame = self.file_type(FORMAT, device, suite, {digest: shared[digest] for digest in sorted(shared)}, {})
-        cases = (json_text.item(self._stored_case(records[key]), key) for key in sorted(records))
+        path = self.path(device, suite)
+        shared = {_digest(part): part for record in records.values() for part in map(self._part, self._entries(record))}
+        frame = msgspec.structs.asdict(self.file_type(FORMAT, device, suite, dict(sorted(shared.items())), {}))
+        *_, cases_name = frame
+        frame |= {**self._beside.get((path, ""), {}), cases_name: frame.pop(cases_name)}  # which stay the last
+        stored = ({**self._stored_case(records[key]), **self._beside.get((path, key), {})} for key in sorted(records))
+        cases = map(json_text.item, stored, sorted(records))
         return (json_text.short_rows(json_text.short_lists(part)) for part in json_text.document(frame, cases))
 
-    def _stored_case(self, record: _Record) -> Struct:
-        entries = [(_digest(self._shared(entry)), entry) for entry in self._entries(record)]
-        return self.case_type(record.case, record.scale, self._stored(entries))
+    def _part(self, entry: _Entry) -> Struct | dict[str, Any]:
+        """Return what the entry shares with others, with what a newer version has added."""
+        as_read = self._as_read.get(id(entry))
+        return as_read.shared if as_read else self._shared(entry)
+
+    def _stored_case(self, record: _Record) -> dict[str, Any]:
+        entries = []
+        for entry in self._entries(record):
+            as_read = self._as_read.get(id(entry))
+            entries.append((_digest(self._part(entry)), as_read.own if as_read else self._own(entry)))
+        return msgspec.structs.asdict(self.case_type(record.case, record.scale, self._stored(entries)))
 
 
-class _StoredCase(Struct, forbid_unknown_fields=True):
+class _StoredCase(Struct):
     case: Case
     scale: Scale
     runs: list[dict[str, Any]]
     """Fields of `BaselineRun`, its environment by reference."""
 
 
-class _File(Struct, forbid_unknown_fields=True):
+class _File(Struct):
     format: int
     device: str
     suite: str
@@ -316,11 +361,18 @@ class BaselineStore(SuiteStore[Baseline, BaselineRun]):
     def _shared(self, entry: BaselineRun) -> Environment:
         return entry.environment
 
-    def _stored(self, entries: Iterable[tuple[str, BaselineRun]]) -> list[dict[str, Any]]:
-        return [{**msgspec.to_builtins(run), "environment": reference} for reference, run in entries]
+    def _own(self, entry: BaselineRun) -> dict[str, Any]:
+        fields: dict[str, Any] = msgspec.to_builtins(entry)
+        return fields
 
-    def _fields(self, stored: list[dict[str, Any]], find: Callable[[Any], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        return ({**fields, "environment": find(fields.get("environment"))} for fields in stored)
+    def _stored(self, entries: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+        return [{**own, "environment": reference} for reference, own in entries]
+
+    def _references(self, stored: list[dict[str, Any]]) -> Iterable[tuple[Any, dict[str, Any]]]:
+        return ((own.get("environment"), own) for own in stored)
+
+    def _joined(self, own: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+        return {**own, "environment": shared}
 
     def _merged(self, before: Baseline | None, new: Baseline) -> Baseline:
         return before if before is not None and _judged(before) == _judged(new) else new
@@ -349,13 +401,22 @@ def _judged(baseline: Baseline) -> tuple[object, ...]:
     return baseline.case, baseline.scale, runs
 
 
-def decode(path: Path, type_: type[_Type], what: str, remedy: str = _RESTORE, *, edited: bool = True) -> _Type:
+def decode(
+    path: Path,
+    type_: type[_Type],
+    what: str,
+    remedy: str = _RESTORE,
+    *,
+    edited: bool = True,
+    unknown: dict[str, Any] | None = None,
+) -> _Type:
     """Decode the record of ``type_`` in a file.
 
     Args:
         what: the kind of file, in a sentence.
         edited: whether people edit and merge such files, so that names may stand twice. What only a program writes may be
             large, and come from a pipe.
+        unknown: is given the fields of the file that ``type_`` does not have.
 
     Raises:
         BaselineError: not ``what``, told with the place where that shows.
@@ -375,12 +436,14 @@ def decode(path: Path, type_: type[_Type], what: str, remedy: str = _RESTORE, *,
         if edited and (repeated := json_text.repeated_names(data)):
             raise refusal(f"has {repeated[0]} twice in one object", "delete one of them", place=repeated[0])
         if version == FORMAT:
+            if unknown is not None:
+                unknown |= _unknown(data, type_)
             return msgspec.json.decode(data, type=type_)
     except UNREADABLE as error:
         offset = re.search(r"(?:\(byte|in position) (\d+)", str(error))
         place = int(offset[1]) if offset else None
         raise refusal(f"is not {what}: {error}", _remedy(error, remedy), place=place) from None
-    remedy = f"{_NEWER}, or {remedy}" if version > FORMAT else remedy
+    remedy = f"{NEWER}, or {remedy}" if version > FORMAT else remedy
     raise refusal(f"has format {version}, this version reads format {FORMAT}", remedy)
 
 
@@ -389,37 +452,42 @@ class _Versioned(Struct):
 
 
 def _remedy(error: Exception, remedy: str) -> str:
-    return f"{_NEWER}, or {remedy}" if "unknown field" in str(error) else remedy
+    return f"{NEWER}, or {remedy}" if "unknown field" in str(error) else remedy
 
 
 def _sound(fields: Any, type_: type[_Type], what: str, refusal: Callable[..., BaselineError]) -> _Type:
-    """Check that the fields make a record.
+    """Check that the fields make a record, which need not have all of them.
 
     Raises:
-        BaselineError: the fields do not make a record of ``type_``, or hold more, which writing it again would lose.
+        BaselineError: the fields do not make a record of ``type_``.
     """
     try:
-        record = msgspec.convert(fields, type_)
+        return msgspec.convert(fields, type_)
     except msgspec.ValidationError as error:
         raise refusal(f"is not valid in the {what}: {error}", _remedy(error, _RESTORE)) from None
-    if name := _lost(fields, record):
-        raise refusal(f"holds an unknown {name!r} in the {what}", f"{_NEWER}, or {_RESTORE}")
-    return record
 
 
-def _lost(before: Any, after: Any) -> str:
-    """Find a name in JSON that is no field of the record that was made of it; empty for none."""
+def _unknown(data: bytes | msgspec.Raw, type_: Any) -> dict[str, Any]:
+    """Return the fields of an object in JSON that a record of ``type_`` does not have."""
+    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    return {name: msgspec.json.decode(raw) for name, raw in fields.items() if name not in type_.__struct_fields__}
+
+
+def _lost(before: Any, after: Any) -> Iterator[str]:
+    """Yield the names in JSON that are no fields of the record that was made of it."""
     if isinstance(after, Struct):
         config = type(after).__struct_config__
         named: dict[str, Any] = {**msgspec.structs.asdict(after), str(config.tag_field): config.tag}
         after = msgspec.structs.astuple(after) if config.array_like else named
     if isinstance(before, dict) and isinstance(after, dict):
-        if unknown := sorted(before.keys() - after.keys()):
-            return str(unknown[0])
-        return next(filter(None, (_lost(value, after[name]) for name, value in before.items())), "")
-    if isinstance(before, list) and isinstance(after, list | tuple):
-        return next(filter(None, map(_lost, before, after)), "")
-    return ""
+        for name, value in before.items():
+            if name in after:
+                yield from _lost(value, after[name])
+            else:
+                yield name
+    elif isinstance(before, list) and isinstance(after, list | tuple):
+        for value, made in zip(before, after, strict=False):
+            yield from _lost(value, made)
 
 
 def _has_negative(value: Any) -> bool:
@@ -431,5 +499,5 @@ def _has_negative(value: Any) -> bool:
     return isinstance(value, int) and value < 0
 
 
-def _digest(part: Struct) -> str:
+def _digest(part: Struct | dict[str, Any]) -> str:
     return hashlib.sha256(msgspec.json.encode(part, order="sorted")).hexdigest()[:8]

@@ -6,7 +6,7 @@ share these conditions. A case has figures for each of the last few.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +31,7 @@ _LEFT_OUT: Final = ("counts", "peak_bytes_by_origin", "expected")
 writes them."""
 
 
-class _File(Struct, forbid_unknown_fields=True):
+class _File(Struct):
     format: int
     platform: str
     suite: str
@@ -41,7 +41,7 @@ class _File(Struct, forbid_unknown_fields=True):
     """Each a `_StoredCase`."""
 
 
-class _StoredCase(Struct, forbid_unknown_fields=True):
+class _StoredCase(Struct):
     case: Case
     scale: Scale
     runs: dict[str, dict[str, Any]]
@@ -69,18 +69,18 @@ class EmulationStore(SuiteStore[Recorded, EmulatedRun]):
     def _shared(self, entry: EmulatedRun) -> Struct:
         return entry.conditions
 
-    def _stored(self, entries: Iterable[tuple[str, EmulatedRun]]) -> dict[str, dict[str, Any]]:
-        every = ((reference, msgspec.to_builtins(entry)) for reference, entry in entries)
-        shared = self.shared_type.__struct_fields__
-        return {
-            reference: {
-                name: value for name, value in fields.items() if name not in shared and (value or name not in _LEFT_OUT)
-            }
-            for reference, fields in every
-        }
+    def _own(self, entry: EmulatedRun) -> dict[str, Any]:
+        fields, shared = msgspec.to_builtins(entry), self.shared_type.__struct_fields__
+        return {name: value for name, value in fields.items() if name not in shared and (value or name not in _LEFT_OUT)}
 
-    def _fields(self, stored: dict[str, dict[str, Any]], find: Callable[[Any], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        return ({**fields, **find(reference)} for reference, fields in stored.items())
+    def _stored(self, entries: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+        return dict(entries)
+
+    def _references(self, stored: dict[str, dict[str, Any]]) -> Iterable[tuple[Any, dict[str, Any]]]:
+        return stored.items()
+
+    def _joined(self, own: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+        return {**own, **shared}
 
     def _merged(self, before: Recorded | None, new: Recorded) -> Recorded:
         new = msgspec.structs.replace(new, figures=tuple(run.as_stored() for run in new.figures))

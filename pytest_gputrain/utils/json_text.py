@@ -50,11 +50,11 @@ def repeated_names(data: bytes) -> list[str]:
     return repeated
 
 
-def document(frame: msgspec.Struct, items: Iterable[bytes]) -> Iterator[bytes]:
+def document(frame: msgspec.Struct | dict[str, Any], items: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the text of ``frame`` in parts, ``items`` in its last field.
 
     Args:
-        frame: a record whose last field is an empty list or object.
+        frame: a record, or its fields. The last field is an empty list or object.
         items: what `item` gives for each that belongs there.
     """
     text = msgspec.json.format(encoded(frame), indent=1)

@@ -116,6 +116,21 @@ def test_new_only_adds_new_cases_and_leaves_the_text_of_the_others_which_it_gate
     assert (file.read_bytes(), file.stat().st_mtime_ns) == with_all
 
 
+def test_a_baseline_with_a_field_of_a_newer_version_is_judged_and_kept(gated):
+    file = gated.baseline_file("tuning", H100_FOLDER)
+    document = json.loads(file.read_text())
+    document["cases"][GEMMA]["runs"][0]["of_tomorrow"] = {"any": [1]}
+    file.write_text(json.dumps(document, indent=1))
+    gated.run().assert_outcomes(passed=3)
+    gated.answer(recorded(slower=1.08))
+    assert len(failures(gated.run())) == 3
+    gated.answer(recorded(slower=1.08), to=LLAMA)
+    gated.answer(recorded(), to=GEMMA)
+    gated.run(UPDATE, "-k", "llama-3.1 or gemma").assert_outcomes(passed=2, deselected=1)
+    assert entries(gated)[GEMMA] == document["cases"][GEMMA]
+    assert entries(gated)[LLAMA] != document["cases"][LLAMA]
+
+
 # What becomes no baseline
 
 

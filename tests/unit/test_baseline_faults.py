@@ -10,17 +10,22 @@ import tempfile
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from unit_examples import CASE, KINDS, baseline, baseline_run, without_digests
+from unit_examples import CASE, KINDS, baseline, baseline_run, crashed, emulated_run, report, result, without_digests
 
 from pytest_gputrain.cli.check_baselines import check
-from pytest_gputrain.records import FORMAT, BaselineRun, EmulatedRun
+from pytest_gputrain.records import FORMAT, BaselineRun, EmulatedRun, HistoryLine
+from pytest_gputrain.report import json_report
+from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.report.trend.reading import Filter, History
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
+from pytest_gputrain.storage.history import append, read
 from pytest_gputrain.storage.reports import read_report
 from pytest_gputrain.utils.files import conflicts, locked
+from pytest_gputrain.utils.git import RunInfo
 
 DEVICE, SUITE, KEY = "nvidia-h100-80gb-hbm3", "llm", str(CASE)
 MEASURED, EMULATED = KINDS
@@ -85,19 +90,12 @@ def _change(file, *place, **fields):
     file.write_text(json.dumps(document))
 
 
-PLACES = {
-    "measured": [("environments", 0)],
-    "emulated": [("conditions", 0), ("cases", KEY, "runs", 0, "largest", 0, 0)],
-}
-
-
-def test_what_a_newer_version_may_have_written_is_refused_not_dropped(kind, tmp_path, file, snapshot):
+def test_a_case_with_a_knob_of_tomorrow_and_other_formats_are_refused(kind, tmp_path, file, snapshot):
+    """The knob makes it another case, which this version cannot run."""
     sound, said = file.read_bytes(), {}
-    everywhere = [(), ("cases", KEY), ("cases", KEY, "case"), ("cases", KEY, 2, 0)]
-    for place in [*everywhere, *PLACES[kind.name]]:
-        _change(file, *place, of_tomorrow=1)
-        said[f"of_tomorrow in {place}"] = _refusal(kind, tmp_path / "baselines")
-        file.write_bytes(sound)
+    _change(file, "cases", KEY, "case", of_tomorrow=1)
+    said["a knob of tomorrow"] = _refusal(kind, tmp_path / "baselines")
+    file.write_bytes(sound)
     _change(file, format=0)
     said["format 0"] = _refusal(kind, tmp_path / "baselines")
     file.write_bytes(sound)
@@ -106,6 +104,99 @@ def test_what_a_newer_version_may_have_written_is_refused_not_dropped(kind, tmp_
     file.write_text(json.dumps({"format": FORMAT + 1, "all": "different"}))
     said["the next format"] = _refusal(kind, tmp_path / "baselines")
     assert {what: without_digests(sentence.removeprefix(str(file))) for what, sentence in said.items()} == snapshot
+
+
+def _records(stored, made, at=()):
+    """Yield the places of records in JSON, which is what `made` was made of."""
+    if isinstance(made, msgspec.Struct) and isinstance(stored, dict):
+        yield at
+        made = msgspec.structs.asdict(made)
+    if isinstance(stored, dict) and isinstance(made, dict):
+        for name, value in stored.items():
+            yield from _records(value, made.get(name), (*at, name))
+    elif isinstance(stored, list) and isinstance(made, list | tuple):
+        for number, (value, one) in enumerate(zip(stored, made, strict=True)):
+            yield from _records(value, one, (*at, number))
+
+
+def _places(kind, document):
+    """Where a newer version could add fields: to the file, a case, what entries share, an entry, and the records in it."""
+    stored = document["cases"][KEY]
+    entries = kind.record.runs if kind is MEASURED else kind.record.figures
+    if kind is EMULATED:
+        entries = dict(zip(stored["runs"], entries, strict=True))
+    return [
+        *[(), ("cases", KEY), *((kind.shared, reference) for reference in document[kind.shared])],
+        *(("cases", KEY, kind.entries, *place) for place in _records(stored[kind.entries], entries)),
+    ]
+
+
+def _without_references(kind, document):
+    """The document with what entries share in its place: the references are digests, which change with it."""
+    shared = document.pop(kind.shared)
+    for case in document["cases"].values():
+        entries = case[kind.entries]
+        case[kind.entries] = (
+            [{**entry, "environment": shared[entry["environment"]]} for entry in entries]
+            if kind is MEASURED
+            else [[shared[reference], entry] for reference, entry in entries.items()]
+        )
+    return document
+
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), value=ANYTHING, name=st.text().map("of_tomorrow{}".format))
+def test_fields_of_a_newer_version_are_passed_over_and_kept(kind, tmp_path, data, value, name):
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    file = kind.update(folder, {KEY: kind.record})
+    place = data.draw(st.sampled_from(_places(kind, json.loads(file.read_bytes()))))
+    _change(file, *place, **{name: value})
+    before = _without_references(kind, json.loads(file.read_bytes()))
+    assert kind.get(folder, KEY) == kind.record
+    assert any(f"{name!r} is unknown to this version" in problem.sentence and not problem.error for problem in check(folder))
+    for key in ("another", "a-third"):
+        kind.update(folder, {key: kind.other})
+    after = _without_references(kind, json.loads(file.read_bytes()))
+    assert {after["cases"].pop(key)["scale"] for key in ("another", "a-third")} == {"full"}
+    assert after == before
+    assert kind.get(folder, KEY) == kind.record
+    assert not any(problem.error for problem in check(folder) if "is not the name of the case" not in problem.sentence)
+    kind.update(folder, {KEY: kind.other})
+    is_of_a_run = kind.entries in place or kind.shared in place
+    is_there = repr(name) in repr(json.loads(file.read_bytes()))
+    assert is_there == (not is_of_a_run), "it goes with the run that is replaced"
+
+
+def test_fields_of_a_newer_version_in_reports_and_histories_are_passed_over(tmp_path):
+    """Nothing writes these again: a report is written anew, and a history only grows at its end."""
+    path = tmp_path / "report.json"
+    every = (result(), result(reply=emulated_run(), device="emulated/h100"), result(replies=(crashed(),), summary=None))
+    json_report.write(report(*every), path)
+    sound, read_sound = path.read_bytes(), read_report(path)
+    places = [place for place in _records(json.loads(sound), read_sound) if place[2:3] != ("case",)]
+    assert len(places) > 10
+    for place in places:
+        _change(path, *place, of_tomorrow=1)
+        assert read_report(path) == read_sound, place
+        path.write_bytes(sound)
+    history = tmp_path / "history.jsonl"
+    line = lines_of([result()], RunInfo(id="s", created="2026-01-01T00:00:00Z", commit="c", branch="main"))[0]
+    history.write_text(json.dumps({**msgspec.to_builtins(line), "of_tomorrow": [1]}) + "\n")
+    before = history.read_bytes()
+    append(history, [line])
+    assert history.read_bytes().startswith(before)
+    assert [found for _, found in read(history, HistoryLine, pytest.fail)] == [line, line]
 
 
 def test_no_count_is_negative(kind, tmp_path, file):
