@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Final
 
@@ -33,10 +34,10 @@ def key_of(case: Case, scale: Scale) -> str:
 
 
 def identity_of(task: Task, inline: bool = False) -> bytes:
-    """Return the bytes that tell a task from tasks that measure something else, or in another environment."""
+    """Return a digest that tells a task from tasks that measure something else, or in another environment."""
     case = task.case
     asked = (case.identity(), case.steps, case.warmup, task.scale, task.curve, task.variables, task.growth_bytes, inline)
-    return msgspec.json.encode(asked)
+    return hashlib.sha256(msgspec.json.encode(asked)).digest()
 
 
 def suite_of(path: Path) -> str:

@@ -35,7 +35,8 @@ class Replies:
         self._tasks = tasks
         self._resumed_report = resumed_report
         self._watch = watch
-        self._kept: dict[bytes, tuple[Reply, ...]] = {}
+        self._kept: dict[bytes, bytes] = {}
+        """As messages, which take less memory than records: a run may have thousands of replies, and few tests ask again."""
         self._make_prefetcher: Callable[[], Prefetcher] | None = None
         self._prefetcher: Prefetcher | None = None
 
@@ -60,13 +61,15 @@ class Replies:
         """
         identity = identity_of(task, inline)
         # An inline function has no address to be known by again.
-        earlier = before or (() if builder is not None else self._kept.get(identity, ()))
+        earlier = before
+        if not earlier and builder is None and (kept := self._kept.get(identity)):
+            earlier = msgspec.msgpack.decode(kept, type=tuple[Reply, ...])
         earlier = earlier or self.resumed(task, inline, builder).replies
         replies = list(earlier)
         while len(replies) < runs and has_figures(replies):
             replies.append(self._run(task, inline, builder, len(replies) + 1))
         if builder is None and len(replies) > len(earlier):
-            self._kept[identity] = tuple(replies)
+            self._kept[identity] = msgspec.msgpack.encode(replies)
         return tuple(replies)
 
     def host_of(self, task: Task, inline: bool = False) -> Host:
