@@ -71,7 +71,7 @@ PARTS: Final = (
     Part("recipes", 12),
     Part("operators", 100, {"cc": "gcc"}, by_name=True),
     Part("foreign-weekly", 20, {"cc": "gcc"}, by_name=True),
-    Part("weekly", 150, by_name=True),
+    Part("weekly", 150, {"cc": "gcc"}, by_name=True),
     Part("oldest-weekly", 20, by_name=True),
     # What is released tomorrow must not turn a change red today.
     Part("newest", 24, by_name=True),

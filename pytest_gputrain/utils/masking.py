@@ -16,14 +16,18 @@ _LONGER: Final = rf"(?:[A-Za-z0-9]+[-_.])*{_NAME}"
 """Only to match from the beginning of an argument: a search for it would take quadratic time."""
 _OPTION: Final = re.compile(rf"-+{_LONGER}", re.IGNORECASE)
 _OPTION_WITH_VALUE: Final = re.compile(rf"(-*{_LONGER}\s*=).+", re.IGNORECASE | re.DOTALL)
-_OTHER_OPTION: Final = re.compile(r"-[A-Za-z]|--(?:[A-Za-z][\w.-]*(?:=.*)?)?", re.DOTALL)
-_VALUE: Final = r"(?:\"[^\"]*\"|'[^']*'|[^\s\"',&]+)"
-_ASSIGNED: Final = re.compile(rf"((?<![A-Za-z0-9]){_NAME}(?:[\"']?\s*=\s*|[\"']\s*:\s*)){_VALUE}", re.IGNORECASE)
-"""``--token=x``, ``HF_TOKEN=x`` and ``{"api_key": "x"}``, also in the middle of an argument."""
+_VALUE: Final = r"(?:\"(?:[^\"\\]|\\.)*+\"?|'[^']*'?|[^\s\"']\S*)"
+"""In quotes, or up to the next blank: a secret may hold each other sign, also ``&`` and ``,``, which separate elsewhere."""
+_ASSIGNED: Final = re.compile(rf"((?<![A-Za-z0-9]){_NAME}[\"']?\s*(?:=|:(?!:))\s*){_VALUE}", re.IGNORECASE | re.DOTALL)
+"""``--token=x``, ``HF_TOKEN=x``, ``X-API-Key: x`` and ``{"api_key": "x"}``, also in the middle of an argument."""
 _IN_ADDRESS: Final = re.compile(r"(\w://)[^/\s]+@")
+_HEADER: Final = r"\b(?:Authorization|Cookie)"
+_SCHEME: Final = r"(?:[A-Za-z]+\s+)?"
 _IN_HEADER: Final = re.compile(
-    r"(\bBearer\s+|\bAuthorization[\"']?\s*[:=]\s*[\"']?(?:[A-Za-z]+\s+)?)[^\s\"',]+", re.IGNORECASE
+    rf"(\bBearer\s+|{_HEADER}[\"']\s*[:=]\s*[\"']{_SCHEME})[^\"'\r\n]+|({_HEADER}\s*[:=]\s*{_SCHEME})\S[^\r\n]*",
+    re.IGNORECASE,
 )
+"""The rest of the line, or of the quoted text: a header holds blanks and quotes."""
 _KNOWN: Final = re.compile(r"\b(hf_|gh[opsur]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA)[A-Za-z0-9_-]{12,}")
 """What services give out begins so: Hugging Face, GitHub, GitLab, OpenAI and others, Slack, AWS."""
 
@@ -31,11 +35,11 @@ _KNOWN: Final = re.compile(r"\b(hf_|gh[opsur]_|github_pat_|glpat-|sk-|xox[abprs]
 def masked(arguments: Iterable[str]) -> tuple[str, ...]:
     """Return the arguments of a command line with ``***`` for each value whose option or name is that of a secret.
 
-    The argument after such an option is its value, unless it looks like another option (``-v``, ``--name``, ``--name=x``).
+    The argument after such an option is its value, even if it looks like another option.
     """
     shown, follows = [], False
     for argument in arguments:
-        if follows and not _OTHER_OPTION.fullmatch(argument):
+        if follows:
             shown.append(MASK)
         elif whole := _OPTION_WITH_VALUE.fullmatch(argument):
             shown.append(whole[1] + MASK)
@@ -63,5 +67,12 @@ def masked_settings(value: Any) -> Any:
 def _masked(text: str) -> str:
     text = _ASSIGNED.sub(rf"\g<1>{MASK}", text)
     text = _IN_ADDRESS.sub(rf"\g<1>{MASK}@", text)
-    text = _IN_HEADER.sub(rf"\g<1>{MASK}", text)
-    return _KNOWN.sub(rf"\g<1>{MASK}", text)
+    text = _IN_HEADER.sub(rf"\g<1>\g<2>{MASK}", text)
+    text = _KNOWN.sub(rf"\g<1>{MASK}", text)
+    words, follows = re.split(r"(\s+)", text), False
+    for at in range(0, len(words), 2):  # arguments in one, as in addopts=--token x
+        word = words[at]
+        if follows:
+            words[at] = MASK
+        follows = len(words) > 1 and _OPTION.fullmatch(word.rpartition("=")[2].lstrip("\"'")) is not None
+    return "".join(words)

@@ -201,6 +201,21 @@ def test_an_update_in_ci_never_fails_for_being_there(suite, monkeypatch):
     assert "the gate did not run" not in suite.run("--gpu-baseline-update").stdout.str()
 
 
+def test_memory_that_was_not_counted_is_told_in_the_last_line_also_where_it_grows_and_strict_passes(cpu):
+    cpu.write(test_tuning=SUITE.replace(', "gemma-7b", "llama-2-13b"', ""))
+
+    def hold(memory):
+        cpu.answer({**recorded("cpu_measured"), "uncounted_memory": True, "notes": [f"a step holds {memory} in NumPy"]})
+
+    hold("15 MiB")
+    assert cpu.run("--gpu-baseline-update").ret == pytest.ExitCode.OK
+    hold("150 MiB")
+    result = cpu.run("--gpu-strict")
+    assert result.ret == pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["1 case: a step holds 150 MiB in NumPy: *"])
+    assert last_line(result).startswith("not compared: uncounted memory of 1 case")
+
+
 # Baselines that no test asks for
 
 ONE_LESS = SUITE.replace('"llama-3.1-8b", ', "")

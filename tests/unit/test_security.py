@@ -126,13 +126,22 @@ def test_no_failure_ends_the_annotation_that_tells_of_it():
     [
         (["--token=abc", "-v"], ["--token=***", "-v"]),
         (["--api-key", "abc", "x"], ["--api-key", "***", "x"]),
-        (["--hub-token", "-x"], ["--hub-token", "-x"]),
+        (["--hub-token", "-x"], ["--hub-token", "***"]),
+        (["--token", "--abc", "--token", "--hub-token", "--x=y", "z"], ["--token", "***", "--token", "***", "***", "z"]),
         (["HF_TOKEN=abc", "AWS_SECRET_ACCESS_KEY='a b'"], ["HF_TOKEN=***", "AWS_SECRET_ACCESS_KEY=***"]),
         (["-o", "addopts=--password=abc --gpu-json=x"], ["-o", "addopts=--password=*** --gpu-json=x"]),
         (['{"api_key": "abc", "width": 3}'], ['{"api_key": ***, "width": 3}']),
-        (["--index=https://me:abc@host/x?token=abc&b=1"], ["--index=https://***@host/x?token=***&b=1"]),
+        (["--index=https://me:abc@host/x?token=abc&b=1"], ["--index=https://***@host/x?token=***"]),
+        (
+            ["url?token=x&y=z", "-o", "a=--token=b&c,d -q", "x token=a'b\"c"],
+            ["url?token=***", "-o", "a=--token=*** -q", "x token=***"],
+        ),
+        (["addopts=-q --token x -v", "addopts='--token --x'"], ["addopts=-q --token *** -v", "addopts='--token ***"]),
+        (['{"api_key":"a\\"b","width":3}', 'x token="a b'], ['{"api_key":***,"width":3}', "x token=***"]),
+        (["X-Api-Key: abc", "Private-Token:abc"], ["X-Api-Key: ***", "Private-Token:***"]),
+        (["Cookie: a=b; c=d", 'Authorization: Digest u="a", r="b"'], ["Cookie: ***", "Authorization: Digest ***"]),
         (["--token=ab&cd", "TOKEN=a,b", "--hub-token=a b"], ["--token=***", "TOKEN=***", "--hub-token=***"]),
-        (["--password", "-abc", "--password", "--auth=x"], ["--password", "***", "--password", "--auth=***"]),
+        (["--password", "-abc", "--password", "--auth=x"], ["--password", "***", "--password", "***"]),
         (["https://user:p@ss@host/x@y"], ["https://***@host/x@y"]),
         (["Authorization: Bearer abc.d-e", "-H", "x: bearer abc"], ["Authorization: Bearer ***", "-H", "x: bearer ***"]),
         (
@@ -158,7 +167,28 @@ def test_what_is_no_secret_stays(argument):
     assert masked([argument, "next"]) == (argument, "next")
 
 
-PARTS = ("a-", "-", "token", "token=", "token ", 'token="', "auth", "a://b", "a@", "Bearer ", "Authorization:", "sk-", " ")
+PARTS = (
+    "token:",
+    'token="\\',
+    "'token='",
+    "--token x",
+    '"Cookie": "',
+    "Cookie: x",
+    "=--",
+    "a-",
+    "-",
+    "token",
+    "token=",
+    "token ",
+    'token="',
+    "auth",
+    "a://b",
+    "a@",
+    "Bearer ",
+    "Authorization:",
+    "sk-",
+    " ",
+)
 
 
 @pytest.mark.parametrize("part", PARTS)
