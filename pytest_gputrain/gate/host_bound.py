@@ -28,7 +28,8 @@ _CHANGED_BELOW: Final = 0.85
 LEAST_HOST_TOLERANCE: Final = 0.10
 """By how much wall seconds of a step that waits for the host may grow at least, on the machine of its baseline."""
 _HELD_UP: Final = 0.05
-"""The share of the time for which threads wait for a CPU core, from which on others use the host."""
+"""By which share of the time the training has to wait longer for a CPU core than in its baseline, if others use the host. A
+baseline that does not tell it has waited for none."""
 HOST_PRIOR_SD: Final = 0.06
 """Between processes, of such wall seconds: s0 of `pytest_gputrain.gate.step_times`."""
 GPU_PRIOR_SD: Final = 0.025
@@ -100,12 +101,13 @@ def other_host(measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -
     """Say how the host of today's runs differs from that of the baseline, ``on another machine``; empty where it does not.
 
     Names, models of CPU and numbers of cores do not tell: three virtual machines with the same differed by 28 %. GPUs do. A
-    machine whose cores are taken by other programs is another one, too.
+    machine whose cores are taken by other programs, more than in the baseline, is another one, too.
     """
     here, recorded = measured[0].environment, [run.environment.gpu_digests for run in fitted]
-    waiting = statistics.median(run.core_wait_share or 0.0 for run in measured)
-    if waiting >= _HELD_UP:
-        return f"while its threads waited for a CPU core in {100 * waiting:.0f} % of the time"
+    before, waiting = (statistics.median(run.core_wait_share or 0.0 for run in runs) for runs in (fitted, measured))
+    if waiting - before >= _HELD_UP:
+        against = f" ({100 * before:.0f} % in its baseline)" if before else ""
+        return f"while it waited for a CPU core in {100 * waiting:.0f} % of the time{against}"
     if here.gpu_digests is UNSET or UNSET in recorded:
         return "on a machine that may be another one"
     known = {digest for digests in recorded for digest in digests or ()}

@@ -243,8 +243,8 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     telemetry: Telemetry | None = None
     """Energy, power and clocks of its GPUs."""
     core_wait_share: float | None = None
-    """The share of the timed steps in which threads of the process were ready to run and had no CPU core. None if the kernel
-    does not tell."""
+    """The share of the timed steps, from 0 to 1, in which the thread that trains was ready to run and had no CPU core. None
+    if the kernel does not tell."""
     environment: Environment
     """The machine and the software of the measurement."""
 

@@ -73,6 +73,8 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How long the GPU works in a step, as in `Measurement`."""
     counts: Counts | None = None
     """What a step asks for, as in `Measurement`, without numbers of lines."""
+    core_wait_share: float | None = None
+    """How long the training waited for a CPU core, as in `Measurement`."""
     one_worker_seconds: float | None = None
     """The step time of one worker, as in `Measurement`. The scaling efficiency of this run follows from it."""
     free_bytes: Whole | None = None

@@ -380,14 +380,15 @@ class BaselineStore(SuiteStore[Baseline, BaselineRun]):
     def _is_possible(self, entry: BaselineRun) -> bool:
         times = entry.step_seconds if entry.one_worker_seconds is None else (*entry.step_seconds, entry.one_worker_seconds)
         is_whole = bool(entry.step_seconds) and entry.peak_allocated_bytes is not None
-        return all(0 < seconds < math.inf for seconds in times) and (is_whole or entry.outcome != "measured")
+        is_share = entry.core_wait_share is None or entry.core_wait_share <= 1
+        return is_share and all(0 < seconds < math.inf for seconds in times) and (is_whole or entry.outcome != "measured")
 
 
 def _judged(baseline: Baseline) -> tuple[object, ...]:
     """Return what the gate judges by and tells of a baseline; seconds on a CPU only where it has runs enough to judge
     them."""
     on_cpu = all(run.environment.device_type == "cpu" for run in baseline.runs)
-    left_out = {"peak_host_bytes", "free_bytes", "date", "session", "commit", "final_loss"}
+    left_out = {"peak_host_bytes", "free_bytes", "date", "session", "commit", "final_loss", "core_wait_share"}
     # Memory on a CPU does not depend on the host; on a GPU a verdict names what changed there since the baseline.
     left_out |= {"environment"} if on_cpu else set()
     left_out |= (

@@ -1,5 +1,5 @@
 """Asks Linux to end a process with its parent, to hand it orphans, how often it killed processes for want of memory, and how
-long threads waited for a CPU core."""
+long a thread waited for a CPU core."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -47,24 +48,25 @@ def _prctl(option: int, value: int) -> None:
 
 
 class CoreWait:
-    """How long threads of this process are ready to run and have no CPU core, from now on."""
+    """How long this thread is ready to run and has no CPU core, from now on. Others may wait for one without delaying it."""
 
     def __init__(self) -> None:
+        self._schedstat = _ROOT / f"proc/self/task/{threading.get_native_id()}/schedstat"
         self._begin = time.monotonic_ns(), self._waited()
 
     def share(self) -> float | None:
-        """Return that share of the time, at most 1 for all threads together; None where the kernel does not tell."""
+        """Return that share of the time, from 0 to 1; None where the kernel does not tell, or the thread has ended."""
         (begin, before), now = self._begin, self._waited()
-        return None if before is None or now is None else min(1.0, (now - before) / (time.monotonic_ns() - begin))
+        if before is None or now is None:
+            return None
+        return min(1.0, max(0.0, (now - before) / max(1, time.monotonic_ns() - begin)))
 
-    @staticmethod
-    def _waited() -> int | None:
+    def _waited(self) -> int | None:
         """Return the nanoseconds until now."""
-        waited = []
-        for path in (_ROOT / "proc/self/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):  # of a thread that has just ended
-                waited.append(int(path.read_text().split()[1]))
-        return sum(waited) if waited else None
+        with contextlib.suppress(OSError, ValueError):
+            ran, waited, _ = map(int, self._schedstat.read_text().split())
+            return waited if ran else None  # a kernel that does not count writes zeros
+        return None
 
 
 class Child:

@@ -97,9 +97,13 @@ def test_a_host_whose_cores_are_taken_is_another_one():
         verdict = _judge(_took(2.0, 0.23, core_wait_share=share), _stored())
         assert verdict.status == status
     assert (
-        "while its threads waited for a CPU core in 6 % of the time"
+        "while it waited for a CPU core in 6 % of the time,"
         in _judge(_took(2.0, 0.23, core_wait_share=0.06), _stored()).sentence
     )
+    for share, status in ((0.34, "regressed"), (0.36, "pass")):
+        verdict = _judge(_took(2.0, 0.23, core_wait_share=share), _stored(core_wait_share=0.3))
+        assert verdict.status == status
+    assert "in 36 % of the time (30 % in its baseline)" in verdict.sentence
     one_of_three = [_took(2.0, 0.23, core_wait_share=share) for share in (0.5, 0.0, 0.0)]
     assert _judge(one_of_three, _stored()).status == "regressed"
 

@@ -1,5 +1,7 @@
 """Tests how kills for want of memory are counted, and waits for a core, on made-up files of Linux."""
 
+import threading
+
 import pytest
 
 from pytest_gputrain.utils import linux
@@ -64,24 +66,27 @@ def test_kills_are_those_of_this_control_group(tmp_path, monkeypatch, files, kil
     assert linux.oom_kills() == kills
 
 
-def test_threads_wait_for_a_core_together_for_no_longer_than_the_time(tmp_path, monkeypatch):
+def test_the_thread_that_trains_waits_for_a_core_from_never_to_all_the_time(tmp_path, monkeypatch):
     now = [10_000]
     monkeypatch.setattr(linux, "_ROOT", tmp_path)
     monkeypatch.setattr(linux.time, "monotonic_ns", lambda: now[0])
-    waits = linux.CoreWait()
-    now[0] += 1000
-    assert waits.share() is None, "the kernel does not tell"
 
-    def waited(*nanoseconds):
-        for thread, waiting in enumerate(nanoseconds):
-            file = tmp_path / "proc/self/task" / str(thread) / "schedstat"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"77 {waiting} 5\n")
+    def waited(nanoseconds, thread=None, ran=77):
+        file = tmp_path / "proc/self/task" / str(thread or threading.get_native_id()) / "schedstat"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{ran} {nanoseconds} 5\n")
 
-    waited(100, 50)
+    waited(0, ran=0)
+    for _ in range(2):
+        waits = linux.CoreWait()
+        now[0] += 1000
+        assert waits.share() is None, "the kernel does not tell"
+        (tmp_path / "proc/self/task" / str(threading.get_native_id()) / "schedstat").unlink(missing_ok=True)
+    waited(100)
+    waited(50, thread=1)
     waits = linux.CoreWait()
-    waited(300, 100)
+    waited(5000, thread=1)
     now[0] += 1000
-    assert waits.share() == 0.25
-    waited(3000, 100)
-    assert waits.share() == 1.0
+    for until, share in ((350, 0.25), (3000, 1.0), (50, 0.0)):
+        waited(until)
+        assert waits.share() == share
