@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -13,8 +13,10 @@ from pytest_gputrain.records.emulated import EmulatedRun
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase
 from pytest_gputrain.records.whole import Whole
 
-Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "reply"]
+Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "profile", "reply"]
 """The activity of a process of a case. ``count`` is the pass that counts allocations."""
+UNPROFILED: Final = "without GPU seconds, because a step under torch's profiler failed"
+"""The beginning of a note. Before the phase ``profile`` a case has all its other figures, and has passed its checks."""
 
 
 StepSeconds = Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)]

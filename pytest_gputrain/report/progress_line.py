@@ -26,6 +26,7 @@ _PHASES: Final = {
     "count": "counting allocations",
     "warmup": "warming up",
     "check": "checking",
+    "profile": "profiling",
     "reply": "replying",
 }
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.records import Case, EmulatedRun, Measurement, Served, Task
+from pytest_gputrain.records.reply import UNPROFILED
 from pytest_gputrain.utils.linux import CoreWait
 from pytest_gputrain.worker.allocations import AllocationCounter, strided_parts
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, check_peak, finite_losses, local
@@ -56,7 +57,10 @@ OTHER_STEP: Final = (
     "without calls of Python functions, because the step in which they are counted asks the GPU for something else than "
     "every timed step"
 )
-UNPROFILED: Final = "without GPU seconds, because a step under torch's profiler failed"
+ATTACHED: Final = (
+    "timed with torch's profiler attached, because a step was profiled in this process before, which may make each launch "
+    "slower; without inline the case has a process of its own"
+)
 FLOPS_FAILED: Final = "FLOPs are not known, because pytest-gputrain failed to count them"
 COUNTS_FAILED: Final = "what a step asks for is not known, because pytest-gputrain failed to count it"
 UNCALLED: Final = "without calls of Python functions, because the step in which they are counted failed"
@@ -103,6 +107,7 @@ class Measuring:
         self._own_work = StragglerClock(device)
         self._core_wait_share: float | None = None
         self._beside = MemoryBeside(after=3 * self._case.gradient_accumulation)
+        self._attached = device.type != "cpu" and StepProfile.is_attached
         self._figures: Measurement | None = None
         self._only_missing = ""
         """What is missing if the step that runs fails, behind all checks: the beginning of a note."""
@@ -152,6 +157,8 @@ class Measuring:
             if check is not None:
                 self._device.reset_peaks()  # only here, where the exception is gone with all that its frames held
                 self._figures = check()
+        if self._is_profiled:
+            self._progress.enter("check")
         training.leave()
         assert self._figures is not None, "a training runs until it has no more steps to run"
         return self._figures
@@ -239,7 +246,7 @@ class Measuring:
             find_gpu()
         self._figures = yield from self._checked(training, movement, figures, steps=steps)
         yield from self._python_calls()
-        yield from self._gpu_steps(training, meet)
+        yield from self._gpu_steps(training, meet, updates)
 
     def _python_calls(self) -> Steps:
         """Have one more step run whose calls of Python functions are counted, where it can be compared with others."""
@@ -283,19 +290,26 @@ class Measuring:
         """Whether further steps run under a profiler: of a real GPU, where steps are measured."""
         return self._device.type != "cpu" and self._device.computes and not (self._task.curve or self._task.memory_only)
 
-    def _gpu_steps(self, training: Trainable, meet: Callable[[], None]) -> Steps:
-        """Have more steps run under a profiler, which tells how long the GPU works in them."""
+    def _gpu_steps(self, training: Trainable, meet: Callable[[], None], timed: Sequence[bool]) -> Steps:
+        """Have more steps run under a profiler, which tells how long the GPU works in them.
+
+        Args:
+            timed: for each timed step whether it updates.
+        """
         if not self._is_profiled:
             return
+        assert self._figures is not None
+        self._keep(self._figures)
+        self._group.barrier()  # from here on no process that fails, and that others wait for, loses any other figure
+        self._progress.enter("profile")
         if isinstance(training, OwnCodeTraining):
             training.keeps_losses = False
         profile = StepProfile(self._device, meet)
         # Of several processes the others would wait for the one whose step fails.
         self._only_missing = UNPROFILED if self._group.size == 1 else ""
         accumulation = self._case.gradient_accumulation
-        yield from profile.steps(schedule(self._whole(steps_to_profile(accumulation)), accumulation))
+        yield from profile.steps(schedule(self._whole(steps_to_profile(timed, accumulation)), accumulation))
         self._only_missing = UNPROFILED
-        assert self._figures is not None
         try:
             gpu_steps, counts = profile.read()
         except CannotTell as error:
@@ -428,7 +442,7 @@ class Measuring:
             core_wait_share=self._core_wait_share,
             counted_threads=max(1, len(counter.threads)) if self._own and counter is not None else 1,
             uncounted_memory=bool(uncounted),
-            notes=uncounted,
+            notes=(*uncounted, *((ATTACHED,) if self._attached else ())),
             environment=environment_of(device, group),
         )
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 from unittest import mock
 
 import torch
@@ -26,20 +26,28 @@ from pytest_gputrain.worker.gpu_events import (
     read_counts,
     read_seconds,
 )
-from pytest_gputrain.worker.loop import Steps
+from pytest_gputrain.worker.loop import Steps, schedule
 from pytest_gputrain.worker.thread_operators import silence_profiler
 
 PROFILED_STEPS: Final = 5
 
 
-def steps_to_profile(accumulation: int) -> int:
-    """Return the number of steps to profile, so that their median is of the same kinds of steps as that of the timed ones.
+def steps_to_profile(timed: Sequence[bool], accumulation: int) -> int:
+    """Return the number of steps to profile, so that their median is of the same kind of step as that of the timed ones.
 
-    With accumulation over two steps this takes whole rounds: as many steps that update as others. Of a round longer than
-    `PROFILED_STEPS` the median is a step without an update, in a part of it, too.
+    Accumulation over two steps makes as many steps that update as others. Of an odd number one more updates, which is the
+    last. Where no few steps have such a median, it is the number of timed ones.
+
+    Args:
+        timed: for each timed step whether it updates.
     """
-    round_steps = min(accumulation, PROFILED_STEPS)
-    return -(-PROFILED_STEPS // round_steps) * round_steps
+
+    def kind_of_median(updates: Sequence[bool]) -> int:
+        return (2 * sum(updates) > len(updates)) - (2 * sum(updates) < len(updates))
+
+    few = range(PROFILED_STEPS, 2 * PROFILED_STEPS)
+    alike = (steps for steps in few if kind_of_median(schedule(steps, accumulation)) == kind_of_median(timed))
+    return next(alike, len(timed))
 
 
 def find_gpu() -> None:
@@ -51,6 +59,7 @@ def find_gpu() -> None:
 
 
 def _profile() -> profiler.profile:
+    StepProfile.is_attached = True
     return profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True)
 
 
@@ -60,6 +69,9 @@ class StepProfile:
     Args:
         meet: waits for the other processes between two steps.
     """
+
+    is_attached: ClassVar[bool] = False
+    """Whether a profile was made in this process: torch's profiler stays attached to the driver until the process ends."""
 
     def __init__(self, device: Device, meet: Callable[[], None] = lambda: None) -> None:
         self._device, self._meet = device, meet

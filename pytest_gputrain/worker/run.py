@@ -98,7 +98,7 @@ def run(
         if own is None and (mixed := _mixed_types(error, task.case)):
             return Crashed(sentence=mixed, phase=progress.phase, step=progress.step, refused=True)
         where = _out_of_memory(error)
-        if where is None or device is None or progress.phase == "check":  # whose steps have fitted
+        if where is None or device is None or progress.phase in ("check", "profile"):  # whose steps have fitted
             return of_config(crash(error, progress, own_lines(task, builder) if own else None), task, error)
         peaks = device.peaks()
         reply = OutOfMemory(

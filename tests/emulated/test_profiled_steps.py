@@ -215,6 +215,7 @@ TRAININGS = """
         counts = figures.counts
         return {"steps": len(figures.step_seconds), "seconds": figures.gpu_steps and len(figures.gpu_steps.seconds),
                 "share": figures.gpu_busy_share, "notes": [note for note in figures.notes if "GPU seconds" in note],
+                "attached": any(note.startswith("timed with torch's profiler attached") for note in figures.notes),
                 "asked": counts and [[counts.of_step(at).waits, counts.of_step(at).d2d, counts.of_step(at).update]
                                      for at in range(len(counts.steps))]}
     found = {builder.__name__: measured(builder, {}) for builder in (train, ends, profiles_itself, fails)}
@@ -248,7 +249,8 @@ def test_a_training_is_profiled_behind_its_checks_and_loses_nothing_if_that_fail
     assert found["train"]["asked"] == [[1, 0, True]] * 5
     assert found["train"]["seconds"] == 5
     assert 0 < found["train"]["share"] < 1
-    assert found["counts"] == found["train"] | {"asked": None, "share": found["counts"]["share"]}
+    assert found["counts"] == found["train"] | {"asked": None, "share": found["counts"]["share"], "attached": True}
+    assert [case for case, of in found.items() if not of["attached"]] == ["train"], "which is the first of the process"
     # Whole rounds of the accumulation.
     assert found["accumulates"]["asked"] == [[0, 1, False], [1, 0, True]] * 3
     failed = "without GPU seconds, because a step under torch's profiler failed"

@@ -392,6 +392,27 @@ def test_the_first_bad_news_are_the_cause(rank, polls, sentence):
     assert reply.sentence == sentence
 
 
+def test_a_case_that_fails_under_the_profiler_lacks_nothing_but_gpu_seconds(rank, monkeypatch):
+    monkeypatch.setattr(ranks, "_STACKS_SECONDS", 0.05)
+    figures = [msgspec.json.encode(_of_rank(number)) for number in range(2)]
+    profiling = _events(Event(phase="profile"))
+    waiting = rank(polls=10_000, figures_json=figures[0], progress_jsonl=profiling)
+    unprofiled = "without GPU seconds, because a step under torch's profiler failed"
+    raised = msgspec.json.encode(crashed(sentence="OSError: no space is left", phase="profile"))
+    for files, exit_code, why in (
+        ({"reply_json": raised}, 0, "OSError: no space is left"),
+        ({"progress_jsonl": profiling}, -signal.SIGSEGV, "the worker ended by SIGSEGV without a reply"),
+    ):
+        failing = rank(exit_code, number=1, figures_json=figures[1], **files)
+        reply = follow([waiting, failing], 60, print)
+        assert reply == msgspec.structs.replace(merge([_of_rank(0), _of_rank(1)]), notes=(f"{unprofiled} ({why})",))
+        (failing.folder / "reply.json").unlink(missing_ok=True)
+    hanging = rank(number=1, polls=10_000, figures_json=figures[1])
+    assert follow([waiting, hanging], 0.1, print).notes == (f"{unprofiled} (it did not end in 100 ms)",)
+    early = rank(number=1, figures_json=figures[1], reply_json=msgspec.json.encode(crashed(phase="check")))
+    assert follow([waiting, early], 60, print) == crashed(phase="check", rank=1, measured=merge([_of_rank(0), _of_rank(1)]))
+
+
 def test_a_case_ends_when_all_its_ranks_have(rank):
     both = [rank(number=number, polls=number, reply_json=msgspec.json.encode(_of_rank(number))) for number in range(2)]
     assert follow(both, 60, print) == merge([_of_rank(0), _of_rank(1)])

@@ -47,10 +47,14 @@ def test_updates_follow_the_accumulation_and_close_the_window(count, accumulatio
     )
 
 
-@pytest.mark.parametrize("accumulation", [*range(1, 12), 64])
-def test_the_median_profiled_step_is_of_the_kinds_of_the_median_timed_step(accumulation):
+@pytest.mark.parametrize("accumulation", [1, 2, 3, 8, 32])
+@pytest.mark.parametrize("timed_steps", [1, 4, 9, 10])
+def test_profiled_steps_have_the_median_of_timed_ones(accumulation, timed_steps):
+    """The step with the update takes longer. Of an even number of steps half may update."""
+
     def median(steps):
         return statistics.median(14.0 if update else 10.0 for update in schedule(steps, accumulation))
 
-    assert median(steps_to_profile(accumulation)) == median(10)
-    assert 5 <= steps_to_profile(accumulation) <= 8
+    steps = steps_to_profile(schedule(timed_steps, accumulation), accumulation)
+    assert median(steps) == median(timed_steps)
+    assert 5 <= steps <= 8 or steps == timed_steps

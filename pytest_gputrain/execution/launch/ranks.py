@@ -31,9 +31,10 @@ from pytest_gputrain.records import (
     Served,
     TimedOut,
 )
+from pytest_gputrain.records.reply import UNPROFILED
 from pytest_gputrain.utils.linux import oom_kills
 from pytest_gputrain.utils.reading import TAIL_BYTES, UNREADABLE, opened, read_message, tail
-from pytest_gputrain.utils.units import format_bytes
+from pytest_gputrain.utils.units import format_bytes, format_seconds
 
 _OF_LIBRARIES: Final = re.compile(r"^Failed to load CPU gemm_4bit.*\n?", re.MULTILINE)
 """The line that bitsandbytes prints whenever it is imported on a CPU without an optional package."""
@@ -43,7 +44,7 @@ _MOST_OUTPUT_BYTES: Final = 1 << 20
 """The most output of a worker that is kept; it is checked as often as its progress."""
 _MOST_PROGRESS_BYTES: Final = 1 << 20
 """The most that is read at a time; a worker writes less than that in an hour."""
-_AFTER_THE_STEPS: Final[frozenset[Phase]] = frozenset({"check", "reply"})
+_AFTER_THE_STEPS: Final[frozenset[Phase]] = frozenset({"check", "profile", "reply"})
 """Phases in which to run out of memory says nothing of the steps, which have fitted."""
 _SCARCE_BYTES: Final = 1 << 20
 """The free space below which a worker may not have been able to reply."""
@@ -170,12 +171,19 @@ def _merged(replies: Sequence[Reply | Served | EmulatedRun]) -> Measurement | Em
 
 
 def _with_figures(reply: Reply, ranks: Sequence[Rank]) -> Reply:
-    """Add what was measured to the reply of a case that failed, where all of its ranks had measured by then."""
+    """Add what was measured to the reply of a case that failed, where all of its ranks had measured by then.
+
+    A case that failed in its last steps, under a profiler, has passed all checks, and lacks nothing but GPU seconds.
+    """
     figures = [rank.figures() for rank in ranks] if isinstance(reply, Crashed | TimedOut) else []
     measured = [rank_figures for rank_figures in figures if rank_figures is not None]
     if not measured or len(measured) < len(ranks):
         return reply
-    return msgspec.structs.replace(reply, measured=_merged(measured))
+    merged = _merged(measured)
+    if isinstance(reply, Crashed | TimedOut) and reply.phase == "profile" and isinstance(merged, Measurement):
+        why = reply.sentence if isinstance(reply, Crashed) else f"it did not end in {format_seconds(reply.timeout_seconds)}"
+        return msgspec.structs.replace(merged, notes=(*merged.notes, f"{UNPROFILED} ({why})"))
+    return msgspec.structs.replace(reply, measured=merged)
 
 
 def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
