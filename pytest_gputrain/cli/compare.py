@@ -12,7 +12,7 @@ import msgspec
 from pytest_gputrain.cli import failing
 from pytest_gputrain.cli.comparison_output import print_comparison, verdicts
 from pytest_gputrain.gate import emulation as emulation_gate
-from pytest_gputrain.gate.ab import by_case, missing, told_of_base, tolerance_of, verdict_of
+from pytest_gputrain.gate.ab import by_case, missing, tolerance_of, verdict_of
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.regression import Circumstances, first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise, prior_of, whole_suite
@@ -51,7 +51,7 @@ def main(options: argparse.Namespace) -> int:
     all_slower, sentence = whole_suite(results, tolerance.time)
     missing_cases = missing([base], [head])
     only = [f"{key}: only {options.base.name} has it" for key, _ in missing_cases]
-    print_comparison(results, [*only, *filter(None, [told_of_base(sentence)])])
+    print_comparison(results, [*only, *filter(None, [sentence])])
     return failing.exit_status(options, verdicts(results, missing_cases) | ({"regressed"} if all_slower else set()))
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from pytest_gputrain.gate.messages import OtherSide
 from pytest_gputrain.gate.regression import Circumstances, judge
 from pytest_gputrain.gate.step_times import levelled
 from pytest_gputrain.gate.suite_noise import prior_of
@@ -114,25 +114,8 @@ def verdict_of(
         return Verdict(status="new", sentence=f"{case}: {base_name} has no such case")
     if baseline is not None and not baseline.runs and not crashed:
         return Verdict(status="not-comparable", sentence=f"{case}: {base_name} has no figures of it")
-    verdict = judge(case, replies, baseline, tolerance, circumstances=circumstances).verdict
-    name = str(case)
-    return msgspec.structs.replace(
-        verdict,
-        sentence=name + told_of_base(verdict.sentence.removeprefix(name)),
-        metrics=tuple(msgspec.structs.replace(metric, note=told_of_base(metric.note)) for metric in verdict.metrics),
-    )
-
-
-_BASELINE: Final = re.compile(
-    r"(?<![\w./-])(?:(?:its|the) )?baseline(?: of (?:\d{4}-\d\d-\d\d|an unknown day))?(?!\w|[./:-]\w)"
-)
-"""The name of the baseline in sentences, which A/B replaces; no file of the user's that is called so."""
-_ADVICE: Final = re.compile(r"; record it(?: again)?(?: with --gpu-baseline-(?:update|new))?(?: to keep it)?")
-
-
-def told_of_base(text: str) -> str:
-    """Return a sentence of the gate about base, which is no baseline, and which nobody records."""
-    return _BASELINE.sub("base", _ADVICE.sub("", text))
+    circumstances = dataclasses.replace(circumstances, other_side=OtherSide.base())
+    return judge(case, replies, baseline, tolerance, circumstances=circumstances).verdict
 
 
 def by_case(report: Report) -> dict[_Key, Measured | Emulated]:

@@ -88,9 +88,7 @@ def describe_memory_shortage(reply: OutOfMemory, runs: Sequence[BaselineRun]) ->
         return f"{number} other {'process' if number == 1 else 'processes'} computed on the GPU when it started"
     free_before = [run.free_bytes for run in runs if run.free_bytes is not None]
     if free_before and reply.free_bytes is not None and reply.free_bytes < min(free_before) - GPU_MEMORY_NOISE_BYTES:
-        return (
-            f"{format_bytes(reply.free_bytes)} were free when it started, {format_bytes(min(free_before))} for its baseline"
-        )
+        return f"{format_bytes(reply.free_bytes)} were free when it started, {format_bytes(min(free_before))} when it fitted"
     return ""
 
 

@@ -105,7 +105,7 @@ def judge_memory(
     if foreign:
         reason = f"recorded on {foreign.device_name}, here {here.device_name}"
     elif not peaks:
-        reason = "the baseline has no peak"
+        reason = "there was no peak before"
     if reason:
         value = statistics.median_high(values)
         metric = MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", value=value, note=reason)
@@ -137,7 +137,7 @@ def _phases(
             yield peak._replace(metric=msgspec.structs.replace(peak.metric, note="")) if is_repeated else peak
         elif values:
             value = statistics.median_high(values)
-            yield JudgedPeak(MetricVerdict(metric=name, status="new", value=value, note="the baseline has none"))
+            yield JudgedPeak(MetricVerdict(metric=name, status="new", value=value, note="there was none before"))
         elif peaks:
             metric = MetricVerdict(metric=name, status="not-comparable", baseline=max(peaks), note="no step has it")
             yield JudgedPeak(metric)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from msgspec import UNSET
 
@@ -78,7 +78,7 @@ _MEMORY: Final[dict[MetricName, str]] = {
 def describe_metric(metric: MetricVerdict) -> str:
     """Say what a metric means for its case, as the rest of a sentence that begins with the case.
 
-    Against runs of one's own ``is 7.2 % slower at 5.04 s a step than baseline 4.70 s +- 0.03 (5 runs); limit 3.0 %; 3 of 3
+    Against runs of one's own ``is 7.2 % slower: 5.04 s a step against 4.70 s +- 0.03 (5 runs); limit 3.0 %; 3 of 3
     fresh runs slower``, against a figure ``is 7.2 % slower: 5.04 s against 4.70 s a step, limit 4.84 s``.
     """
     assert metric.value is not None
@@ -89,15 +89,15 @@ def describe_metric(metric: MetricVerdict) -> str:
     match metric.metric:
         case "gpu_seconds":
             word, value = "longer" if more else "shorter", format_seconds(metric.value)
-            than = f"{value} a step than baseline {_spread(metric)}"
-            return f"keeps the GPU busy {size} {word} at {than}{_limit(metric, more)}{_votes(metric, word)}"
+            values = f"{value} a step against {_spread(metric)}"
+            return f"keeps the GPU busy {size} {word}: {values}{_limit(metric, more)}{_votes(metric, word)}"
         case "step_seconds":
             word, value = "slower" if more else "faster", format_seconds(metric.value)
             if metric.baseline_runs is None or metric.sd is None:
                 limit = f", limit {format_seconds(metric.limit)}" if metric.limit is not None and more else ""
                 return f"is {size} {word}: {value} against {format_seconds(metric.baseline)} a step{of}{limit}"
-            than = f"{value} a step than baseline {_spread(metric)}"
-            return f"is {size} {word} at {than}{_limit(metric, more)}{_votes(metric, word)}"
+            values = f"{value} a step against {_spread(metric)}"
+            return f"is {size} {word}: {values}{_limit(metric, more)}{_votes(metric, word)}"
         case "scaling_efficiency":
             word = "better" if more else "worse"
             values = f"{format_percent(metric.value, signed=False)} against {format_percent(metric.baseline, signed=False)}"
@@ -203,8 +203,29 @@ def describe_process_count(here: Environment, fitted: Sequence[BaselineRun]) -> 
     return f"recorded with {min(counts)} processes, here {here.device_count}" if counts else ""
 
 
-def dates(baseline: Baseline) -> str:
-    return max((run.date[:10] for run in baseline.runs), default="an unknown day")
+class OtherSide(NamedTuple):
+    """What sentences call the side that a case is compared with, and what they advise."""
+
+    name: str
+    """As in ``it was measured by ...``."""
+    short: str
+    """As in ``needs 8 MiB more (...)``."""
+    remedies: bool
+    """Whether that side is a stored baseline, which can be recorded again."""
+
+    @classmethod
+    def stored(cls, baseline: Baseline) -> OtherSide:
+        date = max((run.date[:10] for run in baseline.runs), default="an unknown day")
+        return cls(f"its baseline of {date}", f"baseline of {date}", remedies=True)
+
+    @classmethod
+    def base(cls) -> OtherSide:
+        """Return what A/B compares with, which nobody records."""
+        return cls("base", "base", remedies=False)
+
+    def advise(self, remedy: str) -> str:
+        """Return the remedy as the end of a sentence; empty where there is nothing to record."""
+        return f"; {remedy}" if self.remedies else ""
 
 
 def count(number: int, noun: str) -> str:

@@ -39,7 +39,7 @@ from pytest_gputrain.gate.memory import (
     phase_prefix,
 )
 from pytest_gputrain.gate.messages import (
-    dates,
+    OtherSide,
     describe_changes,
     describe_counters,
     describe_failure,
@@ -86,6 +86,13 @@ class Circumstances:
     """How it is judged what steps ask of a CPU or a GPU."""
     doubted_from: float = 0.5
     """See `pytest_gputrain.gate.step_times.decide`."""
+    other_side: OtherSide | None = None
+    """What it is compared with, if that is no stored baseline."""
+
+    @property
+    def again(self) -> str:
+        """What to do about a figure that a stored baseline lacks, as the end of a sentence."""
+        return "" if self.other_side else "; record it again"
 
 
 class GateResult(NamedTuple):
@@ -116,27 +123,28 @@ def judge(
     out = [reply for reply in replies if isinstance(reply, OutOfMemory)]
     if baseline is None:
         return GateResult(_without_baseline(case, out, hint, no_scaling))
+    side = circumstances.other_side or OtherSide.stored(baseline)
     if baseline.case.identity() != case.identity():
         change = differences(baseline.case, case)
-        sentence = f"{case} is not what its baseline of {dates(baseline)} measured ({change}); {_RECORD}"
+        sentence = f"{case} is not what {side.name} measured ({change}){side.advise(_RECORD)}"
         return GateResult(Verdict(status="not-comparable", sentence=sentence))
     here = next(reply.environment for reply in replies if isinstance(reply, (Measurement, OutOfMemory)))
     foreign = _other_device(here, baseline.runs)
     fitted = _fitted(baseline)
     baseline_fits = _fits(baseline, fitted)
     if foreign and (out or not baseline_fits):
-        sentence = f"{case} cannot be compared with its baseline of {dates(baseline)}: {foreign}; {_RECORD}"
+        sentence = f"{case} cannot be compared with {side.name}: {foreign}{side.advise(_RECORD)}"
         return GateResult(Verdict(status="not-comparable", sentence=sentence))
     if out:
-        return _out_of_memory(case, out, len(replies), baseline, baseline_fits, circumstances)
+        return _out_of_memory(case, out, len(replies), baseline, baseline_fits, side, circumstances)
     if not baseline_fits:
-        sentence = f"{case} fits in memory now; its baseline of {dates(baseline)} did not; {_RECORD}"
+        sentence = f"{case} fits in memory now; {side.name} did not{side.advise(_RECORD)}"
         return GateResult(Verdict(status="improved", sentence=sentence))
     judged_metrics = [
         *_times(measured, fitted, tolerance, circumstances),
         *map(_from_peak, judge_memory(measured, fitted, tolerance.memory, circumstances.most)),
     ]
-    if (computed := _flops(measured[0], fitted, tolerance)) is not None:
+    if (computed := _flops(measured[0], fitted, tolerance, circumstances)) is not None:
         judged_metrics.append(computed)
     if no_scaling:
         judged_metrics.append(
@@ -154,7 +162,7 @@ def judge(
         tuple(judged_metric.metric for judged_metric in judged_metrics),
         counts,
         measured,
-        baseline,
+        side,
         fitted,
         tolerance,
         circumstances,
@@ -227,14 +235,20 @@ def _other_device(here: Environment | None, runs: Iterable[BaselineRun]) -> str:
 
 
 def _out_of_memory(
-    case: Case, out: Sequence[OutOfMemory], runs: int, baseline: Baseline, baseline_fits: bool, given: Circumstances
+    case: Case,
+    out: Sequence[OutOfMemory],
+    runs: int,
+    baseline: Baseline,
+    baseline_fits: bool,
+    side: OtherSide,
+    given: Circumstances,
 ) -> GateResult:
     failure = f"{case} {describe_failure(out[0])}"
     if not baseline_fits:
         places = {run.out_of for run in baseline.runs if run.outcome == "out_of_memory"}
         if out[0].where in places:
-            return GateResult(Verdict(status="pass", sentence=f"{failure}, as in its baseline of {dates(baseline)}"))
-        ran_out = f"its baseline of {dates(baseline)} ran out of {' and '.join(map(str, places))} memory"
+            return GateResult(Verdict(status="pass", sentence=f"{failure}, as in {side.name}"))
+        ran_out = f"{side.name} ran out of {' and '.join(map(str, places))} memory"
         return GateResult(Verdict(status="failed", sentence=f"{failure}; {ran_out}"))
     peak = max(run.peak_allocated_bytes or 0 for run in baseline.runs)
     if others := next(filter(None, (describe_memory_shortage(reply, baseline.runs) for reply in out)), ""):
@@ -244,7 +258,7 @@ def _out_of_memory(
     decided = runs_out(len(out), runs, given.most)
     status: Status = "inconclusive" if decided is False else "regressed"
     sentence = (
-        f"{failure}{share}; its baseline of {dates(baseline)} fitted with {format_bytes(peak)} allocated; "
+        f"{failure}{share}; {side.name} fitted with {format_bytes(peak)} allocated; "
         f"{describe_changes(out[0].environment, baseline.runs, given.variables)}"
     )
     metric = MetricVerdict(metric="peak_allocated_bytes", status=status, baseline=peak)
@@ -328,7 +342,7 @@ def _gpu_seconds(
     new, base = gpu_seconds(profiled), gpu_seconds(fitted)
     metric = MetricVerdict(metric="gpu_seconds", status="not-comparable")
     if not new or not base:
-        note = "they were not measured" if base else "its baseline has none; record it again"
+        note = "they were not measured" if base else f"there were none before{circumstances.again}"
         return _JudgedMetric(msgspec.structs.replace(metric, value=statistics.median(new) if new else None, note=note))
     value, baseline = statistics.median(new), statistics.median(base)
     if not found.is_host_bound:
@@ -361,7 +375,7 @@ def _scaling(
             status="not-comparable" if reason else "new",
             value=statistics.median(value),
             baseline=statistics.median(base) if base else None,
-            note=reason or "the baseline has none",
+            note=reason or "there was none before",
         )
         return _JudgedMetric(metric)
     # A share of time that is lost to the others is a time, too: that of a step in units of one worker's.
@@ -434,7 +448,7 @@ def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], toler
         if not tolerance.cpu_time:
             return "time on a CPU is shown, not judged"
         if len(fitted) < LEAST_RUNS_ON_A_CPU:
-            return f"time on a CPU is judged against {LEAST_RUNS_ON_A_CPU} runs or more, the baseline has {len(fitted)}"
+            return f"time on a CPU is judged against {LEAST_RUNS_ON_A_CPU} runs or more, and there are {len(fitted)}"
     other = _other_device(here, fitted)
     if other:
         return other
@@ -444,13 +458,15 @@ def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], toler
     return describe_process_count(here, fitted)
 
 
-def _flops(measured: Measurement, fitted: Sequence[BaselineRun], tolerance: Tolerance) -> _JudgedMetric | None:
+def _flops(
+    measured: Measurement, fitted: Sequence[BaselineRun], tolerance: Tolerance, circumstances: Circumstances
+) -> _JudgedMetric | None:
     """Judge the FLOPs of a step, an exact count that is the same on every device; None where neither side has one."""
     value, baseline = measured.flops_per_step, fitted[-1].flops_per_step
     if describe_process_count(measured.environment, fitted) or not (value or baseline):
         return None
     if not (value and baseline):
-        note = "its FLOPs were not counted" if baseline else "its baseline has no FLOPs; record it again"
+        note = "its FLOPs were not counted" if baseline else f"its FLOPs were not counted before{circumstances.again}"
         return _JudgedMetric(MetricVerdict(metric="flops_per_step", status="not-comparable", value=value, note=note))
     ratio = value / baseline - 1
     status: Status = "pass"
@@ -478,7 +494,7 @@ def _counts(
         on_cpu = measured[0].environment.device_type == "cpu"
         asked = f"what its steps ask of {'a CPU' if on_cpu else 'the GPU'}"
         note = (
-            f"{asked} was not recorded; record it again"
+            f"{asked} was not recorded{circumstances.again}"
             if before is None
             else f"{asked} was not counted"
             if now is None
@@ -498,7 +514,7 @@ def _conclude(
     metrics: tuple[MetricVerdict, ...],
     counts: JudgedCounts | None,
     measured: Sequence[Measurement],
-    baseline: Baseline,
+    side: OtherSide,
     fitted: Sequence[BaselineRun],
     tolerance: Tolerance,
     given: Circumstances,
@@ -506,7 +522,7 @@ def _conclude(
     measures = [metric for metric in metrics if metric.metric not in ("flops_per_step", *COUNT_FIGURES)]
     if all(metric.status == "not-comparable" for metric in measures):
         reasons = "; ".join(dict.fromkeys(metric.note for metric in measures))
-        sentence = f"{case} cannot be compared with its baseline of {dates(baseline)}: {reasons}; {_RECORD}"
+        sentence = f"{case} cannot be compared with {side.name}: {reasons}{side.advise(_RECORD)}"
         return Verdict(status="not-comparable", sentence=sentence, metrics=metrics)
 
     of_counts: dict[Status, tuple[str, ...]] = {}
@@ -536,17 +552,17 @@ def _conclude(
         doubts = [f"{unclear}, which {_explanation(metrics, measured, fitted)} may explain"] if unclear else []
         doubt = "".join(f"; it also {what}" for what in (*doubts, *doubtful))
         gain = f"; but it {', and '.join(counts.better)}" if counts is not None and counts.better else ""
-        sentence = f"{worse} (baseline of {dates(baseline)}); {', '.join(filter(None, since))}{doubt}{gain}"
+        sentence = f"{worse} ({side.short}); {', '.join(filter(None, since))}{doubt}{gain}"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
     if unclear or doubtful:
         allowed, explanation = format_percent(tolerance.time, signed=False), _explanation(metrics, measured, fitted)
         explained = f"{unclear}; this exceeds the tolerance of {allowed}, but {explanation} may explain it"
         sentence = f"{case} {'; it also '.join((*([explained] if unclear else []), *doubtful))}"
         return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
-    if not_gated := _not_gated(case, metrics, measured, baseline, fitted, given):
+    if not_gated := _not_gated(case, metrics, measured, side, fitted, given):
         return not_gated
     if better := describe("improved"):
-        return Verdict(status="improved", sentence=f"{better}; {_RECORD} to keep it", metrics=metrics)
+        return Verdict(status="improved", sentence=f"{better}{side.advise(f'{_RECORD} to keep it')}", metrics=metrics)
     notes = [f"{_subject_of_note(metric)}{metric.note}" for metric in metrics if metric.note]
     of_steps = (metric.sensitivity for metric in metrics if metric.metric != "gpu_seconds")
     caught = next((sensitivity for sensitivity in of_steps if sensitivity is not None), None)
@@ -587,27 +603,26 @@ def _not_gated(
     case: Case,
     metrics: tuple[MetricVerdict, ...],
     measured: Sequence[Measurement],
-    baseline: Baseline,
+    side: OtherSide,
     fitted: Sequence[BaselineRun],
     given: Circumstances,
 ) -> Verdict | None:
     """Return the verdict if something cannot be gated that was asked for or recorded: it must not pass for gated."""
-    recorded = f"its baseline of {dates(baseline)}"
     status: Status = "not-comparable"
     said = ""
     by_name = {metric.metric: metric for metric in metrics}
     efficiency, gpu = by_name.get("scaling_efficiency"), by_name.get("gpu_seconds")
     operators = by_name.get("operators") or (by_name.get("waits") if measured[0].counts is None else None)
     if phases := describe_missing_phases(metrics, "new"):
-        status, said = "new", f"has {phases} in {recorded}"
+        status, said = "new", f"has {phases} in {side.name}"
     elif phases := describe_missing_phases(metrics, "not-comparable"):
-        said = f"has {phases}, as {recorded} had"
+        said = f"has {phases}, as {side.name} had"
     elif efficiency is not None and efficiency.status == "new":
-        status, said = "new", f"has no scaling efficiency in {recorded}"
+        status, said = "new", f"has no scaling efficiency in {side.name}"
     elif efficiency is not None and efficiency.value is None:
         return Verdict(status=status, sentence=f"{case} has no scaling efficiency: {efficiency.note}", metrics=metrics)
     elif fitted[-1].counts and given.counts.mode == "judge" and operators and operators.status == "not-comparable":
-        said = f"is not compared in full with {recorded}: {operators.note}"
+        said = f"is not compared in full with {side.name}: {operators.note}"
     elif gpu is not None and gpu.status == "not-comparable" and gpu.value is None:
-        said = f"is not compared in full with {recorded}: its GPU seconds were not measured"
-    return Verdict(status=status, sentence=f"{case} {said}; {_RECORD}", metrics=metrics) if said else None
+        said = f"is not compared in full with {side.name}: its GPU seconds were not measured"
+    return Verdict(status=status, sentence=f"{case} {said}{side.advise(_RECORD)}", metrics=metrics) if said else None

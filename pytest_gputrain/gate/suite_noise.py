@@ -77,6 +77,6 @@ def whole_suite(results: Iterable[Result], tolerance: float) -> tuple[bool, str]
     if noise.shift > math.log1p(tolerance):
         return (
             True,
-            f"all cases together regressed: the median case is {shift} off its baseline; look for a change that all share",
+            f"all cases together regressed, the median one by {shift}; look for a change that all share",
         )
-    return False, f"the median case is {shift} off its baseline, which points to the machine and not to a case"
+    return False, f"the time of the median case changed by {shift}, which points to the machine and not to a case"

@@ -54,7 +54,7 @@ def _only_worktree(project):
 def test_a_slower_head_fails_by_its_sentence_and_leaves_no_worktree(repository, ab, capsys):
     assert ab("--base", "fast", "--head", "slow", "--rounds=2", "--json=ab.json", "-k", "gemma or llama-3") == 1
     captured = capsys.readouterr()
-    assert f"\n{GEMMA} is 6.0 % slower at " in captured.out
+    assert f"\n{GEMMA} is 6.0 % slower: " in captured.out
     assert re.search(rf"Llama 3.1 8B .* {re.escape('pass')}", captured.out)
     assert re.findall("round . of 2: (base|head)", captured.err) == ["base", "head", "head", "base"]
     assert _only_worktree(repository)

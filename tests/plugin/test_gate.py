@@ -34,7 +34,7 @@ ROWS = {
         (recorded(slower=1.05),),
         "regressed",
         3,
-        "slower-bf16 is 5.0 % slower at 4.94 s a step than baseline 4.70 s +- 0.03 (5 runs); limit 3.0 %; "
+        "slower-bf16 is 5.0 % slower: 4.94 s a step against 4.70 s +- 0.03 (5 runs); limit 3.0 %; "
         "3 of 3 fresh runs slower (baseline of 20*); same environment",
     ),
     "bigger": Row((recorded(bigger=2 * GiB),), "regressed", 3, "bigger-bf16 needs 2.00 GiB (5.7 %) more memory: *"),
@@ -149,7 +149,7 @@ def test_what_cannot_be_compared_passes_unless_strict_and_says_what_differs(gate
 @pytest.mark.parametrize(
     ("free", "processes", "why"),
     [
-        (70 * GiB, 0, "70.0 GiB were free when it started, 78.0 GiB for its baseline"),
+        (70 * GiB, 0, "70.0 GiB were free when it started, 78.0 GiB when it fitted"),
         (78 * GiB, 1, "it ran beside python (pid 4711, 1.00 GiB) on GPU 0"),
         (78 * GiB - 2**20, 0, None),
     ],
@@ -219,7 +219,7 @@ def test_a_day_on_which_all_cases_are_slower_fails_once_and_not_each_case(many):
     assert len(many.launches) - before == 12, "ten are asked before one is called slower, and none twice"
     assert set(many.verdicts().values()) == {"inconclusive"}
     sentence = only_sentence(result, "all_cases_together")
-    assert sentence.startswith("all cases together regressed: the median case is +5.0 % off its baseline; ")
+    assert sentence.startswith("all cases together regressed, the median one by +5.0 %; ")
     result.stdout.fnmatch_lines([f"FAILED gputrain::all_cases_together - {sentence}"])
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     assert sentence in many.report()["notes"]
@@ -238,7 +238,7 @@ def test_a_slower_case_among_many_fails_alone_also_on_a_slower_day(many):
         many.answer(recorded(slower=slower), to=FIRST)
         result = many.run()
         assert list(failures(result)) == [f"test_many[{FIRST}]"]
-        day = "the median case is +2.0 % off its baseline, which points to the machine and not to a case"
+        day = "the time of the median case changed by +2.0 %, which points to the machine and not to a case"
         assert (day in result.outlines) == (all_slower > 1)
 
 

@@ -78,7 +78,7 @@ def test_what_is_taken_is_judged_anew(suite):
     suite.answer(ours(slower=1.05), to=GEMMA)
     suite.run("--gpu-json=report.json", "--gpu-time-tolerance=9%").assert_outcomes(passed=3)
     result = suite.run("--gpu-resume=report.json", "-o", "gpu_reruns=4")
-    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(f"{GEMMA} is 5.0 % slower at ")
+    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(f"{GEMMA} is 5.0 % slower: ")
     assert "3 of 3 fresh runs slower" in result.stdout.str()
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_examples import CASE, SETTINGS, cpu_environment, crashed, measurement, report, result, summary
 
-from pytest_gputrain.gate.ab import compare, missing, told_of_base
+from pytest_gputrain.gate.ab import compare, missing
 from pytest_gputrain.gate.step_times import levelled
 
 SECONDS = st.lists(st.tuples(st.floats(1e-4, 1e4), st.floats(0.5, 2)), min_size=1, max_size=8)
@@ -83,22 +83,6 @@ def test_the_figures_of_all_rounds_are_medians():
     )
     assert (judged.summary.median_step_seconds, judged.summary.peak_allocated_bytes) == (2.5, 30)
     assert judged.summary.tokens_per_second is None
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (" is 8.0 % slower than baseline 1.00 s (5 runs)", " is 8.0 % slower than base 1.00 s (5 runs)"),
-        (" needs 8 MiB more (baseline of 2026-07-01); same environment", " needs 8 MiB more (base); same environment"),
-        ("; its baseline of 2026-07-01 fitted with 8 MiB", "; base fitted with 8 MiB"),
-        (" cannot be compared with its baseline of an unknown day: cpu", " cannot be compared with base: cpu"),
-        ("; its baseline has no FLOPs; record it again", "; base has no FLOPs"),
-        (" at baseline.py:41 and my-baseline", " at baseline.py:41 and my-baseline"),
-        ("; record it with --gpu-baseline-update to keep it", ""),
-    ],
-)
-def test_sentences_are_told_of_base(text, told):
-    assert told_of_base(text) == told
 
 
 @pytest.mark.parametrize("head", [[1.1] * 5, [0.9] * 5, [1.0] * 5])

@@ -59,7 +59,7 @@ def test_a_regression_of_another_figure_counts_before_a_missing_efficiency():
     verdict, metric = _judged(1.05, stored=stored)
     assert verdict.status == "new"
     assert f"{CASE} has no scaling efficiency in its baseline of 2026-01-31; record it" in verdict.sentence
-    assert (metric.value, metric.baseline, metric.note) == (pytest.approx(1 / 1.05), None, "the baseline has none")
+    assert (metric.value, metric.baseline, metric.note) == (pytest.approx(1 / 1.05), None, "there was none before")
     assert _judged(1.25, stored=stored)[0].status == "regressed"
 
 

@@ -195,7 +195,7 @@ def test_an_old_baseline_is_compared_as_far_as_it_goes():
     shown = [result(replies=(_took(1.0, 0.23),), verdict=_judge(_took(1.0, 0.23), OLD))]
     assert uncompared.line(shown) == "not compared: GPU seconds of 1 case"
     assert any(
-        "GPU seconds not compared: its baseline has none; record it again" in line for line in terminal.explain(shown)
+        "GPU seconds not compared: there were none before; record it again" in line for line in terminal.explain(shown)
     )
 
 

@@ -114,7 +114,7 @@ CPU_TIME = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02), cpu_time=Tru
     [
         (_stored(CPU, runs=5), TOLERANCE, "not-comparable", "time on a CPU is shown, not judged"),
         (_stored(CPU, runs=5), CPU_TIME, "regressed", ""),
-        (_stored(CPU, runs=4), CPU_TIME, "not-comparable", "judged against 5 runs or more, the baseline has 4"),
+        (_stored(CPU, runs=4), CPU_TIME, "not-comparable", "judged against 5 runs or more, and there are 4"),
         (_stored(cpu_environment(host="node-2"), runs=5), CPU_TIME, "not-comparable", "on the host node-2, here node-1"),
     ],
 )
@@ -130,7 +130,7 @@ def test_time_on_a_cpu_is_judged_on_request_against_five_runs_of_its_host(stored
 def test_a_case_that_needs_more_memory_says_that_it_may_be_slower_too():
     sentence = _judge(_took(1.05, peak_allocated_bytes=2 * BASE_BYTES), NOISY).sentence
     assert "(100.0 %) more memory" in sentence
-    assert "; it also is 5.0 % slower at 1.05 s a step" in sentence
+    assert "; it also is 5.0 % slower: 1.05 s a step" in sentence
     assert sentence.endswith(", which noise or the whole suite may explain")
     assert "it also" not in _judge(_needed(2 * BASE_BYTES), NOISY).sentence
 
