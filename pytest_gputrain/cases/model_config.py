@@ -70,7 +70,7 @@ def with_model(case: Case, folder: Path) -> Case:
     try:
         name, config = read(folder / model, whole=case.part == "all")
     except ConfigError as error:
-        raise BadCase(f"the case {case} names the model {model}, but {error}") from None
+        raise BadCase(f"the case {case} names the model {model}, but {error}", reason=str(error)) from None
     digest = hashlib.sha256(msgspec.json.encode(config, order="deterministic")).hexdigest()[:8]
     declare(f"{name}#{digest}", config)
     return case.replace(model=f"{name}#{digest}")

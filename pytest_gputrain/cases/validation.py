@@ -129,11 +129,12 @@ def problem(case: Case, markers: Sequence[str]) -> str | None:
     Args:
         markers: the platform markers of the catalog, which lies in a higher package.
     """
-    complaint = _first_problem(case, markers)
-    return None if complaint is None else " ".join(f"the case {case} {complaint}".split())
+    found = complaint(case, markers)
+    return None if found is None else " ".join(f"the case {case} {found}".split())
 
 
-def _first_problem(case: Case, markers: Sequence[str]) -> str | None:
+def complaint(case: Case, markers: Sequence[str]) -> str | None:
+    """Return the sentence of `problem` without its subject, which is the case."""
     platforms: Any = case.platforms
     if isinstance(platforms, str):
         return f"takes a list of platforms: platforms=[{platforms!r}]"

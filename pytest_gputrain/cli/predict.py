@@ -161,7 +161,7 @@ def _model(name: str, part: str) -> Case:
     try:
         return with_model(Case(model=str(path.absolute()), part=part), Path.cwd())
     except BadCase as error:
-        raise ValueError(str(error).partition(", but ")[2] or str(error)) from None
+        raise ValueError(error.reason) from None
 
 
 def _path(name: str) -> Path | None:

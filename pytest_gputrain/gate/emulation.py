@@ -38,6 +38,7 @@ _CHANGED: Final[tuple[Status, ...]] = ("regressed", "improved")
 _MOVED_RATIO: Final = 0.01
 """Growth of the bytes that operators read and write that passes, because one cheap operator more is no regression."""
 _RECORD: Final = "record it with --gpu-emulate --gpu-baseline-update"
+_IF_EXPECTED: Final = f"if that is expected, {_RECORD}"
 
 
 class _Compared(NamedTuple):
@@ -72,11 +73,16 @@ def judge(
     """
     if recorded is not None and recorded.case.identity() == case.identity():
         before = recorded.like(run) or recorded.nearest(run)
-        verdict = _verdict(case, run, before, title, terms, again, rates)
-        changed = ", ".join(_changed_conditions(before, run))
-        return _under_other_conditions(verdict, changed) if changed else verdict
+        verdict, remedy = _verdict(case, run, before, title, terms, again, rates)
+        said = [verdict.sentence]
+        # Other conditions forgive no growth, and figures that are no higher pass.
+        if changed := ", ".join(_changed_conditions(before, run)):
+            said.append(f"it was recorded under other conditions ({changed})")
+            remedy = _IF_EXPECTED if verdict.status in FAILING else _RECORD
+        sentence = "; ".join(filter(None, [*said, remedy]))
+        return msgspec.structs.replace(verdict, sentence=sentence, other_conditions=changed)
     if not run.fits:
-        sentence = f"{case} {_what_does_not_fit(run, title, 'does not fit')}; if that is expected, {_RECORD}"
+        sentence = f"{case} {_what_does_not_fit(run, title, 'does not fit')}; {_IF_EXPECTED}"
         return Verdict(status="failed", sentence=sentence)
     if recorded is None:
         sentence = f"{case} was never recorded on an emulated {title}; record it with --gpu-emulate --gpu-baseline-new"
@@ -97,16 +103,6 @@ def _changed_conditions(before: EmulatedRun, now: EmulatedRun) -> Iterator[str]:
             yield f"{name.replace('_', ' ')} {old[name]} -> {new[name]}"
 
 
-def _under_other_conditions(verdict: Verdict, changed: str) -> Verdict:
-    """Name the conditions that differ. They forgive no growth, and figures that are no higher pass."""
-    sentence, expected = verdict.sentence, "if that is expected, "
-    for remedy in (f"; {_RECORD}", f"; {expected}{_RECORD}"):
-        sentence = sentence.removesuffix(remedy)
-    record = f"{expected if verdict.status in FAILING else ''}{_RECORD}"
-    sentence = f"{sentence}; it was recorded under other conditions ({changed}); {record}"
-    return msgspec.structs.replace(verdict, sentence=sentence, other_conditions=changed)
-
-
 def _verdict(
     case: Case,
     run: EmulatedRun,
@@ -115,12 +111,13 @@ def _verdict(
     terms: CountTerms,
     again: Counts | None,
     rates: Rates | None,
-) -> Verdict:
+) -> tuple[Verdict, str]:
+    """Return the verdict, and what to do about it."""
     if before.fits and not run.fits:
-        sentence = f"{case} {_what_does_not_fit(run, title, 'no longer fits')}; if that is expected, {_RECORD}"
-        return Verdict(status="regressed", sentence=sentence)
+        sentence = f"{case} {_what_does_not_fit(run, title, 'no longer fits')}"
+        return Verdict(status="regressed", sentence=sentence), _IF_EXPECTED
     if run.fits and not before.fits:
-        return Verdict(status="improved", sentence=f"{case} fits {title} now; {_RECORD}")
+        return Verdict(status="improved", sentence=f"{case} fits {title} now"), _RECORD
     compared = _compare(before, run, terms, again)
     metrics = compared.metrics
     not_compared = "".join(f"; {what}" for what in _not_compared(before, run, terms))
@@ -131,17 +128,18 @@ def _verdict(
         sentence = f"{case} {'; '.join(filter(None, (*compared.worse, slower, *compared.doubtful)))}"
         if compared.is_trade:
             reason = _checkpointing(before, run)
-            sentence += f"; but it {'; '.join(compared.better)}{reason}; if that is expected, {_RECORD}"
-        return Verdict(status="regressed", sentence=f"{sentence}{not_compared}", metrics=metrics)
+            sentence += f"; but it {'; '.join(compared.better)}{reason}"
+        verdict = Verdict(status="regressed", sentence=f"{sentence}{not_compared}", metrics=metrics)
+        return verdict, _IF_EXPECTED if compared.is_trade else ""
     if compared.doubtful:
         sentence = f"{case} {'; '.join(compared.doubtful)}{told}{not_compared}"
-        return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
+        return Verdict(status="inconclusive", sentence=sentence, metrics=metrics), ""
     if compared.better:
-        sentence = f"{case} {'; '.join(compared.better)}{told}{not_compared}; {_RECORD}"
-        return Verdict(status="improved", sentence=sentence, metrics=metrics)
+        sentence = f"{case} {'; '.join(compared.better)}{told}{not_compared}"
+        return Verdict(status="improved", sentence=sentence, metrics=metrics), _RECORD
     lost = (before.bytes_per_step and not run.bytes_per_step) or (terms.mode == "judge" and _lost_counts(before, run))
     sentence = f"{case} takes the recorded memory{told}{not_compared}"
-    return Verdict(status="not-comparable" if lost else "pass", sentence=sentence, metrics=metrics)
+    return Verdict(status="not-comparable" if lost else "pass", sentence=sentence, metrics=metrics), ""
 
 
 def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Counts | None) -> _Compared:

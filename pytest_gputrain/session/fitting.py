@@ -12,7 +12,7 @@ import msgspec
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.libraries import how_to_install, missing
-from pytest_gputrain.cases.validation import problem
+from pytest_gputrain.cases.validation import complaint, problem
 from pytest_gputrain.gate.fit import Need, judge, largest_batch, need_of, tight
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS
 from pytest_gputrain.records import Case, EmulatedRun
@@ -65,16 +65,16 @@ def possible(cases: Sequence[Case], gpus: Sequence[str]) -> Sorted:
     complaints: defaultdict[str, list[Case]] = defaultdict(list)
     sound = []
     for case in cases:
-        sentence = problem(case, MARKERS)
-        if sentence is None:
+        wrong = complaint(case, MARKERS)
+        if wrong is None:
             sound.append(case)
         else:
-            complaints[sentence.removeprefix(f"the case {case} ")].append(case)
+            complaints[wrong].append(case)
     if names := missing(sound):
         lacking_one = [case for case in sound if missing([case])]
         complaints[f"cannot be predicted without {' and '.join(names)}; {how_to_install(names)}"] = lacking_one
         sound = [case for case in sound if case not in lacking_one]
-    left_out = [f"{_named(wrong)} {complaint}" for complaint, wrong in complaints.items()]
+    left_out = [f"{_named(those)} {what}" for what, those in complaints.items()]
     asked = []
     for gpu in gpus:
         platform = PLATFORMS[gpu]

@@ -6,7 +6,15 @@ from pytest_gputrain.utils.sanitize import OneLineError
 
 
 class BadCase(OneLineError):
-    """The case makes no sense, or what it needs is broken; the sentence to fail with."""
+    """The case makes no sense, or what it needs is broken; the sentence to fail with.
+
+    Attributes:
+        reason: the sentence without the case, where that is known.
+    """
+
+    def __init__(self, sentence: str, *, reason: str | None = None) -> None:
+        super().__init__(sentence)
+        self.reason = sentence if reason is None else reason
 
 
 class CannotRun(Exception):
