@@ -43,7 +43,8 @@ def stand_ins(torch):
 
 
 def _environment(variables):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join(filter(None, [str(ROOT), *given]))  # an empty entry would be the current folder
     environ = {name: value for name, value in os.environ.items() if name not in ("CI", "GPUTRAIN_PARENT")}
     return environ | {"PYTHONPATH": path, "COLUMNS": "400", **variables}
 
