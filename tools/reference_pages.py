@@ -22,8 +22,11 @@ from typing import Final, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
+import pytest_gputrain
 from pytest_gputrain.cli.main import command_parser
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
+from pytest_gputrain.plugin import hooks
+from pytest_gputrain.plugin.marker_help import lines as marker_lines
 from pytest_gputrain.plugin.options import OPTIONS, Option
 from pytest_gputrain.records import Report
 from pytest_gputrain.records.history import COUNT_KEYS
@@ -38,6 +41,7 @@ _OF_CASE: Final = "The field of [`Case`](api.md#case)."
 _OF_COUNTS: Final = (
     "of [what a step asks of the GPU](counts.md) or of a CPU, the mean of the counted steps; null if it was not counted."
 )
+RESULT: Final = "One of `Measured`, `Emulated`, `BatchSearch` and `LossStudy`"
 _INTERNAL: Final = ("identity", "loaders", "sides", "watched")
 """Public members that users have no use for."""
 _SHORT_TYPES: Final = {"Whole": "int", "StepSeconds": "tuple[float, ...]", " | UnsetType": ""}
@@ -217,6 +221,58 @@ def _json_type(kind: str) -> str:
     return f"{words.get(name, 'text')}{' or null' if null else ''}"
 
 
+def names() -> str:
+    """Return the table of the public names: what is imported, the fixtures with their members, and the markers."""
+    rows = [(f"`pytest_gputrain.{name}`", _sentence_of(name)) for name in pytest_gputrain.__all__]
+    members = _members(_class("pytest_gputrain.plugin.fixtures", "GpuTrain"))
+    told = {
+        **{f"fixture `{name}`": _first(ast.get_docstring(node) or "") for name, node in _fixtures().items()},
+        **{f"`gputrain.{name}`": sentence for name, sentence in map(_named, members)},
+        **{
+            f"`setup.{name}`": text
+            for name, text in map(_named, _members(_class("pytest_gputrain.worker.training", "Setup")))
+        },
+    }
+    markers = (line.partition(": gputrain: ") for line in marker_lines(printed=True))
+    rows += [
+        *told.items(),
+        *((f"marker `{name.partition('(')[0]}`", _first(text.partition(";")[0])) for name, _, text in markers),
+    ]
+    return table(("name", "what it is"), rows)
+
+
+def _class(module: str, name: str) -> ast.ClassDef:
+    node = _definitions(module)[name]
+    assert isinstance(node, ast.ClassDef)
+    return node
+
+
+def _fixtures() -> dict[str, ast.ClassDef | ast.FunctionDef]:
+    """Return the fixtures of the plugin by name."""
+    definitions = _definitions(hooks.__name__)
+    return {name: definitions[name] for name in hooks.__all__}
+
+
+def _sentence_of(name: str) -> str:
+    """Return the first sentence of a name that tests import."""
+    value = getattr(pytest_gputrain, name)
+    if isinstance(value, int):
+        return f"{value:,} bytes."
+    return _first((inspect.getdoc(value) if inspect.isroutine(value) or inspect.isclass(value) else "") or RESULT)
+
+
+def _named(member: Row | ast.FunctionDef) -> tuple[str, str]:
+    if isinstance(member, Row):
+        return member.name.strip("`"), _first(member.meaning)
+    return f"{member.name}()", _first(ast.get_docstring(member) or "")
+
+
+def _first(text: str) -> str:
+    """Return the first sentence of a docstring."""
+    sentence = re.split(r"(?<=[.])\s+(?=[A-Z`])", prose(text.partition("\n\n")[0]))[0].rstrip(".:")
+    return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
+
+
 def platforms() -> str:
     """Return the table of the platforms' markers."""
     titles = {**{marker: platform.title for marker, platform in PLATFORMS.items()}, CPU: "a CPU"}
@@ -312,6 +368,7 @@ def _options(options: Iterable[Option]) -> str:
 
 
 PARTS: Final[dict[str, Callable[[], str]]] = {
+    "names": names,
     "history": history,
     "platforms": platforms,
     "words": words,

@@ -102,13 +102,13 @@ class CaseSession:
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
         """Have a test with cases run with each combination of ``--gpu-set``."""
         if self.runner.settings.sweep:
-            metafunc.parametrize("gputrain_knobs", sweep.combinations(self.runner.settings.sweep), ids=sweep.shown)
+            metafunc.parametrize("_gputrain_knobs", sweep.combinations(self.runner.settings.sweep), ids=sweep.shown)
 
     def declare(self, item: pytest.Item) -> None:
         """Mark a test that is parametrized with cases by their platforms, and take notice of their ids."""
         callspec = getattr(item, "callspec", None)
         parameters = {} if callspec is None else callspec.params
-        knobs = parameters.get("gputrain_knobs", {})
+        knobs = parameters.get("_gputrain_knobs", {})
         cases = [_with_knobs(item, value, knobs) for value in parameters.values() if isinstance(value, Case)]
         for case in cases:
             for marker in platforms_of(case.platforms):
@@ -365,7 +365,7 @@ def _cases_of(item: pytest.Item) -> list[Case]:
     callspec = getattr(item, "callspec", None)
     if callspec is None or not has_cases(item):
         return []
-    knobs = callspec.params.get("gputrain_knobs", {})
+    knobs = callspec.params.get("_gputrain_knobs", {})
     return [_with_knobs(item, case, knobs) for case in callspec.params.values() if isinstance(case, Case)]
 
 

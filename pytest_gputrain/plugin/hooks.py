@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pytest_gputrain.plugin.case_session import CaseSession
     from pytest_gputrain.plugin.fixtures import GpuTrain
 
-__all__ = ["gpu", "gputrain", "gputrain_knobs"]
+__all__ = ["gpu", "gputrain"]
 
 _PLUGIN: Final[pytest.StashKey[GpuTrainPlugin]] = pytest.StashKey()
 """The key of the plugin in the configuration, for the fixtures."""
@@ -132,7 +132,7 @@ def _refuse_unknown_settings(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def gputrain_knobs(request: pytest.FixtureRequest) -> dict[str, Any]:
+def _gputrain_knobs(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Return the knobs that replace those of the test's cases: one combination of ``--gpu-set``, by which the plugin
     parametrizes."""
     if request.config.stash[_PLUGIN].cases.runner.settings.sweep:
@@ -143,11 +143,11 @@ def gputrain_knobs(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture
-def gputrain(request: pytest.FixtureRequest, gputrain_knobs: dict[str, Any]) -> GpuTrain:
+def gputrain(request: pytest.FixtureRequest, _gputrain_knobs: dict[str, Any]) -> GpuTrain:
     """Measure training cases in processes of their own and judge them against stored baselines."""
     item = request.node
     assert isinstance(item, pytest.Item)
-    return item.config.stash[_PLUGIN].cases.gputrain(item, gputrain_knobs)
+    return item.config.stash[_PLUGIN].cases.gputrain(item, _gputrain_knobs)
 
 
 @pytest.fixture

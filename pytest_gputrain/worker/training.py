@@ -220,7 +220,7 @@ class Setup:
     """The number of processes that train."""
     watched: list[nn.Module] = field(default_factory=list)
     own_work_done: Callable[[], None] = lambda: None
-    """Optional. Call it in a step before the step first needs another process. The report then shows which process is
+    """You may call it in a step before the step first needs another process. The report then shows which process is
     late."""
 
     @property

@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import reference_pages
 
 import pytest_gputrain
+from pytest_gputrain.plugin import hooks
+from pytest_gputrain.plugin.fixtures import GpuTrain
+from pytest_gputrain.plugin.marker_help import LIMIT, TOLERANCE
 
 PACKAGE = "pytest_gputrain"
 ROOT = Path(pytest_gputrain.__file__).parent
@@ -242,9 +246,19 @@ def test_a_test_that_asks_for_the_fixture_has_everything_loaded_before_the_first
     assert "pytest_gputrain.plugin.case_session" in _loaded_by_run(tmp_path, "--collect-only")
 
 
-def test_public_names_are_these(snapshot):
-    assert ", ".join(pytest_gputrain.__all__) == snapshot
-    assert [name for name in pytest_gputrain.__all__ if getattr(pytest_gputrain, name, None) is None] == []
+def test_public_names_are_these_and_the_reference_has_a_sentence_on_each(snapshot):
+    """A name that is new or gone changes the snapshot, so that nobody adds or removes one without noticing."""
+    rows = re.findall(r"^\| (?:fixture |marker )?`([^`]+?)(?:\(\))?` \| (.*) \|$", reference_pages.names(), re.MULTILINE)
+    listed = dict(rows)
+    assert len(listed) == len(rows)
+    assert all(re.fullmatch(r"[A-Z`0-9].{5,}\.", sentence) for sentence in listed.values()), listed
+    defined = {f"pytest_gputrain.{name}" for name in pytest_gputrain.__all__}
+    functions = [node for node in ast.parse(Path(hooks.__file__).read_text()).body if isinstance(node, ast.FunctionDef)]
+    defined |= {node.name for node in functions if "pytest.fixture" in map(ast.unparse, node.decorator_list)}
+    defined |= {f"gputrain.{name}" for name in vars(GpuTrain)} | {"PLATFORM", LIMIT, TOLERANCE}
+    public = {name for name in defined if not any(part.startswith("_") for part in name.split("."))}
+    assert public == {name for name in listed if not name.startswith("setup.")}
+    assert ", ".join(listed) == snapshot
 
 
 def test_no_two_test_modules_share_a_name():
