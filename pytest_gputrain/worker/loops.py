@@ -16,7 +16,8 @@ from pytest_gputrain.worker.loop import Steps
 
 FRAMEWORKS: Final = {
     "transformers.trainer.Trainer": "transformers",
-    "pytest_gputrain.adapters.LightningFit": "lightning",
+    "lightning.pytorch.trainer.trainer.Trainer": "lightning",
+    "pytorch_lightning.trainer.trainer.Trainer": "lightning",
 }
 """Trainers by the full names of their classes, whose subclasses count too, and the module of `frameworks` that runs them."""
 
@@ -51,8 +52,8 @@ def loop_of(built: object, case: Case, processes: int, watch: Callable[[nn.Modul
     if framework := _framework_of(built):
         if processes > 1:
             raise CheckFailed(
-                f"{name} returned {type(built).__name__}, which starts several processes itself; measure one process of it, "
-                "or write the loop with torch.distributed"
+                f"{name} returned a Trainer of {framework}, which starts several processes itself; measure one process of "
+                "it, or write the loop with torch.distributed"
             )
         module = importlib.import_module(f"pytest_gputrain.worker.frameworks.{framework}")
         loop: Loop = module.TrainerLoop(built, case, watch, note)
@@ -61,15 +62,17 @@ def loop_of(built: object, case: Case, processes: int, watch: Callable[[nn.Modul
         raise CheckFailed(
             f"{name} returned {type(built).__name__}; it must build everything and return a function that runs one step, "
             f"yield after each step of its own loop, return a Trainer of transformers, or "
-            "return adapters.lightning(trainer, module, loader)"
+            "return (trainer, module, loader) of Lightning"
         )
     return FunctionLoop(built, note)
 
 
 def _framework_of(built: object) -> str:
-    """Return the framework whose trainer was built; empty for anything else. Imports none."""
-    names = (FRAMEWORKS.get(f"{kind.__module__}.{kind.__qualname__}") for kind in type(built).__mro__)
-    return next(filter(None, names), "")
+    """Return the framework whose trainer was built, Lightning's with what it fits; empty for anything else. Imports none."""
+    trainer = built[0] if isinstance(built, tuple) and built else built
+    names = (FRAMEWORKS.get(f"{kind.__module__}.{kind.__qualname__}") for kind in type(trainer).__mro__)
+    framework = next(filter(None, names), "")
+    return framework if isinstance(built, tuple) == (framework == "lightning") else ""
 
 
 class FunctionLoop:

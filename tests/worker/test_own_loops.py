@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from zoo_examples import measured, refused, run
 
-from pytest_gputrain import Case, adapters
+from pytest_gputrain import Case
 from pytest_gputrain.records import Crashed
 
 MINE = Case(model="mine", method="custom", precision="fp32", batch_size=4, steps=3, warmup=1)
@@ -228,7 +228,7 @@ def autoencoder(tmp_path):
         arguments["callbacks"] = [getattr(lightning.callbacks, name)(*given) for name, *given in callbacks]
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 32)), batch_size=4)
         trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path / "out", **arguments)
-        return adapters.lightning(trainer, Autoencoder(), loader)
+        return trainer, Autoencoder(), loader
 
     return make
 
@@ -236,7 +236,7 @@ def autoencoder(tmp_path):
 @pytest.mark.filterwarnings("ignore")  # Lightning warns of its own defaults
 def test_lightning_is_measured_past_its_own_end_and_allocates_as_a_loop_by_hand_does(autoencoder, tmp_path):
     def by_hand(setup):
-        module, loader = autoencoder().arguments
+        _, module, loader = autoencoder()
         optimizer = module.configure_optimizers()
         setup.watch(module)
         for _ in range(50):
@@ -259,6 +259,7 @@ def test_lightning_that_accumulates_takes_micro_batches(autoencoder):
     assert len(measured(MINE.replace(gradient_accumulation=2, steps=4), builder).step_seconds) == 4
     assert refused(MINE, builder).endswith("give check() gradient_accumulation=2")
     assert refused(MINE.replace(batch_size=2), lambda setup: autoencoder()).endswith("batch_size=4")
+    assert refused(MINE, lambda setup: autoencoder()[0]).endswith("or return (trainer, module, loader) of Lightning")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -29,17 +29,20 @@ class TrainerLoop:
     """Has a Trainer take steps until no more are asked for. A step is one micro-batch.
 
     Args:
-        fit: a `pytest_gputrain.adapters.LightningFit`.
+        fit: the Trainer, and then the arguments of its ``fit``.
     """
 
-    def __init__(self, fit: Any, case: Case, watch: Callable[[nn.Module], None], note: Callable[[Any], None]) -> None:
-        self._fit, self._case, self._watch, self._note = fit, case, watch, note
-        theirs = fit.trainer.accumulate_grad_batches
+    def __init__(
+        self, fit: tuple[Any, ...], case: Case, watch: Callable[[nn.Module], None], note: Callable[[Any], None]
+    ) -> None:
+        self._trainer, *self._arguments = fit
+        self._case, self._watch, self._note = case, watch, note
+        theirs = self._trainer.accumulate_grad_batches
         said = f"{case.model} returned a Trainer with accumulate_grad_batches={theirs}"
         refuse_other(case, "gradient_accumulation", theirs, said)
 
     def run(self, steps: Steps) -> None:
-        trainer = self._fit.trainer
+        trainer = self._trainer
         self._silence(trainer)
         trainer.fit_loop.min_epochs = 0
         trainer.fit_loop.epoch_loop.min_steps = None
@@ -47,7 +50,7 @@ class TrainerLoop:
         trainer.fit_loop.epoch_loop.max_steps = -1
         stepping = Stepping(self._case, steps, self._watch, self._note)
         trainer.callbacks.append(_callback(trainer, self._case, stepping))
-        trainer.fit(*self._fit.arguments, **self._fit.keywords)
+        trainer.fit(*self._arguments)
         stepping.end()
 
     @staticmethod

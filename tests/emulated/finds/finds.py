@@ -200,8 +200,6 @@ def logged(setup, mended):
     import lightning
     import torch
 
-    from pytest_gputrain import adapters
-
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
@@ -221,7 +219,7 @@ def logged(setup, mended):
     data = torch.utils.data.TensorDataset(torch.randn(800, 64), torch.randn(800, 64))
     loader = torch.utils.data.DataLoader(data, batch_size=8, pin_memory=True)
     trainer = lightning.Trainer(max_steps=100, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    return adapters.lightning(trainer, Module(), loader)
+    return trainer, Module(), loader
 
 
 FINDS = [averaged, batches, beit, butterfly, fourier, images, logged, mean_of_losses, trainer, wavelet]

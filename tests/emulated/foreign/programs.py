@@ -291,8 +291,6 @@ def gan(setup):
     import torch
     from torch import nn
 
-    from pytest_gputrain import adapters
-
     norm = nn.utils.parametrizations.spectral_norm
 
     class Gan(lightning.LightningModule):
@@ -334,7 +332,7 @@ def gan(setup):
     if PLANTED == "below":
         torch.ones(12288, 1024, device=setup.device)  # planted below
     images = torch.utils.data.DataLoader(torch.randn(256, 3, 64, 64), batch_size=setup.case.batch_size)
-    return adapters.lightning(lightning.Trainer(max_epochs=10), Gan(), images)
+    return lightning.Trainer(max_epochs=10), Gan(), images
 
 
 def images(setup):
