@@ -107,8 +107,10 @@ def _examine_this_host(options: argparse.Namespace) -> int:
         recordings = stack.enter_context(recording.recorded()) if options.record else []
         checks, table = examine(), ""
         if not options.json:
-            with contextlib.suppress(HardwareError):  # which a check has told
+            try:
                 table = doctor_gpus.describe(topology.Sysfs(), readings=_RECORDED_READINGS if options.record else 1)
+            except HardwareError as error:
+                console.say(f"the GPUs are not listed: {error}")
     if options.record:
         write_atomically(options.record, json.dumps(recordings, indent=1).encode() + b"\n")
     sound = all(check.status != "problem" for check in checks)

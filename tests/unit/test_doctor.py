@@ -132,7 +132,9 @@ def test_a_driver_that_fails_is_a_finding_and_is_recorded(tmp_path, capsys):
     mismatch = {"error": 18, "says": "Driver/library version mismatch"}
     with _replay(tmp_path, "nvidia-h100-x2", nvmlInit=mismatch):
         assert main(["doctor", "--record", str(tmp_path / "driver.json")]) == 1
-    assert "problem  nvidia" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "problem  nvidia" in out
+    assert err.startswith("gputrain: the GPUs are not listed: ")
     assert main(["doctor", "--replay", str(tmp_path / "driver.json")]) == 1
     out, err = capsys.readouterr()
     assert (out, "Driver/library version mismatch" in err) == ("", True)
