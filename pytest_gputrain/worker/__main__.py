@@ -64,7 +64,8 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
         # None of what imports left becomes garbage, and each collection would look through all of it.
         gc.freeze()
         from pytest_gputrain.worker.group import Group
-        from pytest_gputrain.worker.run import run
+        from pytest_gputrain.worker.measuring import own_lines
+        from pytest_gputrain.worker.run import crash, run
     except ImportError as error:
         reply = Crashed(sentence=_cannot_import(task, error), phase="import")
     else:
@@ -83,7 +84,10 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
                 with contextlib.suppress(OSError):  # a disk that is full for a while must not end the case
                     write_record(folder / FIGURES, figures)
 
-            reply = run(task, progress, group=group, keep=keep)
+            try:
+                reply = run(task, progress, group=group, keep=keep)
+            except BaseException as error:  # such as a KeyboardInterrupt of the code that trains: nobody else ends it so
+                reply = crash(error, progress, own_lines(task))
     progress.enter("reply")
     write_record(folder / REPLY, {**msgspec.to_builtins(reply), "format": FORMAT})
     if task.processes + task.servers > 1:

@@ -39,7 +39,9 @@ _LIBRARY_OUT_OF_MEMORY: Final = re.compile("(CUBLAS|CUDNN|HIPBLAS|MIOPEN)_STATUS
 """The messages of libraries whose workspace did not fit, which happens a few MiB before torch's allocator finds no
 memory."""
 
-
+_LONGEST_LINE: Final = 2_000
+_LONGEST_TEXT: Final = 100_000
+"""The most characters of an exception's message in a sentence, and of its traceback: a reply has a limit of its size."""
 _MIXED_TYPES: Final = re.compile("to have the same dtype|expected scalar type")
 """The messages of torch for a product of tensors whose types differ."""
 
@@ -133,7 +135,7 @@ def crash(error: BaseException, progress: Progress, lines: OwnLines | None) -> C
         sentence=f"{type(error).__name__}: {_first_line(error)}{f' (at {line})' if line else ''}{install}",
         phase=progress.phase,
         step=progress.step,
-        detail=utf8("".join(traceback.format_exception(error))),
+        detail=_cut(utf8("".join(traceback.format_exception(error))), _LONGEST_TEXT),
     )
 
 
@@ -169,7 +171,7 @@ def _out_of_memory(error: Exception) -> Literal["device", "host"] | None:
     """Tell which memory ran out, None for any other error. torch has no exception of its own for the CPU's."""
     if isinstance(error, torch.OutOfMemoryError):
         return "device"
-    message = str(error)
+    message = _message(error)
     if isinstance(error, RuntimeError) and "out of memory" in message and ("CUDA" in message or "HIP" in message):
         return "device"  # allocated by a library beside torch's allocator
     if isinstance(error, RuntimeError) and _LIBRARY_OUT_OF_MEMORY.search(message):
@@ -181,7 +183,7 @@ def _out_of_memory(error: Exception) -> Literal["device", "host"] | None:
 
 def _mixed_types(error: Exception, case: Case) -> str:
     """Return the sentence for a model of transformers whose code needs autocast; empty for any other error."""
-    if case.precision != "bf16" or not _MIXED_TYPES.search(str(error)):
+    if case.precision != "bf16" or not _MIXED_TYPES.search(_message(error)):
         return ""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [frame.f_globals.get("__name__", "") for frame in frames]
@@ -212,4 +214,19 @@ def of_config(crashed: Crashed, task: Task, error: BaseException) -> Crashed:
 
 
 def _first_line(error: BaseException) -> str:
-    return utf8(next((line.strip() for line in str(error).splitlines() if line.strip()), "no message"))
+    lines = (line.strip() for line in _message(error).splitlines())
+    return _cut(utf8(next(filter(None, lines), "no message")), _LONGEST_LINE)
+
+
+def _message(error: BaseException) -> str:
+    """Return the message of an exception, whose class may be one of the user's code."""
+    try:
+        return str(error)
+    except Exception as failed:
+        return f"its message cannot be made, because __str__ fails with {type(failed).__name__}"
+
+
+def _cut(text: str, most: int) -> str:
+    """Leave out the middle of a text of more than so many characters; a traceback begins with the place."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}... ({len(text) - most:,} characters left out) ...{text[-half:]}"

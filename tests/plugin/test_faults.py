@@ -37,6 +37,7 @@ REPLY = "Path(sys.argv[1], 'rank0', 'reply.json')"
 MODEL = "model = torch.nn.Linear(4, 4); setup.watch(model)"
 FAULTS = {
     "raises_at_build": ("raise ValueError('no such data')", "pass", rf"{NO} \(build\): ValueError: no such data"),
+    "interrupts": ("raise KeyboardInterrupt", "pass", rf"{NO} \(build\): KeyboardInterrupt: no message"),
     "imports": ("import not_there", "pass", rf"{NO} \(build\): ModuleNotFoundError: No module named 'not_there'.*"),
     "misspells": ("import misspelt", "pass", rf"{NO} \(build\): SyntaxError: .+"),
     "watches_twice": (f"{MODEL}; {MODEL}", "pass", r".*watches_twice called setup.watch\(\) with 2 models; .+"),

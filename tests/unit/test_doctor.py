@@ -75,7 +75,7 @@ def saying(tmp_path, snapshot):
     """What the doctor says of each host of a test, which is compared with the snapshot in the end."""
     hosts = {}
     yield hosts
-    folder, group = str(tmp_path), tmp_path.group()
+    folder, group = str(tmp_path), amd.group_of(tmp_path)
     assert {
         host: [line.replace(folder, "...").replace(f"group {group}", "group of the file") for line in lines]
         for host, lines in hosts.items()

@@ -728,7 +728,8 @@ def test_a_setuid_program_installs_nothing(beside, monkeypatch, name):
 
 
 def test_root_does_not_install_into_the_cache_of_another_user(beside, monkeypatch):
-    monkeypatch.setattr(install.os, "geteuid", lambda: 0)
+    for name in ("getuid", "geteuid"):
+        monkeypatch.setattr(install.os, name, lambda: 0)
     status = os.stat_result((stat.S_IFDIR | 0o700, 1, 1, 1, 1000, 1000, 0, 0, 0, 0))
     beside.cache.parent.mkdir()
     monkeypatch.setattr(install.Path, "stat", lambda path, **more: status)

@@ -49,6 +49,29 @@ def test_letters_that_utf_8_does_not_have_leave_the_rest_of_an_error_readable():
     (reply.sentence + reply.detail).encode()
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Mute(), "Mute: its message cannot be made, because __str__ fails with ValueError"),
+        (ValueError("x" * 70_000_000), f"ValueError: {'x' * 1000}... (69,998,000 characters left out) ...{'x' * 1000}"),
+    ],
+    ids=["mute", "long"],
+)
+def test_an_error_whose_message_cannot_be_sent_is_told(error, said):
+    def build(setup):
+        raise error
+
+    reply = launcher.inline(task_of(MINE), build)
+    assert reply.sentence.startswith(f"{said} (at ")
+    assert len(reply.detail) < 200_000
+    assert "in build" in reply.detail
+
+
 def test_a_fused_optimizer_gives_the_same_losses():
     plain, fused = (measured(LLAMA.replace(precision="fp32", optimizer=name, steps=3)) for name in ("adamw", "adamw-fused"))
     assert fused.losses == pytest.approx(plain.losses, rel=1e-5)
