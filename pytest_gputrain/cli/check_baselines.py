@@ -133,9 +133,9 @@ def check(folder: Path) -> Iterator[Problem]:
 
 
 def _files(folder: Path, unreadable: list[OSError]) -> list[Path]:
-    """Return the files below the folder, and put the errors of folders that cannot be read into ``unreadable``."""
+    """Return what is named as a file below the folder; put the errors of folders that cannot be read into ``unreadable``."""
     walked = os.walk(folder, onerror=unreadable.append)
-    return sorted(Path(parent, name) for parent, _, names in walked for name in names if name.endswith(".json"))
+    return sorted(Path(at, name) for at, folders, names in walked for name in folders + names if name.endswith(".json"))
 
 
 def _without_tests(folder: Path) -> Iterator[Problem]:

@@ -234,6 +234,18 @@ def test_a_baseline_whose_test_is_gone_is_told_and_removed_on_request(gated):
     assert sorted(gated.baselines("tuning", H100_FOLDER)) == [GEMMA, LLAMA_2]
 
 
+@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["alone", "xdist"])
+def test_baselines_of_a_file_whose_tests_pass_and_ask_for_nothing_are_told(gated, workers):
+    """As after a ``return`` before the check; the device is that of another file's results."""
+    other = SUITE.replace("gputrain.check", "gputrain.measure")
+    gated.write(test_other=other, test_tuning=SUITE.replace("    gputrain.check", "    return\n    gputrain.check"))
+    if workers:
+        pytest.importorskip("xdist")
+    result = gated.spawn(*workers, "--gpu-strict")
+    result.stdout.fnmatch_lines(["no test asks any more for 3 baselines: *", "*3 baselines that no test asked for"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
 def test_under_xdist_a_baseline_whose_test_is_gone_is_told_as_well(gated):
     pytest.importorskip("xdist")
     gated.write(test_tuning=ONE_LESS)

@@ -182,6 +182,12 @@ def test_files_where_no_run_looks_are_told(tmp_path, place):
     assert ":1: no run looks for a baseline here, but in " in sentence
 
 
+def test_a_folder_in_the_place_of_a_file_is_told(tmp_path):
+    (tmp_path / "cpu" / "llm.json").mkdir(parents=True)
+    (sentence,) = problems(tmp_path)
+    assert sentence.endswith("llm.json:1: it cannot be read: Is a directory")
+
+
 def test_predictions_of_an_earlier_version_are_told_once_with_what_takes_their_place(tmp_path):
     record(tmp_path)
     for name in ("llm.json", "vision.json"):
