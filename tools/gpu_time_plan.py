@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from measure_gate_here import running
+
 from pytest_gputrain.gate.host_bound import GPU_BOUND
 from pytest_gputrain.records import FAILING, CountFigure, Measurement
 from pytest_gputrain.records.result import Emulated, Measured
@@ -66,16 +68,9 @@ def steps(folder: Path, marker: str, *, dry: bool) -> Iterator[tuple[str, tuple[
     yield "emulated", pytest("emulated", emulated=True), 0
 
 
-@contextlib.contextmanager
-def busy_cores() -> Iterator[list[int]]:
+def busy_cores() -> contextlib.AbstractContextManager[list[int]]:
     """Keep every core busy with a process that computes without end."""
-    children = [subprocess.Popen([sys.executable, "-c", _BUSY_LOOP]) for _ in range(os.cpu_count() or 1)]
-    try:
-        yield [child.pid for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
+    return running([_BUSY_LOOP] * (os.cpu_count() or 1))
 
 
 class Criterion(NamedTuple):

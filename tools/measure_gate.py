@@ -24,7 +24,7 @@ import math
 import statistics
 import sys
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 from unittest import mock
@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from pytest_gputrain.gate import regression
 from pytest_gputrain.gate import step_times as stats
 from pytest_gputrain.gate.host_bound import GPU_PRIOR_SD, HOST_PRIOR_SD, LEAST_HOST_TOLERANCE
-from pytest_gputrain.records import Baseline, BaselineRun, Case, Environment, GpuSteps, Measurement
+from pytest_gputrain.records import Baseline, BaselineRun, Case, Environment, GpuSteps, Measurement, MetricName, Verdict
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 
 Array = NDArray[np.float64]
@@ -61,6 +61,8 @@ BUSY: Final = 0.23
 """The share of such a step in which the GPU works."""
 TOLD: Final = 0.5
 """``gpu_host_time_tolerance``."""
+OUTLIER: Final = 3.0
+"""How many times as long a step takes that its host holds up."""
 GPU_SDS: Final = (0.005, 0.01, 0.02)
 """Standard deviations of GPU seconds between processes."""
 
@@ -76,6 +78,16 @@ class Noise:
     day: float = 0.0
     bad: float = 0.0
     """Share of processes that are bad."""
+
+
+class Steps(NamedTuple):
+    """What happens to single steps."""
+
+    outliers: float = 0.0
+    """Share of steps that take `OUTLIER` times as long, by chance."""
+    every: int = STEPS
+    slower: float = 1.0
+    """How many times as long each so-many-th step takes."""
 
 
 class Waiting(NamedTuple):
@@ -97,14 +109,27 @@ class SimulatedMachine:
 
     def _bank(self, sd: float) -> Array:
         """Draw the medians of steps that differ by so much."""
-        steps = np.empty((BANK, STEPS))
-        steps[:, 0] = self.rng.normal(0, sd, BANK)
-        fresh = self.rng.normal(0, sd * math.sqrt(1 - STEP_CORRELATION**2), (BANK, STEPS))
+        return np.asarray(np.median(self.steps(BANK, sd), axis=1))
+
+    def steps(self, processes: int, sd: float = STEP_SD, kind: Steps | None = None) -> Array:
+        """Draw the steps of processes, a row for each."""
+        steps = np.empty((processes, STEPS))
+        steps[:, 0] = self.rng.normal(0, sd, processes)
+        fresh = self.rng.normal(0, sd * math.sqrt(1 - STEP_CORRELATION**2), (processes, STEPS))
         for index in range(1, STEPS):
             steps[:, index] = STEP_CORRELATION * steps[:, index - 1] + fresh[:, index]
-        steps += math.log(1.5) * (self.rng.random((BANK, STEPS)) < 0.01)
+        steps += math.log(1.5) * (self.rng.random((processes, STEPS)) < 0.01)
         steps += WARMING * 2.0 ** -np.arange(STEPS)
-        return np.asarray(np.median(steps, axis=1))
+        if kind:
+            steps += math.log(OUTLIER) * (self.rng.random((processes, STEPS)) < kind.outliers)
+            steps[:, kind.every - 1 :: kind.every] += math.log(kind.slower)
+        return steps
+
+    def medians_and_means(self, cases: int, runs: int, sd: float, kind: Steps) -> Array:
+        """Draw for each run the median step and what the gate takes for the mean one: ``[case, run, figure]``."""
+        steps = self.steps(BANK, sd, kind)
+        bank = np.stack([np.median(steps, axis=1), np.log(_means(steps))], axis=1)
+        return bank[self.rng.integers(0, BANK, (cases, runs))] + self.rng.normal(0, Noise().process, (cases, runs, 1))
 
     def runs(self, cases: int, runs: int, noise: Noise) -> Array:
         """Draw the runs: a row for each case, without the effect of the day."""
@@ -141,6 +166,12 @@ class SimulatedMachine:
         return base, self.runs(CASES, stats.MOST_RUNS, noise) + self.rng.normal(0, noise.day)
 
 
+def _means(steps: Array) -> Array:
+    """Return the mean seconds of the steps of each process without its slowest step."""
+    seconds = np.exp(steps)
+    return np.asarray((seconds.sum(axis=-1) - seconds.max(axis=-1)) / (STEPS - 1))
+
+
 def _centre(base: Array) -> Array:
     ordered = np.sort(base, axis=1)
     return ordered[:, 1:-1].mean(axis=1) if base.shape[1] >= 5 else np.median(base, axis=1)
@@ -174,6 +205,7 @@ class Terms(NamedTuple):
 
 ON_THE_HOST: Final = Terms(LEAST_HOST_TOLERANCE, HOST_PRIOR_SD, doubted_from=1.0)
 ON_THE_GPU: Final = Terms(prior=GPU_PRIOR_SD)
+OF_THE_MEAN: Final = Terms(stats.MEAN_TOLERANCE, stats.MEAN_PRIOR_SD, doubted_from=1.0)
 
 
 def _look(base: Array, new: Array, terms: Terms) -> tuple[Flags, Flags]:
@@ -217,6 +249,21 @@ def vote_on_waiting(cases: Waiting) -> tuple[Flags, Flags, float]:
         by_gpu[left], gpu_settled = _look(cases.gpu_base[left], cases.gpu_new[left, :runs], ON_THE_GPU)
         left = left[~(settled & gpu_settled)]
     return by_wall, by_gpu, processes / len(cases.base)
+
+
+def vote_on_means(base: Array, new: Array, terms: Terms) -> tuple[Flags, Flags]:
+    """The rule for medians and means as of `SimulatedMachine.medians_and_means`.
+
+    Returns:
+        Which have regressed by the median, and which by the mean alone.
+    """
+    by_median, by_mean = np.zeros(len(base), bool), np.zeros(len(base), bool)
+    left = np.arange(len(base))
+    for runs in range(1, new.shape[1] + 1):
+        by_median[left], settled = _look(base[left, :, 0], new[left, :runs, 0], terms)
+        by_mean[left], mean_settled = _look(base[left, :, 1], new[left, :runs, 1], OF_THE_MEAN)
+        left = left[~(settled & (mean_settled | by_median[left]))]
+    return by_median, by_mean & ~by_median
 
 
 def mean_of_three(base: Array, new: Array, *, tolerance: float, prior: float = stats.PRIOR_SD, shift: float = 0.0) -> Flags:
@@ -289,34 +336,60 @@ def waiting_differs_from_the_gate(machine: SimulatedMachine, cases: int = 300) -
     return ""
 
 
+def means_differ_from_the_gate(machine: SimulatedMachine, cases: int = 300) -> str:
+    """Return where `vote_on_means` differs from `pytest_gputrain.gate.regression.judge`; empty if nowhere."""
+    processes = 5 + stats.MOST_RUNS
+    # Every second case has a periodic slowdown from near the tolerance on.
+    steps = machine.steps(cases * processes, kind=Steps(outliers=0.03)).reshape(cases, processes, STEPS)
+    steps[::2, 5:, 2::3] += machine.rng.uniform(0, 1.5, (len(steps[::2]), 1, 1))
+    figures = np.stack([np.median(steps, axis=2), np.log(_means(steps))], axis=2)
+    flags = vote_on_means(figures[:, :5], figures[:, 5:], Terms())
+    for row in range(cases):
+        runs = [_figures(*process) for process in steps[row].tolist()]
+        verdict, _ = _gate_says(runs[:5], runs[5:])
+        judged = tuple(_has_regressed(verdict, name) for name in ("step_seconds", "mean_step_seconds"))
+        if judged != tuple(bool(flag[row]) for flag in flags):
+            return f"{steps[row].tolist()}: {verdict.sentence}"
+    return ""
+
+
+def _figures(*wall: float, gpu: float | None = None) -> dict[str, Any]:
+    gpu_steps = None if gpu is None else GpuSteps(seconds=(math.exp(gpu),), collective_seconds=(0.0,))
+    seconds = tuple(map(math.exp, wall))
+    return {"step_seconds": seconds, "gpu_steps": gpu_steps, "environment": _HERE, "peak_allocated_bytes": 1}
+
+
+def _has_regressed(verdict: Verdict, name: MetricName) -> bool:
+    metric = verdict.metric(name)
+    return metric is not None and metric.status == "regressed"
+
+
 def _judged(case: Waiting) -> tuple[bool, bool, int]:
     """Return the package's verdicts on wall and GPU seconds, given one run after the other, and the number of runs."""
+    base, new = (
+        [_figures(wall, gpu=gpu) for wall, gpu in zip(walls[0], gpus[0], strict=True)]
+        for walls, gpus in ((case.base, case.gpu_base), (case.new, case.gpu_new))
+    )
+    verdict, runs = _gate_says(base, new)
+    return _has_regressed(verdict, "step_seconds"), _has_regressed(verdict, "gpu_seconds"), runs
 
-    def figures(wall: float, gpu: float) -> dict[str, Any]:
-        steps = GpuSteps(seconds=(math.exp(gpu),), collective_seconds=(0.0,))
-        return {"step_seconds": (math.exp(wall),), "gpu_steps": steps, "environment": _HERE, "peak_allocated_bytes": 1}
 
+def _gate_says(base: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> tuple[Verdict, int]:
+    """Return the package's verdict, given one run after the other, and the number of runs."""
     baseline = Baseline(
         device="gpu",
         case=Case(model="a"),
         scale="full",
-        runs=tuple(
-            BaselineRun(outcome="measured", date="", session="", **figures(wall, gpu))
-            for wall, gpu in zip(case.base[0], case.gpu_base[0], strict=True)
-        ),
+        runs=tuple(BaselineRun(outcome="measured", date="", session="", **figures) for figures in base),
     )
     unknown: dict[str, Any] = dict.fromkeys(("parameters", "trainable_parameters", "model_bytes"))
     counted = dict.fromkeys(("batch_size", "sequence_length", "updates", "peak_host_bytes"), 1)
-    replies = [
-        Measurement(warmup_seconds=(), losses=(), **counted, **unknown, **figures(wall, gpu))
-        for wall, gpu in zip(case.new[0], case.gpu_new[0], strict=True)
-    ]
+    replies = [Measurement(warmup_seconds=(), losses=(), **counted, **unknown, **figures) for figures in new]
     tolerance = Tolerance(time=0.03, memory=MemoryTolerance())
     for runs in range(1, len(replies) + 1):
         verdict, settled = regression.judge(Case(model="a"), replies[:runs], baseline, tolerance)
         if settled:
-            wall, gpu = (verdict.metric(name) for name in ("step_seconds", "gpu_seconds"))
-            return wall is not None and wall.status == "regressed", gpu is not None and gpu.status == "regressed", runs
+            return verdict, runs
     raise AssertionError("the rule does not end")
 
 
@@ -353,6 +426,7 @@ def rows(machine: SimulatedMachine, rule: Rule, replicates: int) -> Iterator[Row
     yield _suite(machine, rule, max(20, replicates // 400), days=False, limit=None)
     for sd in GPU_SDS:
         yield from _waiting(machine, sd, replicates)
+    yield from _means_of(machine, replicates)
     setting, machines = "waits for the host, another machine", machine.machines(replicates)
     told = 100 * float((machines > math.log1p(TOLD)).mean())
     yield Row(setting, f"told, slower than {TOLD:.0%}", told, told, None, unit=" %")
@@ -373,6 +447,35 @@ def _waiting(machine: SimulatedMachine, sd: float, replicates: int) -> Iterator[
     claim = f"GPU +5% caught{'' if claimed is None else f' >= {claimed:g} %'}"
     yield Row(setting, claim, 100 * power, 100 * power_bound, claimed, at_least=True, unit=" %")
     yield Row(setting, "processes, unchanged", processes, processes, None)
+
+
+def _means_of(machine: SimulatedMachine, replicates: int) -> Iterator[Row]:
+    """Judge cases by medians and means: unchanged ones on hosts that hold up steps, and some of whose steps are slow."""
+    waits = HOST_STEPS / math.sqrt(3)
+    plain, waiting = Terms(), ON_THE_HOST
+    for what, before, now, sd, terms in (
+        ("1 % of steps 3x", 0.01, 0.01, STEP_SD, plain),
+        ("5 % of steps 3x", 0.05, 0.05, STEP_SD, plain),
+        ("5 % of steps 3x, today only", 0.0, 0.05, STEP_SD, plain),
+        ("5 % of steps 3x, waits for the host", 0.05, 0.05, waits, waiting),
+    ):
+        base = machine.medians_and_means(replicates, 5, sd, Steps(before))
+        new = machine.medians_and_means(replicates, stats.MOST_RUNS, sd, Steps(now))
+        by_median, by_mean = vote_on_means(base, new, terms)
+        for name, flags in (("false alarms", by_median | by_mean), ("of these, by the mean alone", by_mean)):
+            share = float(flags.mean())
+            limit = 0.05 if name == "false alarms" else None
+            claim = f"{name} <= {limit} %" if limit else name
+            yield Row(what, claim, 100 * share, 100 * wilson(share, replicates, upper=True), limit, unit=" %", digits=3)
+    for every, word in ((3, "third"), (10, "tenth")):
+        for slower in (2.0, 3.0, 5.0, 10.0):
+            base = machine.medians_and_means(replicates, 5, STEP_SD, Steps(0.01))
+            new = machine.medians_and_means(replicates, stats.MOST_RUNS, STEP_SD, Steps(0.01, every, slower))
+            caught = float(np.logical_or(*vote_on_means(base, new, plain)).mean())
+            claimed = 98.0 if slower == 10 or (every, slower) in ((3, 3.0), (3, 5.0)) else None
+            claim = f"each {word} step {slower:g}x: caught{f' >= {claimed:g} %' if claimed else ''}"
+            bound = 100 * wilson(caught, replicates, upper=False)
+            yield Row("1 % of steps 3x", claim, 100 * caught, bound, claimed, at_least=True, unit=" %")
 
 
 def _suite(machine: SimulatedMachine, rule: Rule, suites: int, *, days: bool, limit: float | None) -> Row:
@@ -408,6 +511,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"FAIL this simulation's rule is not that of pytest_gputrain.gate.step_times: {different}")
         return 1
     if different := waiting_differs_from_the_gate(machine):
+        print(f"FAIL this simulation's rule is not that of pytest_gputrain.gate.regression: {different}")
+        return 1
+    if different := means_differ_from_the_gate(machine):
         print(f"FAIL this simulation's rule is not that of pytest_gputrain.gate.regression: {different}")
         return 1
     return report(rows(machine, RULES[given.rule], given.replicates), 48, 30)

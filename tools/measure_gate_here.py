@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -90,15 +90,20 @@ Counts = dict[tuple[str, float], Counter[str]]
 
 
 @contextlib.contextmanager
-def neighbours(count: int, seed: int) -> Iterator[list[int]]:
-    """Provide processes that compute now and then, and end them by their ids."""
-    children = [subprocess.Popen([sys.executable, "-c", NEIGHBOUR.format(seed=seed + number)]) for number in range(count)]
+def running(programs: Iterable[str]) -> Iterator[list[int]]:
+    """Run programs of Python beside this one, and end them by their ids."""
+    children = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
     try:
         yield [child.pid for child in children]
     finally:
         for child in children:
             child.kill()
             child.wait()
+
+
+def neighbours(count: int, seed: int) -> contextlib.AbstractContextManager[list[int]]:
+    """Have processes beside this one that compute now and then."""
+    return running(NEIGHBOUR.format(seed=seed + number) for number in range(count))
 
 
 def gate(folder: Path, slower: float, *arguments: str) -> list[str]:

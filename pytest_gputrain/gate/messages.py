@@ -91,6 +91,10 @@ def describe_metric(metric: MetricVerdict) -> str:
             word, value = "longer" if more else "shorter", format_seconds(metric.value)
             values = f"{value} a step against {_spread(metric)}"
             return f"keeps the GPU busy {size} {word}: {values}{_limit(metric, more)}{_votes(metric, word)}"
+        case "mean_step_seconds":
+            word, value = "slower" if more else "faster", format_seconds(metric.value)
+            values = f"{value} a step against {_spread(metric)}"
+            return f"is {size} {word} in the mean of its steps: {values}{_limit(metric, more)}{_votes(metric, word)}"
         case "step_seconds":
             word, value = "slower" if more else "faster", format_seconds(metric.value)
             if metric.baseline_runs is None or metric.sd is None:

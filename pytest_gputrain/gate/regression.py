@@ -47,7 +47,7 @@ from pytest_gputrain.gate.messages import (
     describe_process_count,
 )
 from pytest_gputrain.gate.scaling import efficiencies
-from pytest_gputrain.gate.step_times import PRIOR_SD, decide, runs_out
+from pytest_gputrain.gate.step_times import MEAN_PRIOR_SD, MEAN_TOLERANCE, PRIOR_SD, decide, mean_step, runs_out
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
@@ -276,6 +276,8 @@ def _times(
         return [_JudgedMetric(metric)]
     found = pace(fitted, measured)
     judged = [_step_seconds(measured, fitted, found, tolerance, circumstances)]
+    if not (found.is_host_bound and other_host(measured, fitted)):
+        judged += _mean_step_seconds(measured, fitted, judged[0].metric.status, tolerance, circumstances)
     if found.share is not None:
         judged.append(_gpu_seconds(measured, fitted, found, tolerance, circumstances))
     return judged
@@ -318,6 +320,24 @@ def _step_seconds(
             about, metric = f"{found}, {other}", msgspec.structs.replace(metric, status="inconclusive")
         metric = msgspec.structs.replace(metric, note="; ".join(filter(None, [about, metric.note])))
     return judged._replace(metric=metric)
+
+
+def _mean_step_seconds(
+    measured: Sequence[Measurement],
+    fitted: Sequence[BaselineRun],
+    of_median: Status,
+    tolerance: Tolerance,
+    circumstances: Circumstances,
+) -> list[_JudgedMetric]:
+    """Judge the mean of the steps where their median tells no change: it sees every third or tenth step that is slow."""
+    means, base = ([mean for run in runs if (mean := mean_step(run.step_seconds))] for runs in (measured, fitted))
+    if of_median == "regressed" or len(means) < len(measured) or not base:
+        return []
+    tolerance = dataclasses.replace(tolerance, time=max(tolerance.time, MEAN_TOLERANCE))
+    circumstances = dataclasses.replace(circumstances, prior=MEAN_PRIOR_SD, doubted_from=1.0)
+    judged = _decided("mean_step_seconds", base, means, tolerance, circumstances, measured)
+    told = judged.metric.status not in ("pass", of_median)
+    return [judged] if told or not judged.settled else []
 
 
 def _terms_of(found: Pace, tolerance: Tolerance, circumstances: Circumstances) -> tuple[Tolerance, Circumstances]:

@@ -50,6 +50,13 @@ MANY_CASES: Final = 10
 LEAST_SHIFT: Final = 0.01
 """A suite's shift from which on it counts."""
 
+MEAN_STEPS: Final = 10
+"""The number of timed steps from which on their mean is judged, too."""
+MEAN_TOLERANCE: Final = 0.25
+"""By how much the mean of the steps may grow at least: three steps of 20 that a host makes three times as long are 21 %."""
+MEAN_PRIOR_SD: Final = 0.06
+"""Between processes, of that mean: s0."""
+
 Outcome = Literal["pass", "regressed", "improved", "inconclusive"]
 
 
@@ -141,6 +148,14 @@ def decide(
         votes=max(above, below),
         shift=counted,
     )
+
+
+def mean_step(seconds: Sequence[float]) -> float | None:
+    """Return the mean of a process's steps without the slowest, which any process may have; None of too few steps.
+
+    A median does not see what fewer than half of the steps take longer.
+    """
+    return statistics.fmean(sorted(seconds)[:-1]) if len(seconds) >= MEAN_STEPS else None
 
 
 def _check(base: Sequence[float], new: Sequence[float], tolerance: float, prior: float, most: int, shift: float) -> None:

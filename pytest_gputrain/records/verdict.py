@@ -25,6 +25,7 @@ HeldTo = Literal["emulated", "published"]
 """The kind of figures that a case is compared with on a device that has no baseline yet."""
 MetricName = Literal[
     "step_seconds",
+    "mean_step_seconds",
     "gpu_seconds",
     "peak_allocated_bytes",
     "peak_reserved_bytes",
@@ -40,8 +41,8 @@ MetricName = Literal[
     "bytes_per_step",
     CountFigure,
 ]
-"""A real GPU gives no peak of a phase, and only the counts that its profiler tells. Recomputed FLOPs and bytes are those of
-emulated runs."""
+"""``mean_step_seconds`` is there if only the mean of the steps tells a change. A real GPU gives no peak of a phase, and only
+the counts that its profiler tells. Recomputed FLOPs and bytes are those of emulated runs."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):

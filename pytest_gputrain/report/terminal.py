@@ -233,6 +233,7 @@ _LEAST_SHARE: Final = 0.01
 
 METRIC_NAMES: Final[dict[MetricName, str]] = {
     "step_seconds": "step time",
+    "mean_step_seconds": "mean step time",
     "gpu_seconds": "GPU seconds",
     "peak_allocated_bytes": "peak memory",
     "peak_reserved_bytes": "reserved memory",

@@ -314,6 +314,43 @@ def test_every_report_shows_gpu_seconds_and_the_busy_share():
     assert " 24 % " in table
 
 
+@pytest.mark.parametrize("on", [HERE, cpu_environment()])
+def test_every_third_step_that_is_slow_fails_and_a_step_now_and_then_does_not(on):
+    """The median of all of them is 10 ms. One slow step of a process is left out, whatever it takes."""
+
+    def took(*slow, steps=20):
+        return measurement(step_seconds=tuple(0.1 if at in slow else 0.01 for at in range(steps)), environment=on)
+
+    def judged(*replies, gpu=None, before=()):
+        run = baseline_run(step_seconds=took(*before).step_seconds, environment=on, gpu_steps=_steps(gpu))
+        return judge(CASE, replies, baseline(*[run] * 5), replace(TOLERANCE, cpu_time=True)).verdict
+
+    third = took(*range(2, 20, 3))
+    verdict = judged(third, third, third)
+    assert (verdict.status, verdict.metric("step_seconds").status) == ("regressed", "pass")
+    assert "is 236.8 % slower in the mean of its steps at 33.7 ms a step than baseline 10.0 ms" in verdict.sentence
+    assert not judge(
+        CASE,
+        [third],
+        baseline(*[baseline_run(step_seconds=(0.01,) * 20, environment=on)] * 5),
+        replace(TOLERANCE, cpu_time=True),
+    ).settled
+    assert judged(*[took(9, 19)] * 3).status == "regressed", "each tenth"
+    assert judged(*[took(7)] * 3).metric("mean_step_seconds") is None
+    assert judged(third, took(), took(7), took()).status == "pass"
+    assert judged(*[took(0, 1, 2, steps=9)] * 3).status == "pass", "too few steps"
+    assert judged(*[took()] * 3, before=range(2, 20, 3)).status == "improved"
+    assert judged(*[third] * 3, before=range(2, 20, 3)).status == "pass"
+
+
+def test_the_mean_of_steps_that_wait_is_judged_on_the_machine_of_the_baseline_alone():
+    steps = tuple(0.1 if at % 3 == 2 else 0.01 for at in range(20))
+    run = baseline_run(step_seconds=(0.01,) * 20, environment=HERE, gpu_steps=_steps(0.002))
+    for on, status in ((HERE, "regressed"), (ELSEWHERE, "pass")):
+        reply = measurement(step_seconds=steps, environment=on, gpu_steps=_steps(0.002))
+        assert _judge(reply, baseline(*[run] * 5)).status == status
+
+
 def test_a_cpu_has_no_gpu_to_wait_for():
     on_cpu = cpu_environment()
     verdict = _judge(_took(1.0, None, on=on_cpu), _stored(gpu=None, on=on_cpu))

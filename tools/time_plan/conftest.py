@@ -2,11 +2,12 @@
 
 import pytest
 
-from pytest_gputrain.gate import regression
+from pytest_gputrain.gate import regression, suite_noise
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _gpu_seconds_are_judged():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regression, "WHY_GPU_SECONDS_ARE_NOT_JUDGED", "")
+        for module in (regression, suite_noise):
+            patch.setattr(module, "WHY_GPU_SECONDS_ARE_NOT_JUDGED", "")
         yield
