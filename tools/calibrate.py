@@ -34,6 +34,7 @@ from pytest_gputrain.records import Rates, TracedCall
 from pytest_gputrain.utils.files import write_atomically
 from pytest_gputrain.utils.units import format_percent
 
+_DRY_RUN: Final = "gputrain emulate --gpu h100 -- python tools/calibrate.py --dry-run"
 LIKE: Final = "h200"
 """The board whose rates stand in for kinds that are not measured."""
 _PROJECTIONS: Final = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 1024), (3072, 8192), (1536, 8960))
@@ -232,10 +233,18 @@ def _about(properties: Any) -> str:
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in facts.items()) + "measured = true\n"
 
 
+def _why_not() -> str:
+    """Say why nothing can be measured here; empty if it can."""
+    try:
+        import torch
+        import transformers  # noqa: F401 - of which the steps are
+    except ImportError as error:
+        return f"a library cannot be imported ({error})"
+    return "" if torch.cuda.is_available() else "torch finds no GPU here"
+
+
 def main() -> int:
     """Measure what is left, and write the rates if all is measured; 0, or 2 for bad input."""
-    import torch
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--state", type=Path, default=Path("calibration.jsonl"), metavar="FILE")
@@ -243,6 +252,13 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
     is_dry, deadline = options.dry_run, time.monotonic() + 60 * options.minutes
+    if lacking := _why_not():
+        print(f"{lacking}; without a GPU try {_DRY_RUN}", file=sys.stderr)
+        return 2
+    if is_dry:
+        print("dry run: the times and rates below mean nothing, and none are written", flush=True)
+    import torch
+
     properties = torch.cuda.get_device_properties(0)
     marker = marker_of(properties.name) or ""
     write = functools.partial(with_entry, FILE.read_text(), marker, overwrite=options.overwrite or is_dry)
@@ -265,7 +281,7 @@ def main() -> int:
     kinds, told = fit([*found.values()], prior)
     print("\n".join(told))
     if is_dry:
-        print(f"{len(found)} measurements ran; their times mean nothing, and no rates are written")
+        print(f"{len(found)} measurements ran, and no rates are written")
         return 0
     kinds["l2_mb"] = properties.L2_cache_size / 1e6
     write_atomically(FILE, write(kinds, _about(properties)).encode())

@@ -108,7 +108,8 @@ def _emulated(step: Step) -> tuple[TracedCall, ...]:
     from pytest_gputrain.execution.emulated import EmulatingExecutor
     from pytest_gputrain.session.tasks import full_size_task
 
-    case = step.case.replace(steps=1, warmup=1, gradient_accumulation=1, loader_workers=0)
+    steps = min(2, step.case.gradient_accumulation)  # of which the last one adds to gradients, and updates
+    case = step.case.replace(steps=1, warmup=1, gradient_accumulation=steps, loader_workers=0)
     task = full_size_task(case, ROOT, step.platform)
     environ = EmulatingExecutor(step.platform, _TIMEOUT_SECONDS, os.environ, None).environment(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -178,7 +179,11 @@ def with_factors(rates: Rates, factors: Sequence[float]) -> Rates:
 
 def expected(step: Step, rates: Rates) -> ExpectedTime:
     """Return what is expected of a step."""
-    return expected_time(step.calls, rates, compiled=step.case.compile != "off")
+    case = step.case
+    offloads = case.offload_optimizer or case.offload_param
+    return expected_time(
+        step.calls, rates, accumulation=case.gradient_accumulation, lacking="it offloads to the host" if offloads else ""
+    )
 
 
 class Fit:
@@ -289,6 +294,7 @@ def published_rows() -> list[str]:
     for step in read("published"):
         if rates := rates_of(step.platform):
             bits = "fp32" if step.case.precision == "fp32" else "16 bits"
+            bits += ", ZeRO with offload" if step.case.offload_optimizer else ""
             groups[f"{step.source}, {title_of(step.platform)}, {bits}"].append((step, rates))
     made = []
     for name, steps in sorted(groups.items()):
@@ -304,7 +310,7 @@ def published_rows() -> list[str]:
 
 def _range(steps: Sequence[Step], estimates: Sequence[ExpectedTime]) -> str:
     known = [step.seconds / one.seconds for step, one in zip(steps, estimates, strict=True) if one.seconds]
-    return f"{min(known):.2f} to {max(known):.2f}" if len(known) == len(steps) else "kernel unknown"
+    return f"{min(known):.2f} to {max(known):.2f}" if len(known) == len(steps) else "no estimate"
 
 
 def _by_masked_efficient_kernel(step: Step) -> Step:

@@ -37,7 +37,7 @@ from pytest_gputrain.records.emulation import (
     Tensors,
     not_exchanged_sentence,
 )
-from pytest_gputrain.records.expected import Rates
+from pytest_gputrain.records.expected import Rates, slowest
 from pytest_gputrain.report import expected
 from pytest_gputrain.report.asked import asked_by
 from pytest_gputrain.report.html import page
@@ -333,7 +333,7 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
         if process.unknown:
             yield f"  not known, and not counted: {', '.join(process.unknown)}"
         yield from _lines_of_peak(device)
-        yield from _lines_of_expected(process, report) if process.expected else _lines_of_counts(process)
+        yield from _lines_of_counts(process) if process.expected is None else _lines_of_expected(report)
         if graphs := process.graphs:
             pools = format_bytes(graphs.most_in_pools)
             yield (
@@ -386,10 +386,12 @@ def _lines_of_peak(device: EmulatedDevice) -> Iterator[str]:
         yield f"  {format_bytes(rest):>12}  all others"
 
 
-def _lines_of_expected(process: EmulatedProcess, report: Emulation) -> Iterator[str]:
-    """Tell how long a step is expected to take."""
-    if one := process.expected:
+def _lines_of_expected(report: Emulation) -> Iterator[str]:
+    """Tell how long a step is expected to take, in the process that takes longest: the others wait for it."""
+    one = slowest(process.expected for process in report.processes)
+    if one is not None:
         yield f"  expected time of a step, from one update to the next: {expected.describe(one)}"
+    if one is not None and one.seconds is not None:
         yield from (f"  {note}" for note in expected.notes([(report.gpu, one)]))
 
 

@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     if options.command == "ab":
         return ab.main(options, rest)
+    if rest and options.command == "predict" and not rest[0].startswith("-"):
+        parser.error(f"gputrain predict takes one model: run it again for {rest[0]}")
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     status: int = COMMANDS[options.command].main(options)

@@ -351,15 +351,18 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _lines() -> Callable[[str, int, int], None]:
-    """Return what prints how much is done and how long that took, if the last line is old enough."""
-    begun = said = time.monotonic()
+    """Return what prints how much is done, and how long the rest of it will take, if the last line is old enough."""
+    said = time.monotonic()
+    begun: dict[str, float] = {}
 
     def note(what: str, done: int, total: int) -> None:
         nonlocal said
         now = time.monotonic()
-        if now - said >= _SECONDS_BETWEEN_LINES:
+        took = now - begun.setdefault(what, now)
+        if now - said >= _SECONDS_BETWEEN_LINES and done:
             said = now
-            console.say(f"{done} of {total} {what} are done after {now - begun:.0f} s")
+            left = f", the others may take about {took * (total - done) / done:.0f} s" if done < total else ""
+            console.say(f"{done} of {total} {what} are done after {took:.0f} s{left}")
 
     return note
 

@@ -123,7 +123,8 @@ def _verdict(
     not_compared = "".join(f"; {what}" for what in _not_compared(before, run, terms))
     told = "".join(f"; {what}" for what in compared.told)
     if compared.worse:
-        grown = [metric.metric for metric in metrics if metric.status == "regressed" and not is_memory_metric(metric)]
+        worse = [metric for metric in metrics if metric.status == "regressed" and not is_memory_metric(metric)]
+        grown = [metric.metric for metric in worse if metric.metric != "peak_reserved_bytes"]
         slower = describe_slowdown(case, grown, before, run, rates)
         sentence = f"{case} {'; '.join(filter(None, (*compared.worse, slower, *compared.doubtful)))}"
         if compared.is_trade:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Collection
 from typing import Final
 
-from pytest_gputrain.records import Case, EmulatedRun, ExpectedTime, MetricName, Rates
+from pytest_gputrain.hardware.step_time import Board, UnknownKernel
+from pytest_gputrain.records import Case, EmulatedRun, ExpectedTime, MetricName, OperatorWork, Rates
 from pytest_gputrain.records.counts import PARTS_OF_WORK
 
 RATIO_ERROR: Final = 0.09
@@ -32,11 +33,10 @@ _CHANGE_ERROR: Final = (0.5, 1.75)
 not known how often it holds."""
 _LEAST_CHANGE: Final = 0.01
 """A smaller share of a step is told as less than this."""
-_WORK: Final = frozenset(
-    {"flops_per_step", "recomputed_flops_per_step", "bytes_per_step", "fp32_flops", "work", *PARTS_OF_WORK}
-)
+_FLOPS: Final = frozenset({"flops_per_step", "recomputed_flops_per_step", "fp32_flops"})
+_WORK: Final = _FLOPS | {"bytes_per_step", "work", *PARTS_OF_WORK}
 """The figures whose growth costs time of the GPU, by operator."""
-_FLOPS: Final = frozenset(name for name in _WORK if name.endswith(("flops", "flops_per_step")))
+_NOTHING: Final = OperatorWork(calls=0, flops=0, bytes=0)
 
 
 def describe_slowdown(
@@ -46,24 +46,29 @@ def describe_slowdown(
 
     Baselines keep no expected times, but the work of each operator. What it differs by takes the time that the rates of the
     board give it, and all else of the step takes what it takes now. Nothing is said where this does not tell the cost: if
-    anything else has grown, such as waits, if the step waits for the host, if it is compiled, if FLOPs of a case in fp32
-    have grown, of which it is not known whether they are in TF32, or if operators that do more and others that do less
-    outweigh each other within their error.
+    anything else has grown, such as waits, if the step waits for the host, if a kernel is not known whose work has changed,
+    if FLOPs of a case in fp32 have grown, of which it is not known whether they are in TF32, or if operators that do more
+    and others that do less outweigh each other within their error.
 
     Args:
         grown: the figures that fail the case, without those of memory.
     """
     step = now.expected
-    if step is None or rates is None or not step.seconds or step.host_bound or case.compile != "off":
+    if step is None or rates is None or not step.seconds or step.host_bound or not before.operators:
         return ""
-    if not grown or not _WORK.issuperset(grown) or not before.operators:
+    if not grown or not _WORK.issuperset(grown) or (case.precision == "fp32" and _FLOPS.intersection(grown)):
         return ""
-    if case.precision == "fp32" and _FLOPS.intersection(grown):
+    board, dtype, changes = Board(rates), case.precision.removesuffix("-amp"), list[float]()
+    try:
+        for name in {**before.operators, **now.operators}:
+            old, new = (run.operators.get(name, _NOTHING) for run in (before, now))
+            if (old.calls, old.flops, old.bytes) != (new.calls, new.flops, new.bytes):
+                changes.append(board.work(name, new, dtype) - board.work(name, old, dtype))
+        for run, sign in ((now, 1), (before, -1)):
+            slow = OperatorWork(calls=1, flops=_fp32_flops(run), bytes=0)
+            changes.append(sign * (board.work("mm", slow, "fp32") - board.work("mm", slow, dtype)))
+    except UnknownKernel:
         return ""
-    changes = [_seconds(name, now, case, rates) - _seconds(name, before, case, rates) for name in now.operators]
-    changes += [-_seconds(name, before, case, rates) for name in before.operators.keys() - now.operators.keys()]
-    in_fp32 = 1 / _rate("fp32", "products", rates) - 1 / _rate(case.precision, "products", rates)
-    changes.append(in_fp32 * (_fp32_flops(now) - _fp32_flops(before)))
     longer, shorter = sum(change for change in changes if change > 0), -sum(change for change in changes if change < 0)
     change, (low, high) = longer - shorter, _CHANGE_ERROR
     was = step.seconds - change
@@ -74,22 +79,6 @@ def describe_slowdown(
         return "a step is expected to take less than 1 % longer"
     shown, least, most = (f"{100 * share:.{0 if ends[0] >= _LEAST_CHANGE else 1}f}" for share in (change / was, *ends))
     return f"a step is expected to take about {shown} % longer ({least} to {most} %)"
-
-
-def _rate(precision: str, kind: str, rates: Rates) -> float:
-    """Return FLOP/s of a kind of kernel; infinite where the board has no such arithmetic."""
-    peak = rates.flops.get(precision.removesuffix("-amp"), math.inf)
-    return peak * rates.kinds[f"{kind}_{'fp32' if precision == 'fp32' else '16bit'}"]
-
-
-def _seconds(name: str, run: EmulatedRun, case: Case, rates: Rates) -> float:
-    """Return about the seconds of all calls of an operator in a step."""
-    work = run.operators.get(name)
-    if work is None:
-        return 0.0
-    computing = work.flops / _rate(case.precision, "convolutions" if "convolution" in name else "products", rates)
-    moving = work.bytes / (rates.bandwidth * rates.kinds["pointwise"])
-    return work.calls * rates.kinds["kernel_us"] * 1e-6 + max(computing, moving)
 
 
 def _fp32_flops(run: EmulatedRun) -> int:

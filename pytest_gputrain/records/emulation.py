@@ -179,7 +179,7 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     fewer than two updates by optimizers of torch."""
     expected: ExpectedTime | None = None
     """How long a step takes on the GPU, by estimate: the median of its last 5 steps, from one update of its optimizer to the
-    next. None unless ``--expect`` asks for it, which leaves out the counts, or if there were fewer than two updates."""
+    next. None unless ``--expect`` asks for it, which leaves out the counts."""
 
     @property
     def unknown_in_torch(self) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Final, Literal
 
 from msgspec import Struct, field
@@ -15,8 +17,8 @@ LIKELY: Final = (0.85, 1.25)
 """The interval as multiples of the estimate, on a board whose rates were measured: it held for 17 of 19 steps
 that were left out of the fit, and for 14 with their whole family of models left out."""
 ROUGH: Final = (0.7, 2.0)
-"""The same on a board of which only public rates are known, chosen beforehand: it held for 86 of 99
-published steps. One fitted to the steps of the other boards held for 71."""
+"""The same on a board of which only public rates are known, chosen beforehand: it held for 86 of 98
+published steps. One fitted to the steps of the other boards held for 72."""
 
 
 class TracedCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -98,3 +100,9 @@ class ExpectedTime(Struct, frozen=True, kw_only=True):
         part = max(self.parts, key=self.parts.__getitem__, default=None)
         whole = sum(self.parts.values())
         return (part, self.parts[part] / whole) if part and whole else None
+
+
+def slowest(estimates: Iterable[ExpectedTime | None]) -> ExpectedTime | None:
+    """Return that of the process which takes longest, or of one for which there is none: the others wait for it."""
+    known = filter(None, estimates)
+    return max(known, key=lambda one: math.inf if one.seconds is None else one.seconds, default=None)

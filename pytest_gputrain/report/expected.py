@@ -45,8 +45,8 @@ def notes(estimates: Iterable[tuple[str, ExpectedTime]]) -> Iterator[str]:
         yield "74 % of steps took a time within the interval if no model of their family was measured, and otherwise 89 %"
     if rough := ", ".join(dict.fromkeys(gpu for gpu, one in rows if one.seconds is not None and one.rough)):
         yield (
-            f"rough: of {rough} only published rates are known, or a step is compiled or exchanges data with other GPUs; "
-            "86 of 99 published steps are within such intervals"
+            f"rough: of {rough} only published rates are known, or a step exchanges data with other GPUs; "
+            "86 of 98 published steps are within such intervals"
         )
     for gpu, one in dict.fromkeys((gpu, one.unknown) for gpu, one in rows if one.seconds is None):
         yield f"{gpu} has no expected time: {one}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gputrain.cases.libraries import packages_of
-from pytest_gputrain.hardware.step_time import expected_time
+from pytest_gputrain.hardware.step_time import NOT_COMPILED, expected_time
 from pytest_gputrain.records import (
     Case,
     Counts,
@@ -255,7 +255,10 @@ def _expected(calls: Sequence[TracedCall], task: Task, *, compiled: bool) -> Exp
     case, lacking = task.case, ""
     if case.cpu_offload or case.offload_optimizer or case.offload_param:
         lacking = "it is not known how fast the host computes and moves what the case offloads to it"
-    return expected_time(calls, task.rates, compiled=compiled, processes=task.processes, lacking=lacking)
+    elif compiled:
+        lacking = NOT_COMPILED
+    steps = case.gradient_accumulation
+    return expected_time(calls, task.rates, processes=task.processes, accumulation=steps, lacking=lacking)
 
 
 def conditions(task: Task, device: Device) -> dict[str, Any]:

@@ -5,6 +5,7 @@ If that is asked instead, it estimates how long these steps take.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections import defaultdict, deque
@@ -15,14 +16,14 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from pytest_gputrain.hardware.step_time import expected_time
+from pytest_gputrain.hardware.step_time import NOT_COMPILED, expected_time
 from pytest_gputrain.records import CountCause, Place, Rates, TracedCall
-from pytest_gputrain.worker.compiling import CompileCalls
-from pytest_gputrain.worker.counted_steps import counts_of
+from pytest_gputrain.worker.counted_steps import compiled, counts_of
 from pytest_gputrain.worker.emulated_values.program_lines import describe_line, name_of_file, own_frame
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.own_lines import OwnLines, own_place
 from pytest_gputrain.worker.step_counts import Rows, StepCounter
+from pytest_gputrain.worker.threads import countable_threads
 from pytest_gputrain.worker.work import WorkCount
 
 MOST_STEPS: Final = 50
@@ -127,13 +128,13 @@ class ProgramTimer(ProgramCounter):
     def __init__(self, rates: str) -> None:
         self._rates = msgspec.json.decode(rates, type=Rates)
         self._last: deque[list[TracedCall]] = deque(maxlen=LAST_STEPS)
-        self._work = WorkCount(lambda: "")
+        self._work = _WorkOfProgram(lambda: "")
         super().__init__()
-        self._processes, self._compile_calls = 1, CompileCalls()
-        self._noting = self._compile_calls.noted()
-        self._noting.__enter__()
-        self._following = count_flops(self._work)
-        self._following.__enter__()  # until the process ends: leaving it in the middle could leave a mode of the program's
+        self._processes = 1
+        # Until the process ends: leaving it in the middle could leave a mode of the program's.
+        self._following = contextlib.ExitStack()
+        self._following.enter_context(countable_threads())
+        self._following.enter_context(count_flops(self._work))
 
     def begin_step(self) -> None:
         self._work.forget_calls()
@@ -149,10 +150,29 @@ class ProgramTimer(ProgramCounter):
 
     def report(self) -> dict[str, Any]:
         """Return the estimate that is the median of those of the last steps, as a record of an `EmulatedProcess` has it."""
-        compiled, processes = self._compile_calls.any, self._processes
-        every = (expected_time(calls, self._rates, compiled=compiled, processes=processes) for calls in self._last)
+        lacking, processes = self._why_unknown(), self._processes
+        every = (expected_time(calls, self._rates, processes=processes, lacking=lacking) for calls in self._last or [()])
         estimates = sorted(every, key=lambda one: one.seconds or 0.0)
-        return {"expected": msgspec.to_builtins(estimates[len(estimates) // 2])} if estimates else {}
+        return {"expected": msgspec.to_builtins(estimates[len(estimates) // 2])}
+
+    def _why_unknown(self) -> str:
+        """Say why the calls are not those that the steps make on a GPU; empty if they are."""
+        if compiled()[0]:
+            return NOT_COMPILED
+        if self._work.launches_graphs:
+            return "the program launches CUDA graphs, whose operators are not seen; run it without them"
+        if self._work.trouble:
+            return f"pytest-gputrain failed to follow an operator ({self._work.trouble})"
+        return "" if self._last else "a step goes from one update of an optimizer to the next, and there were fewer than two"
+
+
+class _WorkOfProgram(WorkCount):
+    """Lets a program compile, so that it takes the memory that it takes without being followed."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell torch.compile that it may compile while this counts."""
+        return True
 
 
 class _ProgramLines(OwnLines):

@@ -102,17 +102,14 @@ def test_a_kernel_of_triton_is_not_known(expected):
     assert often["unknown"].startswith("the kernels of triton.increase are not known")
 
 
-def test_compiled_code_moves_less_and_has_no_seconds_where_the_gpu_may_wait_for_it(expected):
-    plain, compiled = expected["plain"], expected["compiled"]
-    assert compiled["seconds"] is None
-    assert "how long the host takes for compiled code" in compiled["unknown"]
-    assert compiled["parts"]["pointwise"] == pytest.approx(0.45 * plain["parts"]["pointwise"], rel=0.01)
-    assert compiled["parts"]["attention"] == plain["parts"]["attention"]
+def test_compiled_code_has_no_seconds(expected):
+    assert expected["compiled"]["seconds"] is None
+    assert expected["compiled"]["unknown"].startswith("how long kernels of torch.compile take is not known")
 
 
 def test_gradients_that_several_gpus_exchange_take_time(expected):
     """They come back at once from a group without the other processes, and no operator exchanges them."""
     ddp = expected["ddp"]
     assert ddp["rough"]
-    exchanged = 2 * 4 * 209e6 / 360e9  # of about 209 million parameters in fp32, scattered and gathered
-    assert ddp["parts"]["communication"] == pytest.approx(0.1 * exchanged, rel=0.2)
+    exchanged = 7 / 8 * 2 * 4 * 209e6 / 360e9  # of about 209 million parameters in fp32, scattered and gathered
+    assert ddp["parts"]["communication"] == pytest.approx(0.1 * exchanged, rel=0.1)

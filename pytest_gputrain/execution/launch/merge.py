@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +12,6 @@ from pytest_gputrain.records import (
     CountCause,
     Counts,
     EmulatedRun,
-    ExpectedTime,
     GpuSteps,
     Measurement,
     OperatorWork,
@@ -24,6 +22,7 @@ from pytest_gputrain.records import (
     StepCounts,
 )
 from pytest_gputrain.records.counts import added_up
+from pytest_gputrain.records.expected import slowest
 from pytest_gputrain.utils.units import format_bytes
 
 
@@ -80,7 +79,7 @@ def merge_emulated(replies: Sequence[EmulatedRun]) -> EmulatedRun:
         bytes_per_step=_total(reply.bytes_per_step for reply in replies),
         operators=_work_of_all(replies),
         counts=_counts_of_all([reply.counts for reply in replies if reply.counts]),
-        expected=_slowest(replies),
+        expected=slowest(reply.expected for reply in replies),
         allocated_by_rank=tuple(peaks),
         peak_reserved_bytes=max(reply.peak_reserved_bytes for reply in replies),
         device_used_bytes=max(reply.device_used_bytes for reply in replies),
@@ -100,12 +99,6 @@ def _slowest_gpu(steps: Sequence[GpuSteps | None]) -> GpuSteps | None:
     of_ranks = (zip(of_rank.seconds, of_rank.collective_seconds, strict=True) for of_rank in known)
     seconds, collective_seconds = zip(*map(max, zip(*of_ranks, strict=True)), strict=True)
     return GpuSteps(seconds=seconds, collective_seconds=collective_seconds)
-
-
-def _slowest(replies: Sequence[EmulatedRun]) -> ExpectedTime | None:
-    """Return the estimate for the rank that takes longest, or of one for which there is none: the others wait for it."""
-    known = [reply.expected for reply in replies if reply.expected is not None]
-    return max(known, key=lambda one: math.inf if one.seconds is None else one.seconds, default=None)
 
 
 def _phases(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Final
 
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records.emulation import EmulatedDevice, EmulatedProcess, Emulation, Peak
+from pytest_gputrain.records.expected import slowest
 from pytest_gputrain.report import expected
 from pytest_gputrain.report.asked import asked_by
 from pytest_gputrain.report.html.charts import Bar, Chart, Charts, Line, axis_unit
@@ -65,9 +66,9 @@ def notes(report: Emulation) -> Iterator[str]:
     yield f"Versions: {report.versions}."
     if not report.processes:
         yield "No process of the program that used the GPU ended by Python's own end, so there is nothing to draw."
+    if one := slowest(process.expected for process in report.processes):
+        yield f"Expected time of a step: {expected.describe(one)}."
     for process in report.processes:
-        if process.expected:
-            yield f"Expected time of a step of process {process.process}: {expected.describe(process.expected)}."
         if process.unknown:
             yield f"Process {process.process}: not known, and not counted: {', '.join(process.unknown)}."
         for device in process.devices:
