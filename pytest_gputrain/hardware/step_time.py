@@ -82,29 +82,30 @@ def expected_time(
     Args:
         rates: of the GPU; None where they are not known, and then there is no estimate.
         processes: of the training, each with a GPU. Alone one exchanges nothing, whatever it calls.
-        accumulation: how many steps there are to each update. All of them share the time of the optimizer.
+        accumulation: how many steps there are to each update. All of them share its time.
         lacking: what a step does beside these calls, as the reason why there is no estimate; empty where that is nothing.
     """
     if rates is None or lacking:
         return ExpectedTime(seconds=None, unknown=lacking or "it is not known what kernels sustain on this GPU")
     board = Board(rates)
     parts, unknown = defaultdict[Part, float](float), defaultdict[str, float](float)
-    number, exchanged, sends = 0, 0.0, False
+    number, exchanged, sends = 0.0, 0.0, False
     for call in calls:
-        number += call.count
+        times = call.count / (accumulation if "optimizer" in call.flags else 1)
+        number += times
         if call.operator.startswith(_EXCHANGES):
-            exchanged += call.count * _exchanged(call, processes)
+            exchanged += times * _exchanged(call, processes)
             sends |= call.operator.startswith(_SENT)
         elif "host" in call.flags:
-            unknown[_HOST_COPIES] += call.count * max(call.read, call.written) / _HOST_BANDWIDTH
+            unknown[_HOST_COPIES] += times * max(call.read, call.written) / _HOST_BANDWIDTH
         else:
             try:
                 part, seconds = board.kernel(call)
-                parts[part] += call.count * seconds / (accumulation if "optimizer" in call.flags else 1)
+                parts[part] += times * seconds
             except UnknownKernel as error:
                 peak = rates.flops.get(call.dtype, min(rates.flops.values()))
                 moving = _UNKNOWN_FACTOR * (call.read + call.written) / rates.bandwidth
-                unknown[str(error)] += call.count * max(moving, call.flops / (peak * _UNKNOWN_SHARE))
+                unknown[str(error)] += times * max(moving, call.flops / (peak * _UNKNOWN_SHARE))
     gpu, host = sum(parts.values()), number * rates.kinds["call_us"] * 1e-6
     share = {name: seconds / (gpu + sum(unknown.values())) for name, seconds in unknown.items() if seconds}
     step, why = max(gpu, host), ""

@@ -122,11 +122,11 @@ class ProgramTimer(ProgramCounter):
     It follows each operator by a dispatch mode of torch, which is a part of what the program asks for. So it counts nothing.
 
     Args:
-        rates: what the GPU sustains, as JSON.
+        rates: what the GPU sustains, as JSON; null where that is not known.
     """
 
     def __init__(self, rates: str) -> None:
-        self._rates = msgspec.json.decode(rates, type=Rates)
+        self._rates = msgspec.json.decode(rates, type=Rates | None)
         self._last: deque[list[TracedCall]] = deque(maxlen=LAST_STEPS)
         self._work = _WorkOfProgram(lambda: "")
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -30,22 +30,24 @@ def describe(func: Any, args: Any, kwargs: Any, flops: int, read: int, written: 
     """
     name = name_of(func).removeprefix("aten.")
     if not read and not written:
-        return _VIEW
-    dtype = str(type_of(args)).removeprefix("torch.")
+        return TracedCall(operator="view", flags=("view",))
+    dtype, shapes = "", tuple[tuple[int, ...], ...]()
     flags = ["optimizer"] if optimizing else []
     if any(isinstance(value, (list, tuple)) and value and _is_tensor(value[0]) for value in args[:1]):
         flags.append("list")
     if name in _COPIES and (not read or not written or any(value.is_cpu for value in args[:2] if _is_tensor(value))):
         flags.append("host")
-    shapes: tuple[tuple[int, ...], ...] = ()
+    if flops:
+        dtype = str(type_of(args)).removeprefix("torch.")
     if flops and "." not in name:  # which operators of other libraries have, whose arguments are in another order
         tensors = [local(value) for value in args if _is_tensor(value)]
         shapes = tuple(tuple(tensor.shape) for tensor in tensors[:_MOST_SHAPES])
-        flags += _flags(func, name, args, kwargs, tensors)
+        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        flags += _flags(name, args, named, tensors)
     return TracedCall(
         operator=name,
         shapes=shapes,
-        dtype=_TYPES.get(dtype, dtype) if flops else "",
+        dtype=_TYPES.get(dtype, dtype),
         flags=tuple(flags),
         flops=flops,
         read=read,
@@ -53,38 +55,22 @@ def describe(func: Any, args: Any, kwargs: Any, flops: int, read: int, written: 
     )
 
 
-_VIEW: Final = TracedCall(operator="view", flags=("view",))
-
-
-def _flags(func: Any, name: str, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> list[str]:
-    flags = []
+def _flags(name: str, args: Any, named: dict[str, Any], tensors: list[torch.Tensor]) -> Iterator[str]:
+    """Yield what decides on the kernel of a call beside its shapes."""
     if type_of(args) == torch.float32 and may_use_tf32(name, args):
-        flags.append("tf32")
+        yield "tf32"
     if "attention" in name:
-        if any(_argument(func, args, kwargs, causal) for causal in _CAUSAL):
-            flags.append("causal")
-        masks = (_argument(func, args, kwargs, mask) for mask in _MASKS)
-        if any(_is_tensor(mask) and mask.numel() for mask in masks):
-            flags.append("masked")
+        if any(map(named.get, _CAUSAL)):
+            yield "causal"
+        if any(isinstance(mask, torch.Tensor) and mask.numel() for mask in map(named.get, _MASKS)):
+            yield "masked"
     if "convolution" in name:
         images = tensors["backward" in name]
         if images.dim() == 4 and images.is_contiguous(memory_format=torch.channels_last):
-            flags.append("channels_last")
-        if (_argument(func, args, kwargs, "groups") or 1) > 1:
-            flags.append("grouped")
-    return flags
+            yield "channels_last"
+        if named.get("groups", 1) > 1:
+            yield "grouped"
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
-    place, default = _places(func).get(name, (len(args), None))
-    return args[place] if place < len(args) else kwargs.get(name, default)
-
-
-@functools.cache
-def _places(func: Any) -> dict[str, tuple[int, Any]]:
-    """Return place and default of each argument of an operator."""
-    return {argument.name: (place, argument.default_value) for place, argument in enumerate(func._schema.arguments)}

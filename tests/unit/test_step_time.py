@@ -142,6 +142,7 @@ def test_each_kernel_wave_step_and_call_takes_a_start():
 def test_steps_to_an_update_share_its_time():
     calls = [COPY, msgspec.structs.replace(COPY, flags=("optimizer",), count=4)]
     assert expected_time(calls, RATES, accumulation=8).seconds == pytest.approx(1.5e-3)
+    assert expected_time(calls, with_kinds(call_us=1), accumulation=8).host_seconds == pytest.approx(1.5e-6)
 
 
 def test_a_step_that_waits_for_the_host_takes_the_time_of_the_host():
