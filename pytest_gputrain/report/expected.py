@@ -51,4 +51,4 @@ def notes(estimates: Iterable[tuple[str, ExpectedTime]]) -> Iterator[str]:
     for gpu, one in dict.fromkeys((gpu, one.unknown) for gpu, one in rows if one.seconds is None):
         yield f"{gpu} has no expected time: {one}"
     for gpu, operator in dict.fromkeys((gpu, name) for gpu, one in rows for name in one.not_modelled):
-        yield f"the expected time of {gpu} leaves out what {operator} computes, because its kernels are not known"
+        yield f"the expected time of {gpu} leaves out the time of {operator}, which is not known"
