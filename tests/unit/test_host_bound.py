@@ -328,7 +328,7 @@ def test_every_third_step_that_is_slow_fails_and_a_step_now_and_then_does_not(on
     third = took(*range(2, 20, 3))
     verdict = judged(third, third, third)
     assert (verdict.status, verdict.metric("step_seconds").status) == ("regressed", "pass")
-    assert "is 236.8 % slower in the mean of its steps at 33.7 ms a step than baseline 10.0 ms" in verdict.sentence
+    assert "is 236.8 % slower in the mean of its steps: 33.7 ms a step against 10.0 ms" in verdict.sentence
     for first, before in ((third, took()), (took(), third)):
         stored = baseline(*[baseline_run(step_seconds=before.step_seconds, environment=on)] * 5)
         assert not judge(CASE, [first], stored, replace(TOLERANCE, cpu_time=True)).settled
