@@ -97,6 +97,15 @@ def _busy_share(runs: _Runs) -> float | None:
     return statistics.median(shares) if shares else None
 
 
+def held_up(measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -> str:
+    """Say that other programs took the cores of today's runs, more than before; empty where they did not."""
+    before, waiting = (statistics.median(run.core_wait_share or 0.0 for run in runs) for runs in (fitted, measured))
+    if waiting - before < _HELD_UP:
+        return ""
+    against = f" ({100 * before:.0f} % before)" if before else ""
+    return f"while it waited for a CPU core in {100 * waiting:.0f} % of the time{against}"
+
+
 def other_host(measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -> str:
     """Say how the host of today's runs differs from that of the baseline, ``on another machine``; empty where it does not.
 
@@ -104,10 +113,8 @@ def other_host(measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -
     machine whose cores are taken by other programs, more than in the baseline, is another one, too.
     """
     here, recorded = measured[0].environment, [run.environment.gpu_digests for run in fitted]
-    before, waiting = (statistics.median(run.core_wait_share or 0.0 for run in runs) for runs in (fitted, measured))
-    if waiting - before >= _HELD_UP:
-        against = f" ({100 * before:.0f} % in its baseline)" if before else ""
-        return f"while it waited for a CPU core in {100 * waiting:.0f} % of the time{against}"
+    if waited := held_up(measured, fitted):
+        return waited
     if here.gpu_digests is UNSET or UNSET in recorded:
         return "on a machine that may be another one"
     known = {digest for digests in recorded for digest in digests or ()}

@@ -27,6 +27,7 @@ from pytest_gputrain.gate.host_bound import (
     WHY_GPU_SECONDS_ARE_NOT_JUDGED,
     Pace,
     gpu_seconds,
+    held_up,
     other_host,
     pace,
 )
@@ -336,6 +337,8 @@ def _mean_step_seconds(
     tolerance = dataclasses.replace(tolerance, time=max(tolerance.time, MEAN_TOLERANCE))
     circumstances = dataclasses.replace(circumstances, prior=MEAN_PRIOR_SD, doubted_from=1.0)
     judged = _decided("mean_step_seconds", base, means, tolerance, circumstances, measured)
+    if judged.metric.status == "regressed" and (waited := held_up(measured, fitted)):
+        judged = judged._replace(metric=msgspec.structs.replace(judged.metric, status="inconclusive", note=waited))
     told = judged.metric.status not in ("pass", of_median)
     return [judged] if told or not judged.settled else []
 
