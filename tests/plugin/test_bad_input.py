@@ -40,7 +40,7 @@ BAD = {
 }
 """Fields of a case, and what is said of them; tests/unit/test_cases.py has the others."""
 ARGUMENTS = {
-    "'gemma-7b'": "'gemma-7b' is neither a Case nor a function that builds a step",
+    "'gemma-7b'": "'gemma-7b' is neither a Case, a Script, nor a function that builds a step",
     "GOOD, batchsize=2": "batchsize is not a field of a case (did you mean 'batch_size'?); known: model, *",
     "GOOD, steps=0": "* has steps=0; it must be at least 1",
 }
