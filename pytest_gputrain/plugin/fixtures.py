@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar, cast
 
+import msgspec
 import pytest
 
 from pytest_gputrain.cases.arguments import arguments_of
@@ -47,9 +48,6 @@ StepBuilder = Callable[..., Any]
 _Request = TypeVar("_Request", bound=Callable[..., Any])
 
 _NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
-
-_FIGURES: Final = tuple(name for name in dir(Measurement) if not name.startswith("_"))
-"""The figures of a case that a test may need."""
 
 
 def _noted(request: _Request) -> _Request:
@@ -104,7 +102,6 @@ class GpuTrain:
         what: Case | Script | StepBuilder,
         *,
         args: Mapping[str, Any] = _NO_ARGUMENTS,
-        needs: Sequence[str] = (),
         inline: bool = False,
         **knobs: Any,
     ) -> Measurement | EmulatedRun:
@@ -116,16 +113,14 @@ class GpuTrain:
                 worker, which imports it by file and name.
             args: keyword arguments for that function, after its setup. They must be plain JSON values, and they are part
                 of the case's id.
-            needs: names of the figures that the test needs. Under ``--gpu-emulate`` the test is skipped if one of
-                them is not known there, such as ``step_seconds``.
             inline: run in this process. Any callable will do, but torch and its state stay in the process.
             knobs: fields of `Case` to set.
 
         A case without figures (out of memory, crashed, timed out) fails the test with the reason, and so does a case that
         exceeds a ``gpu_limit``. Under ``--gpu-find-batch`` the figures are those of the fastest batch. Under
-        ``--gpu-emulate`` they are an `EmulatedRun`, whose figures of time are None.
+        ``--gpu-emulate`` they are an `EmulatedRun`: a test that reads a figure which only a `Measurement` has, such as
+        ``step_seconds``, is skipped there.
         """
-        self._refuse_unknown(needs)
         result = self._run(functools.partial(self._case, what, inline, knobs, args), what, inline=inline, judged=False)
         failure = failure_of(result)
         if not failure and result.verdict is not None and result.verdict.status == "over-limit":
@@ -134,15 +129,6 @@ class GpuTrain:
             raise _failed(failure)
         assert result.figures is not None, "without any there was a failure"
         return result.figures
-
-    def _refuse_unknown(self, needs: Sequence[str]) -> None:
-        """Fail a test that needs something that is no figure, and skip one that needs what an emulated GPU does not
-        have."""
-        for name in (needs,) if isinstance(needs, str) else needs:
-            if name not in _FIGURES:
-                raise _failed(f"needs={name!r} is not a figure of a case{did_you_mean(name, _FIGURES)}")
-            if self._runner.settings.emulate and name not in EmulatedRun.__struct_fields__:
-                raise skipped(f"needs {name}, which an emulated GPU does not have")
 
     @_noted
     def check(
@@ -165,7 +151,7 @@ class GpuTrain:
 
         Returns:
             A `Measured`, `Emulated`, `BatchSearch` or `LossStudy`. Its ``figures`` are those of the first
-            process that gave some. They are None if running out of memory is the case's baseline.
+            process that gave some, as `measure` returns them. They are None if running out of memory is the case's baseline.
         """
         case = functools.partial(self._case, what, inline, knobs, args)
         return self._passed(self._run(case, what, inline=inline, judged=True, scaling=scaling))
@@ -215,7 +201,7 @@ class GpuTrain:
             # Without the cause: pytest would print the sentence twice.
             raise _failed(error) from None
         self._note(result)
-        return result
+        return _to_be_read(result)
 
     def _case(self, what: Case | Script | StepBuilder, inline: bool, knobs: dict[str, Any], args: Mapping[str, Any]) -> Case:
         if args and isinstance(what, Case | Script):
@@ -274,6 +260,24 @@ class GpuTrain:
         detail = detail_of(result)
         if detail:
             self._item.add_report_section("call", f"worker of {result.case}", detail)
+
+
+class _ReadFigures(EmulatedRun, frozen=True, kw_only=True, tag="emulated"):
+    """The figures of an emulated run for a test, which is skipped when it reads one that only a measurement has."""
+
+    def __getattr__(self, name: str) -> None:
+        EmulatedRun.__getattr__(self, name)
+        raise skipped(f"reads {name}, which an emulated GPU does not have")
+
+    def update_seconds(self, accumulation: int) -> None:
+        raise skipped("reads update_seconds, which an emulated GPU does not have")
+
+
+def _to_be_read(result: Result) -> Result:
+    if not isinstance(result, Emulated) or result.figures is None:
+        return result
+    fields = {name: getattr(result.figures, name) for name in EmulatedRun.__struct_fields__}
+    return msgspec.structs.replace(result, reply=_ReadFigures(**fields))
 
 
 def _failed(reason: object) -> BaseException:

@@ -210,26 +210,30 @@ def test_what_has_no_time_or_no_emulation_is_skipped(emulating):
             gputrain.check(Case(model="word2vec", parallel="ps", gpus=2, servers=2, precision="fp32", batch_size=8))
 
         def test_speed(gputrain):
-            gputrain.measure(CASE, needs=("step_seconds",))
+            assert gputrain.measure(CASE).median_step_seconds < 1
 
         def test_memory(gputrain):
-            figures = gputrain.measure(CASE, needs=("peak_reserved_bytes",))
+            figures = gputrain.measure(CASE)
             assert figures.peak_reserved_bytes > figures.peak_allocated_bytes
-            assert figures.step_seconds is None and figures.telemetry is None
 
-        def test_misspelt_need(gputrain):
-            gputrain.measure(CASE, needs=["step_second"])
+        def test_telemetry_of_what_was_checked(gputrain):
+            assert gputrain.check(CASE).figures.telemetry is None
+
+        def test_misspelt_figure(gputrain):
+            gputrain.measure(CASE).step_second
 
         def test_closure(gputrain):
             gputrain.check(lambda setup: None, inline=True)
         """
     )
     result = emulating.run("--gpu-platform=h100", "--gpu-emulate")
-    result.assert_outcomes(passed=1, skipped=3, failed=1)
+    result.assert_outcomes(passed=1, skipped=4, failed=1)
     (misspelt,) = failures(result).values()
-    assert "needs='step_second' is not a figure of a case (did you mean 'step_seconds'?)" in misspelt
+    assert "has no step_second" in misspelt
+    result.stdout.fnmatch_lines(["not compared: *4 tests skipped"])
     assert skips(result)["test_closure"] == "runs inline, but an emulated GPU needs a process of its own"
-    assert skips(result)["test_speed"] == "needs step_seconds, which an emulated GPU does not have"
+    assert skips(result)["test_speed"] == "reads median_step_seconds, which an emulated GPU does not have"
+    assert skips(result)["test_telemetry_of_what_was_checked"] == "reads telemetry, which an emulated GPU does not have"
     assert "parameter servers" in skips(result)["test_served"]
 
 
