@@ -26,8 +26,11 @@ def arguments_of(builder: Callable[..., Any], args: object) -> str:
             f"{place} of {name} is {_described(value)}, which cannot be passed to the process that trains; pass plain "
             f"values (text, numbers, lists, dicts) from which {name} makes it, or measure a closure over it with inline=True"
         )
+    parameters = inspect.signature(builder)
+    if not parameters.parameters:
+        raise BadCase(f"{name} has no parameter for its setup; write def {name}(setup), which has the device, for example")
     try:
-        inspect.signature(builder).bind(None, **args)
+        parameters.bind(None, **args)
     except TypeError as error:
         raise BadCase(f"{name} does not take these args after its setup: {error}") from None
     return msgspec.json.encode(args, order="deterministic").decode() if args else ""

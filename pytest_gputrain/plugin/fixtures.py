@@ -212,10 +212,18 @@ class GpuTrain:
             return case_of(what, knobs, self._runner.settings.root)
         unknown = sorted(set(knobs) - set(Case.__struct_fields__))
         if unknown:
+            name = unknown[0]
+            if inspect.isfunction(what) and name in inspect.signature(what).parameters:
+                given = f"args={{{name!r}: {knobs[name]!r}}}"
+                raise BadCase(f"{name} is an argument of the function and not a field of a case; pass {given}")
             hint = did_you_mean(unknown[0], Case.__struct_fields__)
             raise BadCase(f"{', '.join(unknown)} is not a field of a case{hint}; known: {', '.join(Case.__struct_fields__)}")
         if isinstance(what, Case):
             return what.replace(**knobs)
+        called: object = what  # of any type, where no type checker has seen the test
+        if inspect.isgenerator(called):
+            function = called.__name__
+            raise BadCase(f"{function}(...) was called before; pass the function {function} itself, and args={{...}}")
         if not callable(what):
             raise BadCase(f"{what!r} is neither a Case, a Script, nor a function that builds a step")
         name = getattr(what, "__name__", type(what).__name__)

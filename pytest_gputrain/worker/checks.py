@@ -185,6 +185,12 @@ class Movement:
         if not self._trained and not remote_tensors:
             raise CheckFailed("no parameter requires a gradient: nothing trains")
         shapes = {name: _shape(value) for name, value in self._trained.items()}
+        reaches = reached is None or not reached.isdisjoint(shapes)
+        if not reaches and not remote_tensors and not moved:
+            raise CheckFailed(
+                "no trained tensor got a gradient, and none changed: is the loss computed under torch.no_grad(), or is "
+                "backward() not called?"
+            )
         still = [name for name, shape in shapes.items() if len(shape) > 1 and 0 not in shape and name not in moved]
         if still:
             raise CheckFailed(

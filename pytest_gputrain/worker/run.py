@@ -123,6 +123,10 @@ def _keep_emulated(
     keep(emulated_run(figures, task, device, emulated))
 
 
+_NO_GPU: Final = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
+"""The errors of torch where a program asks for a GPU and there is none."""
+
+
 def crash(error: BaseException, progress: Progress, lines: OwnLines | None) -> Crashed:
     """Turn an exception into a reply, with its traceback.
 
@@ -130,9 +134,11 @@ def crash(error: BaseException, progress: Progress, lines: OwnLines | None) -> C
         lines: tells which lines are the user's own, of which the sentence has the last; None for a model of the zoo.
     """
     line = lines.of_traceback(error.__traceback__) if lines else ""
-    install = f"; install it for {sys.executable}" if isinstance(error, ModuleNotFoundError) else ""
+    remedy = f"; install it for {sys.executable}" if isinstance(error, ModuleNotFoundError) else ""
+    if lines and any(said in str(error) for said in _NO_GPU):
+        remedy = "; this run trains on the CPU: take setup.device in place of a GPU's name"
     return Crashed(
-        sentence=f"{type(error).__name__}: {_first_line(error)}{f' (at {line})' if line else ''}{install}",
+        sentence=f"{type(error).__name__}: {_first_line(error)}{f' (at {line})' if line else ''}{remedy}",
         phase=progress.phase,
         step=progress.step,
         detail=_cut(utf8("".join(traceback.format_exception(error))), _LONGEST_TEXT),

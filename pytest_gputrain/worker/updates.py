@@ -126,6 +126,11 @@ class Updates:
             if (self._counts and not all(stepped[:_COUNTED_ROUNDS])) or 2 * updating < len(rounds):
                 one = "the" if len(each) == 1 else "an"
                 what = "steps" if size == 1 else f"rounds of {size} steps"
+                if not updating:
+                    raise CheckFailed(
+                        f"{one} optimizer of {name} never stepped in {len(rounds)} {what}, so nothing trains: call "
+                        "optimizer.step(), or set gradient_accumulation to the number of steps from one update to the next"
+                    )
                 raise CheckFailed(
                     f"{one} optimizer of {name} stepped in {updating} of {len(rounds)} {what}, so memory and time would not "
                     "be those of steps that train: set gradient_accumulation to the number of steps from one update to the "

@@ -61,6 +61,9 @@ REFUSED = {
     "build, args={'width': {8: 1}}": "a name in args['width'] of build is 8, which cannot be passed",
     "build, args={'width': float('nan')}": "args['width'] of build is nan, which cannot be passed",
     "build, args={'widht': 8}": "build does not take these args after its setup: missing a required argument: 'width'",
+    "build, width=8": "width is an argument of the function and not a field of a case; pass args={'width': 8}",
+    "steps(None)": "steps(...) was called before; pass the function steps itself, and args={...}",
+    "bare": "bare has no parameter for its setup; write def bare(setup), which has the device, for example",
     "build, args=[8]": "args of build is a list; give its keyword arguments as a dict, as args={'width': 64}",
     "CASE, args={'width': 8}": "args are for the function of own code, and gemma-7b-full-bf16 is a Case",
     "CASE.replace(args='{\"width\":8}')": "has args, but they are for the function of own code; leave them out",
@@ -71,7 +74,8 @@ REFUSED = {
 def test_what_cannot_reach_the_worker_is_refused(project):
     tests = "".join(f"\n\ndef test_{at}(gputrain):\n    gputrain.check({given})\n" for at, given in enumerate(REFUSED))
     case = "from pytest_gputrain import Case\n\nCASE = Case(model='gemma-7b', sequence_length=64)\n"
-    project.write(test_mine=f"{case}{SIZED}{tests}")
+    others = "\n\ndef steps(setup):\n    yield\n\n\ndef bare():\n    yield\n"
+    project.write(test_mine=f"{case}{SIZED}{others}{tests}")
     told = [text.strip() for text in failures(project.run()).values()]
     assert len(told) == len(REFUSED)
     for text, sentence in zip(told, REFUSED.values(), strict=True):

@@ -46,7 +46,7 @@ OFTEN = "the optimizer of mine stepped {} times in 4 steps, but its case says th
         (training(2, optimizers=2), 4, ""),
         (training(1, optimizers=12), 1, ""),
         (training(4), 1, RARE.format(4, "15 steps")),
-        (training(99), 1, RARE.format(0, "15 steps")),
+        (training(99), 1, "optimizer of mine never stepped in 15 steps, so nothing trains: call optimizer.step(), or set"),
         (training(4), 3, RARE.format(6, "8 rounds of 3 steps")),
         (training(1, optimizers=2), 1, RARE.format(8, "15 steps")),
         (training(4, yields_updates=True), 4, OFTEN.format(4)),
@@ -57,6 +57,25 @@ def test_updates_are_as_often_as_the_case_says(build, accumulation, sentence):
     reply = run(MINE.replace(gradient_accumulation=accumulation, steps=5, warmup=3), build)
     assert isinstance(reply, Crashed) == bool(sentence), reply
     assert not sentence or sentence in reply.sentence
+
+
+def test_a_loop_whose_loss_has_no_gradient_is_told_so():
+    def build(setup):
+        layer = nn.Linear(32, 32, device=setup.device)
+        setup.watch(layer)
+        while True:
+            with torch.no_grad():
+                loss = layer(torch.ones(8, 32, device=setup.device)).sum()
+            yield loss
+
+    assert "no trained tensor got a gradient, and none changed" in run(MINE, build).sentence
+
+
+def test_a_program_that_asks_for_a_gpu_where_there_is_none_is_told_of_the_device_of_its_setup():
+    def build(setup):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    assert "take setup.device in place of a GPU's name" in run(MINE, build).sentence
 
 
 def test_a_step_without_an_optimizer_is_no_training_that_updates_too_rarely():
