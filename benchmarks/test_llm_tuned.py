@@ -57,6 +57,5 @@ def test_tuned_is_faster_than_published_in_no_more_memory(compared, case):
         pytest.skip("the published figures are of full size")
     published = PUBLISHED[case.model, case.method]
     tuned = compared.measure(case)
-    if tuned.median_step_seconds is not None:  # an emulated GPU has no times
-        assert FASTER * tuned.median_step_seconds <= published.step_seconds.middle
     assert tuned.device_used_bytes <= published.device_used_bytes.most
+    assert FASTER * tuned.median_step_seconds <= published.step_seconds.middle  # an emulated GPU has no times: it skips

@@ -90,10 +90,10 @@ def report(folder: Path) -> int:
     bound = sd_bound(folder)
     if bound is None or not all(criterion.holds for criterion in found):
         where = "pytest_gputrain/gate/host_bound.py"
-        print(f"GPU seconds keep their coarse limit: leave WHY_GPU_SECONDS_ARE_NOT_JUDGED of {where} as it is")
+        print(f"GPU seconds keep their coarse limit: leave WHY_GPU_SECONDS_ARE_HELD_COARSELY of {where} as it is")
         return 1
     # The rule that was simulated expects 2.5 % for a true one of 2 %.
-    print(f"GPU seconds can be judged: empty WHY_GPU_SECONDS_ARE_NOT_JUDGED, and set GPU_PRIOR_SD to {1.25 * bound:.2g}")
+    print(f"GPU seconds can be judged: empty WHY_GPU_SECONDS_ARE_HELD_COARSELY, and set GPU_PRIOR_SD to {1.25 * bound:.2g}")
     return 0
 
 

@@ -326,7 +326,7 @@ def waiting_differs_from_the_gate(machine: SimulatedMachine, cases: int = 300) -
         slower, gpu_slower = (machine.rng.uniform(-0.1, most, (cases, 1)) for most in (0.3, 0.1))
         drawn = drawn._replace(new=drawn.new + slower, gpu_new=drawn.gpu_new + gpu_slower)
         by_wall, by_gpu, mean = vote_on_waiting(drawn)
-        with mock.patch.object(regression, "WHY_GPU_SECONDS_ARE_NOT_JUDGED", ""):
+        with mock.patch.object(regression, "WHY_GPU_SECONDS_ARE_HELD_COARSELY", ""):
             judged = [_judged(Waiting(*(array[row : row + 1] for array in drawn))) for row in range(cases)]
         for row, (wall, gpu, _) in enumerate(judged):
             if (wall, gpu) != (by_wall[row], by_gpu[row]):

@@ -15,7 +15,7 @@ from msgspec import UNSET
 
 from pytest_gputrain.records import BaselineRun, Measurement
 
-WHY_GPU_SECONDS_ARE_NOT_JUDGED: Final = "how much GPU seconds of one case differ has not been measured yet"
+WHY_GPU_SECONDS_ARE_HELD_COARSELY: Final = "their noise has not been measured yet"
 """Why GPU seconds are not held to the time tolerance, but to `COARSE_GPU_TOLERANCE`. Empty, they are:
 ``tools/gpu_session.py --plan time`` measures on a GPU whether that may be so."""
 COARSE_GPU_TOLERANCE: Final = 0.10

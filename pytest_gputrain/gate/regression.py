@@ -24,7 +24,7 @@ from pytest_gputrain.gate.host_bound import (
     GPU_PRIOR_SD,
     HOST_PRIOR_SD,
     LEAST_HOST_TOLERANCE,
-    WHY_GPU_SECONDS_ARE_NOT_JUDGED,
+    WHY_GPU_SECONDS_ARE_HELD_COARSELY,
     Pace,
     gpu_seconds,
     held_up,
@@ -185,7 +185,7 @@ def first_ratio(case: Case, replies: Sequence[Reply], baseline: Baseline | None,
     base, new = _medians(fitted), [measured[0].median_step_seconds]
     if pace(fitted, measured[:1]).is_host_bound:
         base, new = gpu_seconds(fitted), gpu_seconds(measured[:1])
-        if WHY_GPU_SECONDS_ARE_NOT_JUDGED or not (base and new):
+        if WHY_GPU_SECONDS_ARE_HELD_COARSELY or not (base and new):
             return None
     return decide(base, new, tolerance=tolerance.time).ratios[0]
 
@@ -277,7 +277,8 @@ def _times(
         return [_JudgedMetric(metric)]
     found = pace(fitted, measured)
     judged = [_step_seconds(measured, fitted, found, tolerance, circumstances)]
-    if not (found.is_host_bound and other_host(measured, fitted)):
+    # Another host may make steps of all kinds slower, which `_step_seconds` allows for.
+    if not ((found.is_host_bound or found.changed) and other_host(measured, fitted)):
         judged += _mean_step_seconds(measured, fitted, judged[0].metric.status, tolerance, circumstances)
     if found.share is not None:
         judged.append(_gpu_seconds(measured, fitted, found, tolerance, circumstances))
@@ -371,15 +372,15 @@ def _gpu_seconds(
     if not found.is_host_bound:
         return _JudgedMetric(msgspec.structs.replace(metric, status="pass", value=value, baseline=baseline))
     circumstances, limit = dataclasses.replace(circumstances, prior=GPU_PRIOR_SD), tolerance.time
-    if WHY_GPU_SECONDS_ARE_NOT_JUDGED:
+    if WHY_GPU_SECONDS_ARE_HELD_COARSELY:
         limit = max(limit, COARSE_GPU_TOLERANCE)
         circumstances = dataclasses.replace(circumstances, shift=0.0, doubted_from=1.0)
     judged = _decided("gpu_seconds", base, new, dataclasses.replace(tolerance, time=limit), circumstances, profiled)
     change = value / baseline - 1
-    if judged.metric.status != "pass" or abs(change) <= tolerance.time or not WHY_GPU_SECONDS_ARE_NOT_JUDGED:
+    if judged.metric.status != "pass" or abs(change) <= tolerance.time or not WHY_GPU_SECONDS_ARE_HELD_COARSELY:
         return judged
     allowed = format_percent(limit, signed=False)
-    note = f"changed by {format_percent(change)}, held to {allowed}: {WHY_GPU_SECONDS_ARE_NOT_JUDGED}"
+    note = f"changed by {format_percent(change)}, held to {allowed} because {WHY_GPU_SECONDS_ARE_HELD_COARSELY}"
     return judged._replace(metric=msgspec.structs.replace(judged.metric, note=note))
 
 
@@ -579,7 +580,9 @@ def _conclude(
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
     if unclear or doubtful:
         allowed, explanation = format_percent(tolerance.time, signed=False), _explanation(metrics, measured, fitted)
-        explained = f"{unclear}; this exceeds the tolerance of {allowed}, but {explanation} may explain it"
+        held_to = {metric.metric for metric in metrics if metric.status == "inconclusive"}
+        exceeded = f"the tolerance of {allowed}" if "step_seconds" in held_to else "its limit"
+        explained = f"{unclear}; this exceeds {exceeded}, but {explanation} may explain it"
         sentence = f"{case} {'; it also '.join((*([explained] if unclear else []), *doubtful))}"
         return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
     if not_gated := _not_gated(case, metrics, measured, side, fitted, given):
@@ -598,6 +601,8 @@ def _conclude(
 def _explanation(metrics: Iterable[MetricVerdict], measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -> str:
     """Say what may explain all that is inconclusive."""
     unclear = {metric.metric for metric in metrics if metric.status == "inconclusive"}
+    if unclear == {"mean_step_seconds"} and held_up(measured, fitted):
+        return "the host"
     if "step_seconds" not in unclear or not pace(fitted, measured).changed or not other_host(measured, fitted):
         return "noise or the whole suite"
     return "the host" if len(unclear) == 1 else "the host, noise or the whole suite"
@@ -617,6 +622,8 @@ def _subject_of_note(metric: MetricVerdict) -> str:
         return f"its GPU seconds {'' if metric.status == 'pass' else 'are not compared: '}"
     if metric.metric == "step_seconds" and metric.gpu_busy_share is not None:
         return f"its step time {'' if metric.status == 'pass' else 'is not compared: '}"
+    if metric.metric == "mean_step_seconds":
+        return "its mean step was "
     if metric.metric == "python_calls" and metric.status == "not-comparable":
         return "its calls of Python functions are not compared: "
     return phase_prefix(metric)

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable
 
-from pytest_gputrain.gate.host_bound import WHY_GPU_SECONDS_ARE_NOT_JUDGED, Pace, pace
+from pytest_gputrain.gate.host_bound import WHY_GPU_SECONDS_ARE_HELD_COARSELY, Pace, pace
 from pytest_gputrain.gate.step_times import LEAST_SHIFT, MANY_CASES, suite_prior, suite_shift
 from pytest_gputrain.records import Baseline, Measurement, Result
 from pytest_gputrain.utils.units import format_percent
@@ -66,7 +66,7 @@ def whole_suite(results: Iterable[Result], tolerance: float) -> tuple[bool, str]
             continue
         metric, seconds = result.verdict.metric("step_seconds"), first.median_step_seconds
         if metric and Pace(metric.gpu_busy_share).is_host_bound:
-            if WHY_GPU_SECONDS_ARE_NOT_JUDGED:
+            if WHY_GPU_SECONDS_ARE_HELD_COARSELY:
                 continue
             metric, seconds = result.verdict.metric("gpu_seconds"), first.gpu_seconds or 0.0
         if metric and metric.baseline and metric.baseline_runs and seconds:

@@ -119,6 +119,8 @@ def expected_time(
         why = "it is not known how long processes wait for what others send to them"
     elif processes > 1 and not (exchanged and processes <= _OF_A_NODE and "link_gb" in rates.kinds):
         why = "it is not known how fast these GPUs exchange data with each other"
+    elif exchanged and accumulation > 1:
+        why = "it is not known in which of the accumulated steps processes exchange gradients"
     elif exchanged:
         link = exchanged / (rates.kinds["link_gb"] * 1e9)
         parts["communication"] = max(0.0, link - step) + (1 - _HIDDEN_EXCHANGE) * min(link, step)

@@ -125,7 +125,7 @@ def _unclaimed(settings: Settings, results: Sequence[Result], files: WholeFiles)
             device = result.device if store_type is BaselineStore else result.platform
             claimed[store_type, device, result.suite, result.scale == "tiny"].add(result.key)
     for store_type, device, _, is_tiny in list(claimed):
-        for suite in paths:  # also if none of its tests asked for a case
+        for suite in map(suite_of, files.with_cases):  # also if none of its tests asked for a case
             claimed.setdefault((store_type, device, suite, is_tiny), set())
     for (store_type, device, suite, is_tiny), keys in claimed.items():
         if not paths[suite] or any(map(files.is_a_part, paths[suite])):

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import pytest
 
 from pytest_gputrain.gate.messages import count
-from pytest_gputrain.plugin.items import may_have_cases, on_controller
+from pytest_gputrain.plugin.items import has_cases, may_have_cases, on_controller
 
 Outcome = Literal["passed", "failed", "xfailed", "marked", "platform", "unfit", "skipped"]
 """``marked``: skipped by a mark, which is somebody's decision. ``platform`` and ``unfit``: skipped by this package, because
@@ -118,6 +118,8 @@ class WholeFiles:
     def __init__(self) -> None:
         self._tests: defaultdict[Path, set[str]] = defaultdict(set)
         self._collected: defaultdict[Path, set[str]] = defaultdict(set)
+        self.with_cases: set[Path] = set()
+        """The files that have a test which asks for `gputrain` as an argument."""
         self._partial: dict[Path, str] = {}
         """Why not every test of a file was to run."""
         self._cases: dict[str, tuple[str, ...]] = {}
@@ -139,6 +141,7 @@ class WholeFiles:
         chosen = any("::" in argument for argument in session.config.args) or session.config.getoption("lf", False)
         for item in filter(may_have_cases, session.items):
             self._tests[item.path].add(item.nodeid)
+            self.with_cases |= {item.path} if has_cases(item) else set()
             if chosen:
                 self._partial.setdefault(item.path, "only some of its tests were chosen")
         for path, collected in self._collected.items():
@@ -146,15 +149,20 @@ class WholeFiles:
                 self._partial.setdefault(path, "tests of it were left out")
         if not on_controller(session.config):
             session.config.workeroutput[_FILES] = {  # type: ignore[attr-defined]
-                str(path): [self._partial.get(path, ""), {test: self._cases.get(test, ()) for test in sorted(tests)}]
+                str(path): [
+                    path in self.with_cases,
+                    self._partial.get(path, ""),
+                    {test: self._cases.get(test, ()) for test in sorted(tests)},
+                ]
                 for path, tests in self._tests.items()
             }
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        for name, (partial, tests) in getattr(node, "workeroutput", {}).get(_FILES, {}).items():
+        for name, (with_cases, partial, tests) in getattr(node, "workeroutput", {}).get(_FILES, {}).items():
             path = Path(name)
             self._tests[path].update(tests)
+            self.with_cases |= {path} if with_cases else set()
             self._cases |= {test: tuple(cases) for test, cases in tests.items() if cases}
             if partial:
                 self._partial[path] = partial

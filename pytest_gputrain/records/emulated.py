@@ -77,7 +77,7 @@ _MEASURED_ONLY: Final = frozenset(
 
 class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="outcome"):
     """The figures of a case on an emulated GPU. There are no times, and the losses mean nothing. A figure that only a
-    `Measurement` has is None.
+    `Measurement` has is None; a test that reads one from what the fixture returned is skipped.
 
     It is exact: the same in every run with the same libraries. If the case has several processes, all of them ran if it
     is own code, and otherwise the first one.

@@ -245,8 +245,8 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     telemetry: Telemetry | None = None
     """Energy, power and clocks of its GPUs."""
     core_wait_share: float | None = None
-    """The share of the timed steps, from 0 to 1, in which the thread that trains was ready to run and had no CPU core. None
-    if the kernel does not tell."""
+    """The share of the timed steps, from 0 to 1, in which the thread that trains, or autograd's, was ready to run and had no
+    CPU core. None if the kernel does not tell."""
     environment: Environment
     """The machine and the software of the measurement."""
 

@@ -178,6 +178,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
                 before = self._load(path, device)
                 updated = {key: self._merged(before.get(key), record) for key, record in records.items()}
                 merged = {**before, **updated}
+                self._forget(path, (key for key, record in updated.items() if record is not before.get(key)))
                 sweep(path)
                 write_atomically(path, self._encode(device, suite, merged))
         except OSError as error:
@@ -195,7 +196,9 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         path = self.path(device, suite)
         try:
             with locked(path):
-                kept = {key: record for key, record in self._load(path, device).items() if key not in set(keys)}
+                gone = set(keys)
+                kept = {key: record for key, record in self._load(path, device).items() if key not in gone}
+                self._forget(path, gone)
                 if kept:
                     write_atomically(path, self._encode(device, suite, kept))
                 else:
@@ -204,6 +207,11 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
             raise BaselineError(f"cannot be written: {error.strerror or error}", path=path) from error
         self._files[device, suite] = kept
         return path
+
+    def _forget(self, path: Path, keys: Iterable[str]) -> None:
+        """Forget what a newer version said of cases whose runs are replaced."""
+        for key in keys:
+            self._beside.pop((path, key), None)
 
     def rewritten(self, device: str, suite: str) -> bytes:
         """Return a file as `update` would write it again.
@@ -465,7 +473,7 @@ def _sound(fields: Any, type_: type[_Type], what: str, refusal: Callable[..., Ba
     try:
         return msgspec.convert(fields, type_)
     except msgspec.ValidationError as error:
-        raise refusal(f"is not valid in the {what}: {error}", _remedy(error, _RESTORE)) from None
+        raise refusal(f"is not valid in the {what}: {error}", _RESTORE) from None
 
 
 def _unknown(data: bytes | msgspec.Raw, type_: Any) -> dict[str, Any]:

@@ -100,12 +100,11 @@ def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> Base
         )
     if not isinstance(reply, Measurement):
         return None
-    on_cpu, waited = reply.environment.device_type == "cpu", reply.core_wait_share
+    waited = reply.core_wait_share
     figures = {name: getattr(reply, name) for name in BaselineRun.__struct_fields__ if hasattr(reply, name)} | {
         "warmup": len(reply.warmup_seconds),
         "step_seconds": tuple(map(_short, reply.step_seconds)),
-        # Of steps on a CPU the gate compares whole runs of one host, which wait alike.
-        "core_wait_share": None if on_cpu or waited is None else round(waited, 4),
+        "core_wait_share": None if waited is None else round(waited, 4),
         "gpu_steps": _short_steps(reply.gpu_steps) if reply.gpu_steps else None,
         "largest": without_lines(reply.largest),
         "counts": reply.counts.as_stored() if reply.counts else None,

@@ -47,11 +47,19 @@ def _prctl(option: int, value: int) -> None:
             ctypes.CDLL(None).prctl(option, value)
 
 
+_AUTOGRAD: Final = "pt_autograd"
+"""Begins the names that torch gives to the threads in which the backward pass on a GPU runs."""
+
+
 class CoreWait:
-    """How long this thread is ready to run and has no CPU core, from now on. Others may wait for one without delaying it."""
+    """How long this thread, or autograd's in a backward pass on a GPU, is ready to run and has no CPU core, from now on.
+
+    Others may wait for one without delaying it.
+    """
 
     def __init__(self) -> None:
-        self._schedstat = _ROOT / f"proc/self/task/{threading.get_native_id()}/schedstat"
+        self._tasks = _ROOT / "proc/self/task"
+        self._thread = str(threading.get_native_id())
         self._begin = time.monotonic_ns(), self._waited()
 
     def share(self) -> float | None:
@@ -63,10 +71,14 @@ class CoreWait:
 
     def _waited(self) -> int | None:
         """Return the nanoseconds until now."""
-        with contextlib.suppress(OSError, ValueError):
-            ran, waited, _ = map(int, self._schedstat.read_text().split())
-            return waited if ran else None  # a kernel that does not count writes zeros
-        return None
+        each: dict[str, int] = {}
+        with contextlib.suppress(OSError):
+            for task in self._tasks.iterdir():
+                with contextlib.suppress(OSError, ValueError):  # a thread that has ended meanwhile
+                    if task.name == self._thread or (task / "comm").read_text().startswith(_AUTOGRAD):
+                        ran, waited, _ = map(int, (task / "schedstat").read_text().split())
+                        each |= {task.name: waited} if ran else {}  # a kernel that does not count writes zeros
+        return sum(each.values()) if self._thread in each else None
 
 
 class Child:

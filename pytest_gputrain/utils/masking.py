@@ -18,7 +18,7 @@ _OPTION: Final = re.compile(rf"-+{_LONGER}", re.IGNORECASE)
 _OPTION_WITH_VALUE: Final = re.compile(rf"(-*{_LONGER}\s*=).+", re.IGNORECASE | re.DOTALL)
 _VALUE: Final = r"(?:\"(?:[^\"\\]|\\.)*+\"?|'[^']*'?|[^\s\"']\S*)"
 """In quotes, or up to the next blank: a secret may hold each other sign, also ``&`` and ``,``, which separate elsewhere."""
-_ASSIGNED: Final = re.compile(rf"((?<![A-Za-z0-9]){_NAME}[\"']?\s*(?:=|:(?!:))\s*){_VALUE}", re.IGNORECASE | re.DOTALL)
+_ASSIGNED: Final = re.compile(rf"((?<![A-Za-z0-9]){_NAME}[\"']?\]?\s*(?:=|:(?!:))\s*){_VALUE}", re.IGNORECASE | re.DOTALL)
 """``--token=x``, ``HF_TOKEN=x``, ``X-API-Key: x`` and ``{"api_key": "x"}``, also in the middle of an argument."""
 _IN_ADDRESS: Final = re.compile(r"(\w://)[^/\s]+@")
 _HEADER: Final = r"\b(?:Authorization|Cookie)"
@@ -58,10 +58,14 @@ def told(arguments: Sequence[str]) -> str:
 def masked_settings(value: Any) -> Any:
     """Do the same to values of JSON, in which a list of texts may be arguments."""
     if isinstance(value, dict):
-        return {name: masked_settings(item) for name, item in value.items()}
+        return {name: MASK if _is_secret(name, item) else masked_settings(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return list(masked(value)) if all(isinstance(item, str) for item in value) else list(map(masked_settings, value))
     return _masked(value) if isinstance(value, str) else value
+
+
+def _is_secret(name: object, value: Any) -> bool:
+    return isinstance(value, str) and isinstance(name, str) and re.fullmatch(_LONGER, name, re.IGNORECASE) is not None
 
 
 def _masked(text: str) -> str:

@@ -99,9 +99,9 @@ def run(
     except Exception as error:
         if own is None and (mixed := _mixed_types(error, task.case)):
             return Crashed(sentence=mixed, phase=progress.phase, step=progress.step, refused=True)
-        where = _out_of_memory(error)
+        where, lines = _out_of_memory(error), own_lines(task, builder) if own else None
         if where is None or device is None or progress.phase in ("check", "profile"):  # whose steps have fitted
-            return of_config(crash(error, progress, own_lines(task, builder) if own else None), task, error)
+            return of_config(crash(error, progress, lines, on_cpu=task.device_type == "cpu"), task, error)
         peaks = device.peaks()
         reply = OutOfMemory(
             where=where,
@@ -127,15 +127,16 @@ _NO_GPU: Final = ("Torch not compiled with CUDA enabled", "Found no NVIDIA drive
 """The errors of torch where a program asks for a GPU and there is none."""
 
 
-def crash(error: BaseException, progress: Progress, lines: OwnLines | None) -> Crashed:
+def crash(error: BaseException, progress: Progress, lines: OwnLines | None, *, on_cpu: bool = False) -> Crashed:
     """Turn an exception into a reply, with its traceback.
 
     Args:
         lines: tells which lines are the user's own, of which the sentence has the last; None for a model of the zoo.
+        on_cpu: whether the case trains on a CPU.
     """
     line = lines.of_traceback(error.__traceback__) if lines else ""
     remedy = f"; install it for {sys.executable}" if isinstance(error, ModuleNotFoundError) else ""
-    if lines and any(said in str(error) for said in _NO_GPU):
+    if lines and on_cpu and any(said in _message(error) for said in _NO_GPU):
         remedy = "; this run trains on the CPU: take setup.device in place of a GPU's name"
     return Crashed(
         sentence=f"{type(error).__name__}: {_first_line(error)}{f' (at {line})' if line else ''}{remedy}",

@@ -246,6 +246,12 @@ def test_baselines_of_a_file_whose_tests_pass_and_ask_for_nothing_are_told(gated
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
+def test_a_file_of_the_same_name_without_cases_has_no_baselines(gated):
+    other = SUITE.replace("gputrain.check", "gputrain.measure")
+    gated.write(test_other=other, test_tuning="def test_it(tmp_path):\n    pass\n")
+    assert "no test asks any more" not in gated.run("--gpu-strict").stdout.str()
+
+
 def test_under_xdist_a_baseline_whose_test_is_gone_is_told_as_well(gated):
     pytest.importorskip("xdist")
     gated.write(test_tuning=ONE_LESS)

@@ -120,6 +120,8 @@ def test_a_baseline_with_a_field_of_a_newer_version_is_judged_and_kept(gated):
     file = gated.baseline_file("tuning", H100_FOLDER)
     document = json.loads(file.read_text())
     document["cases"][GEMMA]["runs"][0]["of_tomorrow"] = {"any": [1]}
+    for key in (GEMMA, LLAMA):
+        document["cases"][key]["of_all_runs"] = 0.02
     file.write_text(json.dumps(document, indent=1))
     gated.run().assert_outcomes(passed=3)
     gated.answer(recorded(slower=1.08))
@@ -129,6 +131,7 @@ def test_a_baseline_with_a_field_of_a_newer_version_is_judged_and_kept(gated):
     gated.run(UPDATE, "-k", "llama-3.1 or gemma").assert_outcomes(passed=2, deselected=1)
     assert entries(gated)[GEMMA] == document["cases"][GEMMA]
     assert entries(gated)[LLAMA] != document["cases"][LLAMA]
+    assert "of_all_runs" not in entries(gated)[LLAMA], "whose runs were replaced"
 
 
 # What becomes no baseline

@@ -173,9 +173,8 @@ def test_fields_of_a_newer_version_are_passed_over_and_kept(kind, tmp_path, data
     assert kind.get(folder, KEY) == kind.record
     assert not any(problem.error for problem in check(folder) if "is not the name of the case" not in problem.sentence)
     kind.update(folder, {KEY: kind.other})
-    is_of_a_run = kind.entries in place or kind.shared in place
     is_there = repr(name) in repr(json.loads(file.read_bytes()))
-    assert is_there == (not is_of_a_run), "it goes with the run that is replaced"
+    assert is_there == (not place), "it goes with the runs that are replaced, unless it is the file's"
 
 
 def test_fields_of_a_newer_version_in_reports_and_histories_are_passed_over(tmp_path):

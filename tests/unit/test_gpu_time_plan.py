@@ -44,7 +44,7 @@ def _write(folder, name, *runs, case=None, **fields):
 @pytest.fixture
 def session(tmp_path, monkeypatch):
     """All reports of a GPU on which every criterion holds."""
-    monkeypatch.setattr(regression, "WHY_GPU_SECONDS_ARE_NOT_JUDGED", "")
+    monkeypatch.setattr(regression, "WHY_GPU_SECONDS_ARE_HELD_COARSELY", "")
     cheapest = [_run(0.2 * (1 + at / 1000)) for at in range(5)]
     recorded = baseline(*map(_stored, cheapest), case=result().case)
     _write(tmp_path, f"pace-{WIDTHS[0]}", *cheapest)

@@ -71,10 +71,11 @@ def test_the_thread_that_trains_waits_for_a_core_from_never_to_all_the_time(tmp_
     monkeypatch.setattr(linux, "_ROOT", tmp_path)
     monkeypatch.setattr(linux.time, "monotonic_ns", lambda: now[0])
 
-    def waited(nanoseconds, thread=None, ran=77):
+    def waited(nanoseconds, thread=None, ran=77, name="python"):
         file = tmp_path / "proc/self/task" / str(thread or threading.get_native_id()) / "schedstat"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{ran} {nanoseconds} 5\n")
+        (file.parent / "comm").write_text(name)
 
     waited(0, ran=0)
     for _ in range(2):
@@ -84,9 +85,11 @@ def test_the_thread_that_trains_waits_for_a_core_from_never_to_all_the_time(tmp_
         (tmp_path / "proc/self/task" / str(threading.get_native_id()) / "schedstat").unlink(missing_ok=True)
     waited(100)
     waited(50, thread=1)
+    waited(30, thread=2, name="pt_autograd_0")
     waits = linux.CoreWait()
     waited(5000, thread=1)
+    waited(130, thread=2, name="pt_autograd_0")
     now[0] += 1000
-    for until, share in ((350, 0.25), (3000, 1.0), (50, 0.0)):
+    for until, share in ((250, 0.25), (3000, 1.0), (-50, 0.0)):
         waited(until)
         assert waits.share() == share

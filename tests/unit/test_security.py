@@ -138,6 +138,7 @@ def test_no_failure_ends_the_annotation_that_tells_of_it():
         ),
         (["addopts=-q --token x -v", "addopts='--token --x'"], ["addopts=-q --token *** -v", "addopts='--token ***"]),
         (['{"api_key":"a\\"b","width":3}', 'x token="a b'], ['{"api_key":***,"width":3}', "x token=***"]),
+        (["os.environ['HF_TOKEN']='abc'"], ["os.environ['HF_TOKEN']=***"]),
         (["X-Api-Key: abc", "Private-Token:abc"], ["X-Api-Key: ***", "Private-Token:***"]),
         (["Cookie: a=b; c=d", 'Authorization: Digest u="a", r="b"'], ["Cookie: ***", "Authorization: Digest ***"]),
         (["--token=ab&cd", "TOKEN=a,b", "--hub-token=a b"], ["--token=***", "TOKEN=***", "--hub-token=***"]),
@@ -154,6 +155,10 @@ def test_no_failure_ends_the_annotation_that_tells_of_it():
 def test_what_looks_like_a_secret_is_masked(arguments, shown):
     assert list(masked(arguments)) == shown
     assert masked_settings({"more": [["h100", arguments]]}) == {"more": [["h100", shown]]}
+
+
+def test_a_setting_by_the_name_of_a_secret_is_masked():
+    assert masked_settings({"api_key": "x", "tokens": "y", "token": 5}) == {"api_key": "***", "tokens": "y", "token": 5}
 
 
 @pytest.mark.parametrize(

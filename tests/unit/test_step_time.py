@@ -249,6 +249,7 @@ def test_several_gpus_need_a_known_link_and_exchanges_that_are_seen():
         told = expected_time(exchanging, linked, processes=processes).parts["communication"]
         assert told == pytest.approx(link - 1e-3 + 0.1 * 1e-3)
     assert expected_time(exchanging, linked, processes=2).rough, "since no step of several GPUs was measured"
+    assert "accumulated" in expected_time(exchanging, linked, processes=2, accumulation=8).unknown
     assert expected_time(exchanging, linked, processes=9).seconds is None
     assert expected_time(exchanging, RATES).seconds == pytest.approx(1e-3), "one process alone exchanges nothing"
 

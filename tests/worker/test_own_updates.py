@@ -78,6 +78,17 @@ def test_a_program_that_asks_for_a_gpu_where_there_is_none_is_told_of_the_device
     assert "take setup.device in place of a GPU's name" in run(MINE, build).sentence
 
 
+def test_an_error_that_cannot_be_told_is_told_by_its_name():
+    class Odd(Exception):
+        def __str__(self):
+            raise TypeError
+
+    def build(setup):
+        raise Odd
+
+    assert "Odd" in run(MINE, build).sentence
+
+
 def test_a_step_without_an_optimizer_is_no_training_that_updates_too_rarely():
     def build(setup):
         layer = nn.Linear(32, 32, device=setup.device)

@@ -9,5 +9,5 @@ from pytest_gputrain.gate import regression, suite_noise
 def _gpu_seconds_are_judged():
     with pytest.MonkeyPatch.context() as patch:
         for module in (regression, suite_noise):
-            patch.setattr(module, "WHY_GPU_SECONDS_ARE_NOT_JUDGED", "")
+            patch.setattr(module, "WHY_GPU_SECONDS_ARE_HELD_COARSELY", "")
         yield
