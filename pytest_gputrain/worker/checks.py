@@ -186,10 +186,11 @@ class Movement:
             raise CheckFailed("no parameter requires a gradient: nothing trains")
         shapes = {name: _shape(value) for name, value in self._trained.items()}
         reaches = reached is None or not reached.isdisjoint(shapes)
+        zeros = "" if self._accepts_zeros else ", or one of zeros only"
         if not reaches and not remote_tensors and not moved:
             raise CheckFailed(
-                "no trained tensor got a gradient, and none changed: is the loss computed under torch.no_grad(), or is "
-                "backward() not called?"
+                f"each trained tensor got no gradient{zeros}, and none changed: is the loss computed under torch.no_grad(), "
+                "or is backward() not called?"
             )
         still = [name for name, shape in shapes.items() if len(shape) > 1 and 0 not in shape and name not in moved]
         if still:
@@ -198,7 +199,6 @@ class Movement:
             )
         starved = [name for name, shape in shapes.items() if 0 not in shape and reached is not None and name not in reached]
         if starved:
-            zeros = "" if self._accepts_zeros else ", or one of zeros only"
             raise CheckFailed(
                 f"{len(starved)} of {len(self._trained)} trained tensors got no gradient (first: {starved[0]}){zeros}; "
                 "if that is intended, give them requires_grad_(False)"
