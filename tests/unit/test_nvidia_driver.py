@@ -120,7 +120,10 @@ def _child(stack, library, binding):
         stdout=subprocess.PIPE,
         text=True,
     )
-    return stack.enter_context(child)
+    stack.enter_context(child)
+    # The end of its stdin does not reach it as long as a process that another test forked holds the pipe.
+    stack.callback(child.terminate)
+    return child
 
 
 def _environment(library, *paths, **variables):
