@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -566,6 +566,7 @@ def _conclude(
         parts += of_counts.get(status, ())
         return f"{case} {', and '.join(parts)}" if parts else ""
 
+    in_doubt = {metric.metric for metric in metrics if metric.status == "inconclusive"}
     unclear = describe("inconclusive").removeprefix(f"{case} ")
     if worse := describe("regressed"):
         flops_described = any(metric.metric == "flops_per_step" and metric.status == "regressed" for metric in metrics)
@@ -573,15 +574,14 @@ def _conclude(
         since += describe_counters(measured[0], fitted, flops=not flops_described)
         since += [_describe_gpu_seconds(metric) for metric in metrics if metric.metric == "gpu_seconds"]
         since += [describe_throttling(measured)]
-        doubts = [f"{unclear}, which {_explanation(metrics, measured, fitted)} may explain"] if unclear else []
+        doubts = [f"{unclear}, which {_explanation(in_doubt, measured, fitted)} may explain"] if unclear else []
         doubt = "".join(f"; it also {what}" for what in (*doubts, *doubtful))
         gain = f"; but it {', and '.join(counts.better)}" if counts is not None and counts.better else ""
         sentence = f"{worse} ({side.short}); {', '.join(filter(None, since))}{doubt}{gain}"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
     if unclear or doubtful:
-        allowed, explanation = format_percent(tolerance.time, signed=False), _explanation(metrics, measured, fitted)
-        held_to = {metric.metric for metric in metrics if metric.status == "inconclusive"}
-        exceeded = f"the tolerance of {allowed}" if "step_seconds" in held_to else "its limit"
+        allowed, explanation = format_percent(tolerance.time, signed=False), _explanation(in_doubt, measured, fitted)
+        exceeded = f"the tolerance of {allowed}" if "step_seconds" in in_doubt else "its limit"
         explained = f"{unclear}; this exceeds {exceeded}, but {explanation} may explain it"
         sentence = f"{case} {'; it also '.join((*([explained] if unclear else []), *doubtful))}"
         return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
@@ -598,9 +598,8 @@ def _conclude(
     return Verdict(status="pass", sentence=sentence, metrics=metrics)
 
 
-def _explanation(metrics: Iterable[MetricVerdict], measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -> str:
+def _explanation(unclear: Set[MetricName], measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -> str:
     """Say what may explain all that is inconclusive."""
-    unclear = {metric.metric for metric in metrics if metric.status == "inconclusive"}
     if unclear == {"mean_step_seconds"} and held_up(measured, fitted):
         return "the host"
     if "step_seconds" not in unclear or not pace(fitted, measured).changed or not other_host(measured, fitted):
