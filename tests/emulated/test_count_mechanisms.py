@@ -34,6 +34,18 @@ BY_COUNTS = {
 UNSEEN = ("slower_host", "fused_is_slower", "overflow_on_cpu", "process_each_step")
 """Mechanisms that ask the GPU for nothing more."""
 MEMORY = ("bytes", "peak")
+EACH_TIME = (
+    "item_in_each_layer",
+    "mask_on_host",
+    "empty_cache",
+    "bucket_of_one",
+    "recompiled",
+    "odd_dimension",
+    "layout_lost",
+    "logits_copied",
+    "slower_host",
+)
+"""One mechanism of each kind; the others run weekly."""
 
 
 def causes_of(name):
@@ -44,9 +56,9 @@ def causes_of(name):
     return [number + 1 for number in range(start, end) if lines[number].endswith("# cause")]
 
 
-@pytest.fixture(scope="session")
-def results(run_tests_in, tmp_path_factory):
-    """The results of all mechanisms by name, without the cause and with it; of several workers of xdist one makes them."""
+@pytest.fixture(scope="module")
+def results(run_tests_in, tmp_path_factory, request):
+    """The results of the tested mechanisms by name, without the cause and with it; one worker of xdist makes them."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "mechanisms"
     kept = folder / "results.json"
@@ -54,20 +66,27 @@ def results(run_tests_in, tmp_path_factory):
         if not kept.exists():
             folder.mkdir()
             (folder / "test_mechanisms.py").write_text(PROGRAMS)
-            done, _ = run_tests_in(folder, "--gpu-baseline-update", "-n2")
+            tested = {item.callspec.params["name"] for item in request.session.items if item.module is request.module}
+            only = ("-n2", "-k", " or ".join(tested))
+            done, _ = run_tests_in(folder, "--gpu-baseline-update", *only)
             assert done.returncode == 0, done.stdout
-            runs = [run_tests_in(folder, "--gpu-strict", "-n2", **cause)[1] for cause in ({}, {"WITH_CAUSE": "1"})]
+            runs = [run_tests_in(folder, "--gpu-strict", *only, **cause)[1] for cause in ({}, {"WITH_CAUSE": "1"})]
             kept.write_text(
                 json.dumps([{name.partition("[")[2][:-1]: result for name, result in run.items()} for run in runs])
             )
         return json.loads(kept.read_text())
 
 
+def mechanisms(*names):
+    params = (pytest.param(name, marks=() if name in EACH_TIME else pytest.mark.weekly) for name in names)
+    return pytest.mark.parametrize("name", list(params))
+
+
 def failing(result):
     return {metric["metric"] for metric in result["verdict"]["metrics"] if metric["status"] == "regressed"}
 
 
-@pytest.mark.parametrize("name", [*BY_COUNTS, "logits_copied", *UNSEEN])
+@mechanisms(*BY_COUNTS, "logits_copied", *UNSEEN)
 def test_without_the_cause_it_passes_and_asks_for_what_it_asked_for(results, name):
     good, _ = results
     verdict = good[name]["verdict"]
@@ -75,7 +94,7 @@ def test_without_the_cause_it_passes_and_asks_for_what_it_asked_for(results, nam
     assert not [metric for metric in verdict["metrics"] if metric["value"] != metric["baseline"]]
 
 
-@pytest.mark.parametrize("name", BY_COUNTS)
+@mechanisms(*BY_COUNTS)
 def test_counts_find_it_and_name_its_line(results, name):
     _, bad = results
     assert {figure for figure in failing(bad[name]) if not figure.startswith(MEMORY)} - {"peak_reserved_bytes"} >= (
@@ -86,14 +105,15 @@ def test_counts_find_it_and_name_its_line(results, name):
     assert not lines or any(f"test_mechanisms.py:{line} " in sentence for line in lines), sentence
 
 
-def test_one_copy_more_is_found_by_the_bytes_that_operators_move(results):
+@mechanisms("logits_copied")
+def test_one_copy_more_is_found_by_the_bytes_that_operators_move(results, name):
     _, bad = results
-    assert failing(bad["logits_copied"]) == {"bytes_per_step"}
-    (line,) = causes_of("logits_copied")
-    assert f"clone (+15.8 MiB in +1 calls) at test_mechanisms.py:{line}" in bad["logits_copied"]["verdict"]["sentence"]
+    assert failing(bad[name]) == {"bytes_per_step"}
+    (line,) = causes_of(name)
+    assert f"clone (+15.8 MiB in +1 calls) at test_mechanisms.py:{line}" in bad[name]["verdict"]["sentence"]
 
 
-@pytest.mark.parametrize("name", UNSEEN)
+@mechanisms(*UNSEEN)
 def test_of_what_asks_for_nothing_more_the_run_claims_nothing(results, name):
     _, bad = results
     metrics = bad[name]["verdict"]["metrics"]

@@ -74,9 +74,9 @@ def recorded(run_tests_in, tmp_path_factory):
     return folder
 
 
-# Compiling takes minutes. That of own code is tested each time.
+# Each takes long, and the same mechanisms in own code are tested each time.
 @pytest.mark.parametrize(
-    "cause", [pytest.param(cause, marks=[pytest.mark.weekly] * (cause == "recompiled")) for cause in CAUSES]
+    "cause", [pytest.param(cause, marks=[pytest.mark.weekly] * (cause != "blocking_copies")) for cause in CAUSES]
 )
 def test_what_a_library_asks_for_in_addition_fails_and_is_named(recorded, run_tests_in, tmp_path, cause):
     text, figures, place = CAUSES[cause]

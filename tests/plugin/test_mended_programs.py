@@ -16,6 +16,7 @@ def losses(project, *arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_the_mended_program_has_the_losses_of_the_program(project):
     (program,), (mend,) = (blocks(PAGE, language) for language in ("python", "diff"))
     project.write(test_gemma=program, test_gemma_mended=patched(program, mend))

@@ -137,6 +137,7 @@ def test_every_core_is_busy_and_free_again():
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_the_suite_of_the_plan_trains_on_a_cpu_where_values_that_it_reads_fail_too(tmp_path):
     pytest.importorskip("torch", reason="the case trains")
     plan = {name: command for name, command, _ in gpu_time_plan.steps(tmp_path, "cpu", dry=False)}
