@@ -17,6 +17,7 @@ import msgspec
 
 from pytest_gputrain.cli import main
 from pytest_gputrain.execution.launch import ranks
+from pytest_gputrain.execution.settings import OPTIONS
 from pytest_gputrain.gate.regression import judge
 from pytest_gputrain.gate.summary import detail_of, failure_of, summarise
 from pytest_gputrain.hardware import drivers
@@ -24,7 +25,6 @@ from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.hardware.recording import replayed
 from pytest_gputrain.plugin import settings
-from pytest_gputrain.plugin.options import OPTIONS
 from pytest_gputrain.records import Case, Emulated, EmulatedRun, Event, Measured, Report, Result, Served, Task, Verdict
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.report import progress_line, studies, summary, terminal

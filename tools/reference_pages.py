@@ -24,10 +24,11 @@ import msgspec
 
 import pytest_gputrain
 from pytest_gputrain.cli.main import command_parser
+from pytest_gputrain.execution.options import Option
+from pytest_gputrain.execution.settings import OPTIONS
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.plugin import hooks
 from pytest_gputrain.plugin.marker_help import lines as marker_lines
-from pytest_gputrain.plugin.options import OPTIONS, Option
 from pytest_gputrain.records import Report
 from pytest_gputrain.records.history import COUNT_KEYS
 
@@ -45,31 +46,6 @@ RESULT: Final = "One of `Measured`, `Emulated`, `BatchSearch` and `LossStudy`"
 _INTERNAL: Final = ("identity", "loaders", "sides", "watched")
 """Public members that users have no use for."""
 _SHORT_TYPES: Final = {"Whole": "int", "StepSeconds": "tuple[float, ...]", " | UnsetType": ""}
-
-MORE: Final = {
-    "baseline-update": "gate.md",
-    "baseline": "reproducing.md",
-    "count-tolerance": "counts.md",
-    "counts": "counts.md",
-    "executor": "fleet.md",
-    "find-batch": "sweeps.md",
-    "foreign": "gpus.md",
-    "history": "trends.md",
-    "html": "html.md",
-    "emulate": "emulated-gpu.md",
-    "json": "api-records.md",
-    "judge-cpu-time": "gate.md",
-    "loss": "sweeps.md",
-    "memory-tolerance": "gate.md",
-    "nodes": "several-nodes.md",
-    "platform": "gpus.md",
-    "resume": "resuming.md",
-    "set": "sweeps.md",
-    "strict": "verdicts.md",
-    "summary": "ci.md",
-    "time-tolerance": "gate.md",
-}
-"""The page that explains an option."""
 
 
 def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -354,16 +330,12 @@ def options_in_the_ini_file() -> str:
 def _options(options: Iterable[Option]) -> str:
     rows = []
     for option in options:
-        value = (
-            f"{' = ' if option.ini_only else '='}{option.metavar or 'true|false'}"
-            if option.metavar or option.ini_only
-            else ""
-        )
+        equals = " = " if option.ini_only else "="
+        value = f"{equals}{option.metavar or 'true|false'}" if option.metavar or option.ini_only else ""
         name = f"{option.ini if option.ini_only else option.flag}{value}"
-        meaning, _, default = option.help.partition(" (default: ")
-        default = f"`{option.default}`" if option.default else _cell(default.removesuffix(")"))
-        more = f"[{MORE[option.name].removesuffix('.md')}]({MORE[option.name]})" if option.name in MORE else ""
-        rows.append((f"`{name}`", default, _cell(meaning), more))
+        default = f"`{option.default}`" if option.default else _cell(option.default_meaning)
+        page = f"[{option.page.removesuffix('.md')}]({option.page})" if option.page else ""
+        rows.append((f"`{name}`", default, _cell(option.meaning), page))
     return table(("option", "default", "meaning", "page"), rows)
 
 

@@ -13,9 +13,11 @@ from pytest_gputrain.cases.identity import ALWAYS_IN_ID
 from pytest_gputrain.cases.model_config import is_path
 from pytest_gputrain.cases.validation import VOCABULARY, bad_number
 from pytest_gputrain.records import Case, knob_text
-from pytest_gputrain.records.settings import Axes
 from pytest_gputrain.records.whole import Whole
 from pytest_gputrain.utils.suggest import did_you_mean
+
+Axes = tuple[tuple[str, tuple[Any, ...]], ...]
+"""Every knob with its values, in the order given."""
 
 PLATFORMS: Final = "platforms"
 """The field that is no knob, and can be set all the same: its values are one list, not alternatives."""

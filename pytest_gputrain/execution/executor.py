@@ -6,8 +6,8 @@ import abc
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.records import Case, Conditions, Event, Host, Task
-from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.utils.errors import BadCase
 
 Watch = Callable[[Event], None]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from pytest_gputrain.cases.libraries import versions
+from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import (
     BatchSearch,
@@ -30,7 +31,6 @@ from pytest_gputrain.records import (
     Scale,
     Task,
 )
-from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.reports import read_report
 from pytest_gputrain.utils.git import RunInfo

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pytest_gputrain.cases.identity import suite_of
+from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.plugin.case_tests import CaseTests, WholeFiles, with_numbers
 from pytest_gputrain.records import Emulated, Measured, Result
 from pytest_gputrain.records.result import CaseResult
-from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.report.collector import Collector
 from pytest_gputrain.session.criteria import is_strict
 from pytest_gputrain.session.selection import platforms_named
@@ -60,7 +60,7 @@ def note_missing(collector: Collector, tests: CaseTests, expression: str, *, end
             more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
             notes.append(f"{count(len(sentences), 'failure')} {how}: {sentences[0]}{more}")
     collector.failed |= strict and bool(tests.caught)
-    if settings.baseline_update == "all" and results and in_pull_request():
+    if settings.baseline_update and results and in_pull_request():
         notes.append(
             "the gate did not run in this pull request's job: --gpu-baseline-update records figures, and compares none"
         )

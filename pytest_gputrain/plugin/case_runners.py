@@ -10,10 +10,10 @@ from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.execution.launch.fork_server import ForkServer
 from pytest_gputrain.execution.local import LocalExecutor
 from pytest_gputrain.execution.resume import ResumedReport
+from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.plugin.items import expression_of
 from pytest_gputrain.records import Reply
-from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.session.emulating import EmulatingRunner
 from pytest_gputrain.session.replies import Watch
 from pytest_gputrain.session.request import CaseRunner

@@ -17,6 +17,7 @@ from pytest_gputrain.cases.model_config import with_model
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.execution.local import LocalExecutor
 from pytest_gputrain.execution.resume import ResumedReport
+from pytest_gputrain.execution.settings import OPTIONS, Settings
 from pytest_gputrain.hardware.catalog import MARKERS
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.plugin import absence, late_reports
@@ -25,10 +26,8 @@ from pytest_gputrain.plugin.case_tests import CaseTests, WholeFiles, outcome_of_
 from pytest_gputrain.plugin.fixtures import GpuTrain, lend_gpu
 from pytest_gputrain.plugin.items import ENDINGS, RESULTS, expression_of, has_cases, on_controller
 from pytest_gputrain.plugin.markers import terms_of
-from pytest_gputrain.plugin.options import OPTIONS
 from pytest_gputrain.plugin.settings import prepare_outputs, read
 from pytest_gputrain.records import Case, Event, Result
-from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms
 from pytest_gputrain.report import github
 from pytest_gputrain.report.collector import Collector
@@ -39,7 +38,6 @@ from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.utils.errors import BadCase, CannotEmulate
 from pytest_gputrain.utils.sanitize import shown
 from pytest_gputrain.utils.signals import undisturbed
-from pytest_gputrain.utils.suggest import did_you_mean
 
 _MOST_ROWS: Final = 500
 """Rows that the tables on the terminal have at most."""
@@ -65,7 +63,7 @@ class CaseSession:
         try:
             settings = _settings(config)
             if is_controller and not config.option.collectonly:
-                if settings.baseline_update != "no":
+                if settings.records:
                     BaselineStore(settings.baseline_dir).check_writable()
                 prepare_outputs(settings)
             if settings.html is not None and is_controller:
@@ -330,22 +328,11 @@ def _settings(config: pytest.Config) -> Settings:
     Raises:
         ValueError: a value of an option is wrong, or two contradict each other.
     """
-    settings = read(
+    return read(
         {option.name: config.getoption(option.flag) for option in OPTIONS if not option.ini_only},
         {option.name: str(config.getini(option.ini)) for option in OPTIONS},
         config.rootpath if config.inipath is None else config.inipath.parent,
     )
-    named_platforms = (
-        []
-        if settings.platform is None
-        else [("--gpu-platform" if "platform" in settings.typed else "gpu_platform", settings.platform)]
-    )
-    named_platforms += [("gpu_fleet_args", platform) for platform, _ in settings.fleet_args if platform]
-    for option, platform in named_platforms:
-        if platform not in MARKERS:
-            hint = did_you_mean(platform, MARKERS)
-            raise ValueError(f"{option}: {platform!r} is unknown{hint}; known: {', '.join(MARKERS)}")
-    return settings
 
 
 def _check_installed() -> None:

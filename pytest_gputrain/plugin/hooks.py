@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
+from pytest_gputrain.execution.settings import OPTIONS
 from pytest_gputrain.plugin import marker_help
 from pytest_gputrain.plugin.deselected import DeselectedTests
 from pytest_gputrain.plugin.items import expression_of, has_cases, has_parameters, on_controller
-from pytest_gputrain.plugin.options import OPTIONS, WITHOUT_PREDICT, ini_only_sentence
 from pytest_gputrain.utils.signals import terminable, undisturbed
 
 if TYPE_CHECKING:
@@ -30,6 +30,13 @@ __all__ = ["gpu", "gputrain"]
 
 _PLUGIN: Final[pytest.StashKey[GpuTrainPlugin]] = pytest.StashKey()
 """The key of the plugin in the configuration, for the fixtures."""
+
+
+_WITHOUT_PREDICT: Final = (
+    "--gpu-predict (gpu_predict in the ini file) was removed: --gpu-emulate runs every case on an emulated GPU, and "
+    "gputrain predict tells whether a model fits a GPU"
+)
+"""The sentence that refuses this option of earlier versions."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             action = "append" if option.repeated else "store"
             group.addoption(option.flag, action=action, default=None, metavar=option.metavar, help=help_text)
     group.addoption("--gpu-predict", "--no-gpu-predict", action=_Predict, nargs=0, help=argparse.SUPPRESS)
-    parser.addini("gpu_predict", WITHOUT_PREDICT, default="")
+    parser.addini("gpu_predict", _WITHOUT_PREDICT, default="")
 
 
 class _IniOnly(argparse.Action):
@@ -54,14 +61,15 @@ class _IniOnly(argparse.Action):
     collect."""
 
     def __call__(self, _parser: object, _namespace: object, value: object, option_string: str | None = None) -> None:
-        raise pytest.UsageError(ini_only_sentence(str(option_string), None if value is None else str(value)))
+        option = next(option for option in OPTIONS if option.flag == option_string)
+        raise pytest.UsageError(option.refused_flag(None if value is None else str(value)))
 
 
 class _Predict(argparse.Action):
     """The flag of an option that was removed."""
 
     def __call__(self, *_: object) -> None:
-        raise pytest.UsageError(WITHOUT_PREDICT)
+        raise pytest.UsageError(_WITHOUT_PREDICT)
 
 
 @pytest.hookimpl(tryfirst=True)  # before conftest.py files import torch
@@ -118,7 +126,7 @@ def _refuse_unknown_settings(config: pytest.Config) -> None:
         pytest.UsageError: no plugin has a setting of this name, or the ini file has one that was removed.
     """
     if config.getini("gpu_predict"):
-        raise pytest.UsageError(WITHOUT_PREDICT)
+        raise pytest.UsageError(_WITHOUT_PREDICT)
     for override in config.getoption("override_ini") or ():
         name = override.partition("=")[0]
         if name.startswith("gpu_"):

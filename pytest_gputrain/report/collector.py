@@ -18,11 +18,11 @@ import msgspec
 
 from pytest_gputrain.cases.identity import same_id
 from pytest_gputrain.execution.resume import ResumedReport
+from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.suite_noise import whole_suite
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Case, Emulated, Measured, Recorded, Report, Result, Verdict
-from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.report import history_lines, json_report, uncompared
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
 from pytest_gputrain.storage.emulated import EmulationStore
@@ -277,7 +277,7 @@ class Collector:
 
     def suite_shift(self) -> tuple[bool, str]:
         """Tell whether the suite regressed as a whole, its cases not each for itself; and a sentence, where there is one."""
-        if self.settings.baseline_update == "all":
+        if self.settings.baseline_update:
             return False, ""
         return whole_suite(self.results, self.settings.time_tolerance)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Final
 
 from pytest_gputrain.cases.identity import key_of
+from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.gate.judge import Criteria
 from pytest_gputrain.gate.step_times import PRIOR_SD
 from pytest_gputrain.gate.suite_noise import prior_of
 from pytest_gputrain.records import Baseline, Case, Host, Published, Task
-from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, CountTerms, Terms, Tolerance
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
 from pytest_gputrain.storage.forecast import Forecast
@@ -32,7 +32,7 @@ def records(settings: Settings, *, recorded: bool) -> bool:
     Args:
         recorded: whether the case has a baseline.
     """
-    return settings.baseline_update == "all" or (settings.baseline_update == "new" and not recorded)
+    return settings.baseline_update or (settings.baseline_new and not recorded)
 
 
 def is_strict(settings: Settings) -> bool:
@@ -40,7 +40,7 @@ def is_strict(settings: Settings) -> bool:
     if settings.strict is not None:
         return settings.strict
     # By itself only for figures that somebody forgot to record; nobody records published ones.
-    return in_ci() and settings.baseline != "published" and settings.baseline_update != "all"
+    return in_ci() and settings.baseline != "published" and not settings.baseline_update
 
 
 def refuse_missing_folder(settings: Settings) -> None:
@@ -49,7 +49,7 @@ def refuse_missing_folder(settings: Settings) -> None:
     Raises:
         BadCase: the folder that the options name is not there. Mistyped, it would make every case new.
     """
-    if settings.baseline_dir_named and settings.baseline_update == "no" and not os.path.isdir(settings.baseline_dir):
+    if "baseline-dir" in settings.given and not settings.records and not os.path.isdir(settings.baseline_dir):
         raise BadCase(f"the baseline folder {settings.baseline_dir} does not exist; --gpu-baseline-update makes it")
 
 
@@ -78,9 +78,8 @@ class CriteriaLookup:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._store = BaselineStore(settings.baseline_dir)
-        published, report = settings.baseline == "published", settings.baseline not in ("measured", "published")
-        self._published = PublishedStore.beside(settings.baseline_dir) if published else None
-        self._report = ReportStore(Path(settings.baseline)) if report else None
+        self._published = PublishedStore.beside(settings.baseline_dir) if settings.baseline == "published" else None
+        self._report = ReportStore(settings.baseline) if isinstance(settings.baseline, Path) else None
         self._priors: dict[tuple[str, str], float] = {}
         self._forecasts: dict[str, Forecast] = {}
 

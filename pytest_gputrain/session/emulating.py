@@ -10,6 +10,7 @@ import msgspec
 from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.execution.emulated import NO_SERVERS, EmulatedReply, EmulatingExecutor
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
+from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.gate.count_lines import count_changes
 from pytest_gputrain.gate.emulation import judge
 from pytest_gputrain.gate.limits import judge_exact, with_limits
@@ -18,7 +19,6 @@ from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.rates import rates_of
 from pytest_gputrain.records import Case, Counts, Emulated, EmulatedRun, LimitVerdict, Recorded, Result, Task, Verdict
 from pytest_gputrain.records.counts import COUNT_FIGURES
-from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.session.criteria import count_terms_of, records, refuse_missing_folder
 from pytest_gputrain.session.replies import Watch
 from pytest_gputrain.session.request import CaseRunner, Request, result_fields

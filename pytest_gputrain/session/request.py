@@ -9,8 +9,8 @@ from typing import Any
 
 from pytest_gputrain.cases.identity import identity_of, key_of
 from pytest_gputrain.execution.executor import Executor
+from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.records import Case, Host, Result, Scale, Task, Verdict
-from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms
 from pytest_gputrain.session.declared import DeclaredCases
 from pytest_gputrain.session.selection import ExpectedCase

@@ -12,11 +12,11 @@ from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.execution.executor import Executor
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.execution.resume import ResumedReport
+from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.gate.judge import Criteria, comparable_row, judge
 from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.records import BatchSearch, Case, LossStudy, Measured, Reply, Result, Task
-from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.session.criteria import CriteriaLookup
 from pytest_gputrain.session.interleave import Interleaver
 from pytest_gputrain.session.prefetch import ExpectedTask, Prefetcher

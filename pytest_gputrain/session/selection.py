@@ -8,9 +8,9 @@ from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from pytest_gputrain.cases.validation import problem
+from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.hardware.catalog import CPU, MARKERS
 from pytest_gputrain.records import Case, Host
-from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.records.tolerance import Terms
 from pytest_gputrain.utils.errors import BadCase, CannotRun, OtherPlatform
 from pytest_gputrain.utils.suggest import did_you_mean

@@ -12,10 +12,10 @@ import msgspec
 from pytest_gputrain.cases.deepspeed_config import with_config
 from pytest_gputrain.cases.model_config import config_of
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
+from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.gate.scaling import one_worker
 from pytest_gputrain.hardware.rates import rates_of
 from pytest_gputrain.records import Case, Host, Scale, Task
-from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.utils.errors import BadCase
 from pytest_gputrain.utils.sanitize import utf8
 

@@ -24,7 +24,7 @@ from plugin_project import H100, RECORDED
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cli import emulate_install, main
-from pytest_gputrain.plugin.options import OPTIONS
+from pytest_gputrain.execution.settings import OPTIONS
 from pytest_gputrain.records import EmulatedRun
 
 COMMANDS = list(commands())

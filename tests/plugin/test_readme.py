@@ -33,7 +33,7 @@ def test_the_readme_says_what_its_program_takes_and_how_its_broken_program_fails
 
 
 def test_the_tables_list_exactly_the_options_and_the_settings_of_the_ini_file():
-    from pytest_gputrain.plugin.options import OPTIONS
+    from pytest_gputrain.execution.settings import OPTIONS
 
     names = [
         re.findall(r"`((?:--)?gpu[\w-]+)", row.split(" | ")[0])

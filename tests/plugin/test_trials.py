@@ -14,7 +14,7 @@ from plugin_project import BUILD, assert_refused, recorded
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.execution.fleet.job import deliver
 from pytest_gputrain.execution.fleet.scheduler import ORDER
-from pytest_gputrain.plugin.options import OPTIONS
+from pytest_gputrain.execution.settings import OPTIONS
 
 WRONG = {option.ini: "\x00" if option.metavar in ("DIR", "FILE", "REPORT") else "'no such value" for option in OPTIONS}
 WRONG |= dict.fromkeys(["gpu_baseline", "gpu_resume"], "gone.json")

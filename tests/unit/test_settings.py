@@ -1,5 +1,6 @@
 """Tests the options: the command line precedes the ini file, which precedes the default; bad values give one sentence."""
 
+import dataclasses
 import fnmatch
 import re
 from pathlib import Path
@@ -7,7 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pytest_gputrain.plugin.options import OPTIONS, ini_only_sentence
+from pytest_gputrain.execution import options
+from pytest_gputrain.execution.settings import OPTIONS, Settings
+from pytest_gputrain.plugin import settings as plugin_settings
 from pytest_gputrain.plugin.settings import read
 from pytest_gputrain.records.tolerance import CountTolerance, MemoryTolerance
 from pytest_gputrain.utils.units import MiB
@@ -47,8 +50,8 @@ TOLERANCES = {
     "h2d_bytes": CountTolerance(ratio=0.02, more=MiB),
 }
 LAYERS = [
-    Layers("baseline-update", "baseline_update", (True, "all"), ("true", "all"), "no"),
-    Layers("baseline-new", "baseline_update", (True, "new"), ("yes", "new"), "no"),
+    Layers("baseline-update", "baseline_update", (True, True), ("true", True), False),
+    Layers("baseline-new", "baseline_new", (True, True), ("yes", True), False),
     Layers("baseline-prune", "baseline_prune", (True, True), ("true", True), False),
     Layers("baseline-dir", "baseline_dir", ("/typed", Path("/typed")), ("/ini", Path("/ini")), ROOT / "baselines"),
     Layers("time-tolerance", "time_tolerance", ("5%", 0.05), ("0.1", 0.1), 0.03),
@@ -123,10 +126,25 @@ def test_every_option_has_flag_ini_twin_layers_above_and_help_that_tells_its_def
         assert re.fullmatch(r"--gpu-[a-z-]+", option.flag)
         assert option.ini == option.flag.removeprefix("--").replace("-", "_")
         assert option.help
-        assert option.switch or option.metavar or option.default
-        assert not option.default or option.switch or f"default: {option.default}" in option.help
     assert {layers.option for layers in LAYERS} == set(BY_NAME) - {"baseline"}
     assert {layers.option for layers in LAYERS if layers.typed is None} == {o.name for o in OPTIONS if o.ini_only}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _More(Settings):
+    fan_speed: int = options.option("N", "how fast the fan turns", parse=int, default="3")
+
+
+def test_a_new_option_is_one_field(monkeypatch):
+    """And the fields that are no options are these."""
+    monkeypatch.setattr(plugin_settings, "Settings", _More)
+    monkeypatch.setattr(plugin_settings, "OPTIONS", options.options_of(_More))
+    added = options.options_of(_More)[-1]
+    assert (added.flag, added.ini, added.help) == ("--gpu-fan-speed", "gpu_fan_speed", "how fast the fan turns (default: 3)")
+    given = _read(), _read(ini={"fan-speed": "5"}), _read({"fan-speed": "7"}, {"fan-speed": "5"})
+    assert [settings.fan_speed for settings in given] == [3, 5, 7]
+    plain = {field.name for field in dataclasses.fields(Settings)} - {option.field for option in OPTIONS}
+    assert plain == {"root", "typed", "given"}
 
 
 @pytest.mark.parametrize("layers", LAYERS, ids=lambda layers: layers.option)
@@ -141,25 +159,19 @@ def test_command_line_counts_before_ini_and_ini_before_default(layers):
         assert settings.typed == (layers.option,), "only what the command line gives counts as typed"
 
 
-@pytest.mark.parametrize(
-    ("switch", "field", "off"),
-    [
-        ("baseline-update", "baseline_update", "no"),
-        ("baseline-new", "baseline_update", "no"),
-        *((name.replace("_", "-"), name, False) for name in ("baseline_prune", "strict", "emulate", "find_batch")),
-    ],
-)
-def test_a_switch_that_was_turned_off_counts_before_the_ini_file(switch, field, off):
-    settings = _read({switch: False}, {switch: "true"})
-    assert (getattr(settings, field), settings.typed) == (off, (switch,))
+@pytest.mark.parametrize("switch", [option for option in TYPED if option.switch], ids=lambda option: option.name)
+def test_a_switch_that_was_turned_off_counts_before_the_ini_file(switch):
+    settings = _read({switch.name: False}, {switch.name: "true"})
+    assert getattr(settings, switch.field) is False
+    assert settings.typed == (switch.name,)
 
 
 def test_a_folder_of_baselines_is_absolute_and_counts_as_named_wherever_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for settings in (_read({"baseline-dir": "figures"}), _read(ini={"baseline-dir": "figures"})):
-        assert settings.baseline_dir_named
+        assert "baseline-dir" in settings.given
         assert settings.baseline_dir.is_absolute()
-    assert not _read().baseline_dir_named
+    assert "baseline-dir" not in _read().given
 
 
 def test_what_turns_a_setting_of_the_ini_file_off_or_only_bounds_it_asks_for_nothing():
@@ -181,7 +193,7 @@ def test_what_turns_a_setting_of_the_ini_file_off_or_only_bounds_it_asks_for_not
     ],
 )
 def test_the_flag_of_a_setting_of_the_ini_file_names_what_to_write_instead(name, value, sentence):
-    assert fnmatch.fnmatchcase(ini_only_sentence(f"--gpu-{name}", value), sentence)
+    assert fnmatch.fnmatchcase(BY_NAME[name].refused_flag(value), sentence)
 
 
 def test_one_file_is_not_written_for_two_options(tmp_path):
@@ -197,8 +209,8 @@ def test_paths_are_in_the_folder_of_the_ini_file_or_the_current_one(tmp_path, mo
         (folder / "old.json").touch()
     written = {"baseline-dir": "figures", "json": "out/new.json", "baseline": "old.json"}
     for folder, settings in ((tmp_path / "ini", _read(ini=written, root=tmp_path / "ini")), (tmp_path, _read(written))):
-        assert Path(settings.baseline).absolute() == folder / "old.json"
-        assert (settings.baseline_dir, settings.json.absolute()) == (folder / "figures", folder / "out/new.json")
+        assert settings.baseline == folder / "old.json"
+        assert (settings.baseline_dir, settings.json) == (folder / "figures", folder / "out/new.json")
 
 
 def test_a_baseline_report_comes_from_the_command_line_before_the_ini_file(tmp_path):
@@ -206,7 +218,7 @@ def test_a_baseline_report_comes_from_the_command_line_before_the_ini_file(tmp_p
     for name in (typed, written):
         Path(name).touch()
     read_ = (_read({"baseline": typed}, {"baseline": written}), _read(ini={"baseline": written}), _read())
-    assert [settings.baseline for settings in read_] == [typed, written, "measured"]
+    assert [settings.baseline for settings in read_] == [Path(typed), Path(written), "measured"]
     with pytest.raises(ValueError, match="--gpu-baseline"):
         _read({"baseline": str(tmp_path)})  # a folder is no report
 

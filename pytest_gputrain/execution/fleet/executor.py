@@ -13,9 +13,9 @@ from pytest_gputrain.cases.identity import identity_of
 from pytest_gputrain.execution.executor import Executor, WantedRuns, Watch, conditions_of, refuse_other_device
 from pytest_gputrain.execution.fleet.job_queue import Fleet
 from pytest_gputrain.execution.fleet.scheduler import Scheduler
+from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.records import Delivery, Host, Lost, Measurement, Order, OutOfMemory, Reply, Task
-from pytest_gputrain.records.settings import Settings
 from pytest_gputrain.utils.errors import BadCase
 
 CPUS_OF_A_GPU: Final = 4
