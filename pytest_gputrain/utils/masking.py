@@ -16,15 +16,21 @@ _LONGER: Final = rf"(?:[A-Za-z0-9]+[-_.])*{_NAME}"
 """Only to match from the beginning of an argument: a search for it would take quadratic time."""
 _OPTION: Final = re.compile(rf"-+{_LONGER}", re.IGNORECASE)
 _OPTION_WITH_VALUE: Final = re.compile(rf"(-*{_LONGER}\s*=).+", re.IGNORECASE | re.DOTALL)
-_VALUE: Final = r"(?:\"(?:[^\"\\]|\\.)*+\"?|'[^']*'?|[^\s\"']\S*)"
-"""In quotes, or up to the next blank: a secret may hold each other sign, also ``&`` and ``,``, which separate elsewhere."""
-_ASSIGNED: Final = re.compile(rf"((?<![A-Za-z0-9]){_NAME}[\"']?\]?\s*(?:=|:(?!:))\s*){_VALUE}", re.IGNORECASE | re.DOTALL)
+_VALUE: Final = r"(?:\"(?:[^\"\\]|\\.)*+\"?|'[^']*'?|\\+(?P<quote>[\"']).*?(?:\\(?P=quote)|\Z)|[^\s\"'\\]\S*|\\\S*)"
+"""In quotes, which a backslash may escape, or up to the next blank: a secret may hold each other sign, also ``&`` and ``,``,
+which separate elsewhere."""
+_QUOTE: Final = r"(?:\\*[\"'])?"
+_ASSIGNED: Final = re.compile(rf"((?<![A-Za-z0-9]){_NAME}{_QUOTE}\]?\s*(?:=|:(?!:))\s*){_VALUE}", re.IGNORECASE | re.DOTALL)
 """``--token=x``, ``HF_TOKEN=x``, ``X-API-Key: x`` and ``{"api_key": "x"}``, also in the middle of an argument."""
+_FOLLOWING: Final = re.compile(rf"((?<![^\s=\"'])-+{_LONGER}\s+)(?:-+{_LONGER}\s+)*{_VALUE}", re.IGNORECASE | re.DOTALL)
+"""``--token x`` in one argument, as in ``addopts=-q --token x``."""
 _IN_ADDRESS: Final = re.compile(r"(\w://)[^/\s]+@")
 _HEADER: Final = r"\b(?:Authorization|Cookie)"
 _SCHEME: Final = r"(?:[A-Za-z]+\s+)?"
 _IN_HEADER: Final = re.compile(
-    rf"(\bBearer\s+|{_HEADER}[\"']\s*[:=]\s*[\"']{_SCHEME})[^\"'\r\n]+|({_HEADER}\s*[:=]\s*{_SCHEME})\S[^\r\n]*",
+    rf"(\bBearer\s+)[^\"'\r\n]+"
+    rf"|({_HEADER}[\"']\s*[:=]\s*(?P<quote>[\"']){_SCHEME})(?:\\.|(?!(?P=quote))[^\\\r\n])+"
+    rf"|({_HEADER}{_QUOTE}\s*[:=]\s*(?:\\+[\"'])?{_SCHEME})\S[^\r\n]*",
     re.IGNORECASE,
 )
 """The rest of the line, or of the quoted text: a header holds blanks and quotes."""
@@ -71,12 +77,6 @@ def _is_secret(name: object, value: Any) -> bool:
 def _masked(text: str) -> str:
     text = _ASSIGNED.sub(rf"\g<1>{MASK}", text)
     text = _IN_ADDRESS.sub(rf"\g<1>{MASK}@", text)
-    text = _IN_HEADER.sub(rf"\g<1>\g<2>{MASK}", text)
+    text = _IN_HEADER.sub(rf"\g<1>\g<2>\g<4>{MASK}", text)
     text = _KNOWN.sub(rf"\g<1>{MASK}", text)
-    words, follows = re.split(r"(\s+)", text), False
-    for at in range(0, len(words), 2):  # arguments in one, as in addopts=--token x
-        word = words[at]
-        if follows:
-            words[at] = MASK
-        follows = len(words) > 1 and _OPTION.fullmatch(word.rpartition("=")[2].lstrip("\"'")) is not None
-    return "".join(words)
+    return _FOLLOWING.sub(rf"\g<1>{MASK}", text)

@@ -150,6 +150,18 @@ def test_no_failure_ends_the_annotation_that_tells_of_it():
             ["Authorization: Basic ***", '{"Authorization": "***"}'],
         ),
         (["hf_abcdefghijklmnop", "x=ghp_0123456789abcdef"], ["hf_***", "x=ghp_***"]),
+        (
+            ["addopts=--token 'a b' -v", '--api-key "a \\"b\\" c" -v', "x --token --auth a b"],
+            ["addopts=--token *** -v", "--api-key *** -v", "x --token *** b"],
+        ),
+        (
+            ['{"run": "--token \\"a b\\" -v"}', '{\\"api_key\\": \\"a b\\"}', 'x TOKEN=\\"a b\\" -v'],
+            ['{"run": "--token *** -v"}', '{\\"api_key\\": ***}', "x TOKEN=*** -v"],
+        ),
+        (
+            ['{"Cookie": "a=\\"b\\"; c=d", "x": 3}', "{'Cookie': 'a=\"b c\"; d', 'x': 3}", '{\\"Cookie\\": \\"a=b; c\\"}'],
+            ['{"Cookie": "***", "x": 3}', "{'Cookie': '***', 'x': 3}", '{\\"Cookie\\": \\"***'],
+        ),
     ],
 )
 def test_what_looks_like_a_secret_is_masked(arguments, shown):
@@ -186,6 +198,11 @@ PARTS = (
     "token=",
     "token ",
     'token="',
+    "--token ",
+    "--token \\'x ",
+    "token\\",
+    "\\",
+    '"Cookie": "\\',
     "auth",
     "a://b",
     "a@",
