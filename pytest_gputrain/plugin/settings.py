@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -94,9 +95,9 @@ def _refuse_outputs(settings: Settings) -> None:
     Raises:
         ValueError: two options name one file, or one names a file that no run writes.
     """
-    flags: dict[Path, str] = {}
+    flags: dict[str, str] = {}
     for name, path in settings.outputs.items():
-        other = flags.setdefault(path.resolve(), f"--gpu-{name}")
+        other = flags.setdefault(os.path.realpath(path), f"--gpu-{name}")
         if other != f"--gpu-{name}":
             raise ValueError(
                 f"{other} and --gpu-{name} contradict each other: both name {path}; give each a file of its own"

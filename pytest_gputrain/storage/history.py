@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
@@ -20,6 +22,10 @@ _Line = TypeVar("_Line")
 
 _LONGEST_LINE: Final = 1 << 20
 """Bytes; a file without line ends is not read into memory as a whole."""
+_LONGEST_END: Final = 1 << 26
+"""The most bytes that are looked at behind the last line end."""
+_BEGIN: Final = b'{"'
+"""How every line of a history begins, also one that is cut off."""
 
 
 class HistoryError(OneLineError):
@@ -30,20 +36,27 @@ def append(path: Path, lines: Iterable[HistoryLine]) -> str:
     """Put whole lines at the end of the file, in one write, or leave it as it was.
 
     Processes of one host take turns. A last line without its end, which a crash in mid-write leaves, is removed first;
-    one that only lacks its line end gets it.
+    one that only lacks its line end gets it. A file whose first or last line is none of a history is somebody's else.
 
     Returns:
         A sentence where a torn line was removed, else nothing.
 
     Raises:
+        HistoryError: the file is no history.
         OSError: the file cannot be written.
     """
     data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
-    with locked(path.resolve()):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    with locked(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY, 0o644)
         try:
-            size = os.fstat(descriptor).st_size
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file")
+            size = status.st_size
             torn = _torn_end(descriptor, size)
+            begins = (os.pread(descriptor, 2, 0), torn.lstrip(b"\0")[:2])  # zeros: a file system lost what was there
+            if len(torn) >= _LONGEST_END or not all(map(_BEGIN.startswith, begins)):
+                raise HistoryError(f"{path} is no history, or its last line is none of one; give another file, or mend it")
             whole = size - len(torn)
             if torn and _is_json(torn):
                 data, torn, whole = b"\n" + data, b"", size
@@ -62,9 +75,9 @@ def append(path: Path, lines: Iterable[HistoryLine]) -> str:
 
 
 def _torn_end(descriptor: int, size: int) -> bytes:
-    """Return what follows the last line end."""
+    """Return what follows the last line end, or a part of it where it is too long for a line."""
     block, end = b"", size
-    while end > 0 and b"\n" not in block:
+    while end > 0 and b"\n" not in block and len(block) < _LONGEST_END:
         start = max(0, end - _LONGEST_LINE)
         block = os.pread(descriptor, end - start, start) + block
         end = start

@@ -240,7 +240,7 @@ def locked(path: Path, patience_seconds: float = _PATIENCE_SECONDS) -> Iterator[
     """
     import fcntl
 
-    folder = path.resolve().parent
+    folder = Path(os.path.realpath(path)).parent
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

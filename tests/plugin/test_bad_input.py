@@ -115,6 +115,7 @@ def test_a_baseline_folder_that_was_named_must_exist_for_cases(suite):
 
 def test_a_bad_option_value_is_a_usage_error(suite):
     (suite.path / "tuning.json").touch()
+    (suite.path / "circle").symlink_to("circle")
     tolerance = "is not a tolerance; write it as 3% or 0.03"
     not_written = (
         "baselines cannot be written to */tox.ini/baselines (Not a directory); make it writable or choose another *"
@@ -125,6 +126,7 @@ def test_a_bad_option_value_is_a_usage_error(suite):
         "--gpu-platform=h10": "--gpu-platform: 'h10' is unknown (did you mean 'h100'?); known: *",
         "--gpu-baseline-dir=": "--gpu-baseline-dir: *",
         "--gpu-baseline-update --gpu-baseline-dir=tox.ini/baselines": not_written,
+        "--gpu-json=circle": "--gpu-json: */circle cannot be written (Too many levels of symbolic links); give another file",
         "--gpu-baseline=tuning.json --gpu-baseline-update": "--gpu-baseline-update records into --gpu-baseline-dir; *",
     }.items():
         assert_refused(suite, sentence, *arguments.split())

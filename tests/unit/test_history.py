@@ -17,6 +17,7 @@ from pytest_gputrain.records import Case, Counts, HistoryLine, MetricVerdict, St
 from pytest_gputrain.records.history import COUNT_KEYS
 from pytest_gputrain.records.study import Search
 from pytest_gputrain.report.history_lines import lines_of
+from pytest_gputrain.report.trend.reading import Filter, History
 from pytest_gputrain.storage import history
 from pytest_gputrain.storage.history import HistoryError, append, read
 from pytest_gputrain.utils.git import RunInfo
@@ -246,6 +247,45 @@ def test_a_corrupt_line_before_the_end_is_refused_with_its_place(tmp_path, corru
     assert next(lines)[0] == 0
     with pytest.raises(HistoryError, match=f"^{path}:2 is not a line of a history: .*; remove the line, or restore"):
         next(lines)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [b"# Notes\n", b"# Notes", b'{"a": 1}\n# Notes', b"[]", b"null", b"\xef\xbb\xbf{}", b"\0\0", b'{\n "results": []\n}\n'],
+)
+def test_a_file_that_is_no_history_is_left_as_it_is(tmp_path, other):
+    path = tmp_path / "notes.md"
+    path.write_bytes(other)
+    with pytest.raises(HistoryError, match=r"notes\.md is no history, or its last line is none of one"):
+        append(path, [LINE])
+    assert path.read_bytes() == other
+
+
+def test_what_is_not_a_regular_file_gets_no_line_and_a_hole_without_end_is_not_read(tmp_path):
+    path = tmp_path / "history.jsonl"
+    append(path, [LINE])
+    with path.open("ab") as file:
+        file.truncate(1 << 32)
+    with pytest.raises(HistoryError, match="is no history"):
+        append(path, [LINE])
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="it is not a regular file"):
+        append(path, [_named("x" * 70_000)])  # more than a pipe holds
+    path.unlink()
+    path.symlink_to(path)
+    for use in (lambda: append(path, [LINE]), lambda: History([path], (), Filter(), _refuse)):
+        with pytest.raises((OSError, HistoryError), match=r"symbolic links|is not a file"):
+            use()
+
+
+def test_zeros_that_a_file_system_left_behind_the_last_line_are_removed(tmp_path):
+    path = tmp_path / "history.jsonl"
+    append(path, [_named("one")])
+    with path.open("ab") as file:
+        file.truncate(path.stat().st_size + 5000)
+    assert "(5,000 bytes)" in append(path, [_named("two")])
+    assert _sessions(path) == ["one", "two"]
 
 
 def test_a_file_without_line_ends_is_refused_early(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import bisect
 import itertools
 import math
 import operator
+import os
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ class History:
         Raises:
             HistoryError: a file is none, or none of its lines is wanted.
         """
-        self._paths = list(dict.fromkeys(path.resolve() for path in paths))
+        self._paths = list(dict.fromkeys(Path(os.path.realpath(path)) for path in paths))
         self._begins: list[int] = []
         fields = [("date", Annotated[datetime, msgspec.Meta(tz=True)]), *((name, str) for name in _NAMES)]
         point: Any = msgspec.defstruct(
