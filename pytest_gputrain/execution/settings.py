@@ -285,6 +285,8 @@ class Settings:
         page="sweeps.md",
     )
     root: Path
+    configured: bool
+    """Whether pytest found a configuration file. Without one, ``root`` depends on where pytest is started."""
     typed: tuple[str, ...]
     """Names of the options that the command line gives: they count before what a test says of itself."""
     given: tuple[str, ...]

@@ -62,6 +62,7 @@ def judge(
     terms: CountTerms = BY_THE_RULES,
     again: Counts | None = None,
     rates: Rates | None = None,
+    elsewhere: str = "",
 ) -> Verdict:
     """Judge ``run`` against what is recorded of its case.
 
@@ -70,6 +71,7 @@ def judge(
         terms: of what steps ask of the GPU.
         again: what they asked of it in a second run, which confirms the first.
         rates: of the platform, to say what more work costs; None where they are not known.
+        elsewhere: where figures may be that were not found, with the remedy.
     """
     if recorded is not None and recorded.case.identity() == case.identity():
         before = recorded.like(run) or recorded.nearest(run)
@@ -85,7 +87,8 @@ def judge(
         sentence = f"{case} {_what_does_not_fit(run, title, 'does not fit')}; {_IF_EXPECTED}"
         return Verdict(status="failed", sentence=sentence)
     if recorded is None:
-        sentence = f"{case} was never recorded on an emulated {title}; record it with --gpu-emulate --gpu-baseline-new"
+        remedy = elsewhere or "record it with --gpu-emulate --gpu-baseline-new"
+        sentence = f"{case} was never recorded on an emulated {title}; {remedy}"
         return Verdict(status="new", sentence=sentence)
     change = differences(recorded.case, case)
     sentence = f"{case} is not what was recorded on an emulated {title} ({change}); {_RECORD}"

@@ -41,6 +41,8 @@ class Criteria:
     baseline: Baseline | None = None
     hint: str = ""
     """Further information about a missing baseline."""
+    elsewhere: str = ""
+    """Where it may be instead, with the remedy."""
     emulated: EmulatedRun | None = None
     """The run of a case without a baseline on an emulated GPU of the platform; None if there is none that applies."""
     variables: tuple[str, ...] = ()
@@ -103,6 +105,7 @@ def judge(criteria: Criteria, replies: tuple[Reply, ...], shift: float = 0.0, no
             shift=shift,
             variables=criteria.variables,
             counts=criteria.counts,
+            elsewhere=criteria.elsewhere,
         )
         verdict, settled = regression.judge(
             case, replies, criteria.baseline, tolerance, criteria.hint, no_scaling, circumstances

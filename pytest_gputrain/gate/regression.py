@@ -89,6 +89,8 @@ class Circumstances:
     """See `pytest_gputrain.gate.step_times.decide`."""
     other_side: OtherSide | None = None
     """What it is compared with, if that is no stored baseline."""
+    elsewhere: str = ""
+    """Where a missing baseline may be instead, with the remedy."""
 
     @property
     def again(self) -> str:
@@ -123,7 +125,7 @@ def judge(
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
     out = [reply for reply in replies if isinstance(reply, OutOfMemory)]
     if baseline is None:
-        return GateResult(_without_baseline(case, out, hint, no_scaling))
+        return GateResult(_without_baseline(case, out, hint, no_scaling, circumstances.elsewhere))
     side = circumstances.other_side or OtherSide.stored(baseline)
     if baseline.case.identity() != case.identity():
         change = differences(baseline.case, case)
@@ -217,14 +219,15 @@ _RECORD_NEW: Final = "record it with --gpu-baseline-new"
 """The remedy for a case without a baseline. It does not accept regressions of other cases."""
 
 
-def _without_baseline(case: Case, out: Sequence[OutOfMemory], hint: str, no_scaling: str) -> Verdict:
+def _without_baseline(case: Case, out: Sequence[OutOfMemory], hint: str, no_scaling: str, elsewhere: str) -> Verdict:
     if out:
         return Verdict(
             status="failed",
             sentence=f"{case} {describe_failure(out[0])}; if that is expected, {_RECORD}",
         )
     beside = f", and no scaling efficiency ({no_scaling})" if no_scaling else ""
-    return Verdict(status="new", sentence=f"{case} has no baseline{f' ({hint})' if hint else ''}{beside}; {_RECORD_NEW}")
+    sentence = f"{case} has no baseline{f' ({hint})' if hint else ''}{beside}; {elsewhere or _RECORD_NEW}"
+    return Verdict(status="new", sentence=sentence)
 
 
 def _other_device(here: Environment | None, runs: Iterable[BaselineRun]) -> str:

@@ -332,6 +332,7 @@ def _settings(config: pytest.Config) -> Settings:
         {option.name: config.getoption(option.flag) for option in OPTIONS if not option.ini_only},
         {option.name: str(config.getini(option.ini)) for option in OPTIONS},
         config.rootpath if config.inipath is None else config.inipath.parent,
+        configured=config.inipath is not None,
     )
 
 

@@ -12,7 +12,9 @@ from pytest_gputrain.execution.settings import OPTIONS, Settings
 from pytest_gputrain.utils.files import prepare
 
 
-def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str, str], root: Path) -> Settings:
+def read(
+    options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str, str], root: Path, *, configured: bool = True
+) -> Settings:
     """Return the settings; an option of the command line precedes the ini file, which precedes the default.
 
     Args:
@@ -20,6 +22,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
             False for a switch whose ``--no-gpu-name`` came last.
         ini: value that each option has in the ini file by option name; empty where it is not set.
         root: folder that relative paths of the ini file are in; those of the command line are in the current folder.
+        configured: whether there is a configuration file.
 
     Raises:
         ValueError: one sentence naming the option, the value, and what would be accepted.
@@ -28,6 +31,7 @@ def read(options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str,
     settings = Settings(
         **{option.field: _value(option, options.get(option.name), ini.get(option.name, ""), root) for option in OPTIONS},
         root=root,
+        configured=configured,
         typed=tuple(sorted(typed)),
         given=tuple(sorted(typed | {name for name, value in ini.items() if value})),
     )

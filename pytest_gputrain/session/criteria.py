@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.execution.settings import Settings
@@ -15,7 +15,7 @@ from pytest_gputrain.gate.step_times import PRIOR_SD
 from pytest_gputrain.gate.suite_noise import prior_of
 from pytest_gputrain.records import Baseline, Case, Host, Published, Task
 from pytest_gputrain.records.tolerance import NO_TERMS, CountTerms, Terms, Tolerance
-from pytest_gputrain.storage.baselines import BaselineError, BaselineStore
+from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
 from pytest_gputrain.storage.forecast import Forecast
 from pytest_gputrain.storage.published import PublishedStore
 from pytest_gputrain.storage.reports import ReportStore
@@ -51,6 +51,23 @@ def refuse_missing_folder(settings: Settings) -> None:
     """
     if "baseline-dir" in settings.given and not settings.records and not os.path.isdir(settings.baseline_dir):
         raise BadCase(f"the baseline folder {settings.baseline_dir} does not exist; --gpu-baseline-update makes it")
+
+
+def elsewhere(settings: Settings, store: SuiteStore[Any, Any], suite: str) -> str:
+    """Say where baselines are that this run does not find because pytest was started in the wrong folder; empty if none are.
+
+    Without a configuration file, pytest takes the folder in which it is started for its root.
+    """
+    if settings.configured or "baseline-dir" in settings.given or store.other_devices("", suite):
+        return ""
+    for parent in settings.root.parents:
+        folder = parent / settings.baseline_dir.name
+        if type(store)(folder).other_devices("", suite):
+            return (
+                f"only {settings.baseline_dir} was searched, and {folder} has baselines of this file: start pytest in "
+                f"{parent}, or save an empty pytest.ini there"
+            )
+    return ""
 
 
 def tolerance_of(settings: Settings, terms: Terms) -> Tolerance:
@@ -116,6 +133,7 @@ class CriteriaLookup:
             counts=count_terms_of(self.settings, terms),
             baseline=baseline,
             hint=hint,
+            elsewhere=elsewhere(self.settings, self._store, suite) if compares_stored and baseline is None else "",
             emulated=emulated,
             variables=tuple(task.variables),
             prior=PRIOR_SD if baseline is None else self._prior(host.device, suite),

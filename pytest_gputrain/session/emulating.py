@@ -19,7 +19,7 @@ from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.rates import rates_of
 from pytest_gputrain.records import Case, Counts, Emulated, EmulatedRun, LimitVerdict, Recorded, Result, Task, Verdict
 from pytest_gputrain.records.counts import COUNT_FIGURES
-from pytest_gputrain.session.criteria import count_terms_of, records, refuse_missing_folder
+from pytest_gputrain.session.criteria import count_terms_of, elsewhere, records, refuse_missing_folder
 from pytest_gputrain.session.replies import Watch
 from pytest_gputrain.session.request import CaseRunner, Request, result_fields
 from pytest_gputrain.session.selection import refuse_unfit
@@ -110,7 +110,8 @@ class EmulatingRunner(CaseRunner):
         """Judge the figures against what is recorded."""
         case = task.case
         terms, rates = count_terms_of(self.settings, request.terms), rates_of(self.executor.host.platform)
-        judge_with = functools.partial(judge, case, figures, recorded, title, terms, rates=rates)
+        where = "" if recorded else elsewhere(self.settings, self._store, request.suite)
+        judge_with = functools.partial(judge, case, figures, recorded, title, terms, rates=rates, elsewhere=where)
         verdict = judge_with()
         fails = any(metric.status == "regressed" and metric.metric in COUNT_FIGURES for metric in verdict.metrics)
         if fails and not records(self.settings, recorded=recorded is not None):

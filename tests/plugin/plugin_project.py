@@ -221,6 +221,15 @@ class Project:
         """In a process of its own."""
         return self.pytester.runpytest_subprocess(*arguments, timeout=300)
 
+    def without_configuration(self):
+        """Move everything into the folder ``benchmarks``, and leave no configuration file; return the folder."""
+        (self.path / "tox.ini").unlink()
+        files = [path for path in self.path.iterdir() if path.is_file()]
+        below = self.pytester.mkdir("benchmarks")
+        for file in files:
+            file.rename(below / file.name)
+        return below
+
     def baseline_file(self, suite, device="cpu"):
         return self.path / "baselines" / device / f"{suite}.json"
 

@@ -115,6 +115,14 @@ def test_a_case_without_a_figure_to_compare_with_is_new_and_fails_where_that_is_
     assert "was never recorded on an emulated H100" in failures(strict)[TEST]
 
 
+def test_a_run_in_a_folder_below_what_was_recorded_says_where_it_is(emulating, monkeypatch):
+    below = emulating.without_configuration()
+    emulating.run("benchmarks", *EMULATE, UPDATE).assert_outcomes(passed=3)
+    monkeypatch.chdir(below)
+    searched = f"only {below / 'baselines'} was searched, and {emulating.path / 'baselines'} *"
+    emulating.run(*EMULATE).stdout.fnmatch_lines([f"* was never recorded on an emulated H100; {searched}"])
+
+
 def test_one_byte_more_is_a_regression_and_one_less_an_improvement(gated):
     gated.run(*EMULATE, "--gpu-strict").assert_outcomes(passed=3)
     for name in ("peak_allocated_bytes", "peak_reserved_bytes"):

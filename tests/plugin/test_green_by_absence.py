@@ -8,6 +8,7 @@ from plugin_project import (
     LLAMA_2,
     SUITE,
     assert_refused,
+    failures,
     recorded,
 )
 
@@ -31,6 +32,27 @@ def test_an_option_that_skips_every_case_is_told_also_by_a_mark_that_a_conftest_
     result = suite.run("--gpu-strict")
     result.stdout.fnmatch_lines(["nothing was measured: every case was skipped (slow)"])
     assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_a_run_in_a_folder_below_the_baselines_says_where_they_are(suite, monkeypatch):
+    below = suite.without_configuration()
+    suite.run("benchmarks", "--gpu-baseline-update").assert_outcomes(passed=3)
+    with monkeypatch.context() as inside:
+        inside.chdir(below)
+        remedy = (
+            f"only {below / 'baselines'} was searched, and {suite.path / 'baselines'} has baselines of this file: start "
+            f"pytest in {suite.path}, or save an empty pytest.ini there"
+        )
+        result = suite.run()
+        result.assert_outcomes(passed=3)
+        (told,) = (line for line in result.outlines if line.startswith("3 cases without a baseline: "))
+        assert told == f"3 cases without a baseline: {LLAMA} has no baseline; {remedy} (and 2 more)"
+        strict = failures(suite.run("--gpu-strict"))
+        assert strict[f"test_tuning[{GEMMA}]"].strip() == f"{GEMMA} has no baseline; {remedy} (strict)"
+        (below / "pytest.ini").touch()
+        assert "was searched" not in suite.run().stdout.str()
+        (below / "pytest.ini").rename(suite.path / "pytest.ini")
+        suite.run("--gpu-strict").assert_outcomes(passed=3)
 
 
 def last_line(result):

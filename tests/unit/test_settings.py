@@ -144,7 +144,7 @@ def test_a_new_option_is_one_field(monkeypatch):
     given = _read(), _read(ini={"fan-speed": "5"}), _read({"fan-speed": "7"}, {"fan-speed": "5"})
     assert [settings.fan_speed for settings in given] == [3, 5, 7]
     plain = {field.name for field in dataclasses.fields(Settings)} - {option.field for option in OPTIONS}
-    assert plain == {"root", "typed", "given"}
+    assert plain == {"root", "configured", "typed", "given"}
 
 
 @pytest.mark.parametrize("layers", LAYERS, ids=lambda layers: layers.option)
