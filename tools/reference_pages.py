@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Final, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
@@ -30,7 +30,7 @@ from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.plugin import hooks
 from pytest_gputrain.plugin.marker_help import lines as marker_lines
 from pytest_gputrain.records import Report
-from pytest_gputrain.records.history import COUNT_KEYS
+from pytest_gputrain.records.history import COUNT_KEYS, KNOB_KEYS
 
 DOCS: Final = Path(__file__).parent.parent / "docs"
 PAGES: Final = tuple(DOCS / name for name in ("api.md", "api-records.md", "cli.md", "options.md", "history.md"))
@@ -123,7 +123,8 @@ def _text(node: ast.stmt | None) -> str:
 
 
 def _type(annotation: ast.expr | None) -> str:
-    text = ast.unparse(annotation) if annotation else "None"
+    is_knob = isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated"
+    text = ast.unparse(annotation.slice.elts[0] if is_knob else annotation) if annotation else "None"
     for long, short in _SHORT_TYPES.items():
         text = text.replace(long, short)
     return f"`{text}`"
@@ -186,9 +187,14 @@ def history() -> str:
     node = _definitions("pytest_gputrain.records.history")["_Line"]
     assert isinstance(node, ast.ClassDef)
     rows = [row for row in _members(node) if isinstance(row, Row)]
-    keys = [(row.name, _json_type(row.type), row.meaning or _OF_CASE) for row in rows]
+    keys = [(row.name, _json_type(row.type), row.meaning) for row in rows]
+    keys += ((f"`{key}`", _json_type(_words_of(knob.history_type)), _OF_CASE) for key, knob in KNOB_KEYS.items())
     keys += ((f"`{key}`", "number or null", f"`{figure}` {_OF_COUNTS}") for key, figure in COUNT_KEYS.items())
     return table(("key", "type", "meaning"), keys)
+
+
+def _words_of(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def _json_type(kind: str) -> str:

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from pytest_gputrain.cases.identity import ALWAYS_IN_ID
 from pytest_gputrain.records import Case
+from pytest_gputrain.records.case import IN_EVERY_ID, KNOBS
 from pytest_gputrain.utils.suggest import did_you_mean
 
-_FIELDS: Final = frozenset(Case.__struct_fields__) - {"named", "code", "args"}
+_FIELDS: Final = frozenset(name for name, knob in KNOBS.items() if knob.settable)
 
 
 def grid(base: Case, *, platforms: Sequence[str] | None = None, **axes: Iterable[Any]) -> list[Case]:
@@ -32,7 +32,7 @@ def grid(base: Case, *, platforms: Sequence[str] | None = None, **axes: Iterable
             raise TypeError(f"grid() takes a list for the axis {axis!r}: {axis}=[{values!r}]")
     if isinstance(platforms, str):
         raise TypeError(f"grid() takes a list of platforms: platforms=[{platforms!r}]")
-    named = tuple(dict.fromkeys([*base.named, *(axis for axis in axes if axis not in ALWAYS_IN_ID)]))
+    named = tuple(dict.fromkeys([*base.named, *(axis for axis in axes if axis not in IN_EVERY_ID)]))
     common: dict[str, Any] = {"named": named}
     if platforms is not None:
         common["platforms"] = tuple(platforms)

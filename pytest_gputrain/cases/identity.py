@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
 from pytest_gputrain.records import Case, Scale, Task
-
-ALWAYS_IN_ID: Final = ("model", "method", "precision", "parallel")
 
 
 def differences(case: Case, other: Case) -> str:

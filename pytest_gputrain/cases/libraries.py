@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.cases.validation import ADAPTING, EIGHT_BIT
+from pytest_gputrain.cases.validation import EIGHT_BIT
 from pytest_gputrain.records import Case
+from pytest_gputrain.records.case import ADAPTING
 
 LIBRARIES: Final = ("torch", "transformers", "diffusers", "peft", "accelerate", "bitsandbytes", "deepspeed", "triton")
 """The libraries that train."""

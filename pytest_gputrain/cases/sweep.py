@@ -9,11 +9,10 @@ from typing import Any, Final
 import msgspec
 
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.cases.identity import ALWAYS_IN_ID
 from pytest_gputrain.cases.model_config import is_path
-from pytest_gputrain.cases.validation import VOCABULARY, bad_number
+from pytest_gputrain.cases.validation import bad_value
 from pytest_gputrain.records import Case, knob_text
-from pytest_gputrain.records.whole import Whole
+from pytest_gputrain.records.case import IN_EVERY_ID, KNOBS
 from pytest_gputrain.utils.suggest import did_you_mean
 
 Axes = tuple[tuple[str, tuple[Any, ...]], ...]
@@ -25,12 +24,12 @@ PLATFORMS: Final = "platforms"
 _TYPES: Final = {
     field.name: field.type
     for field in msgspec.structs.fields(Case)
-    if field.name not in (PLATFORMS, "named", "code", "args")  # they say what a case is for and called, not what it does
+    if field.name != PLATFORMS and KNOBS[field.name].settable
 }
 
 
 _KINDS: Final[dict[Any, str]] = {
-    Whole: "a whole number",
+    int: "a whole number",
     float: "a number",
     bool: "true or false",
     bool | float: "true, false or a share from 0 to 1",
@@ -83,15 +82,15 @@ def _value(knob: str, text: str) -> Any:
     Raises:
         ValueError: the text is no value of the knob.
     """
-    choices: Iterable[str] | None = architectures() if knob == "model" else VOCABULARY.get(knob)
+    choices: Iterable[str] | None = architectures() if knob == "model" else KNOBS[knob].words or None
     if choices is not None and text not in choices and not (knob == "model" and is_path(text)):
         known = ", ".join(filter(None, choices))
         raise ValueError(f"the {knob} {text!r} is unknown{did_you_mean(text, choices)}; known: {known}")
     try:
         value = msgspec.convert(text, _TYPES[knob], strict=False)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{knob}={text!r} is not {_KINDS.get(_TYPES[knob], 'a value of it')}") from error
-    complaint = bad_number(Case(**{knob: value}))
+        raise ValueError(f"{knob}={text!r} is not {_KINDS.get(KNOBS[knob].type, 'a value of it')}") from error
+    complaint = bad_value(Case(**{knob: value}))
     if complaint:
         raise ValueError(f"a case {complaint}")
     return value
@@ -117,5 +116,5 @@ def override(case: Case, knobs: Mapping[str, Any]) -> Case:
     named: object = case.named
     if not changed or not isinstance(named, tuple):
         return case.replace(**changed)  # what is no tuple fails the case's own test later
-    new = [knob for knob in changed if knob not in (*ALWAYS_IN_ID, *named, PLATFORMS)]
+    new = [knob for knob in changed if knob not in (*IN_EVERY_ID, *named, PLATFORMS)]
     return case.replace(**changed, named=(*named, *new))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -12,44 +11,9 @@ import msgspec
 from pytest_gputrain.cases.architectures.facts import Architecture, architectures
 from pytest_gputrain.cases.model_config import key_of_positions
 from pytest_gputrain.records import Case
+from pytest_gputrain.records.case import ADAPTING, KNOBS
+from pytest_gputrain.records.knobs import Knob
 from pytest_gputrain.utils.suggest import did_you_mean
-
-PARTS: Final = ("language", "all")
-METHODS: Final = ("full", "lora", "qlora", "pretrain", "sft", "dreambooth")
-PRECISIONS: Final = ("fp32", "bf16", "bf16-amp", "fp16-amp")
-PARALLELS: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2", "zero3", "ps")
-OPTIMIZERS: Final = ("adamw", "adamw-fused", "adamw_8bit", "paged_adamw_8bit", "adam", "adafactor", "momentum", "sgd")
-LR_SCHEDULERS: Final = ("constant", "linear", "cosine")
-LENGTHS: Final = ("fixed", "padded", "packed")
-IDS: Final = ("uniform", "zipf")
-ATTENTIONS: Final = ("", "eager", "sdpa", "sdpa-4.49")
-CHECKPOINTING_POLICIES: Final = ("", "save-attention", "save-matmuls")
-LOSSES: Final = ("", "fp32", "logits")
-QUANTIZED_COMPUTE: Final = ("", "fp32", "bf16")
-COMPILE_MODES: Final = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-VOCABULARY: Final = {
-    "part": PARTS,
-    "method": METHODS,
-    "precision": PRECISIONS,
-    "parallel": PARALLELS,
-    "lengths": LENGTHS,
-    "ids": IDS,
-    "optimizer": OPTIMIZERS,
-    "compile": COMPILE_MODES,
-    "lr_scheduler": LR_SCHEDULERS,
-    "attention": ATTENTIONS,
-    "quantized_compute": QUANTIZED_COMPUTE,
-    "activation_checkpointing_policy": CHECKPOINTING_POLICIES,
-    "loss": LOSSES,
-}
-"""The words of a field that takes words; an empty one is the field's default."""
-
-ADAPTING: Final = ("lora", "qlora")
-"""Methods that train adapters."""
-
-_OF_ADAPTERS: Final = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "dora")
-ALL_LINEAR: Final = "all-linear"
-"""peft's name for all linear layers but the head."""
 
 EIGHT_BIT: Final = ("adamw_8bit", "paged_adamw_8bit")
 """Optimizers of bitsandbytes."""
@@ -57,35 +21,11 @@ EIGHT_BIT: Final = ("adamw_8bit", "paged_adamw_8bit")
 OF_WHOLE_WEIGHTS: Final = (*EIGHT_BIT, "adafactor")
 """Optimizers whose states have other shapes than the weights, which shards of them do not keep."""
 
-UPDATING: Final = tuple(parallel for parallel in PARALLELS if parallel != "ps")
-"""Parallelisms with one optimizer for everything: tables have theirs on the servers, which know neither the norm of all
-gradients nor how far the training is.
-"""
-
-_ENGINES_OF_KNOBS: Final = {
-    "cpu_offload": ("fsdp",),
-    "reshard_after_forward": ("fsdp",),
-    "unquantized_fp32": ("single", "ddp", "fsdp"),  # DeepSpeed in bf16 undoes it
-    "offload_optimizer": ("zero1", "zero2", "zero3"),
-    "offload_param": ("zero3",),
-    "pin_memory": ("zero1", "zero2", "zero3"),
-    "overlap_comm": ("zero0", "zero1", "zero2", "zero3"),
-    "allgather_bucket_size": ("zero0", "zero1", "zero2", "zero3"),
-    "reduce_bucket_size": ("zero1", "zero2", "zero3"),
-    "stage3_max_live_parameters": ("zero3",),
-    "deepspeed_config": ("zero0", "zero1", "zero2", "zero3"),
-    "lr_scheduler": UPDATING,
-    "lr_warmup_steps": UPDATING,
-    "max_grad_norm": UPDATING,
-    "servers": ("ps",),
-    "asynchronous": ("ps",),
-}
-"""Knobs of a parallelism, and the ones that know them: DeepSpeed itself ignores some of them silently elsewhere."""
+ALL_LINEAR: Final = "all-linear"
+"""peft's name for all linear layers but the head."""
 
 _BY_CUDA_GRAPHS: Final = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that record CUDA graphs."""
-
-_DEFAULTS: Final = Case()
 
 _MASTERS_OF_ENGINES: Final = {
     "ddp": "which parallel='ddp' does not do; choose parallel='zero0', which does the same",
@@ -94,33 +34,11 @@ _MASTERS_OF_ENGINES: Final = {
 }
 """Why a parallelism has no ``master_weights``, as the rest of a sentence."""
 
-COMPILED: Final = ("single", "ddp", "fsdp", "zero0", "zero1", "zero2")
-"""Parallelisms under which a model is compiled. Stage 3 of DeepSpeed gathers parameters by hooks inside of every block,
-each of which breaks the graph: two tiny blocks became 104 graphs. What the parameter server does in backward, none holds."""
-
-
-SIZES: Final[dict[str, int | str]] = {"sequence_length": 512, "resolution": "512x512", "frames": 9}
-"""Fields that set the size of a model's inputs, with examples."""
+SIZES: Final = {name: knob for name, knob in KNOBS.items() if knob.size}
+"""Knobs that set the size of a model's inputs."""
 
 _SCALED_LOGITS: Final = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Keys of models that change logits behind the head."""
-
-_BATCHES: Final = "but own code makes its own batches; change them there"
-_NOT_OF_OWN_CODE: Final = {
-    "attention": "but own code chooses its own attention; set it in its model",
-    "compile": "but own code calls torch.compile itself; call it there",
-    "deepspeed_config": "but own code configures DeepSpeed itself; read the file there",
-    "ids": _BATCHES,
-    "lengths": _BATCHES,
-    "loader_workers": _BATCHES,
-    "loss": "but own code computes its own loss; compute it in fp32 there",
-    "loss_chunks": "but own code computes its own loss; compute it in chunks there",
-    "part": "but own code chooses what trains; freeze the others there",
-    "master_weights": "but own code makes its own optimizer; keep master weights in it",
-    "quantized_compute": "but own code quantises its own weights; set the type there",
-    "unquantized_fp32": "but own code prepares its own model; call peft's prepare_model_for_kbit_training there",
-}
-"""Knobs that nobody but own code itself can follow, and what to do instead."""
 
 
 def problem(case: Case, markers: Sequence[str]) -> str | None:
@@ -143,12 +61,12 @@ def complaint(case: Case, markers: Sequence[str]) -> str | None:
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         return _wrong_type(case, str(error))
     if case.code:
-        for knob, why in _NOT_OF_OWN_CODE.items():
-            if getattr(case, knob) != getattr(_DEFAULTS, knob):
-                return f"asks for {knob}, {why}, and leave the knob out"
+        for field, knob in _changed(case):
+            if knob.own_code:
+                return f"asks for {field}, {knob.own_code}, and leave the knob out"
     own_words = ("method", "precision") if case.code and case.method == "script" else ("method",)
     vocabulary: list[tuple[str, str, Iterable[str]]] = [
-        *((field, getattr(case, field), VOCABULARY[field]) for field in VOCABULARY if field not in own_words),
+        *((name, getattr(case, name), knob.words) for name, knob in KNOBS.items() if knob.words and name not in own_words),
         *(("platform", platform, markers) for platform in case.platforms),
     ]
     if case.code:
@@ -159,14 +77,14 @@ def complaint(case: Case, markers: Sequence[str]) -> str | None:
         if not case.model:
             return f"names no model; known: {', '.join(architectures())}"
         vocabulary.insert(0, ("model", case.model, architectures()))
-        vocabulary.insert(1, ("method", case.method, METHODS))
+        vocabulary.insert(1, ("method", case.method, KNOBS["method"].words))
     for field, value, names in vocabulary:
         choices = tuple(names)
         if value not in choices:
             hint = did_you_mean(value, choices)
             return f"names the unknown {field} {value!r}{hint}; known: {', '.join(filter(None, choices))}"
     return (
-        bad_number(case)
+        bad_value(case)
         or (None if case.code else _bad_model(case))
         or _bad_attention(case)
         or _bad_quantized_compute(case)
@@ -174,6 +92,11 @@ def complaint(case: Case, markers: Sequence[str]) -> str | None:
         or _bad_parallelism(case)
         or _bad_arithmetic(case)
     )
+
+
+def _changed(case: Case) -> Iterator[tuple[str, Knob]]:
+    """Yield the knobs that do not have their defaults."""
+    return ((name, knob) for name, knob in KNOBS.items() if getattr(case, name) != knob.default)
 
 
 _TYPES: Final = {
@@ -196,38 +119,14 @@ def _wrong_type(case: Case, error: str) -> str:
     return f"has {field}={getattr(case, field)!r}; {'each of them' if inside else 'it'} must be {wanted}"
 
 
-def bad_number(case: Case) -> str | None:
-    """Find the first number of ``case`` that cannot be, as the rest of a sentence."""
-    least = {
-        "gpus": 1,
-        "servers": 0,
-        "batch_size": 1,
-        "gradient_accumulation": 1,
-        "steps": 1,
-        "warmup": 0,
-        "sequence_length": 0,
-        "frames": 0,
-        "lora_rank": 0,
-        "lora_alpha": 0,
-        "loader_workers": 0,
-        "loss_chunks": 1,
-        "lr_warmup_steps": 0,
-        "allgather_bucket_size": 0,
-        "reduce_bucket_size": 0,
-        "stage3_max_live_parameters": 0,
-    }
-    for field, bound in least.items():
-        if getattr(case, field) < bound:
-            return f"has {field}={getattr(case, field)}; it must be at least {bound}"
-    if not 0 <= case.activation_checkpointing <= 1:
-        return f"has activation_checkpointing={case.activation_checkpointing}; it must be true, false or a share from 0 to 1"
-    if case.lora_dropout is not None and not 0 <= case.lora_dropout < 1:
-        return f"has lora_dropout={case.lora_dropout}; it must be at least 0 and below 1"
-    for field in ("learning_rate", "max_grad_norm"):
-        if not (math.isfinite(getattr(case, field)) and getattr(case, field) >= 0):
-            return f"has {field}={getattr(case, field)}; it must be a finite number of at least 0"
-    if case.resolution and not re.fullmatch(r"[1-9]\d{0,4}x[1-9]\d{0,4}", case.resolution):
-        return f"has resolution={case.resolution!r}; write it as WIDTHxHEIGHT in pixels, as 512x512"
+def bad_value(case: Case) -> str | None:
+    """Find the first value of ``case`` that cannot be, as the rest of a sentence."""
+    for field, knob in KNOBS.items():
+        value = getattr(case, field)
+        if knob.type is int and value < knob.least:
+            return f"has {field}={value}; it must be at least {knob.least}"
+        if knob.accepts is not None and not knob.accepts(value):
+            return f"has {field}={value!r}; it must {knob.must}"
     return None
 
 
@@ -241,9 +140,9 @@ def _bad_model(case: Case) -> str | None:
         return complaint
     if "sequence_length" in architecture.needs and case.sequence_length == 1:
         return "has sequence_length=1; it must be at least 2"
-    for field, example in SIZES.items():
+    for field, knob in SIZES.items():
         if field in architecture.needs and not getattr(case, field):
-            return f"sets no {field}, which {case.model} needs, as {field}={example!r}"
+            return f"sets no {field}, which {case.model} needs, as {field}={knob.size!r}"
         if field not in architecture.needs and getattr(case, field) and not (field == "resolution" and case.part == "all"):
             return f"sets {field}, which {case.model} does not have; leave it out"
     facts = architecture.trained_part
@@ -275,11 +174,9 @@ def _bad_part(case: Case, architecture: Architecture) -> str | None:
 
 
 def _bad_adapters(case: Case, architecture: Architecture) -> str | None:
-    if case.method not in ADAPTING:
-        for knob in _OF_ADAPTERS:
-            if getattr(case, knob) != getattr(_DEFAULTS, knob):
-                return f"sets {knob}, which the method {case.method!r} does not have; choose lora or qlora"
-        return None
+    for field, knob in _changed(case):
+        if knob.methods and case.method not in knob.methods:
+            return f"sets {field}, which the method {case.method!r} does not have; choose {' or '.join(knob.methods)}"
     if not case.lora_targets:
         return None
     if architecture.trains:
@@ -323,11 +220,7 @@ def _bad_attention(case: Case) -> str | None:
 
 
 def _bad_quantized_compute(case: Case) -> str | None:
-    if not case.quantized_compute:
-        return None
-    if case.method != "qlora":
-        return f"asks for quantized_compute, which the method {case.method!r} does not have; choose qlora, or leave it out"
-    if case.precision.endswith("-amp"):
+    if case.quantized_compute and case.precision.endswith("-amp"):
         return (
             f"asks for quantized_compute, which autocast of {case.precision!r} overrides; choose precision='bf16' or 'fp32'"
         )
@@ -335,20 +228,16 @@ def _bad_quantized_compute(case: Case) -> str | None:
 
 
 def _bad_unquantized(case: Case) -> str | None:
-    if case.unquantized_fp32 is None:
-        return None
-    if case.method != "qlora":
-        return f"sets unquantized_fp32, which the method {case.method!r} does not have; choose qlora, or leave it out"
-    if case.precision == "fp32":
+    if case.unquantized_fp32 is not None and case.precision == "fp32":
         return "sets unquantized_fp32, but precision='fp32' stores all weights in fp32 that are not packed; leave it out"
     return None
 
 
 def _bad_parallelism(case: Case) -> str | None:
-    for knob, engines in _ENGINES_OF_KNOBS.items():
-        if getattr(case, knob) != getattr(_DEFAULTS, knob) and case.parallel not in engines:
-            choose = " or ".join(f"parallel={engine!r}" for engine in engines)
-            return f"asks for {knob}, which parallel={case.parallel!r} does not do; choose {choose}"
+    for field, knob in _changed(case):
+        if knob.parallel and case.parallel not in knob.parallel:
+            choose = " or ".join(f"parallel={engine!r}" for engine in knob.parallel)
+            return f"asks for {field}, which parallel={case.parallel!r} does not do; choose {choose}"
     if case.optimizer in OF_WHOLE_WEIGHTS and case.parallel not in ("single", "ddp") and not case.code:
         return (
             f"asks for optimizer={case.optimizer!r}, whose states are of whole weights, which parallel={case.parallel!r} "
@@ -375,8 +264,6 @@ def _bad_parallelism(case: Case) -> str | None:
 def _bad_compilation(case: Case) -> str | None:
     if case.compile == "off":
         return None
-    if case.parallel not in COMPILED:
-        return f"asks for compile, which parallel={case.parallel!r} does not do; choose {' or '.join(COMPILED)}"
     if case.compile in _BY_CUDA_GRAPHS and case.parallel.startswith("zero"):
         return (
             f"asks for compile={case.compile!r}, whose CUDA graphs overwrite gradients that DeepSpeed may still reduce; "

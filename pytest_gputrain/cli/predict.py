@@ -16,14 +16,14 @@ import msgspec
 
 from pytest_gputrain.cases import sweep
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.cases.identity import ALWAYS_IN_ID
 from pytest_gputrain.cases.model_config import language_only, quantised_by, with_model
-from pytest_gputrain.cases.validation import PARTS, SIZES
+from pytest_gputrain.cases.validation import SIZES
 from pytest_gputrain.gate.fit import ERROR
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.hardware.lease import emulated_gpus
 from pytest_gputrain.records import Case
+from pytest_gputrain.records.case import IN_EVERY_ID, KNOBS
 from pytest_gputrain.records.fit import FitGpu, FitReport
 from pytest_gputrain.report import fit, json_report
 from pytest_gputrain.report.html import fit as html
@@ -115,8 +115,9 @@ def main(options: argparse.Namespace) -> int:
                 f"--set {min(wrong)} is not accepted; give the model as the first argument, and the GPUs with --gpu"
             )
         axes = {knob: axes[knob] for knob in sorted(axes, key="batch_size".__eq__)}  # batches below each other
-        named = tuple(knob for knob, values in axes.items() if len(values) > 1 and knob not in ALWAYS_IN_ID)
-        bases = {part: _model(options.model, part) for part in axes.get("part", (_DEFAULTS.part,)) if part in PARTS}
+        named = tuple(knob for knob, values in axes.items() if len(values) > 1 and knob not in IN_EVERY_ID)
+        parts = set(axes.get("part", (_DEFAULTS.part,))) & {*KNOBS["part"].words}
+        bases = {part: _model(options.model, part) for part in parts}
         cases = [
             bases.get(knobs.get("part", _DEFAULTS.part), base).replace(**knobs, named=named)
             for knobs in sweep.combinations(tuple(axes.items()))
@@ -219,7 +220,7 @@ def _knobs(options: argparse.Namespace, base: Case) -> str:
     needed = {*architecture.needs} - given
     if "sequence_length" in needed:
         lines.append(f"sequence_length={_SEQUENCE}")
-    if lacking := [f"--set {knob}={example}" for knob, example in SIZES.items() if knob in needed - {"sequence_length"}]:
+    if lacking := [f"--set {knob}={SIZES[knob].size}" for knob in SIZES if knob in needed - {"sequence_length"}]:
         raise ValueError(f"{base.model.partition('#')[0]} has inputs whose size you choose; add {' '.join(lacking)}")
     if "loss" not in given and architecture.family in _LANGUAGE and architecture.trained_part.library == "transformers":
         lines.append("loss=fp32")  # of transformers and its Trainer

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from pytest_gputrain.cases.arguments import arguments_of
-from pytest_gputrain.cases.identity import ALWAYS_IN_ID, suite_of
+from pytest_gputrain.cases.identity import suite_of
 from pytest_gputrain.cases.model_config import with_model
 from pytest_gputrain.cases.script import Script, case_of
 from pytest_gputrain.cases.sweep import override
@@ -38,6 +38,7 @@ from pytest_gputrain.records import (
     Result,
     Scale,
 )
+from pytest_gputrain.records.case import IN_EVERY_ID, KNOBS
 from pytest_gputrain.session.criteria import is_strict
 from pytest_gputrain.session.request import CaseRunner, Request
 from pytest_gputrain.utils.errors import BadCase, CannotRun, OtherPlatform
@@ -233,7 +234,7 @@ class GpuTrain:
             name += f"[{callspec.id}]" if callspec else ""
         else:
             code = _address(what, self._runner.settings.root)
-        shown = tuple(knob for knob in knobs if knob not in (*ALWAYS_IN_ID, "steps", "warmup", "platforms"))
+        shown = tuple(knob for knob in knobs if KNOBS[knob].identity and knob not in IN_EVERY_ID)
         fields = {"model": name, "method": "custom", "code": code, "args": arguments_of(what, args), "named": shown}
         return Case(**{**fields, **knobs})
 

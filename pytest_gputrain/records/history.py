@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 from msgspec import Struct
 
-from pytest_gputrain.records.case import FORMAT, Scale
+from pytest_gputrain.records.case import FORMAT, KNOBS, Case, Scale
 from pytest_gputrain.records.counts import COUNT_FIGURES, CountFigure
 from pytest_gputrain.records.verdict import Status
 from pytest_gputrain.records.whole import Whole
@@ -96,61 +96,6 @@ class _Line(Struct, frozen=True, kw_only=True):
     """The version of deepspeed. Null if it is not installed."""
     version_triton: str | None
     """The version of triton. Null if it is not installed."""
-    model: str
-    """The field of `Case`, like all keys from here to ``args``."""
-    part: str
-    method: str
-    precision: str
-    parallel: str
-    gpus: Whole
-    servers: Whole
-    asynchronous: bool
-    batch_size: Whole
-    """The batch of one process."""
-    sequence_length: Whole
-    lengths: str
-    ids: str
-    loader_workers: Whole
-    resolution: str
-    frames: Whole
-    gradient_accumulation: Whole
-    activation_checkpointing: float
-    """The share of the blocks that are recomputed: 1.0 for all."""
-    activation_checkpointing_policy: str
-    reentrant_checkpointing: bool
-    lora_rank: Whole
-    lora_alpha: Whole
-    lora_dropout: float | None
-    lora_targets: str
-    dora: bool
-    quantized_compute: str
-    unquantized_fp32: bool | None
-    attention: str
-    optimizer: str
-    compile: str
-    tf32: bool | None
-    master_weights: bool
-    loss: str
-    loss_chunks: Whole
-    learning_rate: float
-    lr_scheduler: str
-    lr_warmup_steps: Whole
-    max_grad_norm: float
-    cpu_offload: bool
-    reshard_after_forward: bool | None
-    offload_optimizer: bool
-    offload_param: bool
-    pin_memory: bool
-    overlap_comm: bool | None
-    allgather_bucket_size: Whole
-    reduce_bucket_size: Whole
-    stage3_max_live_parameters: Whole
-    deepspeed_config: str
-    """The file, and the digest of what it sets."""
-    steps: Whole
-    warmup: Whole
-    code: str
-    args: str
     changed_variables: str | None
     """Names of the environment variables that the test had changed, separated by commas. Null for none."""
     outcome: Literal["measured", "emulated", "out_of_memory", "crashed", "timed_out", "lost"]
@@ -240,12 +185,25 @@ class _Line(Struct, frozen=True, kw_only=True):
 COUNT_KEYS: Final[dict[str, CountFigure]] = {f"{figure}_per_step": figure for figure in COUNT_FIGURES}
 """The keys of what a step asks of the GPU or of a CPU, each with its figure: the mean of the counted steps."""
 
+KNOB_KEYS: Final = {name: knob for name, knob in KNOBS.items() if knob.in_history}
+"""The keys of the case, each a field of `Case` of the same name and meaning. A line that is older than a knob has its
+default."""
+
+
+def knobs(case: Case) -> dict[str, Any]:
+    """Return the knobs of a case as a line has them."""
+    return {name: knob.in_line(getattr(case, name)) for name, knob in KNOB_KEYS.items()}
+
+
 if TYPE_CHECKING:
     HistoryLine = _Line
 else:
     HistoryLine = msgspec.defstruct(
         "HistoryLine",
-        [(key, float | None, None) for key in COUNT_KEYS],
+        [
+            *((name, knob.history_type, knob.in_line(knob.default)) for name, knob in KNOB_KEYS.items()),
+            *((key, float | None, None) for key in COUNT_KEYS),
+        ],
         bases=(_Line,),
         module=__name__,
         namespace={"__doc__": _Line.__doc__},

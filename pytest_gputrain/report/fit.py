@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from pytest_gputrain.cases.validation import ADAPTING
 from pytest_gputrain.gate.expected_times import tells_apart
 from pytest_gputrain.gate.fit import loads_in_parts
 from pytest_gputrain.gate.memory import in_phase, tensor
 from pytest_gputrain.records import Case, EmulatedRun, ExpectedTime, TrainingPhase, knob_text
+from pytest_gputrain.records.case import ADAPTING
 from pytest_gputrain.records.emulated import NOT_MADE
 from pytest_gputrain.records.fit import Fit, FitCell, FitGpu, FitReport, LargestBatch
 from pytest_gputrain.report import expected

@@ -17,7 +17,6 @@ from pytest_gputrain.gate.memory import PHASES
 from pytest_gputrain.gate.messages import describe_failure
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.records import (
-    Case,
     Emulated,
     Environment,
     HistoryLine,
@@ -27,7 +26,7 @@ from pytest_gputrain.records import (
     Result,
     TrainingPhase,
 )
-from pytest_gputrain.records.history import COUNT_KEYS
+from pytest_gputrain.records.history import COUNT_KEYS, knobs
 from pytest_gputrain.records.reply import failure_of
 from pytest_gputrain.records.result import CaseResult
 from pytest_gputrain.report.results import counts_of, latest, of_kind
@@ -230,13 +229,3 @@ _MACHINE: Final = {
     **{f"version_{name}": name for name in ("python", "driver", "runtime", "cudnn", "nccl")},
 }
 """Fields of `Environment` by the key of a line."""
-
-
-KNOBS: Final = tuple(name for name in Case.__struct_fields__ if name not in ("named", "platforms"))
-
-
-def knobs(case: Case) -> dict[str, Any]:
-    """Return the knobs of the case, each always as one type."""
-    values = {name: getattr(case, name) for name in KNOBS}
-    numbers = ("activation_checkpointing", "lora_dropout", "learning_rate", "max_grad_norm")
-    return values | {name: float(values[name]) for name in numbers if values[name] is not None}

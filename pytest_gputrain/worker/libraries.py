@@ -14,8 +14,9 @@ from unittest import mock
 
 from pytest_gputrain.cases.libraries import missing
 from pytest_gputrain.cases.model_config import declare
-from pytest_gputrain.cases.validation import ADAPTING, EIGHT_BIT
+from pytest_gputrain.cases.validation import EIGHT_BIT
 from pytest_gputrain.records import Case, Task
+from pytest_gputrain.records.case import ADAPTING
 from pytest_gputrain.utils.errors import WrongTorch
 from pytest_gputrain.utils.torch_beside import LOCK, SITE, SITE_VARIABLE
 

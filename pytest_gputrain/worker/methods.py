@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from pytest_gputrain.cases.architectures.facts import Architecture, Lora
-from pytest_gputrain.cases.validation import ADAPTING, ALL_LINEAR
+from pytest_gputrain.cases.validation import ALL_LINEAR
 from pytest_gputrain.records import Case, Scale
+from pytest_gputrain.records.case import ADAPTING
 from pytest_gputrain.utils.suggest import did_you_mean
 from pytest_gputrain.worker.checks import CheckFailed, described
 from pytest_gputrain.worker.precision import PRECISIONS, Precision

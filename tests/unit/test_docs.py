@@ -9,9 +9,9 @@ import pytest
 import reference_pages
 
 import pytest_gputrain
-from pytest_gputrain.cases.validation import METHODS, PRECISIONS
 from pytest_gputrain.plugin.hooks import __all__ as FIXTURES
 from pytest_gputrain.plugin.markers import _KEYWORDS as KEYWORDS
+from pytest_gputrain.records.case import KNOBS
 from pytest_gputrain.records.counts import COUNT_FIGURES
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +116,7 @@ def test_the_api_has_every_word_fixture_and_marker_in_tables():
     page = (DOCS / "api.md").read_text()
     missing = [
         name
-        for name in (*METHODS, *PRECISIONS, "custom", *FIXTURES, *KEYWORDS)
+        for name in (*KNOBS["method"].words, *KNOBS["precision"].words, "custom", *FIXTURES, *KEYWORDS)
         if not re.search(rf"\n\| [^|]*`{name}`[^|]* \| ", page)
     ]
     assert missing == []

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pytest_gputrain.execution import options
 from pytest_gputrain.execution.settings import OPTIONS, Settings
-from pytest_gputrain.plugin import settings as plugin_settings
 from pytest_gputrain.plugin.settings import read
 from pytest_gputrain.records.tolerance import CountTolerance, MemoryTolerance
 from pytest_gputrain.utils.units import MiB
@@ -127,24 +125,9 @@ def test_every_option_has_flag_ini_twin_layers_above_and_help_that_tells_its_def
         assert option.ini == option.flag.removeprefix("--").replace("-", "_")
         assert option.help
     assert {layers.option for layers in LAYERS} == set(BY_NAME) - {"baseline"}
-    assert {layers.option for layers in LAYERS if layers.typed is None} == {o.name for o in OPTIONS if o.ini_only}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _More(Settings):
-    fan_speed: int = options.option("N", "how fast the fan turns", parse=int, default="3")
-
-
-def test_a_new_option_is_one_field(monkeypatch):
-    """And the fields that are no options are these."""
-    monkeypatch.setattr(plugin_settings, "Settings", _More)
-    monkeypatch.setattr(plugin_settings, "OPTIONS", options.options_of(_More))
-    added = options.options_of(_More)[-1]
-    assert (added.flag, added.ini, added.help) == ("--gpu-fan-speed", "gpu_fan_speed", "how fast the fan turns (default: 3)")
-    given = _read(), _read(ini={"fan-speed": "5"}), _read({"fan-speed": "7"}, {"fan-speed": "5"})
-    assert [settings.fan_speed for settings in given] == [3, 5, 7]
     plain = {field.name for field in dataclasses.fields(Settings)} - {option.field for option in OPTIONS}
     assert plain == {"root", "configured", "typed", "given"}
+    assert {layers.option for layers in LAYERS if layers.typed is None} == {o.name for o in OPTIONS if o.ini_only}
 
 
 @pytest.mark.parametrize("layers", LAYERS, ids=lambda layers: layers.option)

@@ -7,7 +7,7 @@ import torch
 from zoo_examples import EXAMPLES, LANGUAGE, STATED, built, count
 
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.cases.validation import METHODS, OPTIMIZERS, PRECISIONS
+from pytest_gputrain.records.case import KNOBS
 from pytest_gputrain.worker import methods, precision, training, zoo
 
 BF16 = precision.PRECISIONS["bf16"]
@@ -40,9 +40,9 @@ def test_batch_is_full_of_real_tokens_with_labels_shifted_by_one(name):
 
 def test_the_parent_s_vocabulary_is_what_the_worker_offers():
     models = architectures().values()
-    assert {method for architecture in models for method in architecture.trainable} <= set(METHODS)
-    assert set(PRECISIONS) == set(precision.PRECISIONS)
-    assert set(OPTIMIZERS) == set(training.OPTIMIZERS)
+    assert {method for architecture in models for method in architecture.trainable} <= set(KNOBS["method"].words)
+    assert set(KNOBS["precision"].words) == set(precision.PRECISIONS)
+    assert set(KNOBS["optimizer"].words) == set(training.OPTIMIZERS)
     given_by_config = {"denoiser"}
     assert {architecture.family for architecture in models} == set(zoo.FAMILIES) - given_by_config
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from zoo_examples import METHODS_OF_MODELS, STATED, built, example, inputs_of, measured, refused, trained
 
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.cases.validation import OPTIMIZERS
+from pytest_gputrain.records.case import KNOBS
 from pytest_gputrain.worker.flops import count_flops
 
 WITH_POSITIONS = {"pangu-350m": 1024, "bert-large": 512, "transformer-big": 256}
@@ -231,7 +231,7 @@ def test_word2vec_allocates_no_dense_gradient_and_its_flops_are_those_of_its_pro
     assert reply.flops_per_step == 3 * 2 * reply.batch_size * 6 * 32
 
 
-@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "sgd"])
+@pytest.mark.parametrize("optimizer", [name for name in KNOBS["optimizer"].words if name != "sgd"])
 def test_word2vec_names_the_optimizer_that_takes_sparse_gradients(optimizer):
     sentence = refused(example("word2vec", optimizer=optimizer))
     assert f"sparse gradients, which the optimizer {optimizer!r} does not take; choose optimizer='sgd'" in sentence

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zoo_examples import DEVICE, built, example, measured, refused
 
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.cases.validation import PRECISIONS
+from pytest_gputrain.records.case import KNOBS
 from pytest_gputrain.worker import checks
 from pytest_gputrain.worker.zoo import denoiser
 
@@ -125,7 +125,7 @@ def test_wan_sees_the_noisy_video_beside_its_condition():
     [
         # Each model in each precision each time, by one of the methods.
         pytest.param(precision, name, method, marks=[] if (at + of + by) % 2 else [pytest.mark.weekly])
-        for at, precision in enumerate(PRECISIONS)
+        for at, precision in enumerate(KNOBS["precision"].words)
         for of, name in enumerate(VIDEO)
         for by, method in enumerate(("full", "lora"))
     ],

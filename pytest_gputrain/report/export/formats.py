@@ -11,12 +11,11 @@ from typing import Any, Final, NamedTuple
 from pytest_gputrain.records import FAILING, Emulated, Report, Result
 from pytest_gputrain.records.case import knob_text
 from pytest_gputrain.records.counts import MAIN
-from pytest_gputrain.records.history import COUNT_KEYS
+from pytest_gputrain.records.history import COUNT_KEYS, KNOB_KEYS, knobs
 from pytest_gputrain.report import studies, summary, terminal
 from pytest_gputrain.report.export import pytest_benchmark
 from pytest_gputrain.report.export.points import Point, file_names, points
 from pytest_gputrain.report.github import Failure
-from pytest_gputrain.report.history_lines import KNOBS, knobs
 from pytest_gputrain.report.results import counts_of, latest, verdict_of
 from pytest_gputrain.report.tables import csv_text
 from pytest_gputrain.utils import console
@@ -88,7 +87,7 @@ _OF_RUN: Final = ("peak_reserved_bytes", "model_bytes", "peak_host_bytes")
 CSV_HEADERS: Final = (
     *(*_OF_REPORT, "suite", "case", "device", "scale", *_OF_CASE, "verdict", "processes"),
     *("step_seconds", *_OF_SUMMARY, "peak_allocated_bytes", *_OF_RUN),
-    *(name for name in KNOBS if name not in _OF_CASE),
+    *(name for name in KNOB_KEYS if name not in _OF_CASE),
     *COUNT_KEYS,
 )
 

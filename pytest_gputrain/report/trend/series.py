@@ -9,7 +9,7 @@ from typing import Any, Final
 from pytest_gputrain.gate.count_lines import format_count
 from pytest_gputrain.gate.counts import most_without_growth
 from pytest_gputrain.records import Case, Change, Course, HistoryLine, Moment
-from pytest_gputrain.records.history import COUNT_KEYS
+from pytest_gputrain.records.history import COUNT_KEYS, knobs
 from pytest_gputrain.report.trend.reading import History
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds
 
@@ -115,9 +115,13 @@ _CIRCUMSTANCES: Final = tuple(
 )
 
 
+_DEFAULTS: Final = knobs(Case())
+"""What lines have that are older than a knob."""
+
+
 def _differences(base: dict[str, Any], first: dict[str, Any]) -> Iterator[str]:
     for name in _CIRCUMSTANCES:
-        before, after = base.get(name), first.get(name)
+        before, after = (line.get(name, _DEFAULTS.get(name)) for line in (base, first))
         if before == after or (name in _YOUNGER and None in (before, after)):
             continue
         texts = [
