@@ -12,24 +12,26 @@ from pytest_gputrain.records.emulated import EmulatedRun, OperatorWork, Recorded
 from pytest_gputrain.records.expected import ExpectedTime, Part, Rates, TracedCall
 from pytest_gputrain.records.fleet import Conditions, Delivery, Host, Order
 from pytest_gputrain.records.history import HistoryLine
+from pytest_gputrain.records.measurement import (
+    Environment,
+    GpuSteps,
+    Holder,
+    Measurement,
+    Rank,
+    Telemetry,
+    update_seconds,
+)
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase
 from pytest_gputrain.records.reply import (
     Cause,
     Crashed,
-    Environment,
     Event,
-    GpuSteps,
-    Holder,
     Lost,
-    Measurement,
     OutOfMemory,
     Phase,
-    Rank,
     Reply,
     Served,
-    Telemetry,
     TimedOut,
-    update_seconds,
 )
 from pytest_gputrain.records.result import (
     BatchSearch,

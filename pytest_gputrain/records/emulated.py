@@ -10,6 +10,7 @@ from msgspec import UNSET, Struct, UnsetType, field
 from pytest_gputrain.records.case import Case, Scale
 from pytest_gputrain.records.counts import Counts
 from pytest_gputrain.records.expected import ExpectedTime
+from pytest_gputrain.records.measurement import Measurement
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase, without_lines
 from pytest_gputrain.records.whole import Whole
 
@@ -35,44 +36,6 @@ class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):
     def without_lines(self) -> OperatorWork:
         """Return the work as baselines keep it."""
         return msgspec.structs.replace(self, lines=tuple(sorted(("", flops, moved) for _, flops, moved in self.lines)))
-
-
-_MEASURED_ONLY: Final = frozenset(
-    {
-        "batch_size",
-        "counted_threads",
-        "core_wait_share",
-        "counts_exactly",
-        "environment",
-        "free_bytes",
-        "gpu_busy_share",
-        "gpu_seconds",
-        "gpu_steps",
-        "holders",
-        "input_seconds",
-        "joules_per_step",
-        "losses",
-        "median_step_seconds",
-        "one_worker_seconds",
-        "other_processes",
-        "own_seconds",
-        "peak_host_bytes",
-        "ranks",
-        "samples_per_second",
-        "sequence_length",
-        "step_seconds",
-        "telemetry",
-        "tf32_share",
-        "tokens",
-        "tokens_per_second",
-        "tokens_per_step",
-        "uncompiled",
-        "uncounted_memory",
-        "updates",
-        "warmup_seconds",
-    }
-)
-"""The figures that a `Measurement` has and an `EmulatedRun` has not."""
 
 
 class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="outcome"):
@@ -147,7 +110,7 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
 
     def __getattr__(self, name: str) -> None:
         """Give None for a figure that a `Measurement` has and this has not."""
-        if name not in _MEASURED_ONLY:
+        if name.startswith("_") or not hasattr(Measurement, name):
             raise AttributeError(f"a run on an emulated GPU has no {name}")
 
     @property

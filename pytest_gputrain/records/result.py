@@ -9,7 +9,8 @@ from msgspec import Struct
 
 from pytest_gputrain.records.case import FORMAT, Case, Scale
 from pytest_gputrain.records.emulated import EmulatedRun
-from pytest_gputrain.records.reply import Crashed, Measurement, OutOfMemory, Reply, TimedOut
+from pytest_gputrain.records.measurement import Measurement
+from pytest_gputrain.records.reply import Crashed, OutOfMemory, Reply, TimedOut
 from pytest_gputrain.records.study import LossCurve, Search
 from pytest_gputrain.records.verdict import Published, Verdict
 from pytest_gputrain.records.whole import Whole

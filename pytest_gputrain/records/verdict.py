@@ -8,9 +8,9 @@ from msgspec import Struct
 
 from pytest_gputrain.records.case import Case, Scale
 from pytest_gputrain.records.counts import CountFigure, Counts
+from pytest_gputrain.records.measurement import Environment, GpuSteps
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase
 from pytest_gputrain.records.published import Figures
-from pytest_gputrain.records.reply import Environment, GpuSteps
 from pytest_gputrain.records.whole import Whole
 
 Status = Literal[

@@ -345,3 +345,10 @@ def test_a_report_gives_its_results_as_baselines(tmp_path):
     assert store.get(DEVICE, SUITE, "bad") is None
     assert store.get(DEVICE, SUITE, "curves") is None, "of other steps than the case's"
     assert store.get(DEVICE, "other", KEY) is None
+
+
+def test_a_figure_of_measurements_alone_is_none_in_an_emulated_run_and_any_other_name_an_error():
+    run = emulated_run()
+    assert (run.step_seconds, run.median_step_seconds, run.environment) == (None, None, None)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = run.no_such
