@@ -7,8 +7,9 @@ of baselines of other files, and nothing removed. A test that was skipped asks f
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -16,14 +17,14 @@ from pytest_gputrain.cases.identity import suite_of
 from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.plugin.case_tests import CaseTests, WholeFiles, with_numbers
-from pytest_gputrain.records import Emulated, Measured, Result
+from pytest_gputrain.records import Emulated, Host, Measured, Result
 from pytest_gputrain.records.result import CaseResult
 from pytest_gputrain.report.collector import Collector
 from pytest_gputrain.session.criteria import is_strict
 from pytest_gputrain.session.selection import platforms_named
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
 from pytest_gputrain.storage.emulated import EmulationStore, describe_old
-from pytest_gputrain.utils.git import in_pull_request
+from pytest_gputrain.utils.git import files_of_repository, in_pull_request
 
 _MOST_SHOWN: Final = 3
 
@@ -66,10 +67,17 @@ def note_missing(collector: Collector, tests: CaseTests, expression: str, *, end
         )
 
 
-def note_unclaimed(collector: Collector, files: WholeFiles) -> int:
-    """Note the baselines that no test asks for any more, or remove them; return how many are left."""
+def note_unclaimed(
+    collector: Collector, files: WholeFiles, without_cases: Set[Path], host: Callable[[], Host | None]
+) -> int:
+    """Note the baselines that no test asks for any more, or remove them; return how many are left.
+
+    Args:
+        without_cases: the test files that were collected and have no test with cases.
+        host: returns the machine whose baselines are meant where there are no results; None where that is not known.
+    """
     settings, notes = collector.settings, collector.notes
-    found = list(_unclaimed(settings, collector.results, files))
+    found = list(_unclaimed(settings, collector.results, files, _abandoned(settings.root, without_cases), host))
     sure = [entry for entry in found if not entry.unknown]
     if not settings.baseline_prune:
         if sure:
@@ -112,23 +120,38 @@ class _Unclaimed(NamedTuple):
         return f"{count(len(self.keys), 'baseline')} removed from {path}; review the difference in git"
 
 
-def _unclaimed(settings: Settings, results: Sequence[Result], files: WholeFiles) -> Iterator[_Unclaimed]:
-    """Yield the entries of the suites that were seen as a whole, on the devices of their results."""
+def _abandoned(root: Path, without_cases: Set[Path]) -> set[str]:
+    """Return the suites all of whose files in the repository have no test with cases.
+
+    Another file of the same name may be the one that has recorded the baselines.
+    """
+    suites = {suite_of(path) for path in without_cases}
+    files = (files_of_repository(root) or root.rglob("*.py")) if suites else ()
+    return suites - {suite_of(path) for path in files if path.suffix == ".py" and path not in without_cases}
+
+
+def _unclaimed(
+    settings: Settings, results: Sequence[Result], files: WholeFiles, abandoned: Set[str], host: Callable[[], Host | None]
+) -> Iterator[_Unclaimed]:
+    """Yield the entries of the suites that were seen as a whole, on the devices of the results."""
     if not _asks_for_every_case(settings):
         return
     paths: defaultdict[str, list[Path]] = defaultdict(list)
     for path in files.paths:
         paths[suite_of(path)].append(path)
-    claimed: defaultdict[tuple[type[SuiteStore[Any, Any]], str, str, bool], set[str]] = defaultdict(set)
-    for result in results:
-        if (store_type := _STORES.get(type(result))) is not None:
-            device = result.device if store_type is BaselineStore else result.platform
-            claimed[store_type, device, result.suite, result.scale == "tiny"].add(result.key)
-    for store_type, device, _, is_tiny in list(claimed):
-        for suite in map(suite_of, files.with_cases):  # also if none of its tests asked for a case
-            claimed.setdefault((store_type, device, suite, is_tiny), set())
-    for (store_type, device, suite, is_tiny), keys in claimed.items():
-        if not paths[suite] or any(map(files.is_a_part, paths[suite])):
+    claimed = _claimed(results)
+    abandoned -= {result.suite for result in results}  # whose tests ask while they run
+    whole: Set[str] = {suite for suite in paths if not any(map(files.is_a_part, paths[suite]))} | abandoned
+    seen = {(store_type, device, is_tiny) for store_type, device, _, is_tiny in claimed}
+    expected: Set[str] = whole & {*map(suite_of, files.with_cases), *abandoned}  # also if no test asked for a case of it
+    if abandoned and not seen and (machine := host()) is not None:
+        expected = abandoned  # the tests of other files may all be for another device
+        here = (EmulationStore, machine.platform) if settings.emulate else (BaselineStore, machine.device)
+        seen = {(*here, False), (*here, True)}
+    for (store_type, device, is_tiny), suite in itertools.product(seen, expected):
+        claimed.setdefault((store_type, device, suite, is_tiny), set())
+    for (store_type, device, suite, is_tiny), keys in sorted(claimed.items(), key=lambda entry: entry[0][1:]):
+        if suite not in whole:
             continue
         store = store_type(settings.baseline_dir)
         try:
@@ -152,6 +175,16 @@ def _unclaimed(settings: Settings, results: Sequence[Result], files: WholeFiles)
         )
         if gone:
             yield _Unclaimed(store, device, suite, gone, with_numbers(unknown))
+
+
+def _claimed(results: Sequence[Result]) -> dict[tuple[type[SuiteStore[Any, Any]], str, str, bool], set[str]]:
+    """Return the keys that tests asked for, by kind of baseline, device, suite, and whether they are of the tiny scale."""
+    claimed = defaultdict(set)
+    for result in results:
+        if (store_type := _STORES.get(type(result))) is not None:
+            device = result.device if store_type is BaselineStore else result.platform
+            claimed[store_type, device, result.suite, result.scale == "tiny"].add(result.key)
+    return claimed
 
 
 def _why_not_pruned(files: WholeFiles, results: Sequence[Result]) -> str:

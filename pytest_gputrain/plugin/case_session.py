@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -27,7 +28,7 @@ from pytest_gputrain.plugin.fixtures import GpuTrain, lend_gpu
 from pytest_gputrain.plugin.items import ENDINGS, RESULTS, expression_of, has_cases, on_controller
 from pytest_gputrain.plugin.markers import terms_of
 from pytest_gputrain.plugin.settings import prepare_outputs, read
-from pytest_gputrain.records import Case, Event, Result
+from pytest_gputrain.records import Case, Event, Host, Result
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms
 from pytest_gputrain.report import github
 from pytest_gputrain.report.collector import Collector
@@ -240,11 +241,14 @@ class CaseSession:
                 if report.nodeid not in self._failed:
                     self._tests.note_endings(report.nodeid, getattr(report, "gputrain_endings", ()))
 
-    def close(self, session: pytest.Session, exitstatus: int, notes: Sequence[str], *, interrupted: bool) -> None:
+    def close(
+        self, session: pytest.Session, exitstatus: int, notes: Sequence[str], without_cases: Set[Path], *, interrupted: bool
+    ) -> None:
         """Save what the run has measured, and fail it where something is wrong with that. Called on the controller only.
 
         Args:
             notes: what else is to be shown.
+            without_cases: the test files that were collected and have no test with cases.
         """
         collector = self.collector
         assert collector is not None, "a worker of xdist keeps no results"
@@ -258,7 +262,7 @@ class CaseSession:
             collector.notes.append(self._unseen)
             # CI alone is no reason: the file of a driver may be there for the graphics of a processor.
             collector.failed |= self.runner.settings.strict is True
-        left = absence.note_unclaimed(collector, self._files)
+        left = absence.note_unclaimed(collector, self._files, without_cases, self._host if ended else lambda: None)
         collector.notes += notes
         # What somebody chose by pytest.exit stays.
         cut_short = interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
@@ -274,6 +278,16 @@ class CaseSession:
             self._summarise(collector)
         if collector.failed and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _host(self) -> Host | None:
+        """Return the machine that cases run on, where that is known without any result."""
+        option = self.config.option
+        if self.runner.executor.is_remote or option.collectonly or option.setupplan or option.setuponly:
+            return None
+        try:
+            return self.runner.executor.host
+        except BadCase:
+            return None
 
     def _summarise(self, collector: Collector) -> None:
         from pytest_gputrain.report import summary

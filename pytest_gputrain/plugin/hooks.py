@@ -19,6 +19,7 @@ from pytest_gputrain.execution.settings import OPTIONS
 from pytest_gputrain.plugin import marker_help
 from pytest_gputrain.plugin.deselected import DeselectedTests
 from pytest_gputrain.plugin.items import expression_of, has_cases, has_parameters, on_controller
+from pytest_gputrain.plugin.without_cases import FilesWithoutCases
 from pytest_gputrain.utils.signals import terminable, undisturbed
 
 if TYPE_CHECKING:
@@ -112,10 +113,12 @@ def pytest_configure(config: pytest.Config) -> None:
     plugin = GpuTrainPlugin(config)
     given = [config.getoption(option.flag) is not None for option in OPTIONS if not option.ini_only]
     if any(given) or any(config.getini(option.ini) for option in OPTIONS):
-        _ = plugin.cases  # a wrong value is refused before any test runs; without any, all have their defaults
+        settings = plugin.cases.runner.settings  # a wrong value is refused before any test runs
+        plugin.without_cases = FilesWithoutCases(settings.baseline_dir)
     config.stash[_PLUGIN] = plugin
     config.pluginmanager.register(plugin, "gputrain-manager")
     config.pluginmanager.register(plugin.deselected, "gputrain-deselected")
+    config.pluginmanager.register(plugin.without_cases, "gputrain-without-cases")
     config.add_cleanup(plugin.ending.close)
 
 
@@ -171,6 +174,8 @@ class GpuTrainPlugin:
         self.config = config
         self.environment = SessionEnvironment()
         self.deselected = DeselectedTests(expression_of(config))
+        beside = config.rootpath if config.inipath is None else config.inipath.parent
+        self.without_cases = FilesWithoutCases(beside / "baselines")  # where no option names another folder
         self.ending = contextlib.ExitStack()
         self._is_terminable = False
         self._is_ending = False
@@ -281,8 +286,9 @@ class GpuTrainPlugin:
         if on_controller(self.config):
             with undisturbed(to_the_end=True):
                 notes = self.deselected.notes()
-                if self.cases_so_far or notes:
-                    self.cases.close(session, exitstatus, notes, interrupted=self._interrupted)
+                without_cases = self.without_cases.paths
+                if self.cases_so_far or notes or without_cases:
+                    self.cases.close(session, exitstatus, notes, without_cases, interrupted=self._interrupted)
         return (yield)
 
     def pytest_unconfigure(self) -> None:

@@ -268,10 +268,42 @@ def test_baselines_of_a_file_whose_tests_pass_and_ask_for_nothing_are_told(gated
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
-def test_a_file_of_the_same_name_without_cases_has_no_baselines(gated):
-    other = SUITE.replace("gputrain.check", "gputrain.measure")
-    gated.write(test_other=other, test_tuning="def test_it(tmp_path):\n    pass\n")
-    assert "no test asks any more" not in gated.run("--gpu-strict").stdout.str()
+WITHOUT_CASES = "def test_it(tmp_path):\n    pass\n"
+
+
+@pytest.mark.parametrize("left", [WITHOUT_CASES, ""], ids=["others", "none"])
+@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["alone", "xdist"])
+def test_baselines_of_a_file_without_any_test_with_cases_are_told(gated, workers, left):
+    """Also where no other file has one."""
+    gated.write(test_plain=WITHOUT_CASES, test_tuning=left)
+    if workers:
+        pytest.importorskip("xdist")
+    result = gated.spawn(*workers, "--gpu-strict")
+    result.stdout.fnmatch_lines([f"no test asks any more for 3 baselines: tuning {GEMMA} on {H100_FOLDER}, *"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    for partly in (["test_plain.py"], ["test_plain.py", "test_tuning.py::test_it"] if left else ["--collect-only"]):
+        assert "no test asks any more" not in gated.run(*partly, "--gpu-strict").stdout.str()
+    gated.run("--gpu-baseline-prune")
+    assert not gated.baseline_file("tuning", H100_FOLDER).exists()
+
+
+def test_baselines_of_a_file_whose_cases_are_all_for_another_device_stay_where_no_case_ran(gated):
+    file = gated.baseline_file("tuning", H100_FOLDER)
+    file.with_stem("plain").write_text(file.read_text().replace('"tuning"', '"plain"'))
+    gated.write(test_plain=WITHOUT_CASES, test_tuning=DECLARED.replace("h100", "a100"))
+    gated.run("--gpu-baseline-prune").assert_outcomes(passed=1, skipped=3)
+    assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("text", [WITHOUT_CASES, "import pytest\n\npytest.skip('no', allow_module_level=True)\n"])
+def test_a_file_that_skips_itself_or_has_another_of_its_name_is_not_missed(gated, text):
+    gated.write(test_plain=WITHOUT_CASES, test_tuning=text)
+    if text == WITHOUT_CASES:
+        (gated.path / "benchmarks").mkdir()
+        (gated.path / "benchmarks" / "test_tuning.py").write_text(SUITE)
+    result = gated.run("--gpu-strict", "test_plain.py", "test_tuning.py")
+    assert "no test asks any more" not in result.stdout.str()
+    assert result.ret == pytest.ExitCode.OK
 
 
 def test_under_xdist_a_baseline_whose_test_is_gone_is_told_as_well(gated):
