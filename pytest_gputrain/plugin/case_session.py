@@ -25,7 +25,7 @@ from pytest_gputrain.plugin import absence, late_reports
 from pytest_gputrain.plugin.case_runners import case_runner, forecast_of
 from pytest_gputrain.plugin.case_tests import CaseTests, WholeFiles, outcome_of_skip
 from pytest_gputrain.plugin.fixtures import GpuTrain, lend_gpu
-from pytest_gputrain.plugin.items import ENDINGS, RESULTS, expression_of, has_cases, on_controller
+from pytest_gputrain.plugin.items import ASKED_BY_A_CHILD, ENDINGS, FORKED, RESULTS, expression_of, has_cases, on_controller
 from pytest_gputrain.plugin.markers import terms_of
 from pytest_gputrain.plugin.settings import prepare_outputs, read
 from pytest_gputrain.records import Case, Event, Host, Result
@@ -207,7 +207,9 @@ class CaseSession:
         if report.failed:
             self.runner.forget(item.nodeid)
         results = item.stash.get(RESULTS, [])
-        endings = item.stash.get(ENDINGS, []) if report.when == "teardown" else []
+        endings = item.stash.setdefault(ENDINGS, []) if report.when == "teardown" else []
+        if report.when == "teardown" and (shared := item.stash.get(FORKED, None)) is not None and shared[0]:
+            endings.append([ASKED_BY_A_CHILD, "failure"])
         if endings:
             report.gputrain_endings = [*endings]  # type: ignore[attr-defined]
             endings.clear()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import mmap
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +27,7 @@ from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.lease import lease
 from pytest_gputrain.plugin.case_tests import skipped
-from pytest_gputrain.plugin.items import ENDINGS, RESULTS, expression_of
+from pytest_gputrain.plugin.items import ASKED_BY_A_CHILD, ENDINGS, FORKED, RESULTS, expression_of
 from pytest_gputrain.plugin.markers import terms_of
 from pytest_gputrain.records import (
     FAILING,
@@ -56,6 +58,9 @@ def _noted(request: _Request) -> _Request:
 
     @functools.wraps(request)
     def ask(gputrain: GpuTrain, *args: Any, **kwargs: Any) -> Any:
+        if os.getpid() != gputrain._process:
+            gputrain._item.stash[FORKED][0] = True
+            raise _failed(ASKED_BY_A_CHILD)
         endings = gputrain._item.stash.setdefault(ENDINGS, [])
         ending = [f"gputrain.{request.__name__}() had not ended when its test did", "failure"]
         endings.append(ending)
@@ -87,6 +92,8 @@ class GpuTrain:
         self._item = item
         self._runner = runner
         self._overridden = overridden
+        self._process = os.getpid()
+        item.stash[FORKED] = mmap.mmap(-1, 1)
 
     @property
     @_noted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -15,6 +16,12 @@ RESULTS: Final[pytest.StashKey[list[Result]]] = pytest.StashKey()
 
 ENDINGS: Final[pytest.StashKey[list[list[str]]]] = pytest.StashKey()
 """The requests of an item's test that have not given what it asked for: each a sentence, and ``skip`` or ``failure``."""
+
+FORKED: Final[pytest.StashKey[mmap.mmap]] = pytest.StashKey()
+"""A byte that an item's test shares with the processes that it forks: 1 if one of them has asked for something."""
+ASKED_BY_A_CHILD: Final = (
+    "gputrain was asked in a process that the test forked, whose answer nobody reads; ask in the test's own process"
+)
 
 
 def expression_of(config: pytest.Config) -> str:

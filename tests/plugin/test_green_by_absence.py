@@ -110,6 +110,7 @@ def test_a_failure_that_does_not_fail_its_test_is_told(gated, text, told, strict
 
 SWALLOWED = """
 import contextlib
+import os
 import threading
 
 import pytest
@@ -128,6 +129,13 @@ def ask(gputrain, how):
         gputrain.check(CASES[1], platforms=("a100",))
     if how == "late":
         thread.start()
+    if how == "forked" and (child := os.fork()):
+        os.waitpid(child, 0)
+    elif how == "forked":
+        try:
+            gputrain.check(CASES[1])
+        finally:
+            os._exit(0)
 
 
 def late(gputrain):
@@ -176,6 +184,7 @@ def test_releases():
         ("call", "gputrain.check() ended by TypeError: *"),
         ("elsewhere", "its case was skipped: needs a100 x1, found h100"),
         ("late", "gputrain.check() had not ended when its test did"),
+        ("forked", "gputrain was asked in a process that the test forked, whose answer nobody reads; *"),
     ],
 )
 def test_a_request_that_ends_without_figures_is_told_where_its_test_hides_it(gated, how, told):
