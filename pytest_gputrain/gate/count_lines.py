@@ -48,6 +48,10 @@ _SAID: Final[dict[CountFigure, str]] = {
     "operators": "runs {now} {when} ({before} before)",
     "reads": "reads values that depend on its trained weights, each a wait on a GPU, {now} {when} ({before} before)",
     "other_reads": "reads other values {now} {when} ({before} before)",
+    "loads": "loads {now} {when} ({before} before)",
+    "loaded_bytes": "loads batches of {now} {when} ({before} before)",
+    "loader_workers": "loads its batches by {now} {when} ({before} before)",
+    "repeated_updates": "updates again by the same optimizer {now} {when} ({before} before)",
 }
 _NOUNS: Final[dict[CountFigure, str]] = {
     "work": "task",
@@ -58,6 +62,8 @@ _NOUNS: Final[dict[CountFigure, str]] = {
     "compilations": "function",
     "captures": "CUDA graph",
     "operators": "operator",
+    "loads": "sample",
+    "loader_workers": "DataLoader worker",
 }
 """What is counted, where it is not times."""
 _ASKS: Final[dict[CountFigure, tuple[CountName, ...]]] = {
@@ -70,12 +76,14 @@ _ASKS: Final[dict[CountFigure, tuple[CountName, ...]]] = {
     "fp32_flops": ("library_calls",),
     "unaligned_flops": ("library_calls",),
     "nchw_flops": ("library_calls",),
+    "loaded_bytes": ("loads",),
 }
 """The causes of the figures that have not their names. Blocks have none."""
 _IMPLIED: Final[dict[CountFigure, tuple[CountFigure, ...]]] = {
     "h2d_bytes": ("waits", "pageable"),
     "d2h_bytes": ("waits", "pageable"),
     "collective_bytes": ("collectives",),
+    "loaded_bytes": ("loads",),
     "gpu_work": PARTS_OF_WORK,
 }
 """Figures of which nothing is said where one of these changes at the same line: who reads a scalar copies its bytes."""
@@ -154,13 +162,14 @@ def describe_growth(differences: Iterable[Difference], before: Counts, now: Coun
     return {metric: "; ".join(parts) for metric, parts in texts.items()}
 
 
-def describe_falls(differences: Iterable[Difference]) -> Iterator[str]:
+def describe_falls(differences: Iterable[Difference]) -> dict[CountFigure, str]:
     """Describe figures that have fallen: ``waits for the GPU 1 time a step (2 before)``."""
-    figures = [(figure, difference) for difference in differences for figure in difference.changed(-1)]
-    names = {figure for figure, _ in figures}
-    for figure, difference in figures:
-        if not names & set(_IMPLIED.get(figure, ())):
-            yield _said(figure, difference)
+    fallen = {figure: difference for difference in differences for figure in difference.changed(-1)}
+    return {
+        figure: _said(figure, difference)
+        for figure, difference in fallen.items()
+        if not fallen.keys() & _IMPLIED.get(figure, ())
+    }
 
 
 def lines_beside(figure: CountFigure, step: int, before: Counts, now: Counts) -> tuple[LineCount, ...]:

@@ -17,9 +17,14 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from pytest_gputrain.gate.count_lines import Difference, describe_falls, describe_growth, lines_beside
+from pytest_gputrain.gate.count_lines import (
+    Difference,
+    describe_falls,
+    describe_growth,
+    lines_beside,
+)
 from pytest_gputrain.records import CountFigure, Counts, MetricVerdict, Status, StepCounts
-from pytest_gputrain.records.counts import COUNT_FIGURES, PARTS_OF_WORK
+from pytest_gputrain.records.counts import COUNT_FIGURES, OF_THE_PROGRAM, PARTS_OF_WORK
 from pytest_gputrain.records.tolerance import CountTerms
 
 BY_THE_RULES: Final = CountTerms()
@@ -40,7 +45,14 @@ _STREAM_WAITS_RATIO: Final = 0.5
 _LEAST_STREAM_WAITS: Final = 8
 """More waits of streams than this fail if they are more than the ratio, too. A stream that copies ahead of time adds one to
 none and saves time."""
-_TOLD: Final[tuple[CountFigure, ...]] = ("memsets", "blocks", "kernels", "python_calls", "other_reads")
+_TOLD: Final[tuple[CountFigure, ...]] = (
+    "memsets",
+    "blocks",
+    "kernels",
+    "python_calls",
+    "other_reads",
+    *OF_THE_PROGRAM,
+)
 """The figures that fail nothing without a tolerance."""
 _PYTHON_RATIO: Final = 0.1
 """More calls of Python functions than this share are told, unless the GPU has less to do. On 294 commits of public libraries
@@ -125,7 +137,9 @@ def judge_counts(
 
     notes: dict[str, str] = {}
     for reason in dict.fromkeys(finding.passes for finding in findings if finding.passes):
-        clauses = describe_growth(of_status("pass", reason), before, now)
+        told = of_status("pass", reason)
+        clauses = describe_growth(told, before, now)
+        clauses |= describe_falls(one for one in told if one.metric in OF_THE_PROGRAM)
         notes |= {figure: f"{clause}, {reason}" for figure, clause in clauses.items()}
     metrics = [
         msgspec.structs.replace(
@@ -144,7 +158,7 @@ def judge_counts(
             f"{what}, which a second run in a fresh process does not confirm"
             for what in describe_growth(of_status("inconclusive"), before, now).values()
         ),
-        better=tuple(describe_falls(of_status("improved"))),
+        better=tuple(describe_falls(of_status("improved")).values()),
         told=tuple(notes.values()),
         work_rose=work_rose,
     )
@@ -235,6 +249,8 @@ class _Rule:
     def judge(self, pairs: Sequence[_Pair], now: Counts, again: Counts | None) -> _Finding:
         """Judge the figure in all steps that are compared."""
         more = [self._value(pair.now) - self._value(pair.before) for pair in pairs]
+        if self._figure in OF_THE_PROGRAM and not self._tolerance:
+            more = list(map(abs, more))
         steady = self._steady(pairs)
         above = [at for at, pair in enumerate(pairs) if self._value(pair.now) > self._limit(pair.before, pair.now)]
         tail = steady or range(max(len(pairs) - _STEADY_STEPS, len(pairs) // 2), len(pairs))

@@ -37,6 +37,9 @@ CountName = Literal[
     "operators",
     "reads",
     "other_reads",
+    "loads",
+    "loader_workers",
+    "repeated_updates",
 ]
 """What is counted; `StepCounts` explains each."""
 
@@ -69,6 +72,10 @@ CountFigure = Literal[
     "operators",
     "reads",
     "other_reads",
+    "loads",
+    "loaded_bytes",
+    "loader_workers",
+    "repeated_updates",
 ]
 """A figure of a step that is judged, told, limited or tolerated. Three are the FLOPs of a `SlowClass`; `StepCounts` explains
 the others."""
@@ -82,6 +89,9 @@ DETAILS: Final[frozenset[CountFigure]] = frozenset({*PARTS_OF_WORK, "gpu_work", 
 
 MAIN: Final[tuple[CountFigure, ...]] = ("waits", "work", "reads", "operators")
 """Figures that narrow tables have: those of emulated GPUs, and those of a CPU in their place."""
+OF_THE_PROGRAM: Final[tuple[CountFigure, ...]] = ("loads", "loaded_bytes", "loader_workers", "repeated_updates")
+"""Figures of what the program is meant to do. Each change is told, also to less: fewer processes load slower, and fewer
+updates train less."""
 _PROFILED: Final[tuple[CountFigure, ...]] = (
     "waits",
     "pageable",
@@ -107,6 +117,7 @@ _ON_BOTH: Final[tuple[CountFigure, ...]] = (
     "compilations",
     "graph_breaks",
     "python_calls",
+    *OF_THE_PROGRAM,
 )
 
 SlowClass = Literal["fp32", "unaligned", "nchw"]
@@ -182,6 +193,15 @@ class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Those of them that are of a slower class."""
     python_calls: Whole = 0
     """Calls of Python functions, counted in one further step that asks the GPU for the same. 0 if they were not counted."""
+    loads: Whole = 0
+    """Samples that data sets give for the batches which the step takes from torch's DataLoader. Own code alone has them, and
+    a real GPU has neither them nor the next three figures."""
+    loaded_bytes: Whole = 0
+    """Bytes of the tensors in these batches."""
+    loader_workers: Whole = 0
+    """Processes of the DataLoaders that give these batches. 0 if the process that trains loads them itself."""
+    repeated_updates: Whole = 0
+    """Steps of an optimizer that has already stepped in this step. 0 if each optimizer steps once."""
 
     @property
     def work(self) -> int:

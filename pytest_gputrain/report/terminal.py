@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.gate.contention import describe_throttling
+from pytest_gputrain.gate.count_lines import describe_most, most_of_a_step
 from pytest_gputrain.gate.memory import PHASES, is_memory_metric
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU, title_of
@@ -23,7 +24,7 @@ from pytest_gputrain.records import (
     OutOfMemory,
     Result,
 )
-from pytest_gputrain.records.counts import COUNT_FIGURES
+from pytest_gputrain.records.counts import COUNT_FIGURES, OF_THE_PROGRAM
 from pytest_gputrain.report import emulations, published, rich_text, studies
 from pytest_gputrain.report.results import BY_ATTENTION, of_kind, verdict_of
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds, format_topology
@@ -116,9 +117,11 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
         for limit in result.verdict.limits if result.verdict else ():
             if limit.status == "not-judged":
                 reasons[f"the limit of {METRIC_NAMES[limit.metric]} not judged: {limit.note}"] += 1
-        if result.verdict and result.verdict.status == "pass":
+        if result.verdict:
+            passed = result.verdict.status == "pass"
             notes = (metric for metric in result.verdict.metrics if metric.status == "pass" and metric.note)
-            changed += [f"{result.case}: {_note(metric)}" for metric in notes]
+            changed += [f"{result.case}: {_note(one)}" for one in notes if passed or one.metric in OF_THE_PROGRAM]
+        changed += _repeated_updates(result)
         spreads += [f"{result.case}: {how}" for how in _rank_spread(result)]
         slowed += [f"{result.case}: {why}"] if (why := _slowed_down(result)) else []
         for note in next((reply.notes for reply in result.replies if isinstance(reply, Measurement)), ()):
@@ -154,6 +157,16 @@ def advice(results: Sequence[Result]) -> str:
     sentences = [result.verdict.sentence for result in results if result.verdict and result.verdict.status == "new"]
     held = any(result.verdict and (result.verdict.status != "new" or result.verdict.held_to) for result in results)
     return "" if held or not sentences else _doubt(_DOUBTS["new"], sentences)
+
+
+def _repeated_updates(result: Result) -> Iterator[str]:
+    """Say that an optimizer of a case without a baseline updates more than once a step, which is meant or forgotten."""
+    counts = result.figures.counts if result.figures else None
+    if not counts or not counts.steps or not result.verdict or result.verdict.status not in ("new", "recorded"):
+        return
+    if most_of_a_step("repeated_updates", counts):
+        said, line = describe_most("repeated_updates", counts)
+        yield f"{result.case} {said}{f' ({line})' if line else ''}; yield after each update if each is a step"
 
 
 def _reused(results: Sequence[Result]) -> Iterator[str]:
@@ -275,6 +288,10 @@ METRIC_NAMES: Final[dict[MetricName, str]] = {
     "operators": "operators",
     "reads": "values read",
     "other_reads": "other values read",
+    "loads": "samples loaded",
+    "loaded_bytes": "bytes of batches",
+    "loader_workers": "processes that load",
+    "repeated_updates": "repeated updates",
 }
 
 

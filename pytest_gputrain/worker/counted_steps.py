@@ -8,12 +8,14 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, Literal
 
 import msgspec
 
 from pytest_gputrain.records import CountCause, Counts, Place, SlowClass, StepCounts
 from pytest_gputrain.records.counts import MOST_CAUSES, PARTS_OF_WORK, added_up
+from pytest_gputrain.worker.loads_and_updates import LoadsAndUpdates
 from pytest_gputrain.worker.own_lines import MOST_TEXT, OwnLines, name_in_library, own_place
 from pytest_gputrain.worker.python_calls import PythonCalls, with_python_calls
 
@@ -26,6 +28,7 @@ _HIDDEN: Final = tuple(
         "device_allocations.py",
         "untouched_host.py",
         "updates.py",
+        "loads_and_updates.py",
         "threads.py",
         "flops.py",
         "work.py",
@@ -54,7 +57,13 @@ _BETWEEN: Final = tuple(
 """The ends of the names of torch's files that call any operator or any mode: the line outside of them tells more."""
 _COMPREHENSION: Final = re.compile(r"\.<locals>\.<(?:list|set|dict)comp>$")
 """Up to Python 3.11 a comprehension has a frame of its own. Without its name a line has one function in all versions."""
-_BYTES: Final = {"h2d": "h2d_bytes", "d2h": "d2h_bytes", "d2d": "d2d_bytes", "collectives": "collective_bytes"}
+_BYTES: Final = {
+    "h2d": "h2d_bytes",
+    "d2h": "d2h_bytes",
+    "d2d": "d2d_bytes",
+    "collectives": "collective_bytes",
+    "loads": "loaded_bytes",
+}
 """The figure that adds up the bytes of what is counted, by the beginning of its name."""
 
 _Kind = Literal["own", "library", "ours", "measuring", "between"]
@@ -77,6 +86,8 @@ class CountedSteps:
         """The reason why causes have no lines."""
         self.python: tuple[PythonCalls, int] | None = None
         """The calls of Python functions, and the kind of the steps that they are of; None if they are not known."""
+        self.asked: LoadsAndUpdates | None = None
+        """What own code asks of data loaders and optimizers; None for a case without own code."""
         self.on_cpu = self.profiled = False
         self.first = 0
         """The number of steps before the first one that is counted."""
@@ -91,6 +102,15 @@ class CountedSteps:
         self._figures: list[StepCounts] = []
         self._causes: defaultdict[CountCause, dict[int, tuple[int, int]]] = defaultdict(dict)
         self._others: defaultdict[CountCause, dict[int, tuple[int, int]]] = defaultdict(dict)
+
+    def begin_asked(self) -> None:
+        """Count from now on what this thread asks of data loaders and optimizers."""
+        if self.asked:
+            self.asked.begin(lambda frame: self.places(frames_of(frame)))
+
+    def end_asked(self) -> Causes:
+        """Stop to count it, and return it."""
+        return self.asked.end() if self.asked else {}
 
     def add(self, judged: Causes, others: Causes, *, update: bool) -> None:
         """Add a step.
@@ -229,6 +249,20 @@ class CountedSteps:
             file, _, number = line.rpartition(":")
             found = Place(file, "", "", int(number))
         return found
+
+
+def frames_of(frame: FrameType | None, *, within_backward: bool = False) -> Iterator[tuple[int, str, str]]:
+    """Yield line, file and function of a frame and of those that called it.
+
+    Args:
+        within_backward: whether to stop where a backward pass was asked for.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if within_backward and code.co_name == "_engine_run_backward":
+            return
+        yield frame.f_lineno, code.co_filename, code.co_qualname
+        frame = frame.f_back
 
 
 def counts_of(causes: Causes, lines_unknown: str) -> Counts:

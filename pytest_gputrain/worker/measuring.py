@@ -23,6 +23,7 @@ from pytest_gputrain.utils.linux import CoreWait
 from pytest_gputrain.worker.allocations import AllocationCounter, strided_parts
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, check_peak, finite_losses, local
 from pytest_gputrain.worker.compiling import CompileCalls, uncompiled
+from pytest_gputrain.worker.counted_steps import CountedSteps
 from pytest_gputrain.worker.device import Device, Peaks, peak_host_bytes
 from pytest_gputrain.worker.emulated import EmulatedFigures
 from pytest_gputrain.worker.environment import environment_of
@@ -142,6 +143,8 @@ class Measuring:
                 if counter is not None:
                     counting.enter_context(self._beside.noting(own_lines(self._task, builder)))
             training = build(self._task, self._device.torch_device, builder, self._group, self._own_work.done)
+            if self._own:
+                self._ask(self._own, training)
             check = None
             with contextlib.closing(self._steps(training, counting, counter)) as steps:
                 try:
@@ -162,6 +165,18 @@ class Measuring:
         training.leave()
         assert self._figures is not None, "a training runs until it has no more steps to run"
         return self._figures
+
+    def _ask(self, own: OwnCode, training: Trainable) -> None:
+        """Have it counted what own code asks of loaders and optimizers."""
+        if self._counter:
+            self._counter.asked = own.asked
+        if isinstance(training, OwnCodeTraining):
+            training.optimizer_steps.when_updating = own.asked.updated
+
+    @property
+    def _counter(self) -> CountedSteps | None:
+        """Counts what steps ask for; None where nothing does."""
+        return self._operators.steps if self._operators else self._emulated.counter if self._emulated else None
 
     def _why_without_step(self, error: BaseException) -> str:
         """Return the note for a counted step that ended with this error; empty where the error is no fault of counting."""
@@ -251,7 +266,7 @@ class Measuring:
     def _python_calls(self) -> Steps:
         """Have one more step run whose calls of Python functions are counted, where it can be compared with others."""
         emulated = self._emulated.counter if self._emulated else None
-        counter = self._operators.steps if self._operators else emulated
+        counter = self._counter
         rounds = self._case.gradient_accumulation > 1
         if counter is None or self._task.curve or self._task.memory_only or self._case.asynchronous:
             return
@@ -419,10 +434,13 @@ class Measuring:
         """Return the figures of the timed steps, before anything is checked."""
         case, device, group = self._case, self._device, self._group
         counted = None if counter is None else counter.peaks()
+        waits = training.input_waits[-len(step_seconds) :]
+        if self._own and self._own.asked.loads:
+            waits = self._own.asked.waits
         uncounted = (*counter.uncounted(), *self._beside.uncounted(counted.bytes)) if counter and counted else ()
         return Measurement(
             step_seconds=levelled(step_seconds, case.loader_workers),
-            input_seconds=statistics.fmean(waits) if (waits := training.input_waits[-len(step_seconds) :]) else None,
+            input_seconds=statistics.fmean(waits) if waits else None,
             warmup_seconds=warmup_seconds,
             losses=tuple(itertools.takewhile(math.isfinite, losses)),
             batch_size=training.samples,
@@ -470,6 +488,7 @@ class Measuring:
             begin()
             if own:
                 own.growth.begin_step()
+                own.asked.begin_step()
             self._own_work.begin()
             if counter:
                 counter.begin_step()

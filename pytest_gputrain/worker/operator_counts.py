@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.records import CountCause, CountName, Counts, Place
 from pytest_gputrain.worker.allocations import name_of, strided_parts, tensors_of, wraps
-from pytest_gputrain.worker.counted_steps import CountedSteps, compiled
+from pytest_gputrain.worker.counted_steps import CountedSteps, compiled, frames_of
 from pytest_gputrain.worker.emulated_values.autograd_lines import AutogradLines
 from pytest_gputrain.worker.flops import device_of, is_composite
 from pytest_gputrain.worker.own_lines import OwnLines
@@ -104,6 +104,7 @@ class OperatorCounter(SharedMode):
                 self._trained.add(parameter.grad)
         self._judged.clear()
         self._others.clear()
+        self.steps.begin_asked()
         with contextlib.ExitStack() as stack:
             for name in ("cpu", "numpy", "tolist"):
                 stack.enter_context(mock.patch.object(torch.Tensor, name, self._reading(name)))
@@ -113,7 +114,7 @@ class OperatorCounter(SharedMode):
         for cause in self.steps.compiled_since():
             self._judged[cause][0] += 1
         self.steps.compiled = compiled()
-        self.steps.add(_as_pairs(self._judged), _as_pairs(self._others), update=update)
+        self.steps.add({**_as_pairs(self._judged), **self.steps.end_asked()}, _as_pairs(self._others), update=update)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -191,13 +192,13 @@ class OperatorCounter(SharedMode):
         backward = torch._C._current_autograd_node() is not None
         if backward and own is None and self.steps.lines is not None:
             # Nodes of views, and those that add up gradients, do not tell their forward pass.
-            own = self.steps.place_of(line) if line else self.steps.places(_frames(sys._getframe()))[0]
+            own = self.steps.place_of(line) if line else self.steps.places(frames_of(sys._getframe()))[0]
         return _Asked(own, library, backward)
 
     def _line_of(self, frame: FrameType | None) -> str:
         """Find the places of a frame, and return its own line. A backward pass ends the search, if its node tells more."""
         within = torch._C._current_autograd_node() is not None
-        self._here.found = own, _, _ = self.steps.places(_frames(frame, within_backward=within))
+        self._here.found = own, _, _ = self.steps.places(frames_of(frame, within_backward=within))
         return own.at if own else ""
 
 
@@ -285,20 +286,6 @@ def _what_is_read(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     if len(args) > 2 and args[2].numel() == 1:  # is written as by masked_fill_
         return []
     return [index for index in tensors_of(args[1]) if index.dtype in (torch.bool, torch.uint8)]
-
-
-def _frames(frame: FrameType | None, *, within_backward: bool = False) -> Iterator[tuple[int, str, str]]:
-    """Yield line, file and function of a frame and of those that called it.
-
-    Args:
-        within_backward: whether to stop where a backward pass was asked for.
-    """
-    while frame is not None:
-        code = frame.f_code
-        if within_backward and code.co_name == "_engine_run_backward":
-            return
-        yield frame.f_lineno, code.co_filename, code.co_qualname
-        frame = frame.f_back
 
 
 def _as_pairs(causes: dict[CountCause, list[int]]) -> dict[CountCause, tuple[int, int]]:

@@ -11,6 +11,7 @@ from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.flops import FlopCount
 from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.growth import Growth
+from pytest_gputrain.worker.loads_and_updates import LoadsAndUpdates
 from pytest_gputrain.worker.precision import check_precision, weights_by_type
 from pytest_gputrain.worker.thread_operators import ThreadOperators, started_processes
 from pytest_gputrain.worker.threads import countable_threads
@@ -43,13 +44,14 @@ class OwnCode:
         self._counts_memory = counts_memory
         self._alone = group.size == 1
         self.growth = Growth(task, group)
+        self.asked = LoadsAndUpdates()
         self._processes: list[str] = []
         self._thread_operators = ThreadOperators()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[OwnCode]:
         """Provide a context for all of it."""
-        with countable_threads(), self.growth.following(), started_processes() as self._processes:
+        with countable_threads(), self.growth.following(), self.asked.following(), started_processes() as self._processes:
             yield self
 
     def recording_threads(self) -> contextlib.AbstractContextManager[None]:

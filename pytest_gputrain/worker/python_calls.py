@@ -37,8 +37,12 @@ _TRAINS: Final = tuple(
 """Our code that trains, and does not measure: what it calls is counted."""
 _RESUMES: Final = "GeneratorLoop._take"
 """The function among them that looks at what it resumes."""
-_BETWEEN: Final = tuple(str(_PACKAGE / "worker" / name) for name in ("batches_in_turn.py", "threads.py"))
+_BETWEEN: Final = tuple(
+    str(_PACKAGE / "worker" / name) for name in ("batches_in_turn.py", "loads_and_updates.py", "threads.py")
+)
 """Our code that is called between a line of the user's and a library."""
+_COUNTS: Final = "LoadsAndUpdates."
+"""The class in one of these files that counts, and is left out."""
 _WAITING: Final = tuple(
     str(Path(threading.__file__).with_name(name)) for name in ("threading.py", "queue.py", "concurrent", "multiprocessing")
 )
@@ -245,7 +249,7 @@ class PythonCalls:
         return kind
 
     def _found_kind(self, file: str, function: str) -> _Kind:
-        if file.startswith(_BETWEEN):
+        if file.startswith(_BETWEEN) and not function.startswith(_COUNTS):
             return "between"
         if file.startswith(f"{_PACKAGE}{os.sep}"):
             return "trains" if file.startswith(_TRAINS) and function != _RESUMES else "left out"

@@ -72,6 +72,7 @@ class StepCounter(CountedSteps):
         """Take notice that a step starts on this thread."""
         self.compiled = compiled()
         self._counting = True
+        self.begin_asked()
         self._library.gputrain_counters_begin()
 
     def end_step(self, *, update: bool) -> None:
@@ -122,7 +123,7 @@ class StepCounter(CountedSteps):
             kept[cause] = count + row.number, size + row.size
         for cause in self.compiled_since():
             judged[cause] = judged[cause][0] + 1, 0
-        return Rows(judged, others)
+        return Rows({**judged, **self.end_asked()}, others)
 
     # --- Lines
 

@@ -269,8 +269,8 @@ class OwnCodeTraining:
         self.keeps_losses = True
         """Whether losses are copied, which is a task for the GPU that the program does not ask for."""
         self._watched = setup.watched
-        self._updates = Updates(case, counts=device.type == "cpu")
-        with self._updates.following():
+        self.optimizer_steps = Updates(case, counts=device.type == "cpu")
+        with self.optimizer_steps.following():
             self._loop = loop_of(builder(setup), case, group.size, setup.watch, self._note)
         self.samples = case.batch_size
         self.sequence_length = case.sequence_length
@@ -302,8 +302,8 @@ class OwnCodeTraining:
         if not isinstance(self._loop, FunctionLoop | GeneratorLoop):  # a framework has told how it accumulates gradients
             self._loop.run(steps)
             return
-        with self._updates.following():
-            self._loop.run(self._updates.during(steps))
+        with self.optimizer_steps.following():
+            self._loop.run(self.optimizer_steps.during(steps))
 
     def _note(self, loss: Any) -> None:
         self.updates += 1

@@ -10,12 +10,16 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from pytest_gputrain.records import Case
 from pytest_gputrain.worker.checks import CheckFailed
@@ -45,6 +49,10 @@ class Updates:
         self._captured: weakref.WeakKeyDictionary[Any, list[Optimizer]] = weakref.WeakKeyDictionary()
         """The optimizers that step in each CUDA graph. They do so when it is launched, and not when it is captured."""
         self._capturing: list[Any] = []
+        self._running: Optimizer | None = None
+        """The optimizer that steps: its class may call the step of the class that it derives from."""
+        self.when_updating: Callable[[Optimizer], None] = lambda optimizer: None
+        """Is called when an optimizer steps."""
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
@@ -56,14 +64,21 @@ class Updates:
             self._made.add(optimizer)
 
         def see(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if self._running is optimizer:
+                return
+            self._running = optimizer
             if self._capturing:
                 self._captured.setdefault(self._capturing[-1], []).append(optimizer)
             else:
                 self._note(optimizer)
 
+        def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._running = None
+
         with (
             mock.patch.object(Optimizer, "__init__", noting),
             register_optimizer_step_pre_hook(see),
+            register_optimizer_step_post_hook(stepped),
             self._following_graphs(),
         ):
             yield
@@ -92,6 +107,7 @@ class Updates:
 
     def _note(self, optimizer: Optimizer) -> None:
         self._rounds.setdefault(optimizer, Counter())[self._steps // self._steps_of_round] += 1
+        self.when_updating(optimizer)
 
     def during(self, steps: Steps) -> Steps:
         """Yield what ``steps`` does, and check after the last step how often optimizers stepped.
@@ -103,6 +119,7 @@ class Updates:
         for update in steps:
             yield update
             self._steps += 1
+            self._running = None  # also of a step that has raised
         self._check()
 
     def _check(self) -> None:

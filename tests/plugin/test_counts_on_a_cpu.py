@@ -74,6 +74,22 @@ def test_growth_passes_where_the_project_says_so(recorded, mode):
 
 
 @pytest.mark.slow
+def test_an_optimizer_that_steps_again_is_told_at_first_and_when_it_changes(project):
+    twice = PROGRAM.replace("        optimizer.step()\n", "        optimizer.step()\n" * 2)
+    said = "updates again by the same optimizer {} time{} a step"
+    written(project, twice)
+    result = project.run("--gpu-baseline-update")
+    result.assert_outcomes(passed=1)
+    place = "(1 at test_mine.py:14 in train, optimizer.step())"
+    result.stdout.fnmatch_lines([f"train-fp32-batch_size=4 {said.format(1, '')} {place}; yield after each update *"])
+    assert "updates again" not in project.run("--gpu-strict").stdout.str()
+    written(project, PROGRAM)
+    result = project.run()
+    result.stdout.fnmatch_lines([f"*{said.format(0, 's')} (1 before), which is not judged"])
+    assert counts_of(project)["kinds"][0]["repeated_updates"] == 1
+
+
+@pytest.mark.slow
 def test_a_baseline_without_counts_passes_and_an_update_adds_them(project):
     written(project, PROGRAM)
     project.ini("gpu_counts = off")

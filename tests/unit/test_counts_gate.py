@@ -599,7 +599,8 @@ def test_on_a_cpu_operators_have_the_rule_of_work_and_reads_fail_as_waits_do(bef
     verdict = judge_counts(on_cpu(before), on_cpu(now))
     assert statuses(verdict)[next(figure for figure in now if before[figure] != now[figure])] == status
     assert set(statuses(verdict)) == {
-        "operators", "reads", "other_reads", "collectives", "collective_bytes", "compilations", "graph_breaks",
+        "operators", "reads", "other_reads", "collectives", "collective_bytes", "compilations", "graph_breaks", "loads",
+        "loaded_bytes", "loader_workers", "repeated_updates",
     }  # fmt: skip
 
 
@@ -608,6 +609,33 @@ def test_other_reads_are_told_and_judged_where_a_tolerance_asks_for_it():
     assert judge_counts(before, now).told == ("reads other values 3 times a step (1 before), which is not judged",)
     terms = CountTerms(tolerances={"other_reads": CountTolerance(more=1)})
     assert statuses(judge_counts(before, now, terms))["other_reads"] == "regressed"
+
+
+LOADED = "loads {} samples a step ({} before)"
+WORKERS = "loads its batches by {} a step ({} before)"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        ({}, {"repeated_updates": 1}, ["updates again by the same optimizer 1 time a step (0 before)"]),
+        ({"repeated_updates": 3}, {}, ["updates again by the same optimizer 0 times a step (3 before)"]),
+        ({"loads": 4, "loaded_bytes": 8}, {"loads": 6, "loaded_bytes": 12}, [LOADED.format(6, 4)]),
+        ({"loads": 4, "loaded_bytes": 8}, {"loads": 2, "loaded_bytes": 4}, [LOADED.format(2, 4)]),
+        ({"loads": 4, "loaded_bytes": 8}, {"loads": 4, "loaded_bytes": 9}, ["loads batches of 9 B a step (8 B before)"]),
+        ({"loader_workers": 4}, {}, [WORKERS.format("0 DataLoader workers", 4)]),
+        ({"loader_workers": 4}, {"loader_workers": 1}, [WORKERS.format("1 DataLoader worker", 4)]),
+    ],
+)
+def test_every_change_of_what_a_program_loads_and_updates_is_told(before, now, told):
+    for make in (counts, on_cpu):
+        judged = judge_counts(make(before), make(now))
+        assert judged.told == tuple(f"{text}, which is not judged" for text in told)
+        assert (judged.worse, judged.better) == ((), ())
+        (figure, *_) = {**before, **now}
+        terms = CountTerms(tolerances={figure: CountTolerance(more=0)})
+        fails = statuses(judge_counts(make(before), make(now), terms))[figure] == "regressed"
+        assert fails == (now.get(figure, 0) > before.get(figure, 0))
 
 
 def test_a_function_that_is_compiled_again_in_each_step_fails_behind_the_steps_that_compile():
