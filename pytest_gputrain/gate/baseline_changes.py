@@ -129,5 +129,7 @@ def _figures(record: _Stored) -> Iterator[_Figure]:
         yield _Figure("step time", statistics.median(medians), format_seconds)
         yield _Figure("step time of the slowest run", max(medians), format_seconds)
         yield _Figure("GPU seconds", max(gpu_seconds(runs), default=None), format_seconds)
+        waits = [run.input_seconds for run in runs if run.input_seconds is not None]
+        yield _Figure("waiting for batches", max(waits, default=None), format_seconds)
         alone = [run.one_worker_seconds for run in runs if run.one_worker_seconds is not None]
         yield _Figure("time of one worker", max(alone, default=None), format_seconds)

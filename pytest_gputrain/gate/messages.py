@@ -91,6 +91,11 @@ def describe_metric(metric: MetricVerdict) -> str:
             word, value = "longer" if more else "shorter", format_seconds(metric.value)
             values = f"{value} a step against {_spread(metric)}"
             return f"keeps the GPU busy {size} {word}: {values}{_limit(metric, more)}{_votes(metric, word)}"
+        case "input_seconds":
+            word = "longer" if more else "shorter"
+            values = f"{format_seconds(metric.value)} against {format_seconds(metric.baseline)} a step"
+            bound = f", limit {format_seconds(metric.limit)}" if metric.limit is not None and more else ""
+            return f"waits {word} for its batches: {values}{bound}{_votes(metric, word)}"
         case "mean_step_seconds":
             word, value = "slower" if more else "faster", format_seconds(metric.value)
             values = f"{value} a step against {_spread(metric)}"

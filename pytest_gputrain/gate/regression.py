@@ -285,7 +285,7 @@ def _times(
         judged += _mean_step_seconds(measured, fitted, judged[0].metric.status, tolerance, circumstances)
     if found.share is not None:
         judged.append(_gpu_seconds(measured, fitted, found, tolerance, circumstances))
-    return judged
+    return judged + _input_seconds(measured, fitted, tolerance, circumstances)
 
 
 def _step_seconds(
@@ -345,6 +345,42 @@ def _mean_step_seconds(
         judged = judged._replace(metric=msgspec.structs.replace(judged.metric, status="inconclusive", note=waited))
     told = judged.metric.status not in ("pass", of_median)
     return [judged] if told or not judged.settled else []
+
+
+def _input_seconds(
+    measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: Tolerance, circumstances: Circumstances
+) -> list[_JudgedMetric]:
+    """Judge on a GPU how long a step waits for its batches. It may wait longer by what the host may add to a step.
+
+    A GPU that works meanwhile, or a gain elsewhere, hides it in the time of the step.
+    """
+    new, base = ([run.input_seconds for run in runs if run.input_seconds is not None] for runs in (measured, fitted))
+    if measured[0].environment.device_type == "cpu" or not (new or base):
+        return []
+    metric = MetricVerdict(metric="input_seconds", status="not-comparable")
+    if len(new) < len(measured) or not base:
+        note = "it was not measured" if base else f"it was not measured before{circumstances.again}"
+        return [_JudgedMetric(msgspec.structs.replace(metric, note=note))]
+    step, other = statistics.median(_medians(fitted)), other_host(measured, fitted)
+    least = tolerance.host_time if other else LEAST_HOST_TOLERANCE
+    judged = _decided(
+        "input_seconds",
+        [step + seconds for seconds in base],
+        [step + seconds for seconds in new],
+        dataclasses.replace(tolerance, time=max(tolerance.time, least)),
+        dataclasses.replace(circumstances, prior=HOST_PRIOR_SD, shift=0.0, doubted_from=1.0),
+        measured,
+    )
+    metric = msgspec.structs.replace(
+        judged.metric,
+        value=statistics.median(new),
+        baseline=statistics.median(base),
+        limit=None if judged.metric.limit is None else judged.metric.limit - step,
+        sensitivity=None,
+    )
+    if other and metric.status == "regressed":
+        metric = msgspec.structs.replace(metric, status="not-comparable", note=f"{describe_metric(metric)}, {other}")
+    return [judged._replace(metric=metric)]
 
 
 def _terms_of(found: Pace, tolerance: Tolerance, circumstances: Circumstances) -> tuple[Tolerance, Circumstances]:
@@ -575,7 +611,7 @@ def _conclude(
         flops_described = any(metric.metric == "flops_per_step" and metric.status == "regressed" for metric in metrics)
         since = [describe_changes(measured[0].environment, fitted, given.variables)]
         since += describe_counters(measured[0], fitted, flops=not flops_described)
-        since += [_describe_gpu_seconds(metric) for metric in metrics if metric.metric == "gpu_seconds"]
+        since += [_describe_seconds(metric) for metric in metrics if metric.metric in ("gpu_seconds", "input_seconds")]
         since += [describe_throttling(measured)]
         doubts = [f"{unclear}, which {_explanation(in_doubt, measured, fitted)} may explain"] if unclear else []
         doubt = "".join(f"; it also {what}" for what in (*doubts, *doubtful))
@@ -610,11 +646,13 @@ def _explanation(unclear: Set[MetricName], measured: Sequence[Measurement], fitt
     return "the host" if len(unclear) == 1 else "the host, noise or the whole suite"
 
 
-def _describe_gpu_seconds(metric: MetricVerdict) -> str:
-    """Say how GPU seconds have changed beside something worse; empty where they have not, or are what is worse."""
-    if metric.change is None or metric.status == "regressed":
+def _describe_seconds(metric: MetricVerdict) -> str:
+    """Say how GPU seconds, or those of waiting for batches, have changed beside something worse; empty if they are worse."""
+    if metric.value is None or metric.baseline is None or metric.status in ("regressed", "not-comparable"):
         return ""
-    before, now = format_seconds(metric.baseline or 0.0), format_seconds(metric.value or 0.0)
+    before, now = format_seconds(metric.baseline), format_seconds(metric.value)
+    if metric.metric == "input_seconds":
+        return f"waiting for batches {before} -> {now} a step" if before != now else ""
     return f"GPU seconds {before} -> {now}" if before != now else f"the same {now} of the GPU"
 
 
@@ -622,6 +660,8 @@ def _subject_of_note(metric: MetricVerdict) -> str:
     """Return what a note is about, to begin it with."""
     if metric.metric == "gpu_seconds":
         return f"its GPU seconds {'' if metric.status == 'pass' else 'are not compared: '}"
+    if metric.metric == "input_seconds":
+        return f"its wait for batches {'' if metric.status == 'pass' else 'is not compared: '}"
     if metric.metric == "step_seconds" and metric.gpu_busy_share is not None:
         return f"its step time {'' if metric.status == 'pass' else 'is not compared: '}"
     if metric.metric == "mean_step_seconds":

@@ -145,7 +145,8 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """How long the GPU worked in further steps. None on a CPU, of a script, and where it could not be told; ``notes`` then
     says why."""
     input_seconds: float | None = None
-    """The mean time that a timed step waited for its batch. None without ``loader_workers``."""
+    """The mean time that a timed step waited for its batches. None if none came from torch's DataLoader. Built-in models use
+    it with ``loader_workers``."""
     warmup_seconds: tuple[float, ...]
     """Seconds of the steps of the warm-up. The first one includes what is compiled and tuned once."""
     losses: tuple[float, ...]

@@ -27,6 +27,7 @@ MetricName = Literal[
     "step_seconds",
     "mean_step_seconds",
     "gpu_seconds",
+    "input_seconds",
     "peak_allocated_bytes",
     "peak_reserved_bytes",
     "device_used_bytes",
@@ -72,6 +73,8 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     flops_per_step: Whole | None = None
     gpu_steps: GpuSteps | None = None
     """How long the GPU works in a step, as in `Measurement`."""
+    input_seconds: float | None = None
+    """How long a step waits for its batches, as in `Measurement`. None on a CPU, where it is not judged."""
     counts: Counts | None = None
     """What a step asks for, as in `Measurement`, without numbers of lines."""
     core_wait_share: float | None = None

@@ -248,6 +248,7 @@ METRIC_NAMES: Final[dict[MetricName, str]] = {
     "step_seconds": "step time",
     "mean_step_seconds": "mean step time",
     "gpu_seconds": "GPU seconds",
+    "input_seconds": "waiting for batches",
     "peak_allocated_bytes": "peak memory",
     "peak_reserved_bytes": "reserved memory",
     "device_used_bytes": "device memory",

@@ -105,6 +105,9 @@ def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> Base
         "warmup": len(reply.warmup_seconds),
         "step_seconds": tuple(map(_short, reply.step_seconds)),
         "core_wait_share": None if waited is None else round(waited, 4),
+        "input_seconds": _short(reply.input_seconds)
+        if reply.input_seconds is not None and reply.environment.device_type != "cpu"
+        else None,
         "gpu_steps": _short_steps(reply.gpu_steps) if reply.gpu_steps else None,
         "largest": without_lines(reply.largest),
         "counts": reply.counts.as_stored() if reply.counts else None,

@@ -21,6 +21,7 @@ from pytest_gputrain.report import terminal, uncompared
 from pytest_gputrain.report.export.formats import FORMATS
 from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.report.html.cases import gathered
+from pytest_gputrain.storage.reports import to_baseline
 from pytest_gputrain.utils.git import RunInfo
 
 TOLERANCE = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
@@ -52,6 +53,45 @@ def _judge(replies, stored, **circumstances):
 @pytest.fixture
 def _judged(monkeypatch):
     monkeypatch.setattr(regression, "WHY_GPU_SECONDS_ARE_HELD_COARSELY", "")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "on", "status"),
+    [
+        (0.01, 0.11, HERE, "pass"),
+        (0.01, 0.112, HERE, "regressed"),
+        (0.112, 0.0, HERE, "improved"),
+        (0.01, 0.51, ELSEWHERE, "pass"),
+        (0.01, 0.53, ELSEWHERE, "not-comparable"),
+        (None, None, HERE, None),
+        (0.01, None, HERE, "not-comparable"),
+        (None, 0.01, HERE, "not-comparable"),
+    ],
+)
+@pytest.mark.parametrize("gpu", [None, 0.23, 0.99])
+def test_a_step_may_wait_for_its_batches_by_as_much_longer_as_a_host_varies(before, now, on, status, gpu):
+    verdict = _judge(_took(1.0, gpu, on=on, input_seconds=now), _stored(gpu=gpu, input_seconds=before))
+    metric = verdict.metric("input_seconds")
+    assert (metric.status if metric else None) == status
+    assert verdict.status == ("pass" if status in (None, "not-comparable") else status)
+    if status == "regressed":
+        said = "waits longer for its batches: 112 ms against 10.0 ms a step, limit 111 ms; 3 of 3 fresh runs longer"
+        assert said in verdict.sentence
+    if status == "not-comparable":
+        assert "its wait for batches is not compared: " in verdict.sentence
+
+
+def test_a_slower_step_says_how_much_longer_it_waits_for_its_batches():
+    verdict = _judge(_took(1.05, 1.0, input_seconds=0.06), _stored(gpu=1.0, input_seconds=0.01))
+    assert "is 5.0 % slower" in verdict.sentence
+    assert "waiting for batches 10.0 ms -> 60.0 ms a step" in verdict.sentence
+
+
+def test_a_baseline_of_a_cpu_has_no_wait_for_batches():
+    for environment, stored in ((HERE, 0.01), (cpu_environment(), None)):
+        reply = measurement(environment=environment, input_seconds=0.01)
+        [run] = to_baseline(result(replies=(reply,)), date="2026-01-01", session="x", commit="").runs
+        assert run.input_seconds == stored
 
 
 OLD = _stored(gpu=None, on=gpu_environment())
