@@ -370,8 +370,18 @@ def filled(page: str) -> str:
 def schema_text() -> str:
     """Return the JSON Schema of reports, from the records."""
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "pytest-gputrain report"}
-    document = msgspec.json.schema(Report) | dialect
+    document = _with_clean_docstrings(msgspec.json.schema(Report)) | dialect
     return msgspec.json.format(msgspec.json.encode(document, order="deterministic"), indent=1).decode() + "\n"
+
+
+def _with_clean_docstrings(part: Any) -> Any:
+    """Return the part of a schema without the indentation of docstrings, which Python keeps until 3.13."""
+    if isinstance(part, list):
+        return [_with_clean_docstrings(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    described = {"description": inspect.cleandoc(part["description"])} if isinstance(part.get("description"), str) else {}
+    return {name: _with_clean_docstrings(each) for name, each in part.items()} | described
 
 
 if __name__ == "__main__":

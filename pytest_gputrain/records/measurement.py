@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -275,4 +276,4 @@ def update_seconds(step_seconds: Sequence[float], accumulation: int) -> float | 
     """Return the median of the sums of ``accumulation`` steps; None where there are fewer."""
     accumulation = max(1, accumulation)  # of a report that somebody wrote
     starts = range(0, len(step_seconds) - accumulation + 1, accumulation)
-    return statistics.median(sum(step_seconds[at : at + accumulation]) for at in starts) if starts else None
+    return statistics.median(math.fsum(step_seconds[at : at + accumulation]) for at in starts) if starts else None

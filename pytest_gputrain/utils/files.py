@@ -153,9 +153,11 @@ def within(folder: Path, *names: str) -> Path:
             raise ValueError(f"{name!r} is not the name of a file")
     path = folder.joinpath(*names)
     try:
-        target = path.resolve()
-    except (OSError, RuntimeError) as error:  # the second for links in a circle, until Python 3.13
-        raise ValueError(f"{path} leads nowhere ({error})") from None
+        target = Path(os.path.realpath(path, strict=True))
+    except FileNotFoundError:  # it is to be written
+        target = Path(os.path.realpath(path))
+    except OSError as error:  # links in a circle, which `Path.resolve` takes from Python 3.13 on
+        raise ValueError(f"{path} leads nowhere ({error.strerror})") from None
     if not target.is_relative_to(folder.resolve()):
         raise ValueError(f"{path} is a link to {target}, which is not in {folder}")
     return path
