@@ -35,9 +35,11 @@ from numpy.typing import NDArray
 
 from pytest_gputrain.gate import regression
 from pytest_gputrain.gate import step_times as stats
+from pytest_gputrain.gate.criteria import Criteria
 from pytest_gputrain.gate.host_bound import GPU_PRIOR_SD, HOST_PRIOR_SD, LEAST_HOST_TOLERANCE
 from pytest_gputrain.records import Baseline, BaselineRun, Case, Environment, GpuSteps, Measurement, MetricName, Verdict
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
+from pytest_gputrain.utils.bounds import MOST_RUNS
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -386,8 +388,9 @@ def _gate_says(base: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) ->
     counted = dict.fromkeys(("batch_size", "sequence_length", "updates", "peak_host_bytes"), 1)
     replies = [Measurement(warmup_seconds=(), losses=(), **counted, **unknown, **figures) for figures in new]
     tolerance = Tolerance(time=0.03, memory=MemoryTolerance())
+    criteria = Criteria(case=baseline.case, scale="full", tolerance=tolerance, baseline=baseline, most=MOST_RUNS)
     for runs in range(1, len(replies) + 1):
-        verdict, settled = regression.judge(Case(model="a"), replies[:runs], baseline, tolerance)
+        verdict, settled = regression.judge(criteria, replies[:runs])
         if settled:
             return verdict, runs
     raise AssertionError("the rule does not end")

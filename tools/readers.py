@@ -18,6 +18,7 @@ import msgspec
 from pytest_gputrain.cli import main
 from pytest_gputrain.execution.launch import ranks
 from pytest_gputrain.execution.settings import OPTIONS
+from pytest_gputrain.gate.criteria import Criteria
 from pytest_gputrain.gate.regression import judge
 from pytest_gputrain.gate.summary import detail_of, failure_of, summarise
 from pytest_gputrain.hardware import drivers
@@ -25,7 +26,19 @@ from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.hardware.machine import Machine
 from pytest_gputrain.hardware.recording import replayed
 from pytest_gputrain.plugin import settings
-from pytest_gputrain.records import Case, Emulated, EmulatedRun, Event, Measured, Report, Result, Served, Task, Verdict
+from pytest_gputrain.records import (
+    Baseline,
+    Case,
+    Emulated,
+    EmulatedRun,
+    Event,
+    Measured,
+    Report,
+    Result,
+    Served,
+    Task,
+    Verdict,
+)
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
 from pytest_gputrain.report import progress_line, studies, summary, terminal
 from pytest_gputrain.report.history_lines import lines_of
@@ -150,13 +163,17 @@ def a_few(path: Path, field: str, count: int = 1) -> bytes:
     return json.dumps(document, indent=1).encode()
 
 
+def _held_to(case: Case, baseline: Baseline) -> Criteria:
+    return Criteria(case=case, scale="full", tolerance=TOLERANCE, baseline=baseline)
+
+
 def read_baseline(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     scratch.file("cpu/llm.json", data)
     store = BaselineStore(scratch.folder)
     for baseline in store.suite("cpu", "llm").values():
         for name in ("cpu_measured", "h100_measured", "h100_out_of_memory"):
-            judge(CASE, [reply(name)], baseline, TOLERANCE)
-            judge(baseline.case, [reply(name)], baseline, TOLERANCE)
+            for case in (CASE, baseline.case):
+                judge(_held_to(case, baseline), [reply(name)])
     store.rewritten("cpu", "llm")
 
 
@@ -199,7 +216,7 @@ def read_reply(data: bytes, scratch: Scratch, rng: random.Random) -> None:
     parsed = ranks._read_reply(scratch.folder, exit_code, Event(phase="measure"), False, "output")
     if isinstance(parsed, Served | EmulatedRun):
         return
-    verdict = judge(CASE, [parsed], sound(), TOLERANCE).verdict
+    verdict = judge(_held_to(CASE, sound()), [parsed]).verdict
     result = sound_result(replies=(parsed,), summary=summarise(CASE, MACHINE, (parsed,)), verdict=verdict)
     failure_of(result), detail_of(result)
     if rng.random() < 0.1:

@@ -12,12 +12,12 @@ import msgspec
 from pytest_gputrain.cli import failing
 from pytest_gputrain.cli.comparison_output import print_comparison, verdicts
 from pytest_gputrain.gate import emulation as emulation_gate
-from pytest_gputrain.gate.ab import by_case, missing, tolerance_of, verdict_of
+from pytest_gputrain.gate.ab import by_case, criteria_of, missing, tolerance_of, verdict_of
 from pytest_gputrain.gate.messages import describe_failure
-from pytest_gputrain.gate.regression import Circumstances, first_ratio
+from pytest_gputrain.gate.regression import first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise, prior_of, whole_suite
 from pytest_gputrain.hardware.catalog import title_of
-from pytest_gputrain.records import Baseline, Emulated, EmulatedRun, Measured, Recorded, Report, Result, Verdict
+from pytest_gputrain.records import Emulated, EmulatedRun, Measured, Recorded, Report, Result, Verdict
 from pytest_gputrain.records.tolerance import Tolerance
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.reports import read_report, to_baseline
@@ -83,16 +83,18 @@ def compare(base: Report, head: Report, base_name: str, tolerance: Tolerance) ->
         suite: prior_of(baseline for (of, _), baseline in baselines.items() if of == suite and baseline.runs)
         for suite in {suite for suite, _ in after}
     }
+    criteria = {
+        (suite, key): criteria_of(result, baselines.get((suite, key)), tolerance, priors[suite])
+        for (suite, key), result in after.items()
+    }
     for (suite, key), result in after.items():
-        noise.add(suite, key, first_ratio(result.case, result.replies, baselines.get((suite, key)), tolerance))
+        noise.add(suite, key, first_ratio(criteria[suite, key], result.replies))
     results = []
     for (suite, key), result in after.items():
         if isinstance(result, Emulated):
             verdict = _judge_emulated(result, before.get((suite, key)), base_name)
         else:
-            circumstances = Circumstances(most=len(result.replies), prior=priors[suite], shift=noise.shift)
-            baseline: Baseline | None = baselines.get((suite, key))
-            verdict = verdict_of(result.case, result.replies, baseline, tolerance, circumstances, base_name)
+            verdict = verdict_of(criteria[suite, key], result.replies, base_name, noise.shift)
         judged = msgspec.structs.replace(result, verdict=verdict)
         results.append(msgspec.structs.replace(judged, published=None) if isinstance(judged, Measured) else judged)
     return results

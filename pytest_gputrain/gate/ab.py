@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from pytest_gputrain.gate.criteria import Criteria
 from pytest_gputrain.gate.messages import OtherSide
-from pytest_gputrain.gate.regression import Circumstances, judge
+from pytest_gputrain.gate.regression import judge
 from pytest_gputrain.gate.step_times import levelled
 from pytest_gputrain.gate.suite_noise import prior_of
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
-    Case,
     Crashed,
     Emulated,
     Lost,
@@ -69,8 +69,8 @@ def compare(base: Sequence[Report], head: Sequence[Report], base_name: str) -> S
     results = []
     for key, (baseline, results_of) in sides.items():
         replies = tuple(reply for result in results_of for reply in result.replies)
-        circumstances = Circumstances(most=len(replies), prior=prior)
-        verdict = verdict_of(results_of[0].case, replies, baseline, tolerance, circumstances, base_name)
+        criteria = criteria_of(results_of[0], baseline, tolerance, prior)
+        verdict = verdict_of(criteria, replies, base_name)
         raw = tuple(reply for round_ in after if key in round_ for reply in round_[key].replies)
         results.append(msgspec.structs.replace(_over_rounds(results_of), replies=raw, verdict=verdict))
     return results
@@ -96,26 +96,32 @@ def _over_rounds(results: Sequence[Result]) -> Result:
     return msgspec.structs.replace(measured[-1], summary=Summary(**figures))
 
 
-def verdict_of(
-    case: Case,
-    replies: Sequence[Reply],
-    baseline: Baseline | None,
-    tolerance: Tolerance,
-    circumstances: Circumstances,
-    base_name: str,
-) -> Verdict:
+def criteria_of(result: Result, baseline: Baseline | None, tolerance: Tolerance, prior: float) -> Criteria:
+    """Return what a case is held to by a side that nobody records."""
+    return Criteria(
+        case=result.case,
+        scale=result.scale,
+        tolerance=tolerance,
+        baseline=baseline,
+        prior=prior,
+        other_side=OtherSide.base(),
+    )
+
+
+def verdict_of(criteria: Criteria, replies: Sequence[Reply], base_name: str, shift: float = 0.0) -> Verdict:
     """Judge the replies against a side that nobody records.
 
     Args:
         base_name: how to name that side.
+        shift: as of `pytest_gputrain.gate.judge.judge`.
     """
+    case, baseline = criteria.case, criteria.baseline
     crashed = any(isinstance(reply, Crashed | TimedOut | Lost) for reply in replies)
     if baseline is None and not crashed:
         return Verdict(status="new", sentence=f"{case}: {base_name} has no such case")
     if baseline is not None and not baseline.runs and not crashed:
         return Verdict(status="not-comparable", sentence=f"{case}: {base_name} has no figures of it")
-    circumstances = dataclasses.replace(circumstances, other_side=OtherSide.base())
-    return judge(case, replies, baseline, tolerance, circumstances=circumstances).verdict
+    return judge(criteria, replies, shift).verdict
 
 
 def by_case(report: Report) -> dict[_Key, Measured | Emulated]:

@@ -109,12 +109,9 @@ def held_up(measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -> s
 def other_host(measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -> str:
     """Say how the host of today's runs differs from that of the baseline, ``on another machine``; empty where it does not.
 
-    Names, models of CPU and numbers of cores do not tell: three virtual machines with the same differed by 28 %. GPUs do. A
-    machine whose cores are taken by other programs, more than in the baseline, is another one, too.
+    Names, models of CPU and numbers of cores do not tell: three virtual machines with the same differed by 28 %. GPUs do.
     """
     here, recorded = measured[0].environment, [run.environment.gpu_digests for run in fitted]
-    if waited := held_up(measured, fitted):
-        return waited
     if here.gpu_digests is UNSET or UNSET in recorded:
         return "on a machine that may be another one"
     known = {digest for digests in recorded for digest in digests or ()}

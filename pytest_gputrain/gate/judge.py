@@ -5,8 +5,6 @@ This is what a session calls, once more with every reply. `regression`, `publish
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -14,63 +12,11 @@ import msgspec
 from pytest_gputrain.gate import regression
 from pytest_gputrain.gate.contention import why_not_recorded
 from pytest_gputrain.gate.count_lines import count_changes
-from pytest_gputrain.gate.counts import BY_THE_RULES
+from pytest_gputrain.gate.criteria import Criteria
 from pytest_gputrain.gate.limits import judge_limits, with_limits
 from pytest_gputrain.gate.new_device import judge_by_emulated, judge_by_published
 from pytest_gputrain.gate.published import judge_published, why_not_comparable
-from pytest_gputrain.gate.step_times import AGREEING, PRIOR_SD
-from pytest_gputrain.records import Baseline, Case, EmulatedRun, Measurement, OutOfMemory, Published, Reply, Scale, Verdict
-from pytest_gputrain.records.tolerance import Cap, CountTerms, Tolerance
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Criteria:
-    """The baseline, limits and tolerances of a case."""
-
-    case: Case
-    scale: Scale
-    judged: bool
-    """Whether it is compared with anything but the limits of its test."""
-    records: bool = False
-    """Whether its figures become a baseline."""
-    caps: tuple[Cap, ...] = ()
-    """The limits of its test."""
-    tolerance: Tolerance
-    counts: CountTerms = BY_THE_RULES
-    """How it is judged what its steps ask of a CPU."""
-    baseline: Baseline | None = None
-    hint: str = ""
-    """Further information about a missing baseline."""
-    elsewhere: str = ""
-    """Where it may be instead, with the remedy."""
-    emulated: EmulatedRun | None = None
-    """The run of a case without a baseline on an emulated GPU of the platform; None if there is none that applies."""
-    variables: tuple[str, ...] = ()
-    """Names of the environment variables that its test has changed."""
-    prior: float = PRIOR_SD
-    """Standard deviation that is expected between its processes: see `pytest_gputrain.gate.step_times.suite_prior`."""
-    row: Published | None = None
-    """The published row of the case and its platform; None if there is none, or if the case has a baseline."""
-    published_for: tuple[str, ...] | None = None
-    """Platforms that it was published for; None where it is not compared with published figures."""
-    wanted: int = 1
-    """Fresh processes to begin with."""
-    most: int = 1
-    """Fresh processes that there may be of it in doubt."""
-
-    @property
-    def compares_stored(self) -> bool:
-        """Whether it is compared with a stored baseline."""
-        return self.judged and self.published_for is None
-
-    def first_ratio(self, replies: Sequence[Reply]) -> float | None:
-        """Logarithm of the first run's step time over the baseline's; None where the two are not compared."""
-        return regression.first_ratio(self.case, replies, self.baseline, self.tolerance)
-
-    def next_runs(self, have: int) -> int:
-        """Return how many fresh processes it takes in all if ``have`` of them leave the case in doubt: enough that they can
-        agree."""
-        return min(max(AGREEING, have + 1), self.most)
+from pytest_gputrain.records import Measurement, OutOfMemory, Published, Reply, Verdict
 
 
 class Judgement(NamedTuple):
@@ -99,17 +45,7 @@ def judge(criteria: Criteria, replies: tuple[Reply, ...], shift: float = 0.0, no
             case, replies, criteria.row, tolerance, scale=criteria.scale, elsewhere=criteria.published_for
         )
     elif criteria.compares_stored:
-        circumstances = regression.Circumstances(
-            most=len(replies) if criteria.records else max(len(replies), criteria.most),
-            prior=criteria.prior,
-            shift=shift,
-            variables=criteria.variables,
-            counts=criteria.counts,
-            elsewhere=criteria.elsewhere,
-        )
-        verdict, settled = regression.judge(
-            case, replies, criteria.baseline, tolerance, criteria.hint, no_scaling, circumstances
-        )
+        verdict, settled = regression.judge(criteria, replies, shift, no_scaling)
         if settled and criteria.records:
             verdict = _recorded(criteria, verdict, replies, no_scaling)
         elif verdict.status == "new":

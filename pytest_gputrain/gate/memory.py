@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
+from pytest_gputrain.gate.criteria import Judged
 from pytest_gputrain.gate.messages import describe_metric, describe_process_count, listed
 from pytest_gputrain.gate.step_times import exceeds
 from pytest_gputrain.records import (
@@ -55,12 +56,6 @@ class PeaksByPhase(Protocol):
     def largest(self) -> Mapping[TrainingPhase, Sequence[LiveTensor]]: ...
 
 
-class JudgedPeak(NamedTuple):
-    metric: MetricVerdict
-    settled: bool = True
-    """Whether further fresh processes could not change it."""
-
-
 class _MemoryLimit(NamedTuple):
     """The memory above a baseline that passes, and in how many runs."""
 
@@ -70,7 +65,7 @@ class _MemoryLimit(NamedTuple):
     """Whether another process would only count the same."""
     most: int
 
-    def judge(self, name: MetricName, values: Sequence[int], peaks: Sequence[int]) -> JudgedPeak:
+    def judge(self, name: MetricName, values: Sequence[int], peaks: Sequence[int]) -> Judged[MetricVerdict]:
         """Judge the peaks of runs against those of a baseline."""
         value, highest, lowest = statistics.median_high(values), max(peaks), min(peaks)
         limit = highest * (1 + self.ratio) + self.slack
@@ -86,12 +81,12 @@ class _MemoryLimit(NamedTuple):
         metric = MetricVerdict(
             metric=name, status=status, value=value, baseline=highest, limit=limit, note=note, runs=len(values)
         )
-        return JudgedPeak(metric, above is not None)
+        return Judged(metric, above is not None)
 
 
 def judge_memory(
     measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: MemoryTolerance, most: int
-) -> list[JudgedPeak]:
+) -> list[Judged[MetricVerdict]]:
     """Judge the peak of training against the highest of the baseline's, and likewise those of its phases.
 
     Args:
@@ -109,7 +104,7 @@ def judge_memory(
     if reason:
         value = statistics.median_high(values)
         metric = MetricVerdict(metric="peak_allocated_bytes", status="not-comparable", value=value, note=reason)
-        return [JudgedPeak(metric)]
+        return [Judged(metric)]
     on_cpu, alone = here.device_type == "cpu", here.device_count == 1
     rule = _MemoryLimit(
         ratio=tolerance.ratio if alone or not on_cpu else max(tolerance.ratio, SHARED_CPU_RATIO),
@@ -121,26 +116,26 @@ def judge_memory(
     if on_cpu and not alone:
         # A buffer that outlives its phase is as large in a phase that needs little.
         rule = rule._replace(ratio=0.0, slack=rule.slack + round(max(rule.ratio, _SHARED_CPU_PHASE_RATIO) * max(peaks)))
-    return [whole, *_phases(whole.metric, measured, fitted, rule)]
+    return [whole, *_phases(whole.verdict, measured, fitted, rule)]
 
 
 def _phases(
     whole: MetricVerdict, measured: Sequence[Measurement], fitted: Sequence[BaselineRun], rule: _MemoryLimit
-) -> Iterator[JudgedPeak]:
+) -> Iterator[Judged[MetricVerdict]]:
     for name, phase in PHASES.items():
         values = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
         peaks = [run.phase_peak_bytes[phase] for run in fitted if phase in run.phase_peak_bytes]
         if values and peaks:
             peak = rule.judge(name, values, peaks)
             # A note about the peak of training is not repeated for each phase.
-            is_repeated = peak.metric.note == whole.note
-            yield peak._replace(metric=msgspec.structs.replace(peak.metric, note="")) if is_repeated else peak
+            is_repeated = peak.verdict.note == whole.note
+            yield peak._replace(verdict=msgspec.structs.replace(peak.verdict, note="")) if is_repeated else peak
         elif values:
             value = statistics.median_high(values)
-            yield JudgedPeak(MetricVerdict(metric=name, status="new", value=value, note="there was none before"))
+            yield Judged(MetricVerdict(metric=name, status="new", value=value, note="there was none before"))
         elif peaks:
             metric = MetricVerdict(metric=name, status="not-comparable", baseline=max(peaks), note="no step has it")
-            yield JudgedPeak(metric)
+            yield Judged(metric)
 
 
 def describe_missing_phases(metrics: Sequence[MetricVerdict], status: Status) -> str:

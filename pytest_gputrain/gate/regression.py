@@ -8,17 +8,19 @@ baseline stores raw, so a better rule can replace it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
 from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.contention import describe_memory_shortage, describe_throttling, with_contention
-from pytest_gputrain.gate.counts import BY_THE_RULES, JudgedCounts, have_steps_in_common, judge_counts
+from pytest_gputrain.gate.counts import JudgedCounts, have_steps_in_common, judge_counts
+from pytest_gputrain.gate.criteria import Criteria, Judged
 from pytest_gputrain.gate.host_bound import (
     COARSE_GPU_TOLERANCE,
     GPU_PRIOR_SD,
@@ -32,7 +34,6 @@ from pytest_gputrain.gate.host_bound import (
     pace,
 )
 from pytest_gputrain.gate.memory import (
-    JudgedPeak,
     describe_memory,
     describe_missing_phases,
     is_memory_metric,
@@ -48,7 +49,7 @@ from pytest_gputrain.gate.messages import (
     describe_process_count,
 )
 from pytest_gputrain.gate.scaling import efficiencies
-from pytest_gputrain.gate.step_times import MEAN_PRIOR_SD, MEAN_TOLERANCE, PRIOR_SD, decide, mean_step, runs_out
+from pytest_gputrain.gate.step_times import MEAN_PRIOR_SD, MEAN_TOLERANCE, decide, mean_step, runs_out
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
@@ -66,152 +67,164 @@ from pytest_gputrain.records import (
     Verdict,
 )
 from pytest_gputrain.records.counts import COUNT_FIGURES
-from pytest_gputrain.records.tolerance import CountTerms, Tolerance
-from pytest_gputrain.utils.bounds import LEAST_RUNS_ON_A_CPU, MOST_RUNS
+from pytest_gputrain.records.tolerance import Tolerance
+from pytest_gputrain.utils.bounds import LEAST_RUNS_ON_A_CPU
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Circumstances:
-    """The circumstances of a case: its suite, its test and the number of runs."""
+@dataclass(frozen=True, kw_only=True)
+class _Comparison:
+    """Both sides of a case, and what it is held to."""
 
-    most: int = MOST_RUNS
+    criteria: Criteria
+    replies: Sequence[Measurement | OutOfMemory]
+    baseline: Baseline
+    tolerance: Tolerance
+    most: int
     """Runs that there may be."""
-    prior: float = PRIOR_SD
+    prior: float
     """See `pytest_gputrain.gate.step_times.suite_prior`."""
-    shift: float = 0.0
+    shift: float
     """See `pytest_gputrain.gate.step_times.suite_shift`."""
-    variables: tuple[str, ...] = ()
-    """Names of the environment variables that the test has changed."""
-    counts: CountTerms = BY_THE_RULES
-    """How it is judged what steps ask of a CPU or a GPU."""
     doubted_from: float = 0.5
     """See `pytest_gputrain.gate.step_times.decide`."""
-    other_side: OtherSide | None = None
-    """What it is compared with, if that is no stored baseline."""
-    elsewhere: str = ""
-    """Where a missing baseline may be instead, with the remedy."""
+
+    @classmethod
+    def of(cls, criteria: Criteria, replies: Sequence[Reply], baseline: Baseline, shift: float) -> _Comparison:
+        return cls(
+            criteria=criteria,
+            replies=[reply for reply in replies if isinstance(reply, Measurement | OutOfMemory)],
+            baseline=baseline,
+            tolerance=criteria.tolerance,
+            most=len(replies) if criteria.records else max(len(replies), criteria.most),
+            prior=criteria.prior,
+            shift=shift,
+        )
 
     @property
-    def again(self) -> str:
-        """What to do about a figure that a stored baseline lacks, as the end of a sentence."""
-        return "" if self.other_side else "; record it again"
+    def case(self) -> Case:
+        return self.criteria.case
+
+    @property
+    def side(self) -> OtherSide:
+        return self.criteria.other_side or OtherSide.stored(self.baseline)
+
+    @functools.cached_property
+    def measured(self) -> Sequence[Measurement]:
+        return [reply for reply in self.replies if isinstance(reply, Measurement)]
+
+    @functools.cached_property
+    def fitted(self) -> Sequence[BaselineRun]:
+        return [run for run in self.baseline.runs if run.outcome == "measured"]
+
+    @property
+    def baseline_fits(self) -> bool:
+        # None is recorded of both kinds, but a report may have such a case. One bad process must not lift its limits.
+        return 2 * len(self.fitted) >= len(self.baseline.runs)
+
+    @property
+    def here(self) -> Environment:
+        return self.measured[0].environment
+
+    @functools.cached_property
+    def pace(self) -> Pace:
+        return pace(self.fitted, self.measured)
+
+    @functools.cached_property
+    def held_up(self) -> str:
+        return held_up(self.measured, self.fitted)
+
+    @functools.cached_property
+    def other_host(self) -> str:
+        """How the host differs; one whose cores other programs take, more than in the baseline, is another one, too."""
+        return self.held_up or other_host(self.measured, self.fitted)
+
+    @functools.cached_property
+    def why_time_is_foreign(self) -> str:
+        return _why_time_is_foreign(self.here, self.fitted, self.tolerance)
+
+    @property
+    def before(self) -> list[float]:
+        """The median step of each run of the baseline."""
+        return [statistics.median(run.step_seconds) for run in self.fitted]
+
+    @property
+    def now(self) -> list[float]:
+        return [run.median_step_seconds for run in self.measured]
+
+    def held_to(self, least: float, **rule: Any) -> _Comparison:
+        """Return the comparison with a time tolerance of at least this, and other constants of the rule."""
+        tolerance = dataclasses.replace(self.tolerance, time=max(self.tolerance.time, least))
+        return dataclasses.replace(self, tolerance=tolerance, **rule)
+
+    def for_host(self) -> _Comparison:
+        """Return the comparison by what wall seconds are held to on the machine of their baseline."""
+        if not self.pace.is_host_bound:
+            return self
+        return self.held_to(LEAST_HOST_TOLERANCE, prior=HOST_PRIOR_SD, shift=0.0, doubted_from=1.0)
 
 
-class GateResult(NamedTuple):
-    verdict: Verdict
-    settled: bool = True
-    """Whether further fresh processes could not change the verdict; if not, it is the one if there are to be none."""
-
-
-def judge(
-    case: Case,
-    replies: Sequence[Reply],
-    baseline: Baseline | None,
-    tolerance: Tolerance,
-    hint: str = "",
-    no_scaling: str = "",
-    circumstances: Circumstances = Circumstances(),
-) -> GateResult:
-    """Judge ``replies`` (one per fresh process, at least one) against ``baseline``.
+def judge(criteria: Criteria, replies: Sequence[Reply], shift: float = 0.0, no_scaling: str = "") -> Judged[Verdict]:
+    """Judge ``replies`` (one per fresh process, at least one) against the baseline.
 
     Args:
-        hint: for a missing baseline, what else is known of it.
+        shift: as of `pytest_gputrain.gate.judge.judge`.
         no_scaling: why the scaling efficiency, which was asked for, is not known.
     """
+    case, baseline = criteria.case, criteria.baseline
     for reply in replies:
         if isinstance(reply, (Crashed, TimedOut, Lost)):
-            return GateResult(Verdict(status="failed", sentence=f"{case} {describe_failure(reply)}"))
-    measured = [reply for reply in replies if isinstance(reply, Measurement)]
-    out = [reply for reply in replies if isinstance(reply, OutOfMemory)]
+            return Judged(Verdict(status="failed", sentence=f"{case} {describe_failure(reply)}"))
     if baseline is None:
-        return GateResult(_without_baseline(case, out, hint, no_scaling, circumstances.elsewhere))
-    side = circumstances.other_side or OtherSide.stored(baseline)
+        return Judged(_without_baseline(criteria, replies, no_scaling))
+    sides = _Comparison.of(criteria, replies, baseline, shift)
+    side = sides.side
     if baseline.case.identity() != case.identity():
         change = differences(baseline.case, case)
         sentence = f"{case} is not what {side.name} measured ({change}){side.advise(_RECORD)}"
-        return GateResult(Verdict(status="not-comparable", sentence=sentence))
-    here = next(reply.environment for reply in replies if isinstance(reply, (Measurement, OutOfMemory)))
-    foreign = _other_device(here, baseline.runs)
-    fitted = _fitted(baseline)
-    baseline_fits = _fits(baseline, fitted)
-    if foreign and (out or not baseline_fits):
+        return Judged(Verdict(status="not-comparable", sentence=sentence))
+    is_out = len(sides.measured) < len(replies)
+    foreign = _other_device(sides.replies[0].environment, baseline.runs)
+    if foreign and (is_out or not sides.baseline_fits):
         sentence = f"{case} cannot be compared with {side.name}: {foreign}{side.advise(_RECORD)}"
-        return GateResult(Verdict(status="not-comparable", sentence=sentence))
-    if out:
-        return _out_of_memory(case, out, len(replies), baseline, baseline_fits, side, circumstances)
-    if not baseline_fits:
+        return Judged(Verdict(status="not-comparable", sentence=sentence))
+    if is_out:
+        return _out_of_memory(sides)
+    if not sides.baseline_fits:
         sentence = f"{case} fits in memory now; {side.name} did not{side.advise(_RECORD)}"
-        return GateResult(Verdict(status="improved", sentence=sentence))
-    judged_metrics = [
-        *_times(measured, fitted, tolerance, circumstances),
-        *map(_from_peak, judge_memory(measured, fitted, tolerance.memory, circumstances.most)),
+        return Judged(Verdict(status="improved", sentence=sentence))
+    judged = [
+        *_times(sides),
+        *judge_memory(sides.measured, sides.fitted, sides.tolerance.memory, sides.most),
+        *_flops(sides),
     ]
-    if (computed := _flops(measured[0], fitted, tolerance, circumstances)) is not None:
-        judged_metrics.append(computed)
     if no_scaling:
-        judged_metrics.append(
-            _JudgedMetric(MetricVerdict(metric="scaling_efficiency", status="not-comparable", note=no_scaling))
-        )
-    elif measured_efficiencies := efficiencies(case, measured):
-        baseline_efficiencies = efficiencies(case, fitted)
-        judged_metrics.append(
-            _scaling(measured_efficiencies, baseline_efficiencies, measured, fitted, tolerance, circumstances)
-        )
-    counts, count_metrics = _counts(measured, fitted, circumstances)
-    judged_metrics += count_metrics
-    verdict = _conclude(
-        case,
-        tuple(judged_metric.metric for judged_metric in judged_metrics),
-        counts,
-        measured,
-        side,
-        fitted,
-        tolerance,
-        circumstances,
-    )
-    return GateResult(verdict, all(judged_metric.settled for judged_metric in judged_metrics))
+        judged.append(Judged(MetricVerdict(metric="scaling_efficiency", status="not-comparable", note=no_scaling)))
+    elif measured_efficiencies := efficiencies(case, sides.measured):
+        judged.append(_scaling(sides, measured_efficiencies, efficiencies(case, sides.fitted)))
+    counts, count_metrics = _counts(sides)
+    judged += count_metrics
+    verdict = _conclude(sides, tuple(metric.verdict for metric in judged), counts)
+    return Judged(verdict, all(metric.settled for metric in judged))
 
 
-def first_ratio(case: Case, replies: Sequence[Reply], baseline: Baseline | None, tolerance: Tolerance) -> float | None:
+def first_ratio(criteria: Criteria, replies: Sequence[Reply]) -> float | None:
     """Logarithm of the first run's step time over the baseline's; None where the two are not compared, or tell of the host.
 
     Where the GPU waits for the host, it is that of GPU seconds as soon as these are held to the time tolerance.
     """
-    measured = [reply for reply in replies if isinstance(reply, Measurement)]
-    if baseline is None or baseline.case.identity() != case.identity() or not replies or len(measured) < len(replies):
+    baseline, measured = criteria.baseline, all(isinstance(reply, Measurement) for reply in replies)
+    if baseline is None or baseline.case.identity() != criteria.case.identity() or not (replies and measured):
         return None
-    fitted = _fitted(baseline)
-    if not fitted or not _fits(baseline, fitted) or _why_time_is_foreign(measured[0].environment, fitted, tolerance):
+    sides = _Comparison.of(criteria, replies[:1], baseline, shift=0.0)
+    if not sides.fitted or not sides.baseline_fits or sides.why_time_is_foreign:
         return None
-    base, new = _medians(fitted), [measured[0].median_step_seconds]
-    if pace(fitted, measured[:1]).is_host_bound:
-        base, new = gpu_seconds(fitted), gpu_seconds(measured[:1])
+    base, new = sides.before, sides.now
+    if sides.pace.is_host_bound:
+        base, new = gpu_seconds(sides.fitted), gpu_seconds(sides.measured)
         if WHY_GPU_SECONDS_ARE_HELD_COARSELY or not (base and new):
             return None
-    return decide(base, new, tolerance=tolerance.time).ratios[0]
-
-
-def _fitted(baseline: Baseline) -> list[BaselineRun]:
-    return [run for run in baseline.runs if run.outcome == "measured"]
-
-
-def _fits(baseline: Baseline, fitted: Sequence[BaselineRun]) -> bool:
-    # None is recorded of both kinds, but a report may have such a case. One bad process must not lift its limits.
-    return 2 * len(fitted) >= len(baseline.runs)
-
-
-def _medians(fitted: Sequence[BaselineRun]) -> list[float]:
-    return [statistics.median(run.step_seconds) for run in fitted]
-
-
-class _JudgedMetric(NamedTuple):
-    metric: MetricVerdict
-    settled: bool = True
-
-
-def _from_peak(peak: JudgedPeak) -> _JudgedMetric:
-    return _JudgedMetric(peak.metric, peak.settled)
+    return decide(base, new, tolerance=criteria.tolerance.time).ratios[0]
 
 
 _RECORD: Final = "record it with --gpu-baseline-update"
@@ -219,14 +232,12 @@ _RECORD_NEW: Final = "record it with --gpu-baseline-new"
 """The remedy for a case without a baseline. It does not accept regressions of other cases."""
 
 
-def _without_baseline(case: Case, out: Sequence[OutOfMemory], hint: str, no_scaling: str, elsewhere: str) -> Verdict:
-    if out:
-        return Verdict(
-            status="failed",
-            sentence=f"{case} {describe_failure(out[0])}; if that is expected, {_RECORD}",
-        )
+def _without_baseline(criteria: Criteria, replies: Sequence[Reply], no_scaling: str) -> Verdict:
+    case, hint = criteria.case, f" ({criteria.hint})" if criteria.hint else ""
+    if out := next((reply for reply in replies if isinstance(reply, OutOfMemory)), None):
+        return Verdict(status="failed", sentence=f"{case} {describe_failure(out)}; if that is expected, {_RECORD}")
     beside = f", and no scaling efficiency ({no_scaling})" if no_scaling else ""
-    sentence = f"{case} has no baseline{f' ({hint})' if hint else ''}{beside}; {elsewhere or _RECORD_NEW}"
+    sentence = f"{case} has no baseline{hint}{beside}; {criteria.elsewhere or _RECORD_NEW}"
     return Verdict(status="new", sentence=sentence)
 
 
@@ -238,67 +249,51 @@ def _other_device(here: Environment | None, runs: Iterable[BaselineRun]) -> str:
     return ""
 
 
-def _out_of_memory(
-    case: Case,
-    out: Sequence[OutOfMemory],
-    runs: int,
-    baseline: Baseline,
-    baseline_fits: bool,
-    side: OtherSide,
-    given: Circumstances,
-) -> GateResult:
-    failure = f"{case} {describe_failure(out[0])}"
-    if not baseline_fits:
-        places = {run.out_of for run in baseline.runs if run.outcome == "out_of_memory"}
+def _out_of_memory(sides: _Comparison) -> Judged[Verdict]:
+    out = [reply for reply in sides.replies if isinstance(reply, OutOfMemory)]
+    runs, stored, name = len(sides.replies), sides.baseline.runs, sides.side.name
+    failure = f"{sides.case} {describe_failure(out[0])}"
+    if not sides.baseline_fits:
+        places = {run.out_of for run in stored if run.outcome == "out_of_memory"}
         if out[0].where in places:
-            return GateResult(Verdict(status="pass", sentence=f"{failure}, as in {side.name}"))
-        ran_out = f"{side.name} ran out of {' and '.join(map(str, places))} memory"
-        return GateResult(Verdict(status="failed", sentence=f"{failure}; {ran_out}"))
-    peak = max(run.peak_allocated_bytes or 0 for run in baseline.runs)
-    if others := next(filter(None, (describe_memory_shortage(reply, baseline.runs) for reply in out)), ""):
+            return Judged(Verdict(status="pass", sentence=f"{failure}, as in {name}"))
+        ran_out = f"{name} ran out of {' and '.join(map(str, places))} memory"
+        return Judged(Verdict(status="failed", sentence=f"{failure}; {ran_out}"))
+    peak = max(run.peak_allocated_bytes or 0 for run in stored)
+    if others := next(filter(None, (describe_memory_shortage(reply, stored) for reply in out)), ""):
         sentence = f"{failure}; {others}, so the case may still fit; it fitted with {format_bytes(peak)} allocated"
-        return GateResult(Verdict(status="inconclusive", sentence=sentence))
+        return Judged(Verdict(status="inconclusive", sentence=sentence))
     share = f" in {len(out)} of {runs} runs" if runs > 1 else ""
-    decided = runs_out(len(out), runs, given.most)
+    decided = runs_out(len(out), runs, sides.most)
     status: Status = "inconclusive" if decided is False else "regressed"
     sentence = (
-        f"{failure}{share}; {side.name} fitted with {format_bytes(peak)} allocated; "
-        f"{describe_changes(out[0].environment, baseline.runs, given.variables)}"
+        f"{failure}{share}; {name} fitted with {format_bytes(peak)} allocated; "
+        f"{describe_changes(out[0].environment, stored, sides.criteria.variables)}"
     )
     metric = MetricVerdict(metric="peak_allocated_bytes", status=status, baseline=peak)
-    return GateResult(Verdict(status=status, sentence=sentence, metrics=(metric,)), decided is not None)
+    return Judged(Verdict(status=status, sentence=sentence, metrics=(metric,)), decided is not None)
 
 
-def _times(
-    measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: Tolerance, circumstances: Circumstances
-) -> list[_JudgedMetric]:
+def _times(sides: _Comparison) -> list[Judged[MetricVerdict]]:
     """Judge the seconds of a step, and those of its GPU where either side has them."""
-    if reason := _why_time_is_foreign(measured[0].environment, fitted, tolerance):
-        value = statistics.median(run.median_step_seconds for run in measured)
-        baseline = statistics.median(_medians(fitted))
+    if reason := sides.why_time_is_foreign:
+        value, baseline = statistics.median(sides.now), statistics.median(sides.before)
         metric = MetricVerdict(metric="step_seconds", status="not-comparable", value=value, baseline=baseline, note=reason)
-        return [_JudgedMetric(metric)]
-    found = pace(fitted, measured)
-    judged = [_step_seconds(measured, fitted, found, tolerance, circumstances)]
+        return [Judged(metric)]
+    judged = [_step_seconds(sides)]
     # Another host may make steps of all kinds slower, which `_step_seconds` allows for.
-    if not ((found.is_host_bound or found.changed) and other_host(measured, fitted)):
-        judged += _mean_step_seconds(measured, fitted, judged[0].metric.status, tolerance, circumstances)
-    if found.share is not None:
-        judged.append(_gpu_seconds(measured, fitted, found, tolerance, circumstances))
-    return judged + _input_seconds(measured, fitted, tolerance, circumstances)
+    if not ((sides.pace.is_host_bound or sides.pace.changed) and sides.other_host):
+        judged += _mean_step_seconds(sides, judged[0].verdict.status)
+    if sides.pace.share is not None:
+        judged.append(_gpu_seconds(sides))
+    return judged + _input_seconds(sides)
 
 
-def _step_seconds(
-    measured: Sequence[Measurement],
-    fitted: Sequence[BaselineRun],
-    found: Pace,
-    tolerance: Tolerance,
-    circumstances: Circumstances,
-) -> _JudgedMetric:
+def _step_seconds(sides: _Comparison) -> Judged[MetricVerdict]:
     """Judge wall seconds by the time tolerance, or where the GPU waits for the host by what the host is known to vary."""
-    other = other_host(measured, fitted)
+    found, other, tolerance = sides.pace, sides.other_host, sides.tolerance
     if found.is_host_bound and other:
-        value, baseline = statistics.median(run.median_step_seconds for run in measured), statistics.median(_medians(fitted))
+        value, baseline = statistics.median(sides.now), statistics.median(sides.before)
         limit, slower = baseline * (1 + tolerance.host_time), format_percent(value / baseline - 1, signed=False)
         allowed, fits = format_percent(tolerance.host_time, signed=False), value <= limit
         metric = MetricVerdict(
@@ -310,11 +305,9 @@ def _step_seconds(
             note=f"is held to {allowed} {other}, because {found}" if fits else f"it is {slower} slower {other}, and {found}",
             gpu_busy_share=found.share,
         )
-        return _JudgedMetric(metric)
-    tolerance, circumstances = _terms_of(found, tolerance, circumstances)
-    new = [run.median_step_seconds for run in measured]
-    judged = _decided("step_seconds", _medians(fitted), new, tolerance, circumstances, measured)
-    metric = msgspec.structs.replace(judged.metric, gpu_busy_share=found.share)
+        return Judged(metric)
+    judged = _decided("step_seconds", sides.for_host(), sides.before, sides.now)
+    metric = msgspec.structs.replace(judged.verdict, gpu_busy_share=found.share)
     if found.is_host_bound or found.changed:
         about = str(found)
         if metric.status == "pass" and metric.limit is not None and metric.baseline:
@@ -324,114 +317,80 @@ def _step_seconds(
             # Only a step that the GPU decided in its baseline. No host explains more than this tolerance.
             about, metric = f"{found}, {other}", msgspec.structs.replace(metric, status="inconclusive")
         metric = msgspec.structs.replace(metric, note="; ".join(filter(None, [about, metric.note])))
-    return judged._replace(metric=metric)
+    return judged._replace(verdict=metric)
 
 
-def _mean_step_seconds(
-    measured: Sequence[Measurement],
-    fitted: Sequence[BaselineRun],
-    of_median: Status,
-    tolerance: Tolerance,
-    circumstances: Circumstances,
-) -> list[_JudgedMetric]:
+def _mean_step_seconds(sides: _Comparison, of_median: Status) -> list[Judged[MetricVerdict]]:
     """Judge the mean of the steps where their median tells no change: it sees every third or tenth step that is slow."""
-    means, base = ([mean for run in runs if (mean := mean_step(run.step_seconds))] for runs in (measured, fitted))
-    if of_median == "regressed" or len(means) < len(measured) or not base:
+    runs = (sides.measured, sides.fitted)
+    means, base = ([mean for run in side if (mean := mean_step(run.step_seconds))] for side in runs)
+    if of_median == "regressed" or len(means) < len(sides.measured) or not base:
         return []
-    tolerance = dataclasses.replace(tolerance, time=max(tolerance.time, MEAN_TOLERANCE))
-    circumstances = dataclasses.replace(circumstances, prior=MEAN_PRIOR_SD, doubted_from=1.0)
-    judged = _decided("mean_step_seconds", base, means, tolerance, circumstances, measured)
-    if judged.metric.status == "regressed" and (waited := held_up(measured, fitted)):
-        judged = judged._replace(metric=msgspec.structs.replace(judged.metric, status="inconclusive", note=waited))
-    told = judged.metric.status not in ("pass", of_median)
+    by_means = sides.held_to(MEAN_TOLERANCE, prior=MEAN_PRIOR_SD, doubted_from=1.0)
+    judged = _decided("mean_step_seconds", by_means, base, means)
+    if judged.verdict.status == "regressed" and sides.held_up:
+        judged = judged._replace(verdict=msgspec.structs.replace(judged.verdict, status="inconclusive", note=sides.held_up))
+    told = judged.verdict.status not in ("pass", of_median)
     return [judged] if told or not judged.settled else []
 
 
-def _input_seconds(
-    measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: Tolerance, circumstances: Circumstances
-) -> list[_JudgedMetric]:
+def _input_seconds(sides: _Comparison) -> list[Judged[MetricVerdict]]:
     """Judge on a GPU how long a step waits for its batches. It may wait longer by what the host may add to a step.
 
     A GPU that works meanwhile, or a gain elsewhere, hides it in the time of the step.
     """
-    new, base = ([run.input_seconds for run in runs if run.input_seconds is not None] for runs in (measured, fitted))
-    if measured[0].environment.device_type == "cpu" or not (new or base):
+    runs = (sides.measured, sides.fitted)
+    new, base = ([run.input_seconds for run in side if run.input_seconds is not None] for side in runs)
+    if sides.here.device_type == "cpu" or not (new or base):
         return []
     metric = MetricVerdict(metric="input_seconds", status="not-comparable")
-    if len(new) < len(measured) or not base:
-        note = "it was not measured" if base else f"it was not measured before{circumstances.again}"
-        return [_JudgedMetric(msgspec.structs.replace(metric, note=note))]
-    step, other = statistics.median(_medians(fitted)), other_host(measured, fitted)
-    least = tolerance.host_time if other else LEAST_HOST_TOLERANCE
-    judged = _decided(
-        "input_seconds",
-        [step + seconds for seconds in base],
-        [step + seconds for seconds in new],
-        dataclasses.replace(tolerance, time=max(tolerance.time, least)),
-        dataclasses.replace(circumstances, prior=HOST_PRIOR_SD, shift=0.0, doubted_from=1.0),
-        measured,
-    )
+    if len(new) < len(sides.measured) or not base:
+        note = "it was not measured" if base else f"it was not measured before{sides.criteria.again}"
+        return [Judged(msgspec.structs.replace(metric, note=note))]
+    step, other = statistics.median(sides.before), sides.other_host
+    least = sides.tolerance.host_time if other else LEAST_HOST_TOLERANCE
+    held = sides.held_to(least, prior=HOST_PRIOR_SD, shift=0.0, doubted_from=1.0)
+    judged = _decided("input_seconds", held, [step + seconds for seconds in base], [step + seconds for seconds in new])
+    limit = judged.verdict.limit
     metric = msgspec.structs.replace(
-        judged.metric,
+        judged.verdict,
         value=statistics.median(new),
         baseline=statistics.median(base),
-        limit=None if judged.metric.limit is None else judged.metric.limit - step,
+        limit=None if limit is None else limit - step,
         sensitivity=None,
     )
     if other and metric.status == "regressed":
         metric = msgspec.structs.replace(metric, status="not-comparable", note=f"{describe_metric(metric)}, {other}")
-    return [judged._replace(metric=metric)]
+    return [judged._replace(verdict=metric)]
 
 
-def _terms_of(found: Pace, tolerance: Tolerance, circumstances: Circumstances) -> tuple[Tolerance, Circumstances]:
-    """Return what wall seconds are held to on the machine of their baseline."""
-    if not found.is_host_bound:
-        return tolerance, circumstances
-    return (
-        dataclasses.replace(tolerance, time=max(tolerance.time, LEAST_HOST_TOLERANCE)),
-        dataclasses.replace(circumstances, prior=HOST_PRIOR_SD, shift=0.0, doubted_from=1.0),
-    )
-
-
-def _gpu_seconds(
-    measured: Sequence[Measurement],
-    fitted: Sequence[BaselineRun],
-    found: Pace,
-    tolerance: Tolerance,
-    circumstances: Circumstances,
-) -> _JudgedMetric:
+def _gpu_seconds(sides: _Comparison) -> Judged[MetricVerdict]:
     """Judge GPU seconds where the GPU waits for the host, and else only show them: wall seconds hold them there."""
-    profiled = [run for run in measured if run.gpu_steps]
-    new, base = gpu_seconds(profiled), gpu_seconds(fitted)
+    profiled = [run for run in sides.measured if run.gpu_steps]
+    new, base = gpu_seconds(profiled), gpu_seconds(sides.fitted)
     metric = MetricVerdict(metric="gpu_seconds", status="not-comparable")
     if not new or not base:
-        note = "they were not measured" if base else f"there were none before{circumstances.again}"
-        return _JudgedMetric(msgspec.structs.replace(metric, value=statistics.median(new) if new else None, note=note))
+        note = "they were not measured" if base else f"there were none before{sides.criteria.again}"
+        return Judged(msgspec.structs.replace(metric, value=statistics.median(new) if new else None, note=note))
     value, baseline = statistics.median(new), statistics.median(base)
-    if not found.is_host_bound:
-        return _JudgedMetric(msgspec.structs.replace(metric, status="pass", value=value, baseline=baseline))
-    circumstances, limit = dataclasses.replace(circumstances, prior=GPU_PRIOR_SD), tolerance.time
+    if not sides.pace.is_host_bound:
+        return Judged(msgspec.structs.replace(metric, status="pass", value=value, baseline=baseline))
+    held = dataclasses.replace(sides, replies=profiled, prior=GPU_PRIOR_SD)
     if WHY_GPU_SECONDS_ARE_HELD_COARSELY:
-        limit = max(limit, COARSE_GPU_TOLERANCE)
-        circumstances = dataclasses.replace(circumstances, shift=0.0, doubted_from=1.0)
-    judged = _decided("gpu_seconds", base, new, dataclasses.replace(tolerance, time=limit), circumstances, profiled)
-    change = value / baseline - 1
-    if judged.metric.status != "pass" or abs(change) <= tolerance.time or not WHY_GPU_SECONDS_ARE_HELD_COARSELY:
+        held = held.held_to(COARSE_GPU_TOLERANCE, shift=0.0, doubted_from=1.0)
+    judged = _decided("gpu_seconds", held, base, new)
+    change, allowed = value / baseline - 1, sides.tolerance.time
+    if judged.verdict.status != "pass" or abs(change) <= allowed or not WHY_GPU_SECONDS_ARE_HELD_COARSELY:
         return judged
-    allowed = format_percent(limit, signed=False)
-    note = f"changed by {format_percent(change)}, held to {allowed} because {WHY_GPU_SECONDS_ARE_HELD_COARSELY}"
-    return judged._replace(metric=msgspec.structs.replace(judged.metric, note=note))
+    note = (
+        f"changed by {format_percent(change)}, held to {format_percent(held.tolerance.time, signed=False)} because "
+        f"{WHY_GPU_SECONDS_ARE_HELD_COARSELY}"
+    )
+    return judged._replace(verdict=msgspec.structs.replace(judged.verdict, note=note))
 
 
-def _scaling(
-    value: Sequence[float],
-    base: Sequence[float],
-    measured: Sequence[Measurement],
-    fitted: Sequence[BaselineRun],
-    tolerance: Tolerance,
-    circumstances: Circumstances,
-) -> _JudgedMetric:
-    reason = _why_time_is_foreign(measured[0].environment, fitted, tolerance)
+def _scaling(sides: _Comparison, value: Sequence[float], base: Sequence[float]) -> Judged[MetricVerdict]:
+    reason = sides.why_time_is_foreign
     if reason or not base:
         metric = MetricVerdict(
             metric="scaling_efficiency",
@@ -440,45 +399,36 @@ def _scaling(
             baseline=statistics.median(base) if base else None,
             note=reason or "there was none before",
         )
-        return _JudgedMetric(metric)
+        return Judged(metric)
     # A share of time that is lost to the others is a time, too: that of a step in units of one worker's.
     lost, before = [1 / efficiency for efficiency in value], [1 / efficiency for efficiency in base]
-    tolerance, circumstances = _terms_of(pace(fitted, measured), tolerance, circumstances)
-    return _decided("scaling_efficiency", before, lost, tolerance, circumstances, measured)
+    return _decided("scaling_efficiency", sides.for_host(), before, lost)
 
 
-def _decided(
-    name: MetricName,
-    base: Sequence[float],
-    new: Sequence[float],
-    tolerance: Tolerance,
-    circumstances: Circumstances,
-    measured: Sequence[Measurement],
-) -> _JudgedMetric:
+def _decided(name: MetricName, sides: _Comparison, base: Sequence[float], new: Sequence[float]) -> Judged[MetricVerdict]:
     """Judge times, one of each run, and doubt a slowdown that other processes may have caused."""
 
-    def judge_runs(indices: Sequence[int]) -> _JudgedMetric:
-        most = max(1, circumstances.most - (len(new) - len(indices)))
-        return _ruled(
-            name, base, [new[index] for index in indices], tolerance, dataclasses.replace(circumstances, most=most)
-        )
+    def judge_runs(indices: Sequence[int]) -> Judged[MetricVerdict]:
+        most = max(1, sides.most - (len(new) - len(indices)))
+        return _ruled(name, sides, base, [new[index] for index in indices], most)
 
     judged = judge_runs(range(len(new)))
-    return judged._replace(metric=with_contention(judged.metric, lambda indices: judge_runs(indices).metric, measured))
+    doubted = with_contention(judged.verdict, lambda indices: judge_runs(indices).verdict, sides.measured)
+    return judged._replace(verdict=doubted)
 
 
 def _ruled(
-    name: MetricName, base: Sequence[float], new: Sequence[float], tolerance: Tolerance, circumstances: Circumstances
-) -> _JudgedMetric:
+    name: MetricName, sides: _Comparison, base: Sequence[float], new: Sequence[float], most: int
+) -> Judged[MetricVerdict]:
     """Judge times; an efficiency, whose reciprocals they are then, is shown as such."""
     decision = decide(
         base,
         new,
-        tolerance=tolerance.time,
-        prior=circumstances.prior,
-        most=circumstances.most,
-        shift=0.0 if name == "scaling_efficiency" else circumstances.shift,  # one worker is as slow as several, that day
-        doubted_from=circumstances.doubted_from,
+        tolerance=sides.tolerance.time,
+        prior=sides.prior,
+        most=most,
+        shift=0.0 if name == "scaling_efficiency" else sides.shift,  # one worker is as slow as several, that day
+        doubted_from=sides.doubted_from,
     )
     note = ""
     if decision.outcome != "pass":
@@ -502,7 +452,7 @@ def _ruled(
         runs=len(new),
         votes=decision.votes,
     )
-    return _JudgedMetric(metric, decision.settled)
+    return Judged(metric, decision.settled)
 
 
 def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], tolerance: Tolerance) -> str:
@@ -521,67 +471,58 @@ def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], toler
     return describe_process_count(here, fitted)
 
 
-def _flops(
-    measured: Measurement, fitted: Sequence[BaselineRun], tolerance: Tolerance, circumstances: Circumstances
-) -> _JudgedMetric | None:
-    """Judge the FLOPs of a step, an exact count that is the same on every device; None where neither side has one."""
-    value, baseline = measured.flops_per_step, fitted[-1].flops_per_step
-    if describe_process_count(measured.environment, fitted) or not (value or baseline):
-        return None
+def _flops(sides: _Comparison) -> Iterator[Judged[MetricVerdict]]:
+    """Judge the FLOPs of a step, an exact count that is the same on every device, where either side has one."""
+    value, baseline, allowed = sides.measured[0].flops_per_step, sides.fitted[-1].flops_per_step, sides.tolerance.time
+    if describe_process_count(sides.here, sides.fitted) or not (value or baseline):
+        return
     if not (value and baseline):
-        note = "its FLOPs were not counted" if baseline else f"its FLOPs were not counted before{circumstances.again}"
-        return _JudgedMetric(MetricVerdict(metric="flops_per_step", status="not-comparable", value=value, note=note))
+        note = "its FLOPs were not counted" if baseline else f"its FLOPs were not counted before{sides.criteria.again}"
+        yield Judged(MetricVerdict(metric="flops_per_step", status="not-comparable", value=value, note=note))
+        return
     ratio = value / baseline - 1
     status: Status = "pass"
-    if abs(ratio) > tolerance.time:
+    if abs(ratio) > allowed:
         status = "regressed" if ratio > 0 else "improved"
     note = f"changed by {format_percent(ratio)}, within the limit" if ratio and status == "pass" else ""
-    limit = baseline * (1 + tolerance.time)
-    metric = MetricVerdict(metric="flops_per_step", status=status, value=value, baseline=baseline, limit=limit, note=note)
-    return _JudgedMetric(metric)
+    limit = baseline * (1 + allowed)
+    yield Judged(
+        MetricVerdict(metric="flops_per_step", status=status, value=value, baseline=baseline, limit=limit, note=note)
+    )
 
 
-def _counts(
-    measured: Sequence[Measurement], fitted: Sequence[BaselineRun], circumstances: Circumstances
-) -> tuple[JudgedCounts | None, list[_JudgedMetric]]:
+def _counts(sides: _Comparison) -> tuple[JudgedCounts | None, list[Judged[MetricVerdict]]]:
     """Judge what steps ask of a CPU, or of a GPU of the same model: growth fails if a second process confirms it.
 
     Returns:
         What counts say, None where they are not compared; and the verdict of each figure.
     """
-    before, now, terms = fitted[-1].counts, measured[0].counts, circumstances.counts
-    if terms.mode == "off" or not (before or now) or describe_process_count(measured[0].environment, fitted):
+    measured, terms = sides.measured, sides.criteria.counts
+    before, now = sides.fitted[-1].counts, measured[0].counts
+    if terms.mode == "off" or not (before or now) or describe_process_count(sides.here, sides.fitted):
         return None, []
-    other = _other_device(measured[0].environment, fitted)
+    other = _other_device(sides.here, sides.fitted)
     if before is None or now is None or other or not have_steps_in_common(before, now):
-        on_cpu = measured[0].environment.device_type == "cpu"
+        on_cpu = sides.here.device_type == "cpu"
         asked = f"what its steps ask of {'a CPU' if on_cpu else 'the GPU'}"
         note = (
-            f"{asked} was not recorded{circumstances.again}"
+            f"{asked} was not recorded{sides.criteria.again}"
             if before is None
             else f"{asked} was not counted"
             if now is None
             else other or "no counted step updates where the step of its number was recorded to update"
         )
         metric = MetricVerdict(metric="operators" if on_cpu else "waits", status="not-comparable", note=note)
-        return None, [_JudgedMetric(metric)]
+        return None, [Judged(metric)]
     again = measured[1].counts if len(measured) > 1 else None
     judged = judge_counts(before, now, terms, again)
     assert judged is not None, "they have steps in common"
-    alone = len(measured) == 1 < circumstances.most
-    return judged, [_JudgedMetric(metric, not (alone and metric.status == "regressed")) for metric in judged.metrics]
+    alone = len(measured) == 1 < sides.most
+    return judged, [Judged(metric, not (alone and metric.status == "regressed")) for metric in judged.metrics]
 
 
-def _conclude(
-    case: Case,
-    metrics: tuple[MetricVerdict, ...],
-    counts: JudgedCounts | None,
-    measured: Sequence[Measurement],
-    side: OtherSide,
-    fitted: Sequence[BaselineRun],
-    tolerance: Tolerance,
-    given: Circumstances,
-) -> Verdict:
+def _conclude(sides: _Comparison, metrics: tuple[MetricVerdict, ...], counts: JudgedCounts | None) -> Verdict:
+    case, side, measured, fitted = sides.case, sides.side, sides.measured, sides.fitted
     measures = [metric for metric in metrics if metric.metric not in ("flops_per_step", *COUNT_FIGURES)]
     if all(metric.status == "not-comparable" for metric in measures):
         reasons = "; ".join(dict.fromkeys(metric.note for metric in measures))
@@ -609,22 +550,22 @@ def _conclude(
     unclear = describe("inconclusive").removeprefix(f"{case} ")
     if worse := describe("regressed"):
         flops_described = any(metric.metric == "flops_per_step" and metric.status == "regressed" for metric in metrics)
-        since = [describe_changes(measured[0].environment, fitted, given.variables)]
+        since = [describe_changes(measured[0].environment, fitted, sides.criteria.variables)]
         since += describe_counters(measured[0], fitted, flops=not flops_described)
         since += [_describe_seconds(metric) for metric in metrics if metric.metric in ("gpu_seconds", "input_seconds")]
         since += [describe_throttling(measured)]
-        doubts = [f"{unclear}, which {_explanation(in_doubt, measured, fitted)} may explain"] if unclear else []
+        doubts = [f"{unclear}, which {_explanation(in_doubt, sides)} may explain"] if unclear else []
         doubt = "".join(f"; it also {what}" for what in (*doubts, *doubtful))
         gain = f"; but it {', and '.join(counts.better)}" if counts is not None and counts.better else ""
         sentence = f"{worse} ({side.short}); {', '.join(filter(None, since))}{doubt}{gain}"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
     if unclear or doubtful:
-        allowed, explanation = format_percent(tolerance.time, signed=False), _explanation(in_doubt, measured, fitted)
+        allowed, explanation = format_percent(sides.tolerance.time, signed=False), _explanation(in_doubt, sides)
         exceeded = f"the tolerance of {allowed}" if "step_seconds" in in_doubt else "its limit"
         explained = f"{unclear}; this exceeds {exceeded}, but {explanation} may explain it"
         sentence = f"{case} {'; it also '.join((*([explained] if unclear else []), *doubtful))}"
         return Verdict(status="inconclusive", sentence=sentence, metrics=metrics)
-    if not_gated := _not_gated(case, metrics, measured, side, fitted, given):
+    if not_gated := _not_gated(sides, metrics):
         return not_gated
     if better := describe("improved"):
         return Verdict(status="improved", sentence=f"{better}{side.advise(f'{_RECORD} to keep it')}", metrics=metrics)
@@ -637,11 +578,11 @@ def _conclude(
     return Verdict(status="pass", sentence=sentence, metrics=metrics)
 
 
-def _explanation(unclear: Set[MetricName], measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -> str:
+def _explanation(unclear: Set[MetricName], sides: _Comparison) -> str:
     """Say what may explain all that is inconclusive."""
-    if unclear == {"mean_step_seconds"} and held_up(measured, fitted):
+    if unclear == {"mean_step_seconds"} and sides.held_up:
         return "the host"
-    if "step_seconds" not in unclear or not pace(fitted, measured).changed or not other_host(measured, fitted):
+    if "step_seconds" not in unclear or not sides.pace.changed or not sides.other_host:
         return "noise or the whole suite"
     return "the host" if len(unclear) == 1 else "the host, noise or the whole suite"
 
@@ -671,20 +612,15 @@ def _subject_of_note(metric: MetricVerdict) -> str:
     return phase_prefix(metric)
 
 
-def _not_gated(
-    case: Case,
-    metrics: tuple[MetricVerdict, ...],
-    measured: Sequence[Measurement],
-    side: OtherSide,
-    fitted: Sequence[BaselineRun],
-    given: Circumstances,
-) -> Verdict | None:
+def _not_gated(sides: _Comparison, metrics: tuple[MetricVerdict, ...]) -> Verdict | None:
     """Return the verdict if something cannot be gated that was asked for or recorded: it must not pass for gated."""
+    case, side = sides.case, sides.side
     status: Status = "not-comparable"
     said = ""
     by_name = {metric.metric: metric for metric in metrics}
     efficiency, gpu = by_name.get("scaling_efficiency"), by_name.get("gpu_seconds")
-    operators = by_name.get("operators") or (by_name.get("waits") if measured[0].counts is None else None)
+    is_counted = sides.fitted[-1].counts and sides.criteria.counts.mode == "judge"
+    operators = by_name.get("operators") or (by_name.get("waits") if sides.measured[0].counts is None else None)
     if phases := describe_missing_phases(metrics, "new"):
         status, said = "new", f"has {phases} in {side.name}"
     elif phases := describe_missing_phases(metrics, "not-comparable"):
@@ -693,7 +629,7 @@ def _not_gated(
         status, said = "new", f"has no scaling efficiency in {side.name}"
     elif efficiency is not None and efficiency.value is None:
         return Verdict(status=status, sentence=f"{case} has no scaling efficiency: {efficiency.note}", metrics=metrics)
-    elif fitted[-1].counts and given.counts.mode == "judge" and operators and operators.status == "not-comparable":
+    elif is_counted and operators and operators.status == "not-comparable":
         said = f"is not compared in full with {side.name}: {operators.note}"
     elif gpu is not None and gpu.status == "not-comparable" and gpu.value is None:
         said = f"is not compared in full with {side.name}: its GPU seconds were not measured"

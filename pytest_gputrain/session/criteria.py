@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.execution.settings import Settings
-from pytest_gputrain.gate.judge import Criteria
+from pytest_gputrain.gate.criteria import Criteria
 from pytest_gputrain.gate.step_times import PRIOR_SD
 from pytest_gputrain.gate.suite_noise import prior_of
 from pytest_gputrain.records import Baseline, Case, Host, Published, Task

@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from pytest_gputrain.cases.identity import identity_of, key_of
 from pytest_gputrain.execution.executor import WantedRuns
-from pytest_gputrain.gate.judge import Criteria, judge
+from pytest_gputrain.gate.criteria import Criteria
+from pytest_gputrain.gate.judge import judge
+from pytest_gputrain.gate.regression import first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.records import Host, Reply, Task
 from pytest_gputrain.records.tolerance import Terms
@@ -71,7 +73,7 @@ class Prefetcher:
         if not replies:
             self._expected_tasks.pop(identity, None)
         for expected, criteria in self._criteria(identity, host):
-            first = criteria.first_ratio(replies)
+            first = first_ratio(criteria, replies)
             self._suite_noise.add(expected.suite, key_of(criteria.case, criteria.scale), first)
         waiting, self._put_off = self._put_off | {identity: _HostReplies(tuple(replies), host)}, {}
         for waiting_identity, host_replies in waiting.items():
@@ -86,7 +88,7 @@ class Prefetcher:
         if criteria.records or judge(criteria, replies, self._suite_noise.shift).settled:
             return None
         # Slower today may be all of them. A test in doubt looks at so many others, too, if there are as many.
-        is_compared = criteria.first_ratio(replies) is not None
+        is_compared = first_ratio(criteria, replies) is not None
         if is_compared and 0 < self._suite_noise.lacking <= len(self._to_come):
             self._put_off[identity_of(expected.task)] = host_replies
             return None

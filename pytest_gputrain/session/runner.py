@@ -13,7 +13,9 @@ from pytest_gputrain.execution.executor import Executor
 from pytest_gputrain.execution.launch.environment import SessionEnvironment
 from pytest_gputrain.execution.resume import ResumedReport
 from pytest_gputrain.execution.settings import Settings
-from pytest_gputrain.gate.judge import Criteria, comparable_row, judge
+from pytest_gputrain.gate.criteria import Criteria
+from pytest_gputrain.gate.judge import comparable_row, judge
+from pytest_gputrain.gate.regression import first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.records import BatchSearch, Case, LossStudy, Measured, Reply, Result, Task
@@ -128,7 +130,7 @@ class Runner(CaseRunner):
             shown, no_scaling = replies, ""
             if request.scaling and criteria.compares_stored and task.processes > 1:
                 shown, no_scaling = self._replies.with_one_worker(task, replies)
-            first = criteria.first_ratio(shown)
+            first = first_ratio(criteria, shown)
             self._suite_noise.add(request.suite, key, first)
             judgement = judge(criteria, shown, self._suite_noise.shift, no_scaling)
             if judgement.settled:
@@ -195,7 +197,7 @@ class Runner(CaseRunner):
                 continue  # its own test will tell
             if criteria.baseline is not None and criteria.baseline.case.identity() == task.case.identity():
                 replies = self._replies.take(task, criteria.wanted)
-                noise.add(suite, key_of(task.case, task.scale), criteria.first_ratio(replies))
+                noise.add(suite, key_of(task.case, task.scale), first_ratio(criteria, replies))
 
     def _prefetcher(self) -> Prefetcher:
         return Prefetcher(self._lookup, self._expected_tasks(self._expected), self.executor.host)

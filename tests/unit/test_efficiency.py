@@ -3,9 +3,8 @@
 import math
 
 import pytest
-from unit_examples import baseline, baseline_run, cpu_environment, gpu_environment, measurement
+from unit_examples import baseline, baseline_run, cpu_environment, gpu_environment, judged, measurement
 
-from pytest_gputrain.gate.regression import Circumstances, judge
 from pytest_gputrain.gate.scaling import efficiency, one_worker
 from pytest_gputrain.records import Case
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
@@ -20,7 +19,7 @@ def _run(seconds, alone=1.0):
 
 
 def _judged(seconds, alone=1.0, stored=EIGHTY):
-    verdict = judge(CASE, [_run(seconds, alone)] * 3, stored, WIDE).verdict
+    verdict = judged([_run(seconds, alone)] * 3, stored, WIDE, case=CASE).verdict
     return verdict, verdict.metric("scaling_efficiency")
 
 
@@ -36,8 +35,7 @@ def test_efficiency_has_its_limits_at_the_time_tolerance(alone, status):
 
 def test_one_worker_is_as_slow_as_several_on_a_slow_day():
     """So what the whole suite is slower by explains no efficiency."""
-    circumstances = Circumstances(shift=math.log(1.25))
-    verdict = judge(CASE, [_run(1.5625)] * 3, EIGHTY, WIDE, circumstances=circumstances).verdict
+    verdict = judged([_run(1.5625)] * 3, EIGHTY, WIDE, case=CASE, shift=math.log(1.25)).verdict
     assert [(metric.metric, metric.status) for metric in verdict.metrics if metric.metric != "peak_allocated_bytes"] == [
         ("step_seconds", "inconclusive"),
         ("scaling_efficiency", "regressed"),
@@ -68,7 +66,7 @@ def test_efficiency_of_other_devices_is_not_compared(environment):
     stored = baseline(baseline_run(environment=environment, one_worker_seconds=5.0), case=CASE)
     here = {"environment": environment} if environment == cpu_environment() else {}
     reply = measurement(one_worker_seconds=1.0, **here)
-    metric = judge(CASE, [reply], stored, WIDE).verdict.metric("scaling_efficiency")
+    metric = judged([reply], stored, WIDE, case=CASE).verdict.metric("scaling_efficiency")
     assert (metric.status, metric.value, metric.baseline) == ("not-comparable", 1.0, 5.0)
     assert metric.note
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from unit_examples import CASE, baseline, baseline_run, cpu_environment, gpu_environment, measurement, report, result
+from unit_examples import CASE, baseline, baseline_run, cpu_environment, gpu_environment, judged, measurement, report, result
 
 from pytest_gputrain.gate import regression, suite_noise
 from pytest_gputrain.gate.baseline_changes import loosened
-from pytest_gputrain.gate.regression import Circumstances, first_ratio, judge
+from pytest_gputrain.gate.criteria import Criteria
+from pytest_gputrain.gate.regression import first_ratio
 from pytest_gputrain.gate.suite_noise import prior_of, whole_suite
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.records import Counts, GpuSteps, Holder, StepCounts
@@ -41,13 +42,17 @@ def _stored(wall=1.0, gpu=0.23, *, on=HERE, runs=5, **fields):
     return baseline(*[baseline_run(step_seconds=(wall,) * 3, gpu_steps=_steps(gpu), environment=on, **fields)] * runs)
 
 
-def _outcome(replies, stored, **circumstances):
+def _ratio(reply, stored):
+    return first_ratio(Criteria(case=CASE, scale="full", tolerance=TOLERANCE, baseline=stored), [reply])
+
+
+def _outcome(replies, stored, **criteria):
     several = list(replies) if isinstance(replies, list) else [replies] * 3
-    return judge(CASE, several, stored, TOLERANCE, circumstances=Circumstances(**circumstances))
+    return judged(several, stored, TOLERANCE, **criteria)
 
 
-def _judge(replies, stored, **circumstances):
-    return _outcome(replies, stored, **circumstances).verdict
+def _judge(replies, stored, **criteria):
+    return _outcome(replies, stored, **criteria).verdict
 
 
 @pytest.fixture
@@ -121,7 +126,7 @@ def test_the_busy_share_of_the_baseline_and_the_machine_decide_what_wall_seconds
 def test_a_wider_time_tolerance_also_holds_for_steps_that_wait():
     wider = replace(TOLERANCE, time=0.2)
     for slower, status in ((1.19, "pass"), (1.21, "regressed")):
-        assert judge(CASE, [_took(slower, 0.23)] * 3, _stored(), wider).verdict.status == status
+        assert judged([_took(slower, 0.23)] * 3, _stored(), wider).verdict.status == status
 
 
 def test_a_machine_is_known_by_its_gpus_and_not_by_its_name():
@@ -241,8 +246,8 @@ def test_an_old_baseline_is_compared_as_far_as_it_goes():
 
 def test_host_bound_steps_tell_nothing_of_the_whole_suite(monkeypatch):
     slow, same = _took(1.4, 0.23), _took(1.4, 1.38)
-    assert first_ratio(CASE, [slow], _stored(), TOLERANCE) is None
-    assert first_ratio(CASE, [same], _stored(gpu=0.99), TOLERANCE) == pytest.approx(math.log(1.4))
+    assert _ratio(slow, _stored()) is None
+    assert _ratio(same, _stored(gpu=0.99)) == pytest.approx(math.log(1.4))
 
     def suite(reply, stored):
         verdict = _judge(reply, stored)
@@ -253,7 +258,7 @@ def test_host_bound_steps_tell_nothing_of_the_whole_suite(monkeypatch):
     for module in (regression, suite_noise):
         monkeypatch.setattr(module, "WHY_GPU_SECONDS_ARE_HELD_COARSELY", "")
     longer = _took(1.0, 0.23 * 1.2)
-    assert first_ratio(CASE, [longer], _stored(), TOLERANCE) == pytest.approx(math.log(1.2))
+    assert _ratio(longer, _stored()) == pytest.approx(math.log(1.2))
     assert suite(longer, _stored())[0], "GPU seconds that are judged tell of the suite"
     shifted = _judge(longer, _stored(), shift=math.log(1.2))
     assert shifted.metric("gpu_seconds").status == "inconclusive"
@@ -311,7 +316,7 @@ def test_a_scaling_efficiency_is_held_to_what_its_host_varies():
             *[baseline_run(gpu_steps=_steps(busy), environment=here, one_worker_seconds=0.9)] * 5, case=CASE.replace(**two)
         )
         replies = [_took(1.0, busy, on=here, one_worker_seconds=0.84)] * 3
-        verdict = judge(CASE.replace(**two), replies, stored, TOLERANCE).verdict
+        verdict = judged(replies, stored, TOLERANCE, case=CASE.replace(**two)).verdict
         assert verdict.metric("scaling_efficiency").status == status
 
 
@@ -361,31 +366,31 @@ def test_every_third_step_that_is_slow_fails_and_a_step_now_and_then_does_not(on
     def took(*slow, steps=20):
         return measurement(step_seconds=tuple(0.1 if at in slow else 0.01 for at in range(steps)), environment=on)
 
-    def judged(*replies, gpu=None, before=(), waited=None):
+    def told(*replies, gpu=None, before=(), waited=None):
         run = baseline_run(
             step_seconds=took(*before).step_seconds, environment=on, gpu_steps=_steps(gpu), core_wait_share=waited
         )
-        return judge(CASE, replies, baseline(*[run] * 5), replace(TOLERANCE, cpu_time=True)).verdict
+        return judged(replies, baseline(*[run] * 5), replace(TOLERANCE, cpu_time=True)).verdict
 
     third = took(*range(2, 20, 3))
-    verdict = judged(third, third, third)
+    verdict = told(third, third, third)
     assert (verdict.status, verdict.metric("step_seconds").status) == ("regressed", "pass")
     assert "is 236.8 % slower in the mean of its steps: 33.7 ms a step against 10.0 ms" in verdict.sentence
     for first, before in ((third, took()), (took(), third)):
         stored = baseline(*[baseline_run(step_seconds=before.step_seconds, environment=on)] * 5)
-        assert not judge(CASE, [first], stored, replace(TOLERANCE, cpu_time=True)).settled
-    assert judged(*[took(9, 19)] * 3).status == "regressed", "each tenth"
+        assert not judged([first], stored, replace(TOLERANCE, cpu_time=True)).settled
+    assert told(*[took(9, 19)] * 3).status == "regressed", "each tenth"
     held_up = [msgspec.structs.replace(third, core_wait_share=0.06)] * 3
-    assert judged(*held_up).status == "inconclusive"
+    assert told(*held_up).status == "inconclusive"
     assert (
-        "for a CPU core in 6 % of the time; this exceeds its limit, but the host may explain it" in judged(*held_up).sentence
+        "for a CPU core in 6 % of the time; this exceeds its limit, but the host may explain it" in told(*held_up).sentence
     )
-    assert judged(*held_up, waited=0.05).status == "regressed"
-    assert judged(*[took(7)] * 3).metric("mean_step_seconds") is None
-    assert judged(third, took(), took(7), took()).status == "pass"
-    assert judged(*[took(0, 1, 2, steps=9)] * 3).status == "pass", "too few steps"
-    assert judged(*[took()] * 3, before=range(2, 20, 3)).status == "improved"
-    assert judged(*[third] * 3, before=range(2, 20, 3)).status == "pass"
+    assert told(*held_up, waited=0.05).status == "regressed"
+    assert told(*[took(7)] * 3).metric("mean_step_seconds") is None
+    assert told(third, took(), took(7), took()).status == "pass"
+    assert told(*[took(0, 1, 2, steps=9)] * 3).status == "pass", "too few steps"
+    assert told(*[took()] * 3, before=range(2, 20, 3)).status == "improved"
+    assert told(*[third] * 3, before=range(2, 20, 3)).status == "pass"
 
 
 def test_steps_that_another_machine_makes_slower_are_as_much_in_doubt_if_their_mean_is_known():
@@ -407,8 +412,8 @@ def test_a_cpu_has_no_gpu_to_wait_for():
     verdict = _judge(_took(1.0, None, on=on_cpu), _stored(gpu=None, on=on_cpu))
     assert verdict.metric("gpu_seconds") is None
     wider = replace(TOLERANCE, cpu_time=True)
-    judged = judge(CASE, [_took(1.2, None, on=on_cpu)] * 3, _stored(gpu=None, on=on_cpu), wider).verdict
-    assert judged.status == "regressed"
+    verdict = judged([_took(1.2, None, on=on_cpu)] * 3, _stored(gpu=None, on=on_cpu), wider).verdict
+    assert verdict.status == "regressed"
 
 
 def test_gpu_seconds_that_are_not_measured_any_more_are_no_pass():

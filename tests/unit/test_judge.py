@@ -4,7 +4,8 @@ import msgspec
 import pytest
 from unit_examples import CASE, baseline, baseline_run, crashed, measurement, out_of_memory
 
-from pytest_gputrain.gate.judge import Criteria, comparable_row, judge
+from pytest_gputrain.gate.criteria import Criteria
+from pytest_gputrain.gate.judge import comparable_row, judge
 from pytest_gputrain.records import Holder, Published
 from pytest_gputrain.records.published import Figure, Figures
 from pytest_gputrain.records.tolerance import Cap, MemoryTolerance, Tolerance
@@ -41,7 +42,7 @@ def _status(judgement):
 
 def test_a_case_that_is_held_to_nothing_has_no_verdict_and_what_the_suite_shares_is_no_regression():
     assert _judge(_took(1.0), judged=False, baseline=BASE)[:2] == (None, True)
-    slower, held_to = (_took(1.2),) * 3, Criteria(case=CASE, scale="full", judged=True, tolerance=TOLERANCE, baseline=BASE)
+    slower, held_to = (_took(1.2),) * 3, Criteria(case=CASE, scale="full", tolerance=TOLERANCE, baseline=BASE)
     assert [_status(judge(held_to, slower, **how)) for how in ({}, {"shift": 0.18})] == ["regressed", "inconclusive"]
 
 
@@ -128,4 +129,4 @@ def test_a_new_case_without_an_emulated_run_is_held_to_the_memory_of_its_row():
 
 @pytest.mark.parametrize(("have", "most", "runs"), [(1, 5, 3), (1, 2, 2), (3, 5, 4), (2, 5, 3), (5, 5, 5)])
 def test_a_case_in_doubt_takes_enough_further_processes_to_agree(have, most, runs):
-    assert Criteria(case=CASE, scale="full", judged=True, tolerance=TOLERANCE, most=most).next_runs(have) == runs
+    assert Criteria(case=CASE, scale="full", tolerance=TOLERANCE, most=most).next_runs(have) == runs

@@ -12,6 +12,7 @@ from unit_examples import (
     cpu_environment,
     crashed,
     gpu_environment,
+    judged,
     live_tensor,
     measurement,
     oom_run,
@@ -20,8 +21,9 @@ from unit_examples import (
 )
 
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
+from pytest_gputrain.gate.criteria import Criteria
 from pytest_gputrain.gate.memory import tensor
-from pytest_gputrain.gate.regression import Circumstances, first_ratio, judge
+from pytest_gputrain.gate.regression import first_ratio
 from pytest_gputrain.records import Counts, Holder, StepCounts
 from pytest_gputrain.records.tolerance import CountTerms, MemoryTolerance, Tolerance
 from pytest_gputrain.utils.units import GiB, MiB
@@ -33,14 +35,18 @@ GPU, CPU, TWO_CPUS = gpu_environment(), cpu_environment(), cpu_environment(devic
 ON_H200 = gpu_environment(device_name="NVIDIA H200")
 
 
-def _judge(replies, stored, *, case=CASE, tolerance=TOLERANCE, hint="", no_scaling="", **circumstances):
+def _judge(replies, stored, *, tolerance=TOLERANCE, **criteria):
     """Of these replies, or of three processes that all give this one: as many as have to agree."""
     several = list(replies) if isinstance(replies, Sequence) else [replies] * 3
-    return judge(case, several, stored, tolerance, hint, no_scaling, Circumstances(**circumstances)).verdict
+    return judged(several, stored, tolerance, **criteria).verdict
 
 
-def _outcome(replies, stored, **circumstances):
-    return judge(CASE, replies, stored, TOLERANCE, circumstances=Circumstances(**circumstances))
+def _outcome(replies, stored, **criteria):
+    return judged(replies, stored, TOLERANCE, **criteria)
+
+
+def _ratio(replies, stored, case=CASE):
+    return first_ratio(Criteria(case=case, scale="full", tolerance=TOLERANCE, baseline=stored), replies)
 
 
 def _took(seconds, **fields):
@@ -215,14 +221,14 @@ def test_the_first_process_decides_where_no_other_could(reply, stored, most):
 
 
 def test_the_first_run_is_told_for_the_suite_where_time_is_compared():
-    assert first_ratio(CASE, [_took(1.2), _took(1.0)], FIVE, TOLERANCE) == pytest.approx(math.log(1.2))
+    assert _ratio([_took(1.2), _took(1.0)], FIVE) == pytest.approx(math.log(1.2))
     unfit = baseline(baseline_run(), *[baseline_run(outcome="out_of_memory", step_seconds=())] * 2)
-    assert first_ratio(CASE, [_took(1.0, environment=CPU)], _stored(CPU, runs=5), TOLERANCE) is None
+    assert _ratio([_took(1.0, environment=CPU)], _stored(CPU, runs=5)) is None
     for replies in ([], [_took(1.2), crashed()], [out_of_memory()]):
-        assert first_ratio(CASE, replies, FIVE, TOLERANCE) is None
+        assert _ratio(replies, FIVE) is None
     for stored in (None, unfit, _stored(ON_H200), msgspec.structs.replace(FIVE, runs=())):
-        assert first_ratio(CASE, [_took(1.2)], stored, TOLERANCE) is None
-    assert first_ratio(CASE.replace(batch_size=3), [_took(1.2)], FIVE, TOLERANCE) is None
+        assert _ratio([_took(1.2)], stored) is None
+    assert _ratio([_took(1.2)], FIVE, CASE.replace(batch_size=3)) is None
 
 
 @pytest.mark.parametrize(("fitting", "failing"), [(4, 1), (1, 1), (1, 2)])
@@ -339,7 +345,7 @@ def _counted(processes=1, **phases):
 def _judged_phases(reply, processes=1, **fields):
     defaults = {"peak_allocated_bytes": 40 * GiB, "phase_peak_bytes": PHASES, "largest": ROWS, **fields}
     run = baseline_run(environment=cpu_environment(device_count=processes), **defaults)
-    return judge(CASE, [reply], baseline(run), TOLERANCE).verdict
+    return judged([reply], baseline(run), TOLERANCE).verdict
 
 
 def test_growth_is_told_with_its_phase_and_what_grew(snapshot):

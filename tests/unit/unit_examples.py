@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import msgspec
 from hypothesis import strategies as st
 
+from pytest_gputrain.gate.criteria import Criteria
+from pytest_gputrain.gate.regression import judge
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
@@ -30,6 +32,7 @@ from pytest_gputrain.records import (
 )
 from pytest_gputrain.storage.baselines import BaselineStore, SuiteStore
 from pytest_gputrain.storage.emulated import EmulationStore
+from pytest_gputrain.utils.bounds import MOST_RUNS
 from pytest_gputrain.utils.units import GiB
 
 CASE = Case(model="llama-3.1-8b", method="lora", batch_size=2, sequence_length=8192)
@@ -300,3 +303,9 @@ def _strategy(info):
             return st.floats(0, exclude_min=True, allow_infinity=False)
         case _:
             return _SCALARS[type(info)]
+
+
+def judged(replies, stored, tolerance, *, case=CASE, shift=0.0, no_scaling="", **criteria):
+    """Judge replies against a baseline; further processes may run."""
+    held_to = {"scale": "full", "most": MOST_RUNS, "case": case, "baseline": stored, "tolerance": tolerance} | criteria
+    return judge(Criteria(**held_to), replies, shift, no_scaling)

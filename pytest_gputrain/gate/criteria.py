@@ -1,0 +1,75 @@
+"""Defines what a case is held to, and what judging gives. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from pytest_gputrain.gate.counts import BY_THE_RULES
+from pytest_gputrain.gate.messages import OtherSide
+from pytest_gputrain.gate.step_times import AGREEING, PRIOR_SD
+from pytest_gputrain.records import Baseline, Case, EmulatedRun, MetricVerdict, Published, Scale, Verdict
+from pytest_gputrain.records.tolerance import Cap, CountTerms, Tolerance
+
+_Verdict = TypeVar("_Verdict", Verdict, MetricVerdict)
+
+
+class Judged(NamedTuple, Generic[_Verdict]):
+    """The verdict of a case, or of one of its figures."""
+
+    verdict: _Verdict
+    settled: bool = True
+    """Whether further fresh processes could not change it; if not, it is the one if there are to be none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Criteria:
+    """The baseline, limits and tolerances of a case."""
+
+    case: Case
+    scale: Scale
+    judged: bool = True
+    """Whether it is compared with anything but the limits of its test."""
+    records: bool = False
+    """Whether its figures become a baseline."""
+    caps: tuple[Cap, ...] = ()
+    """The limits of its test."""
+    tolerance: Tolerance
+    counts: CountTerms = BY_THE_RULES
+    """How it is judged what its steps ask of a CPU."""
+    baseline: Baseline | None = None
+    hint: str = ""
+    """Further information about a missing baseline."""
+    elsewhere: str = ""
+    """Where it may be instead, with the remedy."""
+    emulated: EmulatedRun | None = None
+    """The run of a case without a baseline on an emulated GPU of the platform; None if there is none that applies."""
+    variables: tuple[str, ...] = ()
+    """Names of the environment variables that its test has changed."""
+    prior: float = PRIOR_SD
+    """Standard deviation that is expected between its processes: see `pytest_gputrain.gate.step_times.suite_prior`."""
+    row: Published | None = None
+    """The published row of the case and its platform; None if there is none, or if the case has a baseline."""
+    published_for: tuple[str, ...] | None = None
+    """Platforms that it was published for; None where it is not compared with published figures."""
+    other_side: OtherSide | None = None
+    """What it is compared with, if that is no stored baseline."""
+    wanted: int = 1
+    """Fresh processes to begin with."""
+    most: int = 1
+    """Fresh processes that there may be of it in doubt."""
+
+    @property
+    def compares_stored(self) -> bool:
+        """Whether it is compared with a stored baseline."""
+        return self.judged and self.published_for is None
+
+    @property
+    def again(self) -> str:
+        """What to do about a figure that a stored baseline lacks, as the end of a sentence."""
+        return "" if self.other_side else "; record it again"
+
+    def next_runs(self, have: int) -> int:
+        """Return how many fresh processes it takes in all if ``have`` of them leave the case in doubt: enough that they can
+        agree."""
+        return min(max(AGREEING, have + 1), self.most)
