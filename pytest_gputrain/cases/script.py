@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +15,6 @@ from pytest_gputrain.utils.errors import BadCase
 _KNOBS: Final = ("model", "platforms", "warmup", "batch_size", "sequence_length")
 
 
-@dataclass(frozen=True, init=False)
 class Script:
     """A training script, for `gputrain.check` and `gputrain.measure`: ``Script("train.py", "--max-steps=8")``.
 
@@ -32,8 +30,8 @@ class Script:
     """The arguments of the script, as text. They are part of the case's id."""
 
     def __init__(self, path: str | os.PathLike[str], *arguments: str) -> None:
-        object.__setattr__(self, "path", os.fspath(path))
-        object.__setattr__(self, "arguments", arguments)
+        self.path = os.fspath(path)
+        self.arguments = arguments
 
     def __str__(self) -> str:
         return " ".join(map(str, (self.path, *self.arguments)))

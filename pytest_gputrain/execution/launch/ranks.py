@@ -175,12 +175,13 @@ def _with_figures(reply: Reply, ranks: Sequence[Rank]) -> Reply:
 
     A case that failed in its last steps, under a profiler, has passed all checks, and lacks nothing but GPU seconds.
     """
-    figures = [rank.figures() for rank in ranks] if isinstance(reply, Crashed | TimedOut) else []
-    measured = [rank_figures for rank_figures in figures if rank_figures is not None]
+    if not isinstance(reply, Crashed | TimedOut):
+        return reply
+    measured = [figures for rank in ranks if (figures := rank.figures()) is not None]
     if not measured or len(measured) < len(ranks):
         return reply
     merged = _merged(measured)
-    if isinstance(reply, Crashed | TimedOut) and reply.phase == "profile" and isinstance(merged, Measurement):
+    if reply.phase == "profile" and isinstance(merged, Measurement):
         why = reply.sentence if isinstance(reply, Crashed) else f"it did not end in {format_seconds(reply.timeout_seconds)}"
         return msgspec.structs.replace(merged, notes=(*merged.notes, f"{UNPROFILED} ({why})"))
     return msgspec.structs.replace(reply, measured=merged)
