@@ -164,8 +164,6 @@ class _Line(Struct, frozen=True, kw_only=True):
     """Floating-point operations of one step, without recomputation."""
     recomputed_flops_per_step: Whole | None
     """Further operations that activation checkpointing repeats."""
-    final_loss: float | None
-    """The loss of the last timed step of the first process."""
     bytes_per_step: Whole | None
     """For an emulated run: the bytes that the operators read and write."""
     fits: bool | None

@@ -83,7 +83,6 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The step time of one worker, as in `Measurement`. The scaling efficiency of this run follows from it."""
     free_bytes: Whole | None = None
     """The free memory, as in `Measurement`."""
-    final_loss: float | None = None
 
 
 class Baseline(Struct, frozen=True, kw_only=True):

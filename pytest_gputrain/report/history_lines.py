@@ -109,8 +109,6 @@ def _line_of(result: Declared, session: RunInfo) -> HistoryLine:
     packages = emulated.packages if emulated else environment.packages if environment else {}
     steps = [run.median_step_seconds for run in measured]
     scatter = [abs(step - middle) for run, middle in zip(measured, steps, strict=True) for step in run.step_seconds]
-    first = measured[0] if measured else None
-    losses = first.losses if first else ()
     compared = {
         f"{field}_{name}": _compared(result, metric, field)
         for metric, name in _COMPARED.items()
@@ -145,7 +143,6 @@ def _line_of(result: Declared, session: RunInfo) -> HistoryLine:
         **{name: getattr(summary, name, None) for name in _OF_SUMMARY},  # type: ignore[arg-type]
         **{name: _count(result, measured, name) for name in _COUNTS},  # type: ignore[arg-type]
         **{name: _phase(result, measured, phase) for name, phase in PHASES.items()},  # type: ignore[arg-type]
-        final_loss=losses[-1] if losses else None,
         bytes_per_step=emulated.bytes_per_step if emulated else None,
         fits=emulated.fits if emulated else None,
         step_sensitivity=time.sensitivity if time else None,

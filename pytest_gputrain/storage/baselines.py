@@ -396,7 +396,7 @@ def _judged(baseline: Baseline) -> tuple[object, ...]:
     """Return what the gate judges by and tells of a baseline; seconds on a CPU only where it has runs enough to judge
     them."""
     on_cpu = all(run.environment.device_type == "cpu" for run in baseline.runs)
-    left_out = {"peak_host_bytes", "free_bytes", "date", "session", "commit", "final_loss", "core_wait_share"}
+    left_out = {"peak_host_bytes", "free_bytes", "date", "session", "commit", "core_wait_share"}
     # Memory on a CPU does not depend on the host; on a GPU a verdict names what changed there since the baseline.
     left_out |= {"environment"} if on_cpu else set()
     left_out |= (

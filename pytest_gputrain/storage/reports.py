@@ -112,7 +112,6 @@ def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> Base
         "largest": without_lines(reply.largest),
         "counts": reply.counts.as_stored() if reply.counts else None,
         "one_worker_seconds": None if reply.one_worker_seconds is None else _short(reply.one_worker_seconds),
-        "final_loss": reply.losses[-1] if reply.losses else None,
     }
     return BaselineRun(outcome="measured", date=date, session=session, commit=commit, **figures)
 

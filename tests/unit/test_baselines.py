@@ -54,7 +54,6 @@ RUNS = st.builds(
     warmup=st.integers(0, 9),
     step_seconds=st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=12).map(tuple),
     peak_allocated_bytes=st.integers(0, 2**63 - 1),
-    final_loss=st.none() | st.floats(-1e9, 1e9),
     **dict.fromkeys(("peak_reserved_bytes", "peak_host_bytes", "model_bytes", "flops_per_step"), FIGURES),
 )
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=9)
@@ -298,7 +297,6 @@ def test_a_result_becomes_its_runs():
         flops_per_step=7,
         free_bytes=6,
         one_worker_seconds=0.123457,
-        final_loss=1.0,
     )
     assert made == baseline(expected)
 
@@ -329,7 +327,6 @@ def test_what_gave_no_figures_is_a_run_only_if_it_ran_out_of_memory():
 
     assert runs(out_of_memory()) == (oom_run(date="d", session="s", commit="c"),)
     assert [runs(reply) for reply in (crashed(), timed_out(), out_of_memory(environment=None))] == [()] * 3
-    assert runs(measurement(losses=()))[0].final_loss is None, "own code need not tell its loss"
 
 
 def test_a_report_gives_its_results_as_baselines(tmp_path):
