@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import msgspec
 import pytest
@@ -127,7 +127,7 @@ class GpuTrain:
         A case without figures (out of memory, crashed, timed out) fails the test with the reason, and so does a case that
         exceeds a ``gpu_limit``. Under ``--gpu-find-batch`` the figures are those of the fastest batch. Under
         ``--gpu-emulate`` they are an `EmulatedRun`: a test that reads a figure which only a `Measurement` has, such as
-        ``step_seconds``, is skipped there.
+        ``step_seconds``, is skipped there, and fails when strict.
         """
         result = self._run(functools.partial(self._case, what, inline, knobs, args), what, inline=inline, judged=False)
         failure = failure_of(result)
@@ -209,7 +209,7 @@ class GpuTrain:
             # Without the cause: pytest would print the sentence twice.
             raise _failed(error) from None
         self._note(result)
-        return _to_be_read(result)
+        return _to_be_read(result, is_strict(self._runner.settings))
 
     def _case(self, what: Case | Script | StepBuilder, inline: bool, knobs: dict[str, Any], args: Mapping[str, Any]) -> Case:
         if args and isinstance(what, Case | Script):
@@ -279,21 +279,30 @@ class GpuTrain:
 
 
 class _ReadFigures(EmulatedRun, frozen=True, kw_only=True, tag="emulated"):
-    """The figures of an emulated run for a test, which is skipped when it reads one that only a measurement has."""
+    """The figures of an emulated run for a test, which is skipped when it reads one that only a measurement has.
+
+    It fails where the run is strict: all figures of a run are of one kind, so the test would never be more than skipped.
+    """
+
+    strict: bool
 
     def __getattr__(self, name: str) -> None:
         EmulatedRun.__getattr__(self, name)
-        raise skipped(f"reads {name}, which an emulated GPU does not have")
+        self._refuse(name)
 
     def update_seconds(self, accumulation: int) -> None:
-        raise skipped("reads update_seconds, which an emulated GPU does not have")
+        self._refuse("update_seconds")
+
+    def _refuse(self, name: str) -> NoReturn:
+        sentence = f"reads {name}, which an emulated GPU does not have"
+        raise _failed(f"{sentence}; deselect this test here (strict)") if self.strict else skipped(sentence)
 
 
-def _to_be_read(result: Result) -> Result:
+def _to_be_read(result: Result, strict: bool) -> Result:
     if not isinstance(result, Emulated) or result.figures is None:
         return result
     fields = {name: getattr(result.figures, name) for name in EmulatedRun.__struct_fields__}
-    return msgspec.structs.replace(result, reply=_ReadFigures(**fields))
+    return msgspec.structs.replace(result, reply=_ReadFigures(**fields, strict=strict))
 
 
 def _failed(reason: object) -> BaseException:
