@@ -20,8 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
 
-import msgspec
-
 import pytest_gputrain
 from pytest_gputrain.cli.main import command_parser
 from pytest_gputrain.execution.options import Option
@@ -29,12 +27,12 @@ from pytest_gputrain.execution.settings import OPTIONS
 from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
 from pytest_gputrain.plugin import hooks
 from pytest_gputrain.plugin.marker_help import lines as marker_lines
-from pytest_gputrain.records import Report
 from pytest_gputrain.records.history import COUNT_KEYS, KNOB_KEYS
+from pytest_gputrain.report import schemas
 
 DOCS: Final = Path(__file__).parent.parent / "docs"
 PAGES: Final = tuple(DOCS / name for name in ("api.md", "api-records.md", "cli.md", "options.md", "history.md"))
-SCHEMA: Final = DOCS / "report.schema.json"
+SCHEMAS_FOLDER: Final = Path(pytest_gputrain.__file__).parent / "schemas"
 _PART: Final = re.compile(r"<!-- begin ([\w.]+) -->\n.*?<!-- end \1 -->", re.DOTALL)
 _WITH_DEFAULTS: Final = ("Case",)
 """Classes whose objects users make; they only read those of the others."""
@@ -367,24 +365,8 @@ def filled(page: str) -> str:
     return _PART.sub(part, page)
 
 
-def schema_text() -> str:
-    """Return the JSON Schema of reports, from the records."""
-    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "pytest-gputrain report"}
-    document = _with_clean_docstrings(msgspec.json.schema(Report)) | dialect
-    return msgspec.json.format(msgspec.json.encode(document, order="deterministic"), indent=1).decode() + "\n"
-
-
-def _with_clean_docstrings(part: Any) -> Any:
-    """Return the part of a schema without the indentation of docstrings, which Python keeps until 3.13."""
-    if isinstance(part, list):
-        return [_with_clean_docstrings(each) for each in part]
-    if not isinstance(part, dict):
-        return part
-    described = {"description": inspect.cleandoc(part["description"])} if isinstance(part.get("description"), str) else {}
-    return {name: _with_clean_docstrings(each) for name, each in part.items()} | described
-
-
 if __name__ == "__main__":
-    SCHEMA.write_text(schema_text())
+    for name in schemas.SCHEMAS:
+        (SCHEMAS_FOLDER / f"{name}.json").write_text(schemas.text_of(name))
     for path in PAGES:
         path.write_text(filled(path.read_text()))

@@ -17,7 +17,9 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from pytest_gputrain.cli import doctor_gpus
 from pytest_gputrain.execution.launch.environment import CHOOSING
@@ -25,11 +27,12 @@ from pytest_gputrain.hardware import amd, drivers, lease, machine, nvidia, recor
 from pytest_gputrain.hardware.devices import Gpu, HardwareError, Vendor
 from pytest_gputrain.hardware.emulation.build import COMPILERS, find_compiler
 from pytest_gputrain.hardware.emulation.libraries import version_file
+from pytest_gputrain.records.doctor import Check, CheckStatus, Diagnosis
+from pytest_gputrain.report.json_report import generator
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import CannotEmulate
 from pytest_gputrain.utils.files import write_atomically
-
-Status = Literal["ok", "warning", "problem"]
+from pytest_gputrain.utils.json_text import encoded
 
 _GET_TORCH: Final = "install the build for it from https://pytorch.org/get-started/locally"
 _ORDER: Final = "CUDA_DEVICE_ORDER"
@@ -37,18 +40,6 @@ _RECORDED_READINGS: Final = 5
 """Readings of a GPU in a recording: several, so that it shows whether counters advance."""
 _NO_ROCM: Final = (20,)
 """No release of ROCm: the binding that ROCm brings counts those of the C library, from 23 on."""
-
-
-class Check(NamedTuple):
-    """The result of one check."""
-
-    name: str
-    status: Status
-    found: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.status:<8} {self.name:<12} {self.found}{f'; {self.remedy}' if self.remedy else ''}"
 
 
 class Torch(NamedTuple):
@@ -115,7 +106,8 @@ def _examine_this_host(options: argparse.Namespace) -> int:
         write_atomically(options.record, json.dumps(recordings, indent=1).encode() + b"\n")
     sound = all(check.status != "problem" for check in checks)
     if options.json:
-        console.put(json.dumps({"sound": sound, "checks": [check._asdict() for check in checks]}, indent=1))
+        diagnosis = Diagnosis(generator=generator(), sound=sound, checks=tuple(checks))
+        console.put(msgspec.json.format(encoded(diagnosis), indent=1).decode())
     else:
         console.put("\n".join([*map(str, checks), *(["", table] if table else [])]))
     return 0 if sound else 1
@@ -177,7 +169,7 @@ def _amd(gpus: list[Gpu]) -> Iterator[Check]:
 
     Beside NVIDIA's GPUs one of AMD's may only be the graphics of the processor, so nothing about it is a problem.
     """
-    worst: Status = "warning" if gpus else "problem"
+    worst: CheckStatus = "warning" if gpus else "problem"
     if fault := amd.binding_fault():
         yield Check("amd", worst, fault)
         return

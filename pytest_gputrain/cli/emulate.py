@@ -41,6 +41,7 @@ from pytest_gputrain.records.expected import slowest
 from pytest_gputrain.report import expected
 from pytest_gputrain.report.asked import asked_by
 from pytest_gputrain.report.html import page
+from pytest_gputrain.report.json_report import generator
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.errors import CannotEmulate
 from pytest_gputrain.utils.files import locked, make_own, own_locks, write_atomically
@@ -145,14 +146,15 @@ def main(options: argparse.Namespace) -> int:
             other = boards.other_kernels(board, kernels)
             hidden = told(program) if options.json or options.html else ""
             report = Emulation(
-                gpu=other.name if other else board.name,
-                marker=board.marker,
-                gpus=options.gpus,
-                memory_bytes=board.memory_bytes,
+                generator=generator(),
+                device_name=other.name if other else board.name,
+                platform=board.marker,
+                device_count=options.gpus,
+                device_memory_bytes=board.memory_bytes,
                 torch=torch.version,
-                origin=torch.origin,
+                torch_build=torch.origin,
                 command=masked(program),
-                status=status,
+                exit_status=status,
                 processes=processes,
                 use=use,
                 fit=judge(program, status, board.memory_bytes, processes, use),
@@ -268,10 +270,10 @@ def _report_lines(report: Emulation) -> Iterator[str]:
 
 
 def _lines_of_figures(report: Emulation) -> Iterator[str]:
-    many = f"{report.gpus} x " if report.gpus > 1 else ""
+    many = f"{report.device_count} x " if report.device_count > 1 else ""
     yield (
-        f"emulated {many}{report.gpu} ({format_bytes(report.memory_bytes)}), {report.versions}; its kernels computed "
-        "nothing, so losses, scores and times above mean nothing"
+        f"emulated {many}{report.device_name} ({format_bytes(report.device_memory_bytes)}), {report.versions}; its kernels "
+        "computed nothing, so losses, scores and times above mean nothing"
     )
     yield from report.notes
     by_process = {process.process: process for process in report.processes}
@@ -281,7 +283,7 @@ def _lines_of_figures(report: Emulation) -> Iterator[str]:
         uses = list(shared)
         if len(uses) > 1:
             together = sum(map(_peak, uses))
-            fits = "" if together <= report.memory_bytes else ", which is more than it has"
+            fits = "" if together <= report.device_memory_bytes else ", which is more than it has"
             yield f"{len(uses)} processes used GPU {gpu}: at most {format_bytes(together)} together{fits}"
 
 
@@ -304,11 +306,11 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
         )
         return
     at_least, torch_at_least = ("at least " if what else "" for what in (process.unknown, process.unknown_in_torch))
-    yield f"  peak allocated  {torch_at_least}{format_bytes(device.peak_allocated)}"
-    yield f"  peak reserved   {torch_at_least}{format_bytes(device.peak_reserved)}"
+    yield f"  peak allocated  {torch_at_least}{format_bytes(device.peak_allocated_bytes)}"
+    yield f"  peak reserved   {torch_at_least}{format_bytes(device.peak_reserved_bytes)}"
     yield (
-        f"  peak device use {at_least}{format_bytes(use.peak_bytes)} of {format_bytes(report.memory_bytes)}, of which "
-        f"{format_bytes(boards.CONTEXT_BYTES)} are assumed for CUDA's context"
+        f"  peak device use {at_least}{format_bytes(use.peak_bytes)} of {format_bytes(report.device_memory_bytes)}, of "
+        f"which {format_bytes(boards.CONTEXT_BYTES)} are assumed for CUDA's context"
     )
     if use.managed_bytes:
         yield (
@@ -379,7 +381,7 @@ def _lines_of_expected(report: Emulation) -> Iterator[str]:
     if one is not None:
         yield f"  expected time of a step, from one update to the next: {expected.describe(one)}"
     if one is not None and one.seconds is not None:
-        yield from (f"  {note}" for note in expected.notes([(report.gpu, one)]))
+        yield from (f"  {note}" for note in expected.notes([(report.device_name, one)]))
 
 
 def _lines_of_counts(process: EmulatedProcess) -> Iterator[str]:

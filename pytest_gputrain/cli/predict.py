@@ -132,7 +132,7 @@ def main(options: argparse.Namespace) -> int:
             axes,
             (*_about(options.model, alone=_DEFAULTS.part in bases), *_known_errors(cases)),
         )
-        _write(options, report)
+        write(options, report)
     except (ValueError, BadCase, CannotEmulate) as error:
         console.say(error)
         return 2
@@ -368,7 +368,8 @@ def _lines() -> Callable[[str, int, int], None]:
     return note
 
 
-def _write(options: argparse.Namespace, report: FitReport) -> None:
+def write(options: argparse.Namespace, report: FitReport) -> None:
+    """Write the answer to the files that the options name."""
     if options.json is not None:
         write_atomically(options.json, msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     if options.markdown is not None:

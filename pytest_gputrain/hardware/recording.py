@@ -110,7 +110,9 @@ class RecordedReply(msgspec.Struct):
     says: str = ""
 
 
-class _Recording(msgspec.Struct):
+class Recording(msgspec.Struct):
+    """What the library of a vendor replied."""
+
     library: Literal["pynvml", "amdsmi"]
     calls: dict[str, list[RecordedReply]]
     constants: dict[str, int | float | str | bool | dict[str, int] | None] = {}
@@ -129,7 +131,7 @@ class Replay(types.ModuleType):
             ValueError: it is no recording.
         """
         try:
-            sound = msgspec.convert(recording, _Recording)
+            sound = msgspec.convert(recording, Recording)
         except msgspec.ValidationError as error:
             raise ValueError(
                 f"it is not a recording of a vendor's library ({error}); make one with gputrain doctor --record"

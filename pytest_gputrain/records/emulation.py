@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from pytest_gputrain.records.case import FORMAT
 from pytest_gputrain.records.counts import Counts
 from pytest_gputrain.records.expected import ExpectedTime
 from pytest_gputrain.utils.units import format_bytes
@@ -61,17 +62,20 @@ class Tensors(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     """The size of each tensor."""
     count: int
+    """The number of these tensors."""
     where: str
     """File and line of the program, and of the library that it called there."""
     part: str
     """The part of training: weights and buffers, forward pass, backward pass, optimizer, or the rest of the program."""
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
     """The memory in use at the peak that a part of training allocated."""
 
     name: str
+    """The part of training, as in `Tensors`."""
     bytes: int
+    """Its requested bytes."""
 
 
 class Peak(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,9 +86,11 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     event: int
     """Its number among the program's allocations."""
     events: int
+    """The number of these allocations."""
     bytes: int
     """The requested bytes in use then, before torch rounds them up to blocks."""
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
+    """These bytes by the part of training that allocated them."""
     tensors: tuple[Tensors, ...]
     """The largest, by what they take together."""
 
@@ -93,8 +99,11 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     """A request that the GPU had no memory for."""
 
     bytes: int
+    """The requested bytes."""
     free: int
+    """The bytes that were free."""
     where: str
+    """File and line of the program; empty if no Python code asked for them."""
 
 
 class EmulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,28 +113,36 @@ class EmulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
     """The number of the GPU in the process."""
     gpu: int
     """Its number among the emulated ones, which CUDA_VISIBLE_DEVICES leaves alone."""
-    peak_allocated: int
-    peak_reserved: int
+    peak_allocated_bytes: int
+    """The highest memory that torch's caching allocator had handed out."""
+    peak_reserved_bytes: int
+    """The highest memory that it held."""
     peak: Peak | None
     """The peak; None if the program made too many allocations since, or recorded them itself."""
     course: tuple[tuple[int, int, int], ...]
     """The course of memory: numbers of allocations, with the most bytes in use and reserved around each."""
     refused: tuple[Refused, ...]
+    """Requests that the GPU had no memory for."""
 
 
 class AtLine(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened at a line of the program."""
 
     what: str
+    """The operator or the check."""
     where: str
+    """File and line of the program."""
     count: int
+    """How often it happened there."""
 
 
 class NotExchanged(msgspec.Struct, frozen=True, kw_only=True):
     """The calls of a function of NCCL that exchanged and computed nothing, since their data is too large."""
 
     function: str
+    """The name of the function."""
     calls: int
+    """The number of its calls."""
     bytes: int
     """The most bytes that one GPU has in a call."""
 
@@ -140,7 +157,9 @@ class CudaGraphs(msgspec.Struct, frozen=True, kw_only=True):
     """The CUDA graphs of a process."""
 
     captured: int
+    """The number of captures."""
     launched: int
+    """The number of launches."""
     most: int
     """The most graphs that could be launched at a time."""
     most_kernels: int
@@ -153,10 +172,12 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one process of the program on the emulated GPUs."""
 
     process: int
+    """The id of the process."""
     rank: str | None = None
     """The rank, as torchrun and similar programs set it."""
     devices: tuple[EmulatedDevice, ...] = ()
-    """Empty where the process ended without Python's own end, and only the driver's figures are known."""
+    """The GPUs that it used. Empty where the process ended without Python's own end, and only the driver's figures are
+    known."""
     unknown: tuple[str, ...] = ()
     """Memory of libraries and of the driver that is not known and not counted."""
     unknown_reads: tuple[AtLine, ...] = ()
@@ -191,8 +212,11 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of one process on one GPU as the driver sees it: torch's memory, that of others, and the context."""
 
     process: int
+    """The id of the process."""
     gpu: int
+    """The number of the GPU among the emulated ones."""
     peak_bytes: int
+    """The highest memory in use, with the context."""
     managed_bytes: int = 0
     """The peak of managed memory (``cudaMallocManaged``), which is assumed to be on the GPU as far as it fits."""
     missing_beside_torch: int = 0
@@ -204,7 +228,7 @@ class ProgramFit(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the program fits the emulated GPUs."""
 
     verdict: Literal["fits", "does not fit", "incomplete"]
-    """``incomplete`` where the program ended early, or something that it took is not known."""
+    """The answer; ``incomplete`` where the program ended early, or something that it took is not known."""
     headroom_bytes: int | None
     """The memory of the fullest GPU that was left at its peak. Negative where that was too little: at least so much is
     missing. None where the program never used a GPU."""
@@ -213,26 +237,35 @@ class ProgramFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Emulation(msgspec.Struct, frozen=True, kw_only=True):
-    """The report of ``gputrain emulate --json``."""
+    """The document of ``gputrain emulate --json``."""
 
-    gpu: str
+    format: int = FORMAT
+    """The version of the format."""
+    generator: str
+    """The name and the version of the package that wrote it."""
+    device_name: str
     """The name that the driver of such a GPU reports. For a GPU that runs on kernels for another one: which GPU is emulated,
     and by which kernels."""
-    marker: str
-    gpus: int
+    platform: str
+    """The marker of the emulated GPU."""
+    device_count: int
     """The number of GPUs that the program found."""
-    memory_bytes: int
+    device_memory_bytes: int
     """The memory of each GPU."""
     torch: str
-    origin: str = ""
+    """The version of torch."""
+    torch_build: str = ""
     """The wheel that torch came from, if ``gputrain emulate --install`` has installed it."""
     command: tuple[str, ...]
-    status: int
+    """The program and its arguments, with ``***`` for what looks like a secret."""
+    exit_status: int
     """The program's own exit status; 128 and the number of the signal that ended it."""
     processes: tuple[EmulatedProcess, ...]
+    """The processes of the program that imported torch."""
     use: tuple[DeviceUse, ...]
-    """Empty where the program never used the GPU."""
+    """The memory of each process on each GPU. Empty where the program never used the GPU."""
     fit: ProgramFit
+    """Whether it fits."""
     notes: tuple[str, ...] = ()
     """What the figures rest on beside the program: kernels for another GPU, a capacity that is computed."""
 

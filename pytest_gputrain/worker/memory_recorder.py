@@ -182,7 +182,7 @@ class Recorder:
         report = {
             "process": os.getpid(),
             "rank": os.environ.get("RANK"),
-            "devices": [device for device in devices if device["peak_allocated"] or device["refused"]],
+            "devices": [device for device in devices if device["peak_allocated_bytes"] or device["refused"]],
             "unknown": list(unknown()),
             "not_exchanged": list(not_exchanged()),
             "packages": packages(),
@@ -295,8 +295,8 @@ def _device(index: int, peaks: Counter[str], snapshot: dict[str, Any]) -> dict[s
     known = peak == peaks["requested"]
     return {
         "index": index,
-        "peak_allocated": peaks["allocated"],
-        "peak_reserved": peaks["reserved"],
+        "peak_allocated_bytes": peaks["allocated"],
+        "peak_reserved_bytes": peaks["reserved"],
         "peak": _moment(events, at, live) if known and events else None,
         "course": course(trace, in_use, sum(segment["total_size"] for segment in segments)),
         "refused": [

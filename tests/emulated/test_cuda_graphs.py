@@ -73,10 +73,10 @@ def test_a_whole_network_takes_the_memory_of_its_pool_and_trains_at_each_replay(
     found, told, report = printed(emulate, WHOLE_NETWORK)
     assert (found["after the capture"], found["after 10 replays"], found["offset"]) == (3, 13, 120)
     allocated, peak, reserved, pools = found["captured"]
-    assert reserved == sum(pools.values()) == report["processes"][0]["devices"][0]["peak_reserved"]
+    assert reserved == sum(pools.values()) == report["processes"][0]["devices"][0]["peak_reserved_bytes"]
     assert pools["(1, 0)"] == 170 * MIB
     assert found["replayed"] == [allocated, peak, reserved, pools], "a replay allocates nothing"
-    assert peak == report["processes"][0]["devices"][0]["peak_allocated"]
+    assert peak == report["processes"][0]["devices"][0]["peak_allocated_bytes"]
     assert "(1, 0)" not in found["gone"][3]
     lines = [line for line in told.splitlines() if line.startswith("gputrain:   peak")]
     assert [("at least" in line) for line in lines] == [False, False, True], "the driver's part of a graph is not known"
@@ -287,7 +287,7 @@ def test_compiled_code_with_reduced_overhead_is_recorded_and_replayed(emulate):
         """,
     )
     reserved, pools = found
-    assert 0 < pools < reserved == report["processes"][0]["devices"][0]["peak_reserved"]
+    assert 0 < pools < reserved == report["processes"][0]["devices"][0]["peak_reserved_bytes"]
     graphs = report["processes"][0]["graphs"]
     assert (graphs["launched"], graphs["most_kernels"], graphs["most_in_pools"]) == (6, 11, pools)
     assert f"launched 6 times; at most {graphs['most']} at a time with 11 kernels" in told

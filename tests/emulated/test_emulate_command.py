@@ -11,6 +11,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 import pytest_gputrain
@@ -51,21 +52,23 @@ LOOP = """
 def test_a_loop_is_told_its_peak_its_lines_and_its_output(emulate):
     done, report = emulate(LOOP, fresh=True)
     assert done.returncode == 0, done.stderr
+    schema = Path(pytest_gputrain.__file__).parent / "schemas" / "emulation.json"
+    jsonschema.Draft202012Validator(json.loads(schema.read_text())).validate(report)
     parameters = 4 * (2 * 4096 * 16384 + 16384 + 4096)
     allocated = int(done.stdout.split()[1])
     assert 3 * parameters <= allocated < 3 * parameters + 300e6  # weights, AdamW's two moments, cuBLAS' workspaces, a batch
     device = only_device(report)
     # Resets of the peak do not hide it: there are activations, gradients and more.
-    assert device["peak_allocated"] > allocated + parameters / 2
-    assert device["peak_reserved"] >= device["peak_allocated"]
+    assert device["peak_allocated_bytes"] > allocated + parameters / 2
+    assert device["peak_reserved_bytes"] >= device["peak_allocated_bytes"]
     (use,) = report["use"]
-    assert use["peak_bytes"] >= device["peak_reserved"] + CONTEXT_BYTES
+    assert use["peak_bytes"] >= device["peak_reserved_bytes"] + CONTEXT_BYTES
     tensors = device["peak"]["tensors"]
     weights = [group for group in tensors if group["where"] == "train.py:4 in <module>"]
     assert (weights[0]["bytes"], weights[0]["count"]) == (4 * 4096 * 16384, 2)
     assert any(group["where"] == "train.py:9 in step" and group["bytes"] == 4 * 4096 * 16384 for group in tensors)
     assert any(group["where"].startswith("backward pass") for group in tensors)
-    assert sum(group["bytes"] * group["count"] for group in tensors) > 0.9 * device["peak_allocated"]
+    assert sum(group["bytes"] * group["count"] for group in tensors) > 0.9 * device["peak_allocated_bytes"]
     assert "losses, scores and times above mean nothing" in done.stderr
     assert "train.py:9 in step" in done.stderr
     parts = {part["name"]: part["bytes"] for part in device["peak"]["parts"]}
@@ -73,7 +76,7 @@ def test_a_loop_is_told_its_peak_its_lines_and_its_output(emulate):
     assert parts["optimizer"] >= 2 * parameters
     assert sum(parts.values()) == device["peak"]["bytes"]
     assert max(in_use for _, in_use, _ in device["course"]) == device["peak"]["bytes"]
-    assert max(reserved for _, _, reserved in device["course"]) == device["peak_reserved"]
+    assert max(reserved for _, _, reserved in device["course"]) == device["peak_reserved_bytes"]
 
 
 ENDS = ("torch.empty(90 << 30, dtype=torch.uint8, device='cuda')", "os.kill(os.getpid(), 9)")
@@ -129,7 +132,7 @@ def test_a_program_runs_as_it_would_on_a_gpu_and_opens_no_file_of_a_device(emula
     own = f"4 ran {tmp_path / 'sitecustomize.py'} ['--lr', '1']"
     assert done.stdout.splitlines() == [own, "[] False", "2 True"], done.stderr
     assert done.returncode == 7
-    devices = [device["peak_allocated"] for process in report["processes"] for device in process["devices"]]
+    devices = [device["peak_allocated_bytes"] for process in report["processes"] for device in process["devices"]]
     assert set(devices) == {1 << 20}
 
 
@@ -157,8 +160,8 @@ def test_an_emulation_within_another_has_the_figures(emulate, tmp_path):
     assert outer["use"] == []
     assert "never used the GPU" in done.stderr
     inner = json.loads((tmp_path / "inner.json").read_bytes())
-    assert inner["gpu"] == "NVIDIA A100-SXM4-80GB"
-    assert only_device(inner)["peak_allocated"] == 1 << 20
+    assert inner["device_name"] == "NVIDIA A100-SXM4-80GB"
+    assert only_device(inner)["peak_allocated_bytes"] == 1 << 20
 
 
 needs_triton = pytest.mark.skipif(importlib.machinery.PathFinder.find_spec("triton") is None, reason="needs Triton")
@@ -216,7 +219,7 @@ def test_two_runs_allocate_and_reserve_the_same(emulate):
                 torch.cuda.empty_cache()
     """
     first, second = (only_device(emulate(code)[1]) for _ in range(2))
-    assert first["peak_reserved"] > 1e9
+    assert first["peak_reserved_bytes"] > 1e9
     assert first["peak"].pop("seconds") >= 0
     assert second["peak"].pop("seconds") >= 0
     assert first == second
@@ -237,7 +240,7 @@ def test_out_of_memory_is_told_with_what_was_asked(emulate):
     assert (refused["bytes"], refused["where"]) == (30 * GIB, "train.py:5 in grow")
     assert refused["free"] == boards.board("h100").memory_bytes - 60 * GIB - CONTEXT_BYTES
     assert "out of memory: 30.0 GiB were asked for" in done.stderr
-    assert only_device(report)["peak_allocated"] == 60 * GIB
+    assert only_device(report)["peak_allocated_bytes"] == 60 * GIB
     assert emulate(code, gpu="h200")[0].returncode == 0
 
 
@@ -337,8 +340,8 @@ def test_torch_sees_each_gpu_of_the_catalog(emulate, stand_ins, marker, torch):
     done, report = emulate(code, gpu=marker)
     kernels = boards.find_kernels(board, stand_ins.architectures, torch.version)
     (major, minor), driver_name = board.capability, board.name
-    if report["gpu"] != board.name:  # torch has no kernels for it
-        assert report["gpu"] == f"{board.title}, by CUDA's kernels for sm_{kernels}"
+    if report["device_name"] != board.name:  # torch has no kernels for it
+        assert report["device_name"] == f"{board.title}, by CUDA's kernels for sm_{kernels}"
         assert f"the kernels for sm_{kernels} decided what was allocated" in done.stderr
         (major, minor), driver_name = divmod(kernels, 10), "NVIDIA Graphics Device"
     assert done.returncode == 0, done.stderr
@@ -420,7 +423,7 @@ def test_runs_end_with_the_programs_own_status(emulate, status, end):
     """
     runs = [emulate(code) for _ in range(3)]
     assert [done.returncode for done, _ in runs] == [status] * 3
-    assert all(only_device(report)["peak_allocated"] > 300 * 4 << 20 for _, report in runs)
+    assert all(only_device(report)["peak_allocated_bytes"] > 300 * 4 << 20 for _, report in runs)
 
 
 def test_expandable_segments_are_counted(emulate):
@@ -434,8 +437,8 @@ def test_expandable_segments_are_counted(emulate):
     done, report = emulate(code, PYTORCH_ALLOC_CONF="expandable_segments:True", PYTORCH_CUDA_ALLOC_CONF="")
     assert done.returncode == 0, done.stderr
     device = only_device(report)
-    assert device["peak_allocated"] == 10 * GIB
-    assert report["use"][0]["peak_bytes"] == device["peak_reserved"] + CONTEXT_BYTES
+    assert device["peak_allocated_bytes"] == 10 * GIB
+    assert report["use"][0]["peak_bytes"] == device["peak_reserved_bytes"] + CONTEXT_BYTES
 
 
 @pytest.mark.slow
@@ -459,8 +462,8 @@ def test_compiled_code_reserves_the_same_when_its_code_comes_from_the_disk(emula
         return only_device(report)
 
     first, second = run(), run()
-    assert first["peak_allocated"] > 2 * 4 * 4096 * 4096
-    assert first["peak_reserved"] == second["peak_reserved"]
+    assert first["peak_allocated_bytes"] > 2 * 4 * 4096 * 4096
+    assert first["peak_reserved_bytes"] == second["peak_reserved_bytes"]
     assert not (tmp_path / "inductor").exists()  # a real GPU must not find what was chosen without times
 
 
@@ -497,7 +500,7 @@ def test_ranks_have_a_gpu_each(emulate):
     assert (done.returncode, done.stdout) == (0, "devices 2\n" * 2), done.stderr
     by_rank = {process["rank"]: process["devices"] for process in report["processes"]}
     assert [[device["gpu"] for device in by_rank[rank]] for rank in "01"] == [[0], [1]]
-    first, second = (by_rank[rank][0]["peak_allocated"] for rank in "01")
+    first, second = (by_rank[rank][0]["peak_allocated_bytes"] for rank in "01")
     assert second - first >= 4 * 4096 * 1024  # its batch is larger
     assert sorted(use["gpu"] for use in report["use"]) == [0, 1]
     assert "2 x NVIDIA H100" in done.stderr

@@ -126,4 +126,4 @@ def test_the_error_stays_until_the_process_ends_and_the_report_is_made_neverthel
                 print(str(error).splitlines()[0])
     """)
     assert done.stdout.splitlines() == ["CUDA error: device-side assert triggered"] * 3
-    assert report["processes"][0]["devices"][0]["peak_allocated"] == 8 << 20
+    assert report["processes"][0]["devices"][0]["peak_allocated_bytes"] == 8 << 20

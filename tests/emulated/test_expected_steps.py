@@ -78,7 +78,10 @@ def test_a_program_whose_operators_are_not_seen_has_no_seconds_and_takes_its_own
     assert told["processes"][0]["expected"]["unknown"] == why
     assert expects.stderr.count(why) == 1
     devices = [report["processes"][0]["devices"][0] for report in (told, plain)]
-    figures = ("peak_allocated", *([] if kind == "graphs" else ["peak_reserved"]))  # whose pools have other blocks
+    figures = (
+        "peak_allocated_bytes",
+        *([] if kind == "graphs" else ["peak_reserved_bytes"]),
+    )  # whose pools have other blocks
     assert [devices[0][name] for name in figures] == [devices[1][name] for name in figures]
     assert len({str(device["peak"]["tensors"]) for device in devices}) == 1
 

@@ -68,5 +68,5 @@ def test_lbfgs_keeps_its_history_although_no_gradient_is_known(emulate, line_sea
     assert done.stdout.splitlines() == ["True", "20 10 10 False"], done.stderr
     (assumed,) = report["processes"][0]["assumed"]
     assert assumed["what"].startswith("L-BFGS")
-    assert report["processes"][0]["devices"][0]["peak_allocated"] > 20 * 1_001_000 * 4
+    assert report["processes"][0]["devices"][0]["peak_allocated_bytes"] > 20 * 1_001_000 * 4
     assert "unknown values are assumed to differ" in done.stderr

@@ -47,8 +47,8 @@ def test_a_program_and_what_it_starts_find_the_cuda_build(emulate, variables):
     done, report = emulate(code, **variables)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"True {variables['XDG_CACHE_HOME']}/pytest-gputrain-torch/torch-")
-    assert report["origin"] == f"torch-{report['torch'].partition('+')[0]}-any.whl, sha256 abc, from this test"
-    assert [device["peak_allocated"] for process in report["processes"] for device in process["devices"]] == [1 << 20]
+    assert report["torch_build"] == f"torch-{report['torch'].partition('+')[0]}-any.whl, sha256 abc, from this test"
+    assert [device["peak_allocated_bytes"] for process in report["processes"] for device in process["devices"]] == [1 << 20]
 
 
 def test_a_case_runs_on_the_cuda_build_and_pytest_on_its_own(run_tests, variables, tmp_path):

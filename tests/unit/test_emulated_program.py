@@ -9,7 +9,9 @@ GIB = 1 << 30
 
 
 def process(number=1, *, refused=(), unknown=()):
-    device = EmulatedDevice(index=0, gpu=0, peak_allocated=0, peak_reserved=0, peak=None, course=(), refused=tuple(refused))
+    device = EmulatedDevice(
+        index=0, gpu=0, peak_allocated_bytes=0, peak_reserved_bytes=0, peak=None, course=(), refused=tuple(refused)
+    )
     return EmulatedProcess(process=number, devices=(device,), unknown=unknown)
 
 

@@ -14,7 +14,7 @@ from pytest_gputrain.records.emulation import (
     EmulatedDevice,
     EmulatedProcess,
     Emulation,
-    Part,
+    MemoryPart,
     Peak,
     ProgramFit,
     Refused,
@@ -66,27 +66,28 @@ def report(**changes):
         event=20,
         events=30,
         bytes=12 * GIB,
-        parts=(Part(name="forward pass", bytes=9 * GIB), Part(name="optimizer", bytes=3 * GIB)),
+        parts=(MemoryPart(name="forward pass", bytes=9 * GIB), MemoryPart(name="optimizer", bytes=3 * GIB)),
         tensors=(Tensors(bytes=3 * GIB, count=3, where="train.py:7 in <module>", part="forward pass"),),
     )
     device = EmulatedDevice(
         index=0,
         gpu=2,
-        peak_allocated=12 * GIB,
-        peak_reserved=14 * GIB,
+        peak_allocated_bytes=12 * GIB,
+        peak_reserved_bytes=14 * GIB,
         peak=peak,
         course=tuple((number, min(number, 40 - number) * GIB * 6 // 10, 14 * GIB) for number in range(31)),
         refused=(Refused(bytes=70 * GIB, free=60 * GIB, where="train.py:9 in grow"),),
     )
     device = msgspec.structs.replace(device, **changes)
     return Emulation(
-        gpu="NVIDIA H100 80GB HBM3",
-        marker="h100",
-        gpus=4,
-        memory_bytes=80 * GIB,
+        generator="pytest-gputrain 0.1.0",
+        device_name="NVIDIA H100 80GB HBM3",
+        platform="h100",
+        device_count=4,
+        device_memory_bytes=80 * GIB,
         torch="2.13.0",
         command=("python", "train.py", "--name=<script>alert(1)</script>"),
-        status=0,
+        exit_status=0,
         processes=(
             EmulatedProcess(
                 process=77,

@@ -106,8 +106,8 @@ def _course(process: EmulatedProcess, device: EmulatedDevice, report: Emulation,
     ]
     at_least = "at least " if process.unknown_in_torch else ""
     facts = (
-        f"peak allocated {at_least}{format_bytes(device.peak_allocated)}",
-        f"peak reserved {at_least}{format_bytes(device.peak_reserved)} of {format_bytes(report.memory_bytes)}",
+        f"peak allocated {at_least}{format_bytes(device.peak_allocated_bytes)}",
+        f"peak reserved {at_least}{format_bytes(device.peak_reserved_bytes)} of {format_bytes(report.device_memory_bytes)}",
     )
     mark = None
     if device.peak is not None:
@@ -123,7 +123,9 @@ def _course(process: EmulatedProcess, device: EmulatedDevice, report: Emulation,
     names = tuple(LegendEntry(text=name, colour=number) for number, name in enumerate(_LINES))
     return CaptionedChart(
         title=_whose(process, device),
-        about=f"{report.gpu}. The axis counts allocations. Of neighbouring allocations the picture shows the highest.",
+        about=(
+            f"{report.device_name}. The axis counts allocations. Of neighbouring allocations the picture shows the highest."
+        ),
         # Both lines have the same label at a point.
         chart=Chart(svg=chart.svg, points=chart.points[: len(device.course)]),
         legend=(*names, *(LegendEntry(text=fact) for fact in facts)),

@@ -141,7 +141,7 @@ def page_of_emulation(report: Emulation) -> str:
     return _rendered(
         charts,
         figures,
-        title=f"{shlex.join(report.command)} on an emulated {report.gpu}",
+        title=f"{shlex.join(report.command)} on an emulated {report.device_name}",
         notes=list(emulation.notes(report)),
     )
 
