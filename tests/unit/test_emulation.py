@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import pytest
@@ -22,6 +23,7 @@ from pytest_gputrain.hardware.emulation.environment import STARTUP, TORCH, emula
 from pytest_gputrain.hardware.emulation.stubs import stubs_text
 from pytest_gputrain.records.emulation import OtherKernels
 from pytest_gputrain.utils.errors import CannotEmulate
+from pytest_gputrain.utils.files import locked
 
 COMPILER = next((path for path in map(shutil.which, ("cc", "gcc", "clang")) if path), None)
 needs_compiler = pytest.mark.skipif(sys.platform != "linux" or COMPILER is None, reason="needs Linux and a C compiler")
@@ -157,6 +159,22 @@ def test_a_second_run_finds_what_the_first_one_built(site, cache, builds):
     assert first.architectures == ("sm_75", "sm_90", "sm_90a")
     assert (cache.stat().st_mode & 0o777, first.folder.stat().st_mode & 0o777) == (0o700, 0o700)
     assert list(cache.iterdir()) == [first.folder]
+
+
+@needs_compiler
+def test_a_run_waits_for_the_build_of_one_that_has_another_folder_for_temporary_files(
+    site, cache, builds, tmp_path, monkeypatch
+):
+    torch = libraries.read_torch(site / "torch")
+    second = threading.Thread(target=build.stand_ins, args=(torch,))
+    cache.mkdir(mode=0o700, parents=True)
+    with locked(cache / "a build"):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        second.start()
+        second.join(timeout=0.3)
+        assert (second.is_alive(), builds) == (True, [])
+    second.join(timeout=600)
+    assert len(builds) == 1
 
 
 @needs_compiler

@@ -242,6 +242,7 @@ def test_what_a_known_field_may_be_without_is_not_unknown(kind, folder):
         entry |= {"counts": None, "largest": {}}
     file.write_text(json.dumps(document))
     assert kind.get(folder, KEY).case == CASE
+    assert not any("unknown" in problem.sentence for problem in check_baselines.check(folder))
 
 
 def test_a_measured_run_without_step_times_is_impossible_not_unknown(tmp_path):
