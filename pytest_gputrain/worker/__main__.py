@@ -92,8 +92,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     write_record(folder / REPLY, {**msgspec.to_builtins(reply), "format": FORMAT})
     if task.processes + task.servers > 1:
         # A process group that lost a rank may wait for it for ever while it is torn down.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(0)
 
 
@@ -104,6 +103,13 @@ def _cannot_import(task: Task, error: ImportError) -> str:
     if names := missing([task.case]):
         return f"{sys.executable} cannot import {' and '.join(names)}; {how_to_install(names)} (or pytest-gputrain[suite])"
     return f"{sys.executable} cannot import {error.name or 'torch'} ({error}); install it, or pytest-gputrain[suite]"
+
+
+def flush_output() -> None:
+    """Write what was printed, unless the case has closed its streams or put something else in their place."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
 
 
 def redirect(folder: Path) -> None:

@@ -23,7 +23,7 @@ import msgspec
 from pytest_gputrain.records import Task
 from pytest_gputrain.utils.linux import PARENT, adopt_orphans, die_with_parent
 from pytest_gputrain.utils.reading import read_message
-from pytest_gputrain.worker.__main__ import CASE, main, redirect
+from pytest_gputrain.worker.__main__ import CASE, flush_output, main, redirect
 from pytest_gputrain.worker.libraries import load_for, track_for_forks
 
 _PRIVATE_READ: Final = 65_536
@@ -129,8 +129,7 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
         traceback.print_exc()
         code = 1
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
     if is_own_code:
         sys.exit(code)  # it may have functions that are called when an interpreter ends
     os._exit(code)

@@ -50,10 +50,12 @@ LOOP = """
 
 
 def test_a_loop_is_told_its_peak_its_lines_and_its_output(emulate):
-    done, report = emulate(LOOP, fresh=True)
+    done, report = emulate(LOOP, "--token=abc", fresh=True)
     assert done.returncode == 0, done.stderr
     schema = Path(pytest_gputrain.__file__).parent / "schemas" / "emulation.json"
     jsonschema.Draft202012Validator(json.loads(schema.read_text())).validate(report)
+    assert report["command"][-1] == "--token=***"
+    assert "what looks like a secret in the command line is *** in the report" in done.stderr
     parameters = 4 * (2 * 4096 * 16384 + 16384 + 4096)
     allocated = int(done.stdout.split()[1])
     assert 3 * parameters <= allocated < 3 * parameters + 300e6  # weights, AdamW's two moments, cuBLAS' workspaces, a batch
