@@ -108,21 +108,35 @@ def test_all_other_modules_read_by_these_functions():
     assert found <= OWN.keys(), "read what others may write by utils/reading.py"
 
 
+PLACES = {
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "FIFO": os.mkfifo,
+    "circle": lambda path: path.symlink_to(path.name),
+    "folder": Path.mkdir,
+    "nowhere": lambda path: path.symlink_to("gone"),
+    "forbidden": lambda path: path.touch(mode=0),
+}
+"""What may lie in the place of a file."""
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "words",
     [
-        *("export /dev/zero", "export --history /dev/zero --format html", "trend /dev/zero"),
-        "compare /dev/zero /dev/zero",
+        *("export FILE", "export --history FILE --format html", "trend FILE", "compare FILE FILE", "doctor --replay FILE"),
+        "trend FILE --html page.html",
     ],
 )
-def test_no_subcommand_reads_a_device_to_its_end(words, capsys, monkeypatch, tmp_path):
-    if words.endswith("html"):
+def test_no_subcommand_waits_for_what_is_no_file(words, place, capsys, monkeypatch, tmp_path):
+    if "html" in words:
         pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
     monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == 2
+    PLACES[place](tmp_path / "FILE")
+    with without_rights_of_root():
+        assert main(words.split()) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
-    assert "/dev/zero" in sentence
-    assert list(tmp_path.iterdir()) == []
+    assert "FILE" in sentence
+    assert [path.name for path in tmp_path.iterdir()] == ["FILE"]
 
 
 @pytest.mark.parametrize("place", ["fifo", "endless"])

@@ -110,7 +110,7 @@ class History:
         Raises:
             HistoryError: a file is none, or none of its lines is wanted.
         """
-        self._paths = list(dict.fromkeys(Path(os.path.realpath(path)) for path in paths))
+        self._paths = list({os.path.realpath(path): path for path in paths}.values())
         self._begins: list[int] = []
         fields = [("date", Annotated[datetime, msgspec.Meta(tz=True)]), *((name, str) for name in _NAMES)]
         point: Any = msgspec.defstruct(
