@@ -44,8 +44,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     progress = Progress(folder / PROGRESS)
     progress.enter("start")
-    task = msgspec.json.decode(read_message(case_folder / CASE), type=Task)
-    sys.path += [path for path in task.import_paths if path not in sys.path]
+    task = _prepared(msgspec.json.decode(read_message(case_folder / CASE), type=Task))
     if task.emulated:
         # Compiling allocates on the GPU, and code from the disk does not: each run finds the same, an empty folder.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
@@ -94,6 +93,14 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
         # A process group that lost a rank may wait for it for ever while it is torn down.
         flush_output()
         os._exit(0)
+
+
+def _prepared(task: Task) -> Task:
+    """Give this process the import path and the command line of the task's own code."""
+    sys.path += [path for path in task.import_paths if path not in sys.path]
+    # Whatever reads it, such as argparse, finds no arguments, and names the user's file.
+    sys.argv[:] = [str(Path(task.root, task.case.code.partition("::")[0]))] if task.case.code else sys.argv[:1]
+    return task
 
 
 def _cannot_import(task: Task, error: ImportError) -> str:

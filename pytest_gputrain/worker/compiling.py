@@ -15,7 +15,10 @@ from torch import nn
 
 from pytest_gputrain.cases.libraries import LIBRARIES
 from pytest_gputrain.records import Case
+from pytest_gputrain.utils.units import format_seconds
 
+_LONG_SECONDS: Final = 10.0
+"""The time of compiling from which on a failure tells it."""
 _RECOMPILATIONS: Final = 64
 """Blocks of a model differ in more ways than the eight that torch compiles for one function before it gives up."""
 
@@ -35,6 +38,13 @@ def compile_in_place(parts: Sequence[nn.Module], mode: str, device: torch.device
             inner.compile(backend="aot_eager")
         else:
             inner.compile(mode=mode)
+
+
+def compile_time() -> str:
+    """Say how long torch.compile has compiled in this process, to end the sentence of a failure; empty if that was short."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    seconds = utils.calculate_time_spent().get("total_wall_time", 0.0) if utils else 0.0
+    return f"; torch.compile took {format_seconds(seconds)} to compile before" if seconds >= _LONG_SECONDS else ""
 
 
 def uncompiled(case: Case) -> contextlib.AbstractContextManager[Any]:

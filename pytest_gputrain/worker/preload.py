@@ -118,7 +118,6 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
         os.environ.update({**request["variables"], PARENT: str(os.getppid())})
         if is_emulated:
             ctypes.CDLL(None).gputrain_read_gpu_again()
-        sys.argv[1:] = [str(folder), str(rank)]
         main(folder, rank)
         code = 0
     except SystemExit as end:

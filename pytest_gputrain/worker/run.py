@@ -16,6 +16,7 @@ import torch
 from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.utils.sanitize import utf8
 from pytest_gputrain.worker.checks import CheckFailed
+from pytest_gputrain.worker.compiling import compile_time
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
 from pytest_gputrain.worker.emulated import EmulatedFigures, emulated_reply, emulated_run, training_on_emulated_gpu
 from pytest_gputrain.worker.environment import environment_of
@@ -87,8 +88,10 @@ def run(
                 return _serve(task, progress, device, group, keep)
             reply: Reply = Measuring(task, progress, device, group, keep, own, emulated).run(builder)
     except CheckFailed as error:
-        return Crashed(sentence=str(error), phase=progress.phase, step=progress.step, refused=True)
+        return Crashed(sentence=f"{error}{compile_time()}", phase=progress.phase, step=progress.step, refused=True)
     except SystemExit as error:
+        if said := _said_by_argparse(error):
+            return Crashed(sentence=said, phase=progress.phase, step=progress.step)
         line = own_lines(task, builder).of_traceback(error.__traceback__)
         return Crashed(
             sentence=f"sys.exit() was called{f' (at {line})' if line else ''}, which ends the process that trains; move "
@@ -127,6 +130,17 @@ _NO_GPU: Final = ("Torch not compiled with CUDA enabled", "Found no NVIDIA drive
 """The errors of torch where a program asks for a GPU and there is none."""
 
 
+def _said_by_argparse(error: SystemExit) -> str:
+    """Return a sentence on a command line that argparse has refused; empty if something else has ended the process."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_qualname == "ArgumentParser.error":
+            return (
+                f"argparse found {frame.f_locals['message']!r}, because the process that trains has no command line: give "
+                "its options defaults, or have the function take args={...} in place of them"
+            )
+    return ""
+
+
 def crash(error: BaseException, progress: Progress, lines: OwnLines | None, *, on_cpu: bool = False) -> Crashed:
     """Turn an exception into a reply, with its traceback.
 
@@ -139,7 +153,7 @@ def crash(error: BaseException, progress: Progress, lines: OwnLines | None, *, o
     if lines and on_cpu and any(said in _message(error) for said in _NO_GPU):
         remedy = "; this run trains on the CPU: take setup.device in place of a GPU's name"
     return Crashed(
-        sentence=f"{type(error).__name__}: {_first_line(error)}{f' (at {line})' if line else ''}{remedy}",
+        sentence=f"{type(error).__name__}: {_first_line(error)}{f' (at {line})' if line else ''}{remedy}{compile_time()}",
         phase=progress.phase,
         step=progress.step,
         detail=_cut(utf8("".join(traceback.format_exception(error))), _LONGEST_TEXT),

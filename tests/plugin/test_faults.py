@@ -33,7 +33,7 @@ def test_{name}(gputrain):
 NO = "gave no measurement"
 AFTER = r"was measured \(.+\), but failed afterwards"
 FULL_HOST = r"ran out of host memory \(count\): {}; if that is expected, .+"
-REPLY = "Path(sys.argv[1], 'rank0', 'reply.json')"
+REPLY = "Path(os.readlink('/proc/self/fd/1')).with_name('reply.json')"
 MODEL = "model = torch.nn.Linear(4, 4); setup.watch(model)"
 FAULTS = {
     "raises_at_build": ("raise ValueError('no such data')", "pass", rf"{NO} \(build\): ValueError: no such data"),
@@ -72,6 +72,13 @@ FAULTS = {
     ),
     # The process ends.
     "sys_exit": ("sys.exit(0)", "pass", rf"{NO} \(build\): .+"),
+    "parses_arguments": (
+        "import argparse; options = argparse.ArgumentParser(); options.add_argument('--data', required=True); "
+        "options.parse_args()",
+        "pass",
+        rf"{NO} \(build\): argparse found 'the following arguments are required: --data', because the process that trains "
+        "has no command line: .+",
+    ),
     "segfault": (
         "pass",
         "os.kill(os.getpid(), signal.SIGSEGV)",
@@ -128,6 +135,7 @@ SHOWN = [
         "*test_broken_code.py*in raises_at_build",
         "ValueError: no such data",
     ],
+    ["*worker of parses_arguments-fp32*", "usage: test_broken_code.py *--data DATA*"],
     ["*worker of segfault-fp32*", "Fatal Python error: Segmentation fault", '*broken_code.py", line * in step'],
     ["*worker of flood-fp32*", "*xxxxx*", "ValueError: drowned"],
 ]
@@ -181,9 +189,10 @@ def test_every_fault_is_told_and_none_touches_the_next(project, leftovers, monke
     assert list(project.baselines("broken_code")) == ["noise-fp32@tiny"]
 
 
+COMPILES = "exec(compile('time.sleep(600)', '/torch/_inductor/compile_fx.py', 'exec'))"
 HANGS = {
     # Steps longer than the pause between two progress events: every step is told.
-    "in_a_step": ("pass", "time.sleep(0.3 if len(calls) < 8 else 600)", "measure in step 3"),
+    "in_a_step": ("pass", f"time.sleep(0.3) if len(calls) < 8 else {COMPILES}", "measure in step 3"),
     "afterwards": ("pass", "time.sleep(0 if len(calls) < 10 else 600)", "check"),
     "at_exit": ("import threading; threading.Thread(target=lambda: time.sleep(600)).start()", "pass", "reply"),
     "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "pass", "build"),
@@ -199,7 +208,8 @@ def test_hangs_are_ended_in_time_and_told_with_phase_step_and_stacks(project, le
     sentences = {name: text.strip() for name, text in failures(result).items()}
     for name, (_, _, place) in HANGS.items():
         beginning = r"was measured \(.+\), but " if place in ("check", "reply") else ""
-        advice = ", and a function that trains in a loop of its own has to yield .*" if place == "build" else ""
+        advice = ", and torch.compile was compiling" if name == "in_a_step" else ""
+        advice += ", and a function that trains in a loop of its own has to yield .*" if place == "build" else ""
         end = re.escape(f"was ended after 20.0 s ({place}); --gpu-timeout allows more") + advice
         assert re.fullmatch(f"{name}-fp32 {beginning}{end}", sentences[f"test_{name}"])
     result.stdout.fnmatch_lines(["*worker of in_a_step-fp32*", '*test_broken_code.py", line * in step'])

@@ -1,6 +1,7 @@
 """Compiled blocks and a loss by chunks: the same training by other means."""
 
 import os
+import re
 import weakref
 
 import pytest
@@ -8,11 +9,12 @@ import several_processes
 import torch
 from several_processes import engine, losses_of_one_process
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo_examples import MINE, example, measured, once, refused, task_of, trained
+from zoo_examples import MINE, example, measured, once, refused, run, task_of, trained
 
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed
 from pytest_gputrain.worker import compiling, measuring
+from pytest_gputrain.worker.checks import CheckFailed
 
 LLAMA = example("llama-3.1-8b", "lora", precision="fp32", activation_checkpointing=True, steps=3, warmup=2)
 
@@ -165,6 +167,18 @@ def test_a_case_that_fits_only_compiled_has_its_figures(monkeypatch):
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert "OutOfMemoryError" in refused(case.replace(compile="off"))
     assert "did not change in 5 steps" in refused(case.replace(learning_rate=0.0))
+
+
+@pytest.mark.parametrize("error", [CheckFailed, ValueError])
+def test_what_fails_after_long_compiling_says_how_long_that_took(monkeypatch, error):
+    def build(setup):
+        raise error("refused")
+
+    torch.compile(lambda x: x.sin() + 1, backend="eager")(torch.ones(3))  # own code compiles nothing on a CPU
+    assert run(MINE, build).sentence.startswith(("refused", "ValueError: refused"))
+    assert "torch.compile" not in run(MINE, build).sentence
+    monkeypatch.setattr(compiling, "_LONG_SECONDS", 0.0)
+    assert re.search(r"refused.*; torch.compile took [0-9.]+ m?s to compile before$", run(MINE, build).sentence)
 
 
 @pytest.mark.parametrize(("importing", "seen"), [("transformers.integrations", False), ("mine", True)])

@@ -111,7 +111,7 @@ def _run_processes(
                 ranks.append(Rank(number, folder, process))  # one by one: should the next not start, this one is ended
             reply = follow(ranks, timeout_seconds, watch, grace_seconds=_GRACE_SECONDS if len(ranks) > 1 else 0.0)
             if isinstance(reply, TimedOut) and reply.phase == "build" and task.case.method == "custom":
-                return msgspec.structs.replace(reply, advice=_ADVICE)
+                return msgspec.structs.replace(reply, advice=f"{reply.advice}{_ADVICE}")
             return reply
         finally:
             with undisturbed():

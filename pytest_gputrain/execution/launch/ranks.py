@@ -187,6 +187,14 @@ def _with_figures(reply: Reply, ranks: Sequence[Rank]) -> Reply:
     return msgspec.structs.replace(reply, measured=merged)
 
 
+_COMPILERS: Final = (
+    "/torch/_dynamo/convert_frame.py",
+    "/torch/_inductor/compile_fx.py",
+    "/torch/_inductor/async_compile.py",
+)
+"""Files on the stack while `torch.compile` compiles."""
+
+
 def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
     """Make the reply for ranks that are all alive or have measured; their stacks tell who waits for whom."""
     stacks = {rank.number: rank.stacks() for rank in ranks}
@@ -195,7 +203,8 @@ def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
     last = ranks[0].progress.last
     several = len(ranks) > 1
     detail = "\n".join(f"rank {number}:\n{text}" if several else text for number, text in stacks.items())
-    return TimedOut(timeout_seconds=timeout_seconds, phase=last.phase, step=last.step, detail=detail)
+    advice = ", and torch.compile was compiling" if any(files in detail for files in _COMPILERS) else ""
+    return TimedOut(timeout_seconds=timeout_seconds, phase=last.phase, step=last.step, detail=detail, advice=advice)
 
 
 def _read_reply(
