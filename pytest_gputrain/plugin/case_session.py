@@ -23,10 +23,11 @@ from pytest_gputrain.hardware.catalog import MARKERS
 from pytest_gputrain.hardware.devices import Gpu
 from pytest_gputrain.plugin import absence, late_reports
 from pytest_gputrain.plugin.case_runners import case_runner, forecast_of
-from pytest_gputrain.plugin.case_tests import CaseTests, WholeFiles, outcome_of_skip
+from pytest_gputrain.plugin.case_tests import CaseTests, WholeFiles, outcome_of_skip, skipped
 from pytest_gputrain.plugin.fixtures import GpuTrain, lend_gpu
 from pytest_gputrain.plugin.items import ASKED_BY_A_CHILD, ENDINGS, FORKED, RESULTS, expression_of, has_cases, on_controller
-from pytest_gputrain.plugin.markers import terms_of
+from pytest_gputrain.plugin.marker_help import ONLY_ON
+from pytest_gputrain.plugin.markers import terms_of, why_left_out
 from pytest_gputrain.plugin.settings import prepare_outputs, read
 from pytest_gputrain.records import Case, Event, Host, Result
 from pytest_gputrain.records.tolerance import NO_TERMS, Terms
@@ -42,7 +43,7 @@ from pytest_gputrain.utils.signals import undisturbed
 
 _MOST_ROWS: Final = 500
 """Rows that the tables on the terminal have at most."""
-_MAY_NOT_RUN: Final = {"skip", "skipif", "xfail"}
+_MAY_NOT_RUN: Final = {"skip", "skipif", "xfail", ONLY_ON}
 
 
 class CaseSession:
@@ -91,7 +92,12 @@ class CaseSession:
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
 
     def gputrain(self, item: pytest.Item, overridden: Mapping[str, Any]) -> GpuTrain:
-        """Return what the fixture ``gputrain`` is in this test."""
+        """Return what the fixture ``gputrain`` is in this test, or skip a test that a marker leaves out of this run."""
+        if item.get_closest_marker(ONLY_ON):
+            with contextlib.suppress(BadCase):  # its test will fail with it
+                kind = "emulated" if self.runner.settings.emulate else "gpu" if self.runner.executor.host.gpus else "cpu"
+                if reason := why_left_out(item, kind):
+                    raise skipped(shown(reason), "left out")
         return GpuTrain(item, self.runner, overridden)
 
     def gpu(self) -> Iterator[Gpu]:
@@ -273,6 +279,7 @@ class CaseSession:
             ran=ran,
             is_listing=self.config.option.collectonly,
             skipped=self._tests.number_skipped,
+            left_out=self._tests.number_left_out,
             unclaimed=left,
         )
         late_reports.join_benchmarks(self.config, collector.results)

@@ -12,21 +12,22 @@ import pytest
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.plugin.items import has_cases, may_have_cases, on_controller
 
-Outcome = Literal["passed", "failed", "xfailed", "marked", "platform", "unfit", "skipped"]
-"""``marked``: skipped by a mark, which is somebody's decision. ``platform`` and ``unfit``: skipped by this package, because
-of the machine's platform, or because it lacks something else. ``skipped``: by anybody else, as by another plugin."""
+Outcome = Literal["passed", "failed", "xfailed", "marked", "left out", "platform", "unfit", "skipped"]
+"""``marked``: skipped by a mark, which is somebody's decision. ``left out``: skipped by ``gpu_only_on``, likewise.
+``platform`` and ``unfit``: skipped by this package, because of the machine's platform, or because it lacks something else.
+``skipped``: by anybody else, as by another plugin."""
 
-SKIPPED: Final[frozenset[Outcome]] = frozenset({"marked", "platform", "unfit", "skipped"})
+SKIPPED: Final[frozenset[Outcome]] = frozenset({"marked", "left out", "platform", "unfit", "skipped"})
 _FILES: Final = "gputrain_files"
 """The key of what a worker of xdist sends of its files."""
 _MISSED: Final[frozenset[Outcome]] = frozenset({"platform", "unfit", "skipped"})
 """Skipped without anybody's decision."""
 
 
-def skipped(reason: str, *, of_platform: bool = False) -> BaseException:
-    """Return the exception that skips a test whose case cannot run here."""
+def skipped(reason: str, outcome: Outcome = "unfit") -> BaseException:
+    """Return the exception that skips a test whose case cannot run here, or is not to."""
     error = pytest.skip.Exception(reason, _use_item_location=True)
-    error.gputrain = "platform" if of_platform else "unfit"  # type: ignore[attr-defined]
+    error.gputrain = outcome  # type: ignore[attr-defined]
     return error
 
 
@@ -82,8 +83,12 @@ class CaseTests:
         sentences += [f"{nodeid}: {sentence}" for sentence, kind in endings if kind == "failure" or outcome == "passed"]
 
     @property
+    def number_left_out(self) -> int:
+        return sum(outcome == "left out" for outcome in self.outcomes.values())
+
+    @property
     def number_skipped(self) -> int:
-        return sum(outcome in SKIPPED for outcome in self.outcomes.values())
+        return sum(outcome in SKIPPED for outcome in self.outcomes.values()) - self.number_left_out
 
     @property
     def are_all_missed(self) -> bool:
@@ -171,8 +176,8 @@ class WholeFiles:
         """Take in a report of a phase of a test."""
         before = self._ended.get(report.nodeid, "passed")
         outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
-        is_of_platform = getattr(report, "gputrain_skip", "") == "platform"
-        self._ended[report.nodeid] = outcome if outcome != "passed" and not is_of_platform else before
+        asks_elsewhere = getattr(report, "gputrain_skip", "") in ("platform", "left out")
+        self._ended[report.nodeid] = outcome if outcome != "passed" and not asks_elsewhere else before
 
     def is_a_part(self, path: Path) -> bool:
         """Tell whether not every test of a file was to run."""

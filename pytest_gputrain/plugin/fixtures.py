@@ -204,7 +204,7 @@ class GpuTrain:
             )
             result = self._runner.run(request)
         except CannotRun as reason:
-            raise skipped(shown(str(reason)), of_platform=isinstance(reason, OtherPlatform)) from None
+            raise skipped(shown(str(reason)), "platform" if isinstance(reason, OtherPlatform) else "unfit") from None
         except BadCase as error:
             # Without the cause: pytest would print the sentence twice.
             raise _failed(error) from None

@@ -9,6 +9,9 @@ from pytest_gputrain.hardware.catalog import MARKERS
 
 LIMIT: Final = "gpu_limit"
 TOLERANCE: Final = "gpu_tolerance"
+ONLY_ON: Final = "gpu_only_on"
+KINDS: Final = ("cpu", "emulated", "gpu")
+"""The kinds of runs."""
 
 
 def lines(*, printed: bool) -> Iterator[str]:
@@ -29,4 +32,8 @@ def lines(*, printed: bool) -> Iterator[str]:
         f'{TOLERANCE}(time="5 %", memory="3 % + 1 GiB", growth="1 MiB", launches="5 %", waits=2): gputrain: the tolerances '
         "of this test, instead of gpu_time_tolerance, gpu_memory_tolerance and gpu_count_tolerance of the ini file; growth "
         "is the memory that own code may keep after every step"
+    )
+    yield (
+        f'{ONLY_ON}("cpu", "gpu", reason="it reads losses"): gputrain: leaves the test out of runs of other kinds; the '
+        f"kinds are {', '.join(KINDS)}"
     )

@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 
 from pytest_gputrain.gate.messages import listed
-from pytest_gputrain.plugin.marker_help import LIMIT, TOLERANCE
+from pytest_gputrain.plugin.marker_help import KINDS, LIMIT, ONLY_ON, TOLERANCE
 from pytest_gputrain.records import CountFigure, MetricName
 from pytest_gputrain.records.counts import COUNT_FIGURES
 from pytest_gputrain.records.tolerance import Cap, Terms, read_count, read_count_tolerance, read_memory_tolerance
@@ -39,6 +39,7 @@ _METRICS: Final[dict[str, MetricName]] = {
 _EXAMPLES: Final = {
     LIMIT: '@pytest.mark.gpu_limit(memory="24 GiB", time="0.5 s", waits=0)',
     TOLERANCE: '@pytest.mark.gpu_tolerance(time="5 %", memory="3 % + 1 GiB", launches="5 %")',
+    ONLY_ON: '@pytest.mark.gpu_only_on("cpu", "gpu", reason="it reads losses")',
 }
 
 
@@ -51,6 +52,7 @@ def terms_of(item: pytest.Item) -> Terms:
         BadCase: a marker that makes no sense, or one that is nearly spelt like these.
     """
     _refuse_misspelt(item)
+    why_left_out(item, KINDS[0])
     limit, tolerance = _nearest(item, LIMIT), _nearest(item, TOLERANCE)
     caps = [Cap(metric=_METRICS[keyword], most=most, stated=stated) for keyword, (most, stated) in limit.items()]
     return Terms(
@@ -62,17 +64,40 @@ def terms_of(item: pytest.Item) -> Terms:
     )
 
 
+def why_left_out(item: pytest.Item, kind: str) -> str:
+    """Return the reason why a marker leaves a test out of runs of a kind; empty where none does.
+
+    Raises:
+        BadCase: a marker that makes no sense.
+    """
+    stated, mark = next(_marks(item, ONLY_ON), ("", None))
+    if mark is None:
+        return ""
+    for unknown in [name for name in mark.args if name not in KINDS]:
+        hint = did_you_mean(unknown, KINDS) if isinstance(unknown, str) else ""
+        raise BadCase(f"{stated} knows no kind of run {unknown!r}{hint}; known: {', '.join(KINDS)}")
+    reason = mark.kwargs.get("reason")
+    if not mark.args or not isinstance(reason, str) or not reason or len(mark.kwargs) > 1:
+        raise BadCase(f"{stated} takes kinds of runs ({', '.join(KINDS)}) and a reason, as {_EXAMPLES[ONLY_ON]}")
+    return "" if kind in mark.args else f"{stated} leaves it out of runs of the kind {kind}: {reason}"
+
+
 def _nearest(item: pytest.Item, name: str) -> dict[str, tuple[Any, str]]:
     """Return the value of each keyword that markers of this name have, and where it is stated."""
     nearest: dict[str, tuple[Any, str]] = {}
+    for stated, mark in _marks(item, name):
+        for keyword, value in _read(mark, stated).items():
+            nearest.setdefault(keyword, (value, stated))
+    return nearest
+
+
+def _marks(item: pytest.Item, name: str) -> Iterator[tuple[str, pytest.Mark]]:
+    """Yield the markers of this name, the nearest first, each with where it is stated: ``gpu_limit on test_it``."""
     for location, marks in _levels(item):
         mine = [mark for mark in marks if mark.name == name]
         if len(mine) > 1:
             raise BadCase(f"{len(mine)} markers {name} are {location}; give one with all values")
-        for mark in mine:
-            for keyword, value in _read(mark, f"{name} {location}").items():
-                nearest.setdefault(keyword, (value, f"{name} {location}"))
-    return nearest
+        yield from ((f"{name} {location}", mark) for mark in mine)
 
 
 def _levels(item: pytest.Item) -> Iterator[tuple[str, list[pytest.Mark]]]:
@@ -125,6 +150,6 @@ def _refuse_misspelt(item: pytest.Item) -> None:
     markers."""
     registered = {line.partition(":")[0].partition("(")[0].strip() for line in item.config.getini("markers")}
     for mark in item.iter_markers():
-        hint = did_you_mean(mark.name, (LIMIT, TOLERANCE)) if mark.name.startswith("gpu") else ""
+        hint = did_you_mean(mark.name, (LIMIT, TOLERANCE, ONLY_ON)) if mark.name.startswith("gpu") else ""
         if hint and mark.name not in registered:
             raise BadCase(f"there is no marker {mark.name!r}{hint}")

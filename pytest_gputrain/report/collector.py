@@ -166,14 +166,21 @@ class Collector:
         self.results[index] = msgspec.structs.replace(self.results[index], verdict=verdict)
 
     def close(
-        self, exit_status: int, *, ran: bool = True, is_listing: bool = False, skipped: int = 0, unclaimed: int = 0
+        self,
+        exit_status: int,
+        *,
+        ran: bool = True,
+        is_listing: bool = False,
+        skipped: int = 0,
+        left_out: int = 0,
+        unclaimed: int = 0,
     ) -> None:
         """Save what is to be saved; what cannot be saved is named in `notes` and written elsewhere, and sets `failed`.
 
         Args:
             ran: whether any test with cases did; without, reports that there are stay as they are.
             is_listing: whether the run only lists tests, and makes no report either.
-            skipped, unclaimed: see `uncompared.line`.
+            skipped, left_out, unclaimed: see `uncompared.line`.
         """
         if trouble := self._save_baselines():
             self._write_elsewhere("; ".join(trouble), self._report(1))
@@ -195,7 +202,8 @@ class Collector:
         if on_gpus and not self._records_resumed:
             self.notes.append("all runs of these baselines come from this session, so they do not show how much days differ")
         kept = () if ran else self._note_kept(is_listing)
-        self.notes += filter(None, [uncompared.line(self.results, skipped=skipped, unclaimed=unclaimed)])
+        line = uncompared.line(self.results, skipped=skipped, left_out=left_out, unclaimed=unclaimed)
+        self.notes += filter(None, [line])
         written = [file for file in (self.settings.json, self.settings.html) if file is not None and file not in kept]
         self.notes += filter(None, [told(sys.argv[1:]) if written else ""])
         for file, write in ((self.settings.json, json_report.write), (self.settings.html, self._write_page)):

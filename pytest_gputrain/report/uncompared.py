@@ -17,11 +17,12 @@ _STATUSES: Final = {
 }
 
 
-def line(results: Sequence[Result], *, skipped: int = 0, unclaimed: int = 0) -> str:
+def line(results: Sequence[Result], *, skipped: int = 0, left_out: int = 0, unclaimed: int = 0) -> str:
     """Return the line; empty where everything was compared.
 
     Args:
         skipped: tests with cases that were.
+        left_out: tests that a marker leaves out of this kind of run.
         unclaimed: baselines that no test asked for.
     """
     cases: Counter[str] = Counter()
@@ -43,5 +44,6 @@ def line(results: Sequence[Result], *, skipped: int = 0, unclaimed: int = 0) -> 
     parts = [f"{count(number, 'case')} {what}" for what, number in cases.items()]
     parts += [f"{name} of {count(number, 'case')}" for name, number in metrics.items()]
     parts += [f"{count(skipped, 'test')} skipped"] if skipped else []
+    parts += [f"{count(left_out, 'test')} left out by gpu_only_on"] if left_out else []
     parts += [f"{count(unclaimed, 'baseline')} that no test asked for"] if unclaimed else []
     return f"not compared: {', '.join(parts)}" if parts else ""

@@ -52,6 +52,7 @@ def test_markers_are_listed_with_their_help_and_those_of_all_platforms_in_one_li
         "PLATFORM: gputrain: *h200_nvl, *h100, *cpu",
         "gpu_limit(memory=*, waits=*",
         "gpu_tolerance(time=*, launches=*",
+        "gpu_only_on(*reason=*the kinds are cpu, emulated, gpu",
     ]
     lines.fnmatch_lines_random([f"@pytest.mark.{marker}" for marker in markers])
     assert sum("gputrain:" in line for line in lines.lines) == len(markers)

@@ -115,6 +115,14 @@ def test_a_case_without_a_figure_to_compare_with_is_new_and_fails_where_that_is_
     assert "was never recorded on an emulated H100" in failures(strict)[TEST]
 
 
+def test_a_test_is_left_out_of_emulated_runs_by_its_marker(emulating):
+    mark = "@pytest.mark.gpu_only_on({}, reason='it reads losses')\n@pytest.mark.p"
+    for kinds, left_out in (("'cpu', 'gpu'", 3), ("'emulated'", 0)):
+        emulating.write(test_tuning=SUITE.replace("@pytest.mark.p", mark.format(kinds)))
+        emulating.run(*EMULATE).assert_outcomes(skipped=left_out, passed=3 - left_out)
+        assert len(emulating.launches) == 3 - left_out
+
+
 def test_a_run_in_a_folder_below_what_was_recorded_says_where_it_is(emulating, monkeypatch):
     below = emulating.without_configuration()
     emulating.run("benchmarks", *EMULATE, UPDATE).assert_outcomes(passed=3)

@@ -189,7 +189,7 @@ def test_every_fault_is_told_and_none_touches_the_next(project, leftovers, monke
     assert list(project.baselines("broken_code")) == ["noise-fp32@tiny"]
 
 
-COMPILES = "exec(compile('time.sleep(600)', '/torch/_inductor/compile_fx.py', 'exec'))"
+COMPILES = "exec(compile('time.sleep(600)', '/torch/_dynamo/convert_frame.py', 'exec'))"
 HANGS = {
     # Steps longer than the pause between two progress events: every step is told.
     "in_a_step": ("pass", f"time.sleep(0.3) if len(calls) < 8 else {COMPILES}", "measure in step 3"),

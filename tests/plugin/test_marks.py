@@ -13,6 +13,7 @@ from plugin_project import (
     junit_properties,
     only_sentence,
     recorded,
+    skips,
 )
 
 from pytest_gputrain import GiB
@@ -109,6 +110,13 @@ SENSELESS = {
     "gpu_limit(waits='none')": "gpu_limit on test_it: waits: 'none' is not a count; write it as 0 or 2000",
     "gpu_tolerance(waits='many')": "gpu_tolerance on test_it: waits: 'many' is not a tolerance; write it as 5 %, 2 or *",
     "gpu_limit(time='1s') gpu_limit(time='2s')": "2 markers gpu_limit are on test_it; give one with all *",
+    "gpu_only_on('emulate', reason='x')": "gpu_only_on on test_it knows no kind of run 'emulate' (did you mean 'emulated'*",
+    "gpu_only_on(3, reason='x')": "gpu_only_on on test_it knows no kind of run 3; known: cpu, emulated, gpu",
+    "gpu_only_on('cpu')": "gpu_only_on on test_it takes kinds of runs (cpu, emulated, gpu) and a reason, as @pytest.mark.*",
+    "gpu_only_on(reason='x')": "gpu_only_on on test_it takes kinds of runs *",
+    "gpu_only_on('cpu', reason='')": "gpu_only_on on test_it takes kinds of runs *",
+    "gpu_only_on('cpu', reason='x', why='y')": "gpu_only_on on test_it takes kinds of runs *",
+    "gpu_onlyon('cpu', reason='x')": "there is no marker 'gpu_onlyon' (did you mean 'gpu_only_on'?)",
     "gpu_limits(memory='24 GiB')": "there is no marker 'gpu_limits' (did you mean 'gpu_limit'?)",
     "gpu_tolerance(time=3)": "gpu_tolerance on test_it: time: 3 is not a tolerance; write it as 0.05, *",
     "gpu_tolerance(memory='3%+3%')": "gpu_tolerance on test_it: memory: '3%+3%' is not a tolerance; *",
@@ -136,6 +144,33 @@ def test_a_marker_that_makes_no_sense_fails_its_test_with_one_sentence(h100):
         assert "\n" not in text
         pytest.LineMatcher([text]).fnmatch_lines([sentence.replace("test_it", f"test_{at}").replace("[", "[[]")])
     assert h100.launches == []
+
+
+LEFT_OUT = "gpu_only_on {} leaves it out of runs of the kind {}: it reads losses"
+
+
+@pytest.mark.parametrize("machine", ["cpu", "h100"])
+def test_a_test_is_left_out_of_the_kinds_of_runs_that_its_nearest_marker_does_not_name(machine, request):
+    project = request.getfixturevalue(machine)
+    kind, other = ("cpu", "gpu") if machine == "cpu" else ("gpu", "cpu")
+    _marked(project, f"gpu_only_on('{other}', reason='it reads losses')", case=f"gpu_only_on('{kind}', reason='no other')")
+    result = project.run("--gpu-strict", "--strict-markers", "-rs")
+    result.assert_outcomes(skipped=2, failed=1)  # which has no baseline
+    assert skips(result) == dict.fromkeys(
+        [f"test_tuning[{LLAMA}]", f"test_tuning[{LLAMA_2}]"], LEFT_OUT.format("on test_tuning", kind)
+    )
+    assert [launch["id"] for launch in project.launches] == [GEMMA]
+    result.stdout.fnmatch_lines(["not compared: 1 case without a baseline, 2 tests left out by gpu_only_on"])
+
+
+def test_tests_that_are_all_left_out_pass_where_strict_and_ask_for_no_baseline(gated):
+    _marked(gated, file="gpu_only_on('cpu', 'emulated', reason='it reads losses')")
+    result = gated.run("--gpu-strict", "-k", "llama")
+    result.assert_outcomes(skipped=2, deselected=1)
+    assert result.ret == pytest.ExitCode.OK
+    assert skips(result)[f"test_tuning[{LLAMA}]"] == LEFT_OUT.format("in test_tuning.py", "gpu")
+    gated.write(test_other=SUITE)
+    gated.run("--gpu-baseline-prune", "--gpu-baseline-new").stdout.fnmatch_lines(["3 baselines removed from *tuning.json*"])
 
 
 @pytest.fixture

@@ -187,12 +187,8 @@ def _with_figures(reply: Reply, ranks: Sequence[Rank]) -> Reply:
     return msgspec.structs.replace(reply, measured=merged)
 
 
-_COMPILERS: Final = (
-    "/torch/_dynamo/convert_frame.py",
-    "/torch/_inductor/compile_fx.py",
-    "/torch/_inductor/async_compile.py",
-)
-"""Files on the stack while `torch.compile` compiles."""
+_COMPILERS: Final = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/async_compile.py", " in compile_fx_inner")
+"""Files and a function that are on the stack while `torch.compile` compiles, and not while compiled code runs."""
 
 
 def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
