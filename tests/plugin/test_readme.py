@@ -1,6 +1,8 @@
 """Tests what the README and docs/options.md declare; test_documented_commands.py runs their commands and programs."""
 
 import re
+import tomllib
+from pathlib import Path
 
 from documents import PAGES, blocks
 
@@ -9,6 +11,18 @@ README = PAGES["README.md"]
 
 def test_the_readme_is_short():
     assert README.count("\n") <= 120
+
+
+def test_the_readme_says_what_an_installation_needs_and_what_each_kind_of_run_sees():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    [torch] = (it for it in project["optional-dependencies"]["suite"] if re.match("torch[^a-z]", it))
+    python, torch = (requirement.partition(">=")[2] for requirement in (project["requires-python"], torch))
+    assert f"You need Linux, Python {python} or newer and torch {torch} or newer" in README
+    table = next(part for part in README.split("\n\n") if part.startswith("| "))
+    header, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+    assert header == ["a run on", "memory", "counts of a step", "time", "not seen"]
+    kinds = [re.sub(r"\[|\]\(.*?\)", "", row[0]) for row in rows]
+    assert kinds == ["CPU", "emulated GPU", "GPU"]
 
 
 def test_the_readme_says_what_its_program_takes_and_how_its_broken_program_fails(project):
