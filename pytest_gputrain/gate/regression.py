@@ -66,7 +66,7 @@ from pytest_gputrain.records import (
     TimedOut,
     Verdict,
 )
-from pytest_gputrain.records.counts import COUNT_FIGURES
+from pytest_gputrain.records.counts import COUNT_FIGURES, OF_THE_PROGRAM
 from pytest_gputrain.records.tolerance import Tolerance
 from pytest_gputrain.utils.bounds import LEAST_RUNS_ON_A_CPU
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds
@@ -546,6 +546,7 @@ def _conclude(sides: _Comparison, metrics: tuple[MetricVerdict, ...], counts: Ju
         parts += of_counts.get(status, ())
         return f"{case} {', and '.join(parts)}" if parts else ""
 
+    told = "".join(f"; it also {metric.note}" for metric in metrics if metric.metric in OF_THE_PROGRAM and metric.note)
     in_doubt = {metric.metric for metric in metrics if metric.status == "inconclusive"}
     unclear = describe("inconclusive").removeprefix(f"{case} ")
     if worse := describe("regressed"):
@@ -557,7 +558,7 @@ def _conclude(sides: _Comparison, metrics: tuple[MetricVerdict, ...], counts: Ju
         doubts = [f"{unclear}, which {_explanation(in_doubt, sides)} may explain"] if unclear else []
         doubt = "".join(f"; it also {what}" for what in (*doubts, *doubtful))
         gain = f"; but it {', and '.join(counts.better)}" if counts is not None and counts.better else ""
-        sentence = f"{worse} ({side.short}); {', '.join(filter(None, since))}{doubt}{gain}"
+        sentence = f"{worse} ({side.short}); {', '.join(filter(None, since))}{doubt}{told}{gain}"
         return Verdict(status="regressed", sentence=sentence, metrics=metrics)
     if unclear or doubtful:
         allowed, explanation = format_percent(sides.tolerance.time, signed=False), _explanation(in_doubt, sides)
@@ -568,7 +569,7 @@ def _conclude(sides: _Comparison, metrics: tuple[MetricVerdict, ...], counts: Ju
     if not_gated := _not_gated(sides, metrics):
         return not_gated
     if better := describe("improved"):
-        return Verdict(status="improved", sentence=f"{better}{side.advise(f'{_RECORD} to keep it')}", metrics=metrics)
+        return Verdict(status="improved", sentence=f"{better}{told}{side.advise(f'{_RECORD} to keep it')}", metrics=metrics)
     notes = [f"{_subject_of_note(metric)}{metric.note}" for metric in metrics if metric.note]
     of_steps = (metric.sensitivity for metric in metrics if metric.metric != "gpu_seconds")
     caught = next((sensitivity for sensitivity in of_steps if sensitivity is not None), None)

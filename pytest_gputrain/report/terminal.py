@@ -24,7 +24,7 @@ from pytest_gputrain.records import (
     OutOfMemory,
     Result,
 )
-from pytest_gputrain.records.counts import COUNT_FIGURES, OF_THE_PROGRAM
+from pytest_gputrain.records.counts import COUNT_FIGURES
 from pytest_gputrain.report import emulations, published, rich_text, studies
 from pytest_gputrain.report.results import BY_ATTENTION, of_kind, verdict_of
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds, format_topology
@@ -117,10 +117,9 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
         for limit in result.verdict.limits if result.verdict else ():
             if limit.status == "not-judged":
                 reasons[f"the limit of {METRIC_NAMES[limit.metric]} not judged: {limit.note}"] += 1
-        if result.verdict:
-            passed = result.verdict.status == "pass"
+        if result.verdict and result.verdict.status == "pass":
             notes = (metric for metric in result.verdict.metrics if metric.status == "pass" and metric.note)
-            changed += [f"{result.case}: {_note(one)}" for one in notes if passed or one.metric in OF_THE_PROGRAM]
+            changed += [f"{result.case}: {_note(metric)}" for metric in notes]
         changed += _repeated_updates(result)
         spreads += [f"{result.case}: {how}" for how in _rank_spread(result)]
         slowed += [f"{result.case}: {why}"] if (why := _slowed_down(result)) else []

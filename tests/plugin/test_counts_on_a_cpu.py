@@ -85,7 +85,7 @@ def test_an_optimizer_that_steps_again_is_told_at_first_and_when_it_changes(proj
     assert "updates again" not in project.run("--gpu-strict").stdout.str()
     written(project, PROGRAM)
     result = project.run()
-    result.stdout.fnmatch_lines([f"*{said.format(0, 's')} (1 before), which is not judged"])
+    result.stdout.fnmatch_lines([f"*; it also {said.format(0, 's')} (1 before), which is not judged; record it *"])
     assert counts_of(project)["kinds"][0]["repeated_updates"] == 1
 
 
