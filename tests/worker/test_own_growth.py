@@ -14,7 +14,7 @@ from pytest_gputrain.records import Crashed, Measurement
 from pytest_gputrain.utils.units import KiB, MiB
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.group import ALONE
-from pytest_gputrain.worker.growth import Growth, resident_bytes
+from pytest_gputrain.worker.growth import Growth, _steady_growth, malloc_bytes, resident_bytes
 
 MINE = MINE.replace(steps=3)
 LARGE = 256 * KiB // 4
@@ -243,6 +243,54 @@ def test_memory_of_the_process_that_every_step_keeps_fails_the_case_or_is_told_i
     assert isinstance(allowed, Measurement)
     assert allowed.notes == ()
     measured(MINE.replace(steps=12), keeping(lambda: fresh(8 * MiB), every=3))  # now and then
+
+
+class Once:
+    """Makes something in one call alone: a step after the counted ones and those of the warm-up."""
+
+    def __init__(self, make, call):
+        self.make, self.to_come = make, call
+
+    def __call__(self):
+        self.to_come -= 1
+        return self.make() if not self.to_come else None
+
+
+@pytest.mark.parametrize("make", [fresh, lambda size: numpy.ones(size // 8)], ids=["mapped", "of malloc"])
+def test_memory_of_the_process_that_one_step_keeps_is_no_growth(make):
+    assert measured(MINE.replace(steps=10), keeping(Once(lambda: make(100 * MiB), 10))).notes == ()
+
+
+def test_arrays_that_every_second_step_keeps_are_told():
+    notes = measured(MINE.replace(steps=10), keeping(lambda: numpy.ones(20 * MiB // 8), every=2)).notes
+    assert "the process grew by 10.0 MiB a step on average, beside the tensors that are counted" in notes
+
+
+@pytest.mark.parametrize(
+    ("ends", "growth"),
+    [
+        ([0, 8, 16, 24, 32], 8),
+        ([0, 0, 16, 16, 32, 32], 6.4),
+        ([0, 40, 40, 40, 80, 80, 80, 120, 120, 120, 160], 16),
+        # Once, twice in one half, to and fro, and so little that nobody looks for it.
+        ([0, 0, 0, 100, 100, 100], 0),
+        ([0, 100, 200, 200, 200, 200], 0),
+        ([0, 90, 10, 80, 0, 90, 20, 90], 0),
+        ([0, 1, 2, 3, 4, 5], 0),
+        ([0, 50], 0),
+        ([], 0),
+    ],
+)
+def test_growth_goes_on_where_both_halves_of_the_steps_have_it(ends, growth):
+    assert _steady_growth(ends, 4) == growth
+
+
+def test_malloc_tells_exactly_what_it_has_handed_out():
+    before = malloc_bytes()
+    if before is None:
+        pytest.skip("malloc is not that of glibc from 2.33 on")
+    kept = numpy.ones(32 * MiB // 8)
+    assert malloc_bytes() - before == pytest.approx(kept.nbytes, rel=0.001)
 
 
 def test_resident_memory_is_read():
