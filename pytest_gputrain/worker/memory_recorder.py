@@ -421,7 +421,7 @@ def _part(frames: list[dict[str, Any]]) -> str:
     if any(file == "torch/nn/modules/module.py" and name in _CALLING for file, name in functions):
         return "forward pass"
     files = [frame["filename"] for frame in frames]
-    in_program = any(not _program_lines.is_library(file) and not file.startswith(_OWN) for file in files)
+    in_program = any(not _program_lines.is_library(file) and not _program_lines.is_ours(file) for file in files)
     return "the rest of the program" if in_program else _program_lines.BACKWARD
 
 
@@ -436,7 +436,7 @@ def _where(frames: Iterable[dict[str, Any]]) -> str:
     own, library = "", ""
     for frame in frames:
         file = frame["filename"]
-        if file.startswith(_OWN):
+        if _program_lines.is_ours(file):
             continue
         if file == _NOTED:
             own = f"{_program_lines.BACKWARD} of {frame['name']}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import ctypes
 import os
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +24,31 @@ MOST_DEALT_BYTES: Final = 256 << 20
 """The most bytes of a tensor that follows from the choice of experts: the loops over experts read masks of tokens by
 experts."""
 
+MATCHES, CHOICES, COUNTS = range(3)
+"""What `Dealt` values are: whether choices are those that others say, as of labels; choices; and how often something was
+chosen. Of several the greatest counts."""
+
 _NUMBER_BYTES: Final = 8
 
 _CPU: Final = torch.device("cpu")
+
+
+class Dealt(NamedTuple):
+    """Tells that values follow from choices that were dealt.
+
+    Attributes:
+        kind: `MATCHES`, `CHOICES` or `COUNTS`.
+        by: the operators that chose, each with its line.
+    """
+
+    kind: int
+    by: frozenset[tuple[str, str]]
+
+
+def joined(parts: Iterable[Dealt | None]) -> Dealt | None:
+    """Tell what follows from several parts; None where none of them was dealt."""
+    dealt = [part for part in parts if part is not None]
+    return Dealt(max(part.kind for part in dealt), frozenset().union(*(part.by for part in dealt))) if dealt else None
 
 
 class Known:
@@ -35,7 +58,7 @@ class Known:
         low: its first address.
         high: the address behind it.
         value: what all elements of its type are, in place of contents in memory; None where these are in memory.
-        dealt: it follows from where tokens were dealt.
+        dealt: how it follows from choices that were dealt; None where it does not.
         number: of the block, until torch frees it.
         noted: how many addresses that other libraries may have written to were compared with this range.
     """
@@ -43,7 +66,14 @@ class Known:
     __slots__ = ("dealt", "high", "low", "noted", "number", "value")
 
     def __init__(
-        self, low: int, high: int, value: Tensor | None = None, *, dealt: bool = False, number: int = 0, noted: int = 0
+        self,
+        low: int,
+        high: int,
+        value: Tensor | None = None,
+        *,
+        dealt: Dealt | None = None,
+        number: int = 0,
+        noted: int = 0,
     ) -> None:
         self.number = number
         self.noted = noted
@@ -115,15 +145,15 @@ class Contents:
         if base in self.pieces.blocks:
             self.pieces.drop(base, start, start + extent(tensor))
 
-    def written(self, tensor: Tensor, *, dealt: bool = False) -> None:
+    def written(self, tensor: Tensor, *, dealt: Dealt | None = None) -> None:
         """Note that this tensor's contents were written to its memory."""
         self._note(tensor, None, dealt=dealt)
 
     def filled(self, tensor: Tensor, value: Tensor) -> None:
         """Note that all elements of this tensor are this one, which has no dimensions and is on the host."""
-        self._note(tensor, _turned(tensor, value), dealt=False)
+        self._note(tensor, _turned(tensor, value), dealt=None)
 
-    def _note(self, tensor: Tensor, value: Tensor | None, *, dealt: bool) -> None:
+    def _note(self, tensor: Tensor, value: Tensor | None, *, dealt: Dealt | None) -> None:
         start = tensor.data_ptr()
         base = start - int(tensor.storage_offset()) * tensor.itemsize
         bytes_ = extent(tensor)
@@ -136,13 +166,13 @@ class Contents:
         ):
             before = None
         if before is not None and before.low <= low and high <= before.high:
-            before.dealt = before.dealt or dealt
+            before.dealt = joined((before.dealt, dealt))
             return
         if bytes_ != tensor.numel() * tensor.itemsize:  # with gaps that were not written
             self._blocks.pop(base, None)
             return
         if before is not None and low <= before.high and before.low <= high:
-            low, high, dealt = min(low, before.low), max(high, before.high), dealt or before.dealt
+            low, high, dealt = min(low, before.low), max(high, before.high), joined((before.dealt, dealt))
         if base:
             noted = self._noted.value
             self._blocks[base] = Known(low, high, value, dealt=dealt, number=self._watch(base), noted=noted)
@@ -202,7 +232,7 @@ def _turned(tensor: Tensor, value: Tensor) -> Tensor:
     return torch._neg_view(value) if tensor.is_neg() else value
 
 
-def is_small(tensor: Tensor, *, dealt: bool = False) -> bool:
+def is_small(tensor: Tensor, *, dealt: Dealt | None = None) -> bool:
     """Tell whether this tensor's values are computed, given that all it comes from are known."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return False

@@ -8,7 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .contents import Contents, Known, is_small, on_host
+from . import rules
+from .contents import Contents, Dealt, Known, is_small, on_host
 
 _OTHERWISE: Final[dict[str, Callable[..., Any]]] = {
     "aten::histc": lambda values, *others: torch.histc(values.double(), *others)
@@ -54,7 +55,7 @@ class Values:
     ) -> Any:
         """Compute an operator's output on the host, and write it into the device's memory."""
         outputs = list(flat([output]))
-        dealt = any(one.dealt for one in known)
+        dealt = rules.followed(_name_of(operator), arguments, known)
         tensors = [tensor for tensor in flat([*arguments, *keywords.values()]) if tensor.is_cuda]
         if all(is_small(tensor, dealt=dealt) for tensor in (*tensors, *outputs)):
             result = self.run(operator, arguments, keywords)
@@ -77,7 +78,7 @@ class Values:
                 return True
         return False
 
-    def write(self, outputs: Iterable[Tensor], result: Any, *, dealt: bool) -> None:
+    def write(self, outputs: Iterable[Tensor], result: Any, *, dealt: Dealt | None) -> None:
         """Write what the host computed, if it did, into the device's memory."""
         for to, value in zip(outputs, flat([result])):  # noqa: B905 - there may be no result
             if to.size() == value.size() and to.numel() and is_small(to, dealt=dealt):
@@ -94,7 +95,7 @@ class Values:
         *,
         elementwise: bool,
     ) -> bool:
-        dealt = any(one.dealt for one in known)
+        dealt = rules.followed(_name_of(operator), arguments, known)
         tensors = [tensor for tensor in flat([*arguments, *keywords.values()]) if tensor.is_cuda]
         if all(is_small(tensor, dealt=dealt) for tensor in tensors):
             if self.run(operator, arguments, keywords, targets) is None:
@@ -113,7 +114,7 @@ class Values:
         Then what was there before does not matter, as two trials show.
         """
         known = self.find_all(arguments, keywords, without=[target])
-        dealt = any(one.dealt for one in known or ())
+        dealt = rules.followed(_name_of(operator), arguments, known or ())
         if known is None or not all(is_small(one, dealt=dealt) for one in (target, *flat(arguments)) if one.is_cuda):
             return False
         host, trials = on_host(target), []
@@ -202,11 +203,16 @@ class Values:
         if not tensor.numel():
             return
         known = self._contents.find(tensor)
-        if is_small(tensor, dealt=known is not None and known.dealt):
+        if is_small(tensor, dealt=known.dealt if known else None):
             on_host(tensor).fill_(value.item())
             self._contents.written(tensor)
         else:
             self._contents.filled(tensor, value.detach().reshape(()).to(tensor.dtype))
+
+
+def _name_of(operator: Any) -> str:
+    name: str = operator._schema.name
+    return name.partition("::")[2]
 
 
 def flat(values: Sequence[Any]) -> Iterator[Tensor]:

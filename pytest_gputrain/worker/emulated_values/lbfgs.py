@@ -29,7 +29,7 @@ class Lbfgs:
         note: told where something was assumed.
     """
 
-    def __init__(self, contents: Contents, note: Callable[[str], None]) -> None:
+    def __init__(self, contents: Contents, note: Callable[[str], object]) -> None:
         self._contents, self._note = contents, note
         self._thread = threading.local()
         self._losses = itertools.count()

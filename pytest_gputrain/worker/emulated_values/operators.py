@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import busy_streams, device_asserts, random_numbers, rules, sizes, sparse
 from .collectives import FROM_ANOTHER, Exchanges
-from .contents import Contents, Known, is_small, on_host
+from .contents import CHOICES, COUNTS, MATCHES, Contents, Dealt, Known, is_small, joined, on_host
 from .evaluation import Values, flat
 from .graphs import Graphs
 from .hooks import follow_libraries, follow_triton
@@ -115,6 +115,7 @@ class Operators:
     Attributes:
         reads: what read values that nobody knows.
         dealt: which choices were dealt in turn.
+        deciding: those of them from which sizes follow, or what the host goes by.
         assumed: which sizes and checks rest on values that nobody knows.
         graphs: the CUDA graphs.
     """
@@ -125,6 +126,7 @@ class Operators:
         self.contents = Contents()
         self.reads = CountsByLine()
         self.dealt = CountsByLine()
+        self.deciding: set[tuple[str, str]] = set()
         self.assumed = CountsByLine()
         self._lbfgs = Lbfgs(self.contents, self.assumed.note)
         self._stand_ins: Any = ctypes.CDLL(None)
@@ -399,7 +401,7 @@ class Operators:
                     drawn = draw(random_numbers.Stream.of(state, first.device), self.values.read, targets, *inputs)
             for to, value in zip(targets, drawn, strict=True):
                 if value is not None:
-                    self.values.write([to], value, dealt=False)
+                    self.values.write([to], value, dealt=None)
                 elif in_place and state is not None:
                     self._looks.drawn(
                         name, to, state, [one for one in arguments[1:] if not isinstance(one, torch.Generator)]
@@ -440,6 +442,7 @@ class Operators:
                 elif known.value is not None:
                     to.fill_(known.value.item())
                 elif source.numel():
+                    self._decide(known, source.dtype, CHOICES)
                     to.copy_(on_host(source))
             elif known is None or not to.numel():
                 contents.forget(to)
@@ -470,9 +473,20 @@ class Operators:
                 if tensor.dtype == torch.bool:
                     return self._read_truth(self._looks.truth(tensor))
                 return self._read_number(tensor, number)
+            self._decide(known, tensor.dtype, MATCHES)
             return on_host(tensor).item() if known.value is None else known.value.item()
 
         return run
+
+    def _decide(self, known: Known | None, dtype: torch.dtype, truth: int) -> None:
+        """Note that the host reads values: how often an expert was chosen, say, or truth values of this kind or more.
+
+        Numbers that only compare choices with labels, as an accuracy does, tell the host nothing that it goes by. Nor do the
+        choices themselves, which metrics of other libraries get.
+        """
+        least = truth if dtype == torch.bool else COUNTS
+        if known is not None and known.dealt is not None and known.dealt.kind >= least and not dtype.is_floating_point:
+            self.deciding |= known.dealt.by
 
     def _read_number(self, tensor: Tensor, zero: Any) -> Any:
         """Return a number that nobody knows, tell of it, and of figures that are too low by it."""
@@ -556,6 +570,8 @@ class Operators:
             self._stand_ins.gputrain_take_unanswered()
         if known is None:
             return same or self._read_truth(same)
+        for one in known:
+            self._decide(one, torch.bool, MATCHES)
         return self.values.compute(operator, known, tensors, {}, output, elementwise=False)
 
     def _unless_captured(self, run: _Kernel, original: _Kernel) -> _Kernel:
@@ -596,11 +612,10 @@ class Operators:
             return output
         name = operator._schema.name.partition("::")[2]
         known = self.values.find_all(arguments, keywords, without=[keywords["out"]] if "out" in keywords else ())
-        value = result = None
-        dealt = False
+        value = result = dealt = None
         if known is not None:
             value = known[0].value if known else None
-            dealt = any(one.dealt for one in known)
+            dealt = joined(one.dealt for one in known)
             if is_small(arguments[0], dealt=dealt):
                 inputs = {name: one for name, one in keywords.items() if name != "out"}
                 result = self.values.run(operator, arguments, inputs)
@@ -614,6 +629,8 @@ class Operators:
         output, taken = self._answered(answers, original, name, keys, arguments, keywords)
         for tensor in flat([output]):
             self.contents.forget(tensor)
+        if taken and name != "mode":  # whose results are as large, whatever it reads
+            self._decide(self.contents.find(arguments[0]), torch.bool, MATCHES)
         if result is not None:
             self.values.write(flat([output]), result, dealt=dealt)
         elif taken and value is None:
@@ -660,7 +677,7 @@ class Operators:
                 count = sparse.most_places(tensor)
             output, taken = self._answered([(count, 0)], original, "coalesce", keys, [tensor], {})
             if result is not None:
-                values.write([output._indices(), output._values()], [result._indices(), result._values()], dealt=False)
+                values.write([output._indices(), output._values()], [result._indices(), result._values()], dealt=None)
             elif taken and (known is None or known.value is None):
                 self.assumed.note("coalesce")
             return output
@@ -672,8 +689,8 @@ class Operators:
         if indices is not None:
             to = output[-1] if isinstance(output, tuple) else output
             on_host(to).copy_(indices)
-            self.contents.written(to, dealt=True)
-            self.dealt.note(name.partition(".")[0])
+            place = self.dealt.note(name.partition(".")[0])
+            self.contents.written(to, dealt=Dealt(CHOICES, frozenset((place,))))
 
 
 _ON_HOST: Final = Known(0, 0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
 from collections import Counter
+from collections.abc import Container
 from types import FrameType
 from typing import Final
 
@@ -30,6 +32,12 @@ def _of_no_file(file: str) -> str:
         return "a cell of the notebook"
     # Libraries make functions of text, too, as dataclasses do. The program does only where all of it was given as text.
     return _NOT_IN_FILES.get(file, "") if sys.argv[:1] in (["-c"], ["-"], [""]) else ""
+
+
+@functools.cache
+def is_ours(file: str) -> bool:
+    """Tell whether this package has the file, whose path is as Python's search path has it: with ``..`` in it, say."""
+    return os.path.abspath(file).startswith(_PACKAGE)
 
 
 def is_library(file: str) -> bool:
@@ -65,13 +73,20 @@ class CountsByLine:
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
 
-    def note(self, what: str) -> None:
+    def note(self, what: str) -> tuple[str, str]:
+        """Count an event, and return it with its line."""
         place = (what, _current_line())
         if place in self._counts or len(self._counts) < _MOST_LINES:
             self._counts[place] += 1
+        return place
 
-    def rows(self) -> list[dict[str, str | int]]:
-        return [{"what": what, "where": where, "count": count} for (what, where), count in self._counts.most_common()]
+    def rows(self, chosen: Container[tuple[str, str]] | None = None) -> list[dict[str, str | int]]:
+        """Return all events, or those that are chosen, the most frequent first."""
+        return [
+            {"what": what, "where": where, "count": count}
+            for (what, where), count in self._counts.most_common()
+            if chosen is None or (what, where) in chosen
+        ]
 
 
 def _current_line() -> str:
@@ -88,7 +103,7 @@ def own_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of the program that a frame comes from."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_PACKAGE) and not is_library(file):
+        if not is_ours(file) and not is_library(file):
             return frame
         frame = frame.f_back
     return None

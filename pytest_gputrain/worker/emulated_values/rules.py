@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .contents import MOST_DEALT_BYTES
+from .contents import CHOICES, COUNTS, MATCHES, MOST_DEALT_BYTES, Dealt, Known, joined
 
 
 def compared(name: str, arguments: Sequence[Any]) -> bool | None:
@@ -81,6 +81,30 @@ def _rotated(values: Tensor, dim: int) -> Tensor:
 
 def _drawn(values: Tensor, samples: int, *_: Any, **__: Any) -> Tensor:
     return _ranks(values, -1, samples)
+
+
+_COUNTING: Final = frozenset((
+    "bincount", "count_nonzero", "cumsum", "histc", "index_add", "index_put", "scatter_add", "searchsorted", "sum",
+))  # fmt: skip
+"""Operators that count how often something was chosen."""
+
+
+def followed(name: str, arguments: Sequence[Any], known: Sequence[Known]) -> Dealt | None:
+    """Tell how an operator's results follow from choices that were dealt; None where they do not.
+
+    Args:
+        name: without that of its overload.
+        known: what is known of its tensors.
+    """
+    dealt, base = joined(one.dealt for one in known), name.rstrip("_")
+    if dealt is None or dealt.kind != CHOICES:
+        return dealt
+    if base in _COUNTING:
+        return dealt._replace(kind=COUNTS)
+    if base in ("eq", "ne") and len(known) == 2 and not all(one.dealt for one in known):
+        first, second = arguments[:2]  # an expert's number is no tensor, or of another size
+        return dealt._replace(kind=MATCHES) if first.size() == second.size() else dealt
+    return dealt
 
 
 DEALT: Final[Mapping[str, Callable[..., Tensor]]] = {

@@ -35,15 +35,15 @@ def enable(observer: Observer | None = None) -> None:
 
 
 def report() -> dict[str, list[dict[str, str | int]]]:
-    """Tell what read unknown values, whose choices were dealt in turn, and which sizes and checks rest on assumptions, each
-    with its line and how often."""
+    """Tell what read unknown values, which choices were dealt in turn that sizes or the host's way follow from, and which
+    sizes and checks rest on assumptions, each with its line and how often."""
     operators: Operators | None = getattr(torch, _HELD, None)
     if operators is None:
         return {"unknown_reads": [], "dealt": [], "assumed": []}
     operators.tell_unanswered("a library")
     return {
         "unknown_reads": operators.reads.rows(),
-        "dealt": operators.dealt.rows(),
+        "dealt": operators.dealt.rows(operators.deciding),
         "assumed": operators.assumed.rows(),
     }
 
