@@ -41,6 +41,7 @@ class AllocationCounter(SharedMode):
 
     Attributes:
         trace: what was allocated and freed.
+        phases: the phases of training.
         without_storage: the layouts of tensors whose memory another library keeps, so that it is not counted.
     """
 
@@ -49,7 +50,7 @@ class AllocationCounter(SharedMode):
         self.without_storage: set[str] = set()
         self.trace = Trace()
         self._storages = Storages(self.trace, line, self.lock)
-        self._phases = Phases(self.trace.enter)
+        self.phases = Phases(lambda phase: self.trace.enter(phase if self.phases.in_steps else None))
 
     @property
     def live_bytes(self) -> int:
@@ -74,16 +75,16 @@ class AllocationCounter(SharedMode):
 
     def begin_step(self) -> None:
         """Note that a step of training starts."""
-        if self._phases.current == "build":
+        if not self.phases.in_steps:
             self.trace.begin_training()
-        self._phases.begin_step()
+        self.phases.begin_step()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if wraps(types):
             return NotImplemented
         try:
-            self._phases.follow()
+            self.phases.follow()
             if name_of(func) != LIFT:
                 for value in tensors_of((args, kwargs.values())):
                     self._look_at(value, GIVEN)
@@ -117,19 +118,19 @@ class AllocationCounter(SharedMode):
         self._noting = contextlib.ExitStack()
         self._noting.enter_context(resizes_noted_by(self._see_resized))
         self._noting.enter_context(_frees_of_received_noted())
-        self._phases.__enter__()
+        self.phases.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
-        self._phases.__exit__(*exc_info)
+        self.phases.__exit__(*exc_info)
         self._noting.__exit__(*exc_info)
         # No callbacks into a counter that nobody reads any more: they would disturb what is timed next.
         self._storages.leave()
 
     def _see(self, storage: torch.UntypedStorage, operator: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
-        self._storages.see(storage, storage.nbytes(), operator, self._phases.current, shape, dtype)
+        self._storages.see(storage, storage.nbytes(), operator, self.phases.current, shape, dtype)
 
     def _see_resized(self, storage: torch.UntypedStorage) -> None:
         self._see(storage, "resize_", (storage.nbytes(),), None)

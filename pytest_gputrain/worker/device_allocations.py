@@ -72,8 +72,9 @@ class DeviceAllocations:
     ) -> None:
         self._device, self._lines, self._note_line = device, lines, note_line
         self._trace = Trace(BLOCK)
-        self._phases = Phases(self._entered)
-        self._phase: TrainingPhase = "build"
+        self.phases = Phases(self._entered)
+        self._phase: TrainingPhase | None = "build"
+        """The phase that runs; None in a step of which no peak is taken."""
         self._peaks: dict[TrainingPhase, int] = {}
         self._following = False
         # Versions of torch before 2.10 keep no notes.
@@ -81,7 +82,7 @@ class DeviceAllocations:
         self._numbers = itertools.count(1)
         self._thread = threading.local()
         self._calls: dict[str, _Call] = {}
-        self._phases_by_number: list[tuple[int, TrainingPhase]] = []
+        self._phases_by_number: list[tuple[int, TrainingPhase | None]] = []
         self._live: dict[int, int] = {}
         """The number in the trace of each live block, by its address."""
         self._firsts: list[int] = []
@@ -103,7 +104,7 @@ class DeviceAllocations:
 
         guards: Any = torch._C._dynamo.guards
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._phases)
+            stack.enter_context(self.phases)
             stack.enter_context(mock.patch.object(torch.cuda.memory, "_record_memory_history", record_for_the_program))
             stack.enter_context(
                 mock.patch.object(guards, "_empty_strided_cuda", self._observed(guards._empty_strided_cuda, _COMPILED))
@@ -147,10 +148,10 @@ class DeviceAllocations:
         if getattr(self._thread, "call", None) is not None:  # an operator that is written in Python has called this
             self._thread.inner += 1
             return
-        self._phases.follow()
+        self.phases.follow()
         number = str(next(self._numbers))
         self._thread.inner = 0
-        self._thread.call = self._calls[number] = _Call(operator, self._phases.current)
+        self._thread.call = self._calls[number] = _Call(operator, self.phases.current)
         if self._note is not None:
             self._note(number)  # of this thread
         if torch._C._current_autograd_node() is not None:
@@ -179,11 +180,11 @@ class DeviceAllocations:
 
     def begin_step(self) -> None:
         """Take notice that a step starts."""
-        if self._phase == "build":
+        if not self.phases.in_steps:
             self._read()
             self._trace.begin_training()
         self._firsts.append(len(self._trace.allocations))
-        self._phases.begin_step()
+        self.phases.begin_step()
 
     def end_step(self) -> None:
         """Take notice that a step has ended."""
@@ -195,11 +196,13 @@ class DeviceAllocations:
             # What lives between the two is the floor for what a later version may allocate there.
             self._entered("between")
         self._keep_peak()
-        self._phase = phase
-        self._phases_by_number.append((next(self._numbers), phase))
+        self._phase = phase if self.phases.in_steps else None
+        self._phases_by_number.append((next(self._numbers), self._phase))
 
     def _keep_peak(self) -> None:
-        self._peaks[self._phase] = max(self._peaks.get(self._phase, 0), self._device.interval_peak())
+        peak = self._device.interval_peak()
+        if self._phase is not None:
+            self._peaks[self._phase] = max(self._peaks.get(self._phase, 0), peak)
 
     @property
     def phase_peak_bytes(self) -> dict[TrainingPhase, int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from inspect import isgenerator
+from types import GeneratorType
 from typing import Any, Final, Protocol
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from pytest_gputrain.records import Case
 from pytest_gputrain.worker.checks import CheckFailed, ended
+from pytest_gputrain.worker.first_step import has_begun
 from pytest_gputrain.worker.loop import Steps
 
 FRAMEWORKS: Final = {
@@ -87,9 +89,10 @@ class FunctionLoop:
 
 
 class GeneratorLoop:
-    """Resumes a generator that yields after each of its steps. All up to its first yield is its build and a first step."""
+    """Resumes a generator that yields after each of its steps. All up to its first yield is its build and a first step, of
+    which nothing is judged."""
 
-    def __init__(self, generator: Generator[object, Any, Any], name: str, note: Note) -> None:
+    def __init__(self, generator: GeneratorType[object, Any, Any], name: str, note: Note) -> None:
         self._generator, self._name, self._note = generator, name, note
         self._taken = 0
 
@@ -98,6 +101,10 @@ class GeneratorLoop:
         for _ in steps:
             self._note(self._take())
         self._generator.close()
+
+    def first_step_began(self) -> bool | None:
+        """Tell on the thread that runs the generator whether its first step has begun; None where that is not known."""
+        return has_begun(self._generator)
 
     def _take(self) -> object:
         modes = _get_current_dispatch_mode_stack()

@@ -144,7 +144,7 @@ class Measuring:
                     counting.enter_context(self._beside.noting(own_lines(self._task, builder)))
             training = build(self._task, self._device.torch_device, builder, self._group, self._own_work.done)
             if self._own:
-                self._ask(self._own, training)
+                self._ask(self._own, training, counter)
             check = None
             with contextlib.closing(self._steps(training, counting, counter)) as steps:
                 try:
@@ -166,12 +166,16 @@ class Measuring:
         assert self._figures is not None, "a training runs until it has no more steps to run"
         return self._figures
 
-    def _ask(self, own: OwnCode, training: Trainable) -> None:
-        """Have it counted what own code asks of loaders and optimizers."""
+    def _ask(self, own: OwnCode, training: Trainable, counter: AllocationCounter | None) -> None:
+        """Have it counted what own code asks of loaders and optimizers, and known where the build of a generator ends."""
         if self._counter:
             self._counter.asked = own.asked
         if isinstance(training, OwnCodeTraining):
             training.optimizer_steps.when_updating = own.asked.updated
+            if counter is not None:
+                counter.phases.first_step_began = training.first_step_began
+            if self._emulated:
+                self._emulated.allocations.phases.first_step_began = training.first_step_began
 
     @property
     def _counter(self) -> CountedSteps | None:

@@ -26,12 +26,17 @@ class Phases:
     Attributes:
         current: the phase that runs.
         thread: the thread that trains.
+        in_steps: whether a step has begun whose memory is judged.
+        first_step_began: tells whether a generator takes the step before its first ``yield``, which is not judged; None
+            where that is not known. There is none for other code, which takes its first step in `begin_step`.
     """
 
     def __init__(self, entered: Callable[[TrainingPhase], None]) -> None:
         self.current: TrainingPhase = "build"
         self._entered = entered
         self.thread = threading.get_ident()
+        self.in_steps = False
+        self.first_step_began: Callable[[], bool | None] | None = None
         self._outside: TrainingPhase = "forward"
         """The phase outside of backward passes and optimizers."""
         self._task = (-1, False)
@@ -53,13 +58,14 @@ class Phases:
     def begin_step(self) -> None:
         """Note that a step of training starts in this thread."""
         self.thread = threading.get_ident()
+        self.in_steps = True
         self._outside = "forward"
         self._optimizers.clear()
         self._enter("forward")
 
     def follow(self) -> None:
         """Look what runs. What another thread does belongs to the phase of the thread that trains."""
-        if self.current == "build" or not self._is_training():
+        if not self._is_training() or (self.current == "build" and not self._has_begun()):
             return
         # It has a number for all of a backward pass, between its nodes too.
         backward = torch._C._current_graph_task_id()
@@ -70,6 +76,14 @@ class Phases:
             phase, self._outside = "backward", "between"
         if phase != self.current:
             self._enter(phase)
+
+    def _has_begun(self) -> bool:
+        """Tell whether the build is over: where nothing else is known, as soon as a gradient is computed or applied."""
+        if self.first_step_began is None:
+            return False
+        if threading.get_ident() == self.thread and (began := self.first_step_began()) is not None:
+            return began
+        return bool(self._optimizers) or torch._C._current_graph_task_id() != -1
 
     def _enter(self, phase: TrainingPhase) -> None:
         self.current = phase

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, get_args
 
@@ -15,8 +15,10 @@ from pytest_gputrain.records import LiveTensor, TrainingPhase
 TRAINING: Final = -(2**62)
 """Among the events of a trace: training starts, and its peak is counted from there."""
 
-ENTER: Final[dict[TrainingPhase, int]] = {phase: TRAINING - 1 - place for place, phase in enumerate(get_args(TrainingPhase))}
-"""Among the events of a trace: a phase begins."""
+ENTER: Final[dict[TrainingPhase | None, int]] = {
+    phase: TRAINING - 1 - place for place, phase in enumerate((*get_args(TrainingPhase), None))
+}
+"""Among the events of a trace: a phase begins, or with None a part of a step of which no peak is taken."""
 BLOCK: Final = 512
 """The allocator of a GPU rounds every request up to a multiple of this many bytes."""
 SHOWN: Final = 8
@@ -68,8 +70,8 @@ class Trace:
         """Note that the build has ended: the peak of training is counted from here."""
         self.events.append(TRAINING)
 
-    def enter(self, phase: TrainingPhase) -> None:
-        """Note that a phase begins."""
+    def enter(self, phase: TrainingPhase | None) -> None:
+        """Note that a phase begins, or with None a part of a step of which no peak is taken."""
         self.events.append(ENTER[phase])
 
     @property
@@ -91,7 +93,7 @@ class Trace:
         return peak
 
     def largest_at_peaks(self, phase_peaks: Peaks, rows: int = SHOWN) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
-        """Return the largest tensors that lived at the peak of each phase, in so many rows of tensors that are alike."""
+        """Return the tensors that lived at the peak of each phase: the largest in so many rows of tensors that are alike."""
         return {phase: self.largest_at(event, rows) for phase, event in phase_peaks.events.items()}
 
     def by_origin(self, event_number: int) -> dict[TrainingPhase, int]:
@@ -113,16 +115,27 @@ class Trace:
         return live
 
     def largest_at(self, event_number: int, count: int) -> tuple[LiveTensor, ...]:
-        """Return what lived after so many events, alike storages together, the largest ``count`` of them."""
+        """Return what lived after so many events: the largest ``count`` rows of alike storages, and then all others, those
+        that one operator made in one phase together."""
         alike: defaultdict[LiveTensor, list[LiveTensor]] = defaultdict(list)
         for number in sorted(self._live(event_number)):
             allocation = self.allocations[number]
             alike[msgspec.structs.replace(allocation, lines=()) if allocation.lines else allocation].append(allocation)
-        rows = []
-        for kind, some in alike.items():
-            lines = tuple(dict.fromkeys(line for allocation in some for line in allocation.lines))
-            rows.append(msgspec.structs.replace(kind, bytes=kind.bytes * len(some), count=len(some), lines=lines))
-        return tuple(sorted(rows, key=lambda row: -row.bytes)[:count])
+        rows = sorted(map(_together, alike.values()), key=lambda row: -row.bytes)
+        others: defaultdict[tuple[str, TrainingPhase], list[LiveTensor]] = defaultdict(list)
+        for row in rows[count:]:
+            others[row.operator, row.phase].append(row)
+        small = sorted(map(_together, others.values()), key=lambda row: -row.bytes)
+        return (*rows[:count], *small)
+
+
+def _together(rows: Sequence[LiveTensor]) -> LiveTensor:
+    """Return one row of several that one operator made in one phase."""
+    shapes = {(row.shape, row.dtype) for row in rows}
+    shape, dtype = shapes.pop() if len(shapes) == 1 else ((), "")
+    lines = tuple(dict.fromkeys(line for row in rows for line in row.lines))
+    size, number = sum(row.bytes for row in rows), sum(row.count for row in rows)
+    return msgspec.structs.replace(rows[0], bytes=size, count=number, shape=shape, dtype=dtype, lines=lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +158,7 @@ class Peaks:
 def peaks(trace: Trace) -> Peaks:
     """Follow the trace from its beginning, in phase ``build``."""
     sizes = trace.sizes
-    phase: TrainingPhase = "build"
+    phase: TrainingPhase | None = "build"
     peak_phase: TrainingPhase = "build"
     by_phase: dict[TrainingPhase, int] = {"build": 0}
     events: dict[TrainingPhase, int] = {"build": 0}
@@ -161,8 +174,8 @@ def peaks(trace: Trace) -> Peaks:
             continue
         else:
             phase = _ENTERED[event]
-        if live > by_phase.get(phase, -1):
+        if phase is not None and live > by_phase.get(phase, -1):
             by_phase[phase], events[phase] = live, place
         if live > peak:
-            peak, peak_phase = live, phase
+            peak, peak_phase = live, phase or "build"
     return Peaks(peak, peak_phase, by_phase, events)

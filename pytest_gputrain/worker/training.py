@@ -298,6 +298,11 @@ class OwnCodeTraining:
             return None
         return sum(value.numel() for value in self.model.parameters() if value.requires_grad)
 
+    @property
+    def first_step_began(self) -> Callable[[], bool | None] | None:
+        """What tells whether the step before a generator's first ``yield`` has begun; None where there is no such step."""
+        return self._loop.first_step_began if isinstance(self._loop, GeneratorLoop) else None
+
     def run(self, steps: Steps) -> None:
         if not isinstance(self._loop, FunctionLoop | GeneratorLoop):  # a framework has told how it accumulates gradients
             self._loop.run(steps)

@@ -3,8 +3,8 @@
 from pytest_gputrain.worker.trace import ENTER, TRAINING, Trace, peaks
 
 
-def allocate(trace, size, phase="forward"):
-    return trace.allocate(size, "aten.empty", phase, (size,), "uint8")
+def allocate(trace, size, phase="forward", operator="aten.empty", line=""):
+    return trace.allocate(size, operator, phase, (size,), "uint8", line)
 
 
 def test_peaks_begin_anew_with_training_and_belong_to_phases():
@@ -27,9 +27,31 @@ def test_peaks_begin_anew_with_training_and_belong_to_phases():
     assert (model, gradient) == (0, 3)
 
 
-def test_alike_tensors_are_told_together_and_only_the_largest():
+def test_no_peak_is_taken_of_a_step_that_is_not_judged():
     trace = Trace()
-    for size in (10, 30, 20, 30, 10, 10):
-        allocate(trace, size)
+    allocate(trace, 10, "build")
+    trace.enter(None)
+    trace.free(allocate(trace, 1000))
+    gradient = allocate(trace, 7, "backward")
+    trace.begin_training()
+    trace.enter("forward")
+    trace.free(gradient)
+    of_phases = peaks(trace)
+    assert of_phases.by_phase == {"build": 10, "forward": 17}
+    assert (of_phases.bytes, of_phases.phase) == (17, "forward")
+    assert [row.phase for row in trace.largest_at(of_phases.events["forward"], 8)] == ["build", "backward"]
+
+
+def test_alike_tensors_are_told_together_and_the_small_ones_by_their_operator():
+    trace = Trace()
+    for number, size in enumerate((10, 30, 20, 30, 10, 10, 9, 8)):
+        allocate(trace, size, line=f"a.py:{number}")
+    for size in (3, 4):
+        allocate(trace, size, "backward", "aten.mm", "a.py:9")
+    allocate(trace, 5, "backward", "aten.sum")
     rows = trace.largest_at(len(trace.events), 2)
-    assert [(row.bytes, row.count, row.shape) for row in rows] == [(60, 2, (30,)), (30, 3, (10,))]
+    assert [(row.bytes, row.count, row.shape) for row in rows] == [
+        *((60, 2, (30,)), (30, 3, (10,)), (37, 3, ()), (7, 2, ()), (5, 1, (5,)))
+    ]
+    assert [row.lines for row in rows[2:]] == [("a.py:2", "a.py:6", "a.py:7"), ("a.py:9",), ()]
+    assert sum(row.bytes for row in rows) == sum(trace.sizes)
