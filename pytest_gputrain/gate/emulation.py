@@ -17,7 +17,7 @@ from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.counts import BY_THE_RULES, have_steps_in_common, judge_counts
 from pytest_gputrain.gate.expected_times import describe_slowdown
 from pytest_gputrain.gate.memory import PHASES, describe_memory, is_memory_metric
-from pytest_gputrain.gate.messages import describe_metric
+from pytest_gputrain.gate.messages import describe_checkpointing, describe_metric
 from pytest_gputrain.gate.work import WORK, describe_work
 from pytest_gputrain.records import (
     FAILING,
@@ -125,21 +125,23 @@ def _verdict(
     metrics = compared.metrics
     not_compared = "".join(f"; {what}" for what in _not_compared(before, run, terms))
     told = "".join(f"; {what}" for what in compared.told)
+    checkpointing = describe_checkpointing(before.recomputed_flops_per_step, run.recomputed_flops_per_step)
+    switched = f"; {checkpointing}" if checkpointing else ""
     if compared.worse:
         worse = [metric for metric in metrics if metric.status == "regressed" and not is_memory_metric(metric)]
         grown = [metric.metric for metric in worse if metric.metric != "peak_reserved_bytes"]
         slower = describe_slowdown(case, grown, before, run, rates)
         sentence = f"{case} {'; '.join(filter(None, (*compared.worse, slower, *compared.doubtful)))}"
         if compared.is_trade:
-            reason = _checkpointing(before, run)
-            sentence += f"; but it {'; '.join(compared.better)}{reason}"
+            sentence += f"; but it {'; '.join(compared.better)}"
+        sentence += switched
         verdict = Verdict(status="regressed", sentence=f"{sentence}{not_compared}", metrics=metrics)
         return verdict, _IF_EXPECTED if compared.is_trade else ""
     if compared.doubtful:
         sentence = f"{case} {'; '.join(compared.doubtful)}{told}{not_compared}"
         return Verdict(status="inconclusive", sentence=sentence, metrics=metrics), ""
     if compared.better:
-        sentence = f"{case} {'; '.join(compared.better)}{told}{not_compared}"
+        sentence = f"{case} {'; '.join(compared.better)}{switched}{told}{not_compared}"
         return Verdict(status="improved", sentence=sentence, metrics=metrics), _RECORD
     lost = (before.bytes_per_step and not run.bytes_per_step) or (terms.mode == "judge" and _lost_counts(before, run))
     sentence = f"{case} takes the recorded memory{told}{not_compared}"
@@ -169,14 +171,6 @@ def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Co
         doubtful=counts.doubtful,
         is_trade=bool((counts.worse and better) or (counts.better and worse) or (counts.worse and counts.better)),
     )
-
-
-def _checkpointing(before: EmulatedRun, now: EmulatedRun) -> str:
-    """Say that activation checkpointing is what trades memory for work, where it was switched."""
-    if before.flops_per_step is None or now.flops_per_step is None:
-        return ""
-    was_on, is_on = bool(before.recomputed_flops_per_step), bool(now.recomputed_flops_per_step)
-    return f"; activation checkpointing is {'on' if is_on else 'off'} now" if was_on != is_on else ""
 
 
 def _lost_counts(before: EmulatedRun, now: EmulatedRun) -> str:

@@ -13,7 +13,7 @@ import msgspec
 
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.criteria import Judged
-from pytest_gputrain.gate.messages import describe_metric, describe_process_count, listed
+from pytest_gputrain.gate.messages import count, describe_metric, describe_process_count, listed
 from pytest_gputrain.gate.step_times import exceeds
 from pytest_gputrain.records import (
     BaselineRun,
@@ -45,6 +45,11 @@ PHASES: Final[dict[MetricName, TrainingPhase]] = {
 
 _MOST_TENSORS_SHOWN: Final = 3
 _MOST_LINES_SHOWN: Final = 3
+_ROWS: Final = 8
+"""The fewest rows of single shapes that a run keeps. Where it has fewer in all, it had no more."""
+
+_Kind = tuple[str, TrainingPhase, tuple[int, ...], str]
+"""What tells tensors of one shape from others."""
 
 
 class PeaksByPhase(Protocol):
@@ -218,36 +223,88 @@ def _describe_phase(metric: MetricVerdict) -> str:
 
 
 def _describe_tensors(phase: TrainingPhase, now: PeaksByPhase, before: PeaksByPhase) -> str:
-    """Describe the largest tensors at the phase's peak that are new there, or gone."""
-    old = {_kind(row): row for row in before.largest.get(phase, ())}
-    new = {_kind(row): row for row in now.largest.get(phase, ())}
-    if phase in before.phase_peak_bytes and not old:
+    """Describe the tensors at the phase's peak that are new there, or gone."""
+    if phase in before.phase_peak_bytes and not before.largest.get(phase):
         return ""  # nobody knows which ones were there
     change = now.phase_peak_bytes.get(phase, 0) - before.phase_peak_bytes.get(phase, 0)
     sign = 1 if change > 0 else -1
-    moved = {
-        kind: sign * ((new[kind].bytes if kind in new else 0) - (old[kind].bytes if kind in old else 0))
-        for kind in {**old, **new}
-    }
-    kinds = sorted((kind for kind in moved if moved[kind] > 0), key=lambda kind: (moved[kind], kind), reverse=True)
-    if not kinds or not change:
+    whole = _has_all(phase, now) and _has_all(phase, before)
+    old, new = ([row for row in run.largest.get(phase, ()) if row.dtype or whole] for run in (before, now))
+    # Of as many bytes those of one shape come first.
+    moved = sorted(
+        _moved(old, new, sign, whole=whole), key=lambda one: (one.bytes, bool(one.row.dtype), _kind(one.row)), reverse=True
+    )
+    if not moved or not change:
         return ""
-    first = kinds[0]
-    named = new.get(first) or old[first]
-    if named.bytes > abs(change):  # it took the place of something else, or grew
-        return f", {'now' if first in new else 'before'} {tensor(named)}"
-    if 2 * moved[first] > abs(change):
-        share = "all" if format_bytes(moved[first]) == format_bytes(abs(change)) else "most"
-        return f", {share} of it {'' if first in new else 'was '}{tensor(named)}"
-    some = [kind for kind in kinds if (kind in new) == (first in new)][:_MOST_TENSORS_SHOWN]
-    return f", including {'' if first in new else 'was '}{listed([tensor(new.get(kind) or old[kind]) for kind in some])}"
+    first = moved[0]
+    instead = "now" if first.is_there else "before"
+    if first.row.bytes > abs(change):  # it took the place of something else, or grew
+        return f", {instead} {tensor(first.row)}"
+    if 2 * first.bytes > abs(change):
+        share = "all" if format_bytes(first.bytes) == format_bytes(abs(change)) else "most"
+        return f", {share} of it {'' if first.is_there else 'was '}{tensor(first.row)}"
+    some = [one.row for one in moved if one.is_there == first.is_there][:_MOST_TENSORS_SHOWN]
+    among = "including" if first.is_there else "including was"
+    return f", {instead if sum(row.bytes for row in some) > abs(change) else among} {listed(map(tensor, some))}"
+
+
+class _Moved(NamedTuple):
+    """Tensors of which there are more than before, or fewer where memory fell."""
+
+    bytes: int
+    """How many bytes more, or fewer."""
+    row: LiveTensor
+    is_there: bool
+    """Whether they are there now."""
+
+
+def _moved(before: Sequence[LiveTensor], now: Sequence[LiveTensor], sign: int, *, whole: bool) -> Iterator[_Moved]:
+    """Yield what has grown, or with a sign of -1 shrunk.
+
+    Where no shape explains more than half of it, that is all that one operator made in one phase.
+
+    Args:
+        whole: whether both sides have all tensors that lived.
+    """
+    for maker in dict.fromkeys(_maker(row) for row in (*now, *before)):
+        sides = [[row for row in rows if _maker(row) == maker] for rows in (before, now)]
+        old, new = ({_kind(row): row for row in rows if row.dtype} for rows in sides)
+        amounts = {kind: sign * (_bytes(new, kind) - _bytes(old, kind)) for kind in {**old, **new}}
+        growth = sign * (sum(row.bytes for row in sides[1]) - sum(row.bytes for row in sides[0]))
+        if not whole or 2 * max(amounts.values(), default=0) > growth > 0:
+            for kind, amount in amounts.items():
+                if amount > 0:
+                    yield _Moved(min(amount, growth) if whole else amount, new.get(kind) or old[kind], kind in new)
+        elif growth > 0:
+            larger = sides[sign > 0]
+            size, number = sum(row.bytes for row in larger), sum(row.count for row in larger)
+            more = sign * (sum(row.count for row in sides[1]) - sum(row.count for row in sides[0]))
+            size, number = (growth, more) if more > 0 else (size, number)
+            lines = tuple(dict.fromkeys(line for row in larger for line in row.lines))
+            row = msgspec.structs.replace(larger[0], bytes=size, count=number, shape=(), dtype="", lines=lines)
+            yield _Moved(growth, row, sign > 0)
+
+
+def _maker(row: LiveTensor) -> tuple[str, TrainingPhase]:
+    return row.operator, row.phase
+
+
+def _bytes(rows: Mapping[_Kind, LiveTensor], kind: _Kind) -> int:
+    return rows[kind].bytes if kind in rows else 0
+
+
+def _has_all(phase: TrainingPhase, run: PeaksByPhase) -> bool:
+    """Tell whether the rows are all that lived at the peak; files that are older have the largest alone."""
+    rows = run.largest.get(phase, ())
+    peak = run.phase_peak_bytes.get(phase, 0)
+    return len(rows) < _ROWS or any(not row.dtype for row in rows) or sum(row.bytes for row in rows) >= peak
 
 
 def tensor(row: LiveTensor) -> str:
     """Describe tensors: ``14.0 GiB (224 x bfloat16[4096, 4096] by mm in backward at train.py:41)``, shorter where it is one
     or nameless."""
-    times = f"{row.count} x " if row.count > 1 else ""
-    shape = f"{row.dtype}{list(row.shape)}" if row.shape else row.dtype
+    times = f"{row.count} x " if row.count > 1 and row.dtype else ""
+    shape = f"{row.dtype}{list(row.shape)}" if row.shape else row.dtype or count(row.count, "tensor")
     more = len(row.lines) - _MOST_LINES_SHOWN
     lines = [*row.lines[:_MOST_LINES_SHOWN], *([f"{more} more lines"] if more > 0 else [])]
     at = f" at {listed(lines)}" if lines else ""
@@ -265,7 +322,7 @@ def _in_phases(names: Sequence[TrainingPhase]) -> str:
     return listed([*parts, *(in_phase(name) for name in names if name == "between")])
 
 
-def _kind(row: LiveTensor) -> tuple[str, str, tuple[int, ...], str]:
+def _kind(row: LiveTensor) -> _Kind:
     return row.operator, row.phase, row.shape, row.dtype
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from msgspec import UNSET
@@ -114,6 +114,11 @@ def describe_metric(metric: MetricVerdict) -> str:
         case "flops_per_step":
             values = f"{format_flops(metric.value)} against {format_flops(metric.baseline)} a step"
             return f"computes {size} {'more' if more else 'less'}: {values}{_limit(metric, more)}"
+        case "recomputed_flops_per_step":
+            if switched := describe_checkpointing(round(metric.baseline), round(metric.value)):
+                return f"recomputes {format_flops(metric.value)} a step against {format_flops(metric.baseline)}: {switched}"
+            values = f"{format_flops(metric.value)} against {format_flops(metric.baseline)} a step"
+            return f"recomputes {size} {'more' if more else 'less'}: {values}"
         case _:
             most = metric.limit if more else None
             limit = f", limit {format_bytes(most)}" if most is not None and most > metric.baseline else ""
@@ -143,15 +148,31 @@ def _votes(metric: MetricVerdict, word: str) -> str:
     return "" if not metric.runs else f"; {metric.votes} of {count(metric.runs, 'fresh run')} {word}"
 
 
-def describe_counters(measured: Measurement, fitted: Sequence[BaselineRun], *, flops: bool = True) -> Iterable[str]:
+def describe_checkpointing(before: int | None, now: int | None) -> str:
+    """Say that activation checkpointing was switched on or off; empty where it was not, or where nobody knows.
+
+    Args:
+        before: FLOPs of a step that were recomputed, None where they were not counted.
+        now: the same of this run.
+    """
+    if before is None or now is None or bool(before) == bool(now):
+        return ""
+    return f"activation checkpointing is {'new' if now else 'gone'}"
+
+
+def describe_counters(
+    measured: Measurement, fitted: Sequence[BaselineRun], described: Collection[MetricName] = ()
+) -> Iterable[str]:
     """Describe exact counters that changed too: they tell a changed model from a slower one.
 
     Args:
-        flops: whether a change of the FLOPs is described here.
+        described: what is described elsewhere.
     """
     computed, before = measured.flops_per_step, fitted[-1].flops_per_step
-    if flops and computed and before and computed != before:
+    if "flops_per_step" not in described and computed and before and computed != before:
         yield f"{format_percent(computed / before - 1)} FLOPs per step"
+    if "recomputed_flops_per_step" not in described:
+        yield describe_checkpointing(fitted[-1].recomputed_flops_per_step, measured.recomputed_flops_per_step)
     if measured.model_bytes and fitted[-1].model_bytes and measured.model_bytes != fitted[-1].model_bytes:
         yield f"model memory {format_bytes(fitted[-1].model_bytes)} -> {format_bytes(measured.model_bytes)}"
     alone, alone_before = measured.one_worker_seconds, fitted[-1].one_worker_seconds

@@ -227,6 +227,7 @@ def first_ratio(criteria: Criteria, replies: Sequence[Reply]) -> float | None:
     return decide(base, new, tolerance=criteria.tolerance.time).ratios[0]
 
 
+_FLOPS: Final[tuple[MetricName, ...]] = ("flops_per_step", "recomputed_flops_per_step")
 _RECORD: Final = "record it with --gpu-baseline-update"
 _RECORD_NEW: Final = "record it with --gpu-baseline-new"
 """The remedy for a case without a baseline. It does not accept regressions of other cases."""
@@ -472,23 +473,31 @@ def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], toler
 
 
 def _flops(sides: _Comparison) -> Iterator[Judged[MetricVerdict]]:
-    """Judge the FLOPs of a step, an exact count that is the same on every device, where either side has one."""
-    value, baseline, allowed = sides.measured[0].flops_per_step, sides.fitted[-1].flops_per_step, sides.tolerance.time
+    """Judge the FLOPs of a step, an exact count that is the same on every device, and apart from them those that activation
+    checkpointing repeats, as a share of all; nothing where neither side has them."""
+    now, before = sides.measured[0], sides.fitted[-1]
+    value, baseline = now.flops_per_step, before.flops_per_step
     if describe_process_count(sides.here, sides.fitted) or not (value or baseline):
         return
     if not (value and baseline):
         note = "its FLOPs were not counted" if baseline else f"its FLOPs were not counted before{sides.criteria.again}"
         yield Judged(MetricVerdict(metric="flops_per_step", status="not-comparable", value=value, note=note))
         return
-    ratio = value / baseline - 1
+    again, repeated = now.recomputed_flops_per_step, before.recomputed_flops_per_step
+    yield _computed("flops_per_step", value, baseline, baseline, sides.tolerance)
+    if again is not None and repeated is not None and (again or repeated):
+        yield _computed("recomputed_flops_per_step", again, repeated, baseline + repeated, sides.tolerance)
+
+
+def _computed(name: MetricName, value: int, baseline: int, total: int, tolerance: Tolerance) -> Judged[MetricVerdict]:
+    """Judge the change of FLOPs as a share of the ``total`` of the baseline."""
+    ratio, allowed = (value - baseline) / total, tolerance.time
     status: Status = "pass"
     if abs(ratio) > allowed:
         status = "regressed" if ratio > 0 else "improved"
     note = f"changed by {format_percent(ratio)}, within the limit" if ratio and status == "pass" else ""
-    limit = baseline * (1 + allowed)
-    yield Judged(
-        MetricVerdict(metric="flops_per_step", status=status, value=value, baseline=baseline, limit=limit, note=note)
-    )
+    limit = baseline + total * allowed
+    return Judged(MetricVerdict(metric=name, status=status, value=value, baseline=baseline, limit=limit, note=note))
 
 
 def _counts(sides: _Comparison) -> tuple[JudgedCounts | None, list[Judged[MetricVerdict]]]:
@@ -523,7 +532,7 @@ def _counts(sides: _Comparison) -> tuple[JudgedCounts | None, list[Judged[Metric
 
 def _conclude(sides: _Comparison, metrics: tuple[MetricVerdict, ...], counts: JudgedCounts | None) -> Verdict:
     case, side, measured, fitted = sides.case, sides.side, sides.measured, sides.fitted
-    measures = [metric for metric in metrics if metric.metric not in ("flops_per_step", *COUNT_FIGURES)]
+    measures = [metric for metric in metrics if metric.metric not in (*_FLOPS, *COUNT_FIGURES)]
     if all(metric.status == "not-comparable" for metric in measures):
         reasons = "; ".join(dict.fromkeys(metric.note for metric in measures))
         sentence = f"{case} cannot be compared with {side.name}: {reasons}{side.advise(_RECORD)}"
@@ -550,9 +559,9 @@ def _conclude(sides: _Comparison, metrics: tuple[MetricVerdict, ...], counts: Ju
     in_doubt = {metric.metric for metric in metrics if metric.status == "inconclusive"}
     unclear = describe("inconclusive").removeprefix(f"{case} ")
     if worse := describe("regressed"):
-        flops_described = any(metric.metric == "flops_per_step" and metric.status == "regressed" for metric in metrics)
+        described = [metric.metric for metric in metrics if metric.status == "regressed"]
         since = [describe_changes(measured[0].environment, fitted, sides.criteria.variables)]
-        since += describe_counters(measured[0], fitted, flops=not flops_described)
+        since += describe_counters(measured[0], fitted, described)
         since += [_describe_seconds(metric) for metric in metrics if metric.metric in ("gpu_seconds", "input_seconds")]
         since += [describe_throttling(measured)]
         doubts = [f"{unclear}, which {_explanation(in_doubt, sides)} may explain"] if unclear else []
@@ -608,6 +617,8 @@ def _subject_of_note(metric: MetricVerdict) -> str:
         return f"its step time {'' if metric.status == 'pass' else 'is not compared: '}"
     if metric.metric == "mean_step_seconds":
         return "its mean step was "
+    if metric.metric == "recomputed_flops_per_step":
+        return "its recomputed FLOPs "
     if metric.metric == "python_calls" and metric.status == "not-comparable":
         return "its calls of Python functions are not compared: "
     return phase_prefix(metric)

@@ -17,7 +17,7 @@ forward pass of the second loss of a GAN."""
 
 
 class LiveTensor(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Tensors of one shape that one operator made in one phase, and that were live at the peak."""
+    """Tensors of one shape that one operator made in one phase, and that were live at the peak; or all its smaller ones."""
 
     bytes: Whole
     """The memory of all of them."""
@@ -28,9 +28,9 @@ class LiveTensor(Struct, frozen=True, kw_only=True, omit_defaults=True):
     phase: TrainingPhase
     """The phase that made them."""
     shape: tuple[Whole, ...]
-    """The shape of each."""
+    """The shape of each; empty for tensors of several shapes."""
     dtype: str
-    """Their type."""
+    """Their type; empty for tensors of several shapes, which have no row of their own."""
     lines: tuple[str, ...] = ()
     """The lines of your own files that made them, as ``tests/test_mine.py:41``, if memory was counted. Baselines keep no
     lines, because lines move."""

@@ -43,7 +43,7 @@ MetricName = Literal[
     CountFigure,
 ]
 """``mean_step_seconds`` is there if only the mean of the steps tells a change. A real GPU gives no peak of a phase, and only
-the counts that its profiler tells. Recomputed FLOPs and bytes are those of emulated runs."""
+the counts that its profiler tells. Bytes are those of emulated runs."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,6 +71,8 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     peak_host_bytes: Whole | None = None
     model_bytes: Whole | None = None
     flops_per_step: Whole | None = None
+    recomputed_flops_per_step: Whole | None = None
+    """What activation checkpointing computes again, as in `Measurement`. None in files that are older than the field."""
     gpu_steps: GpuSteps | None = None
     """How long the GPU works in a step, as in `Measurement`."""
     input_seconds: float | None = None

@@ -10,29 +10,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from pytest_gputrain.worker.allocations import is_jagged
 from pytest_gputrain.worker.threads import SharedMode, on_this_thread
-
-
-class Count(Protocol):
-    """A count of FLOPs, to which `checkpoint_contexts` adds how many of them were recomputation."""
-
-    recomputed: int
-
-    @property
-    def total(self) -> int: ...
-
-
-_active_counts: list[Callable[[], Count]] = []
-"""The counter, for recomputation deep inside of backward. No context variable: on a GPU, backward has threads of its own."""
 
 
 @dataclass(slots=True)
@@ -82,6 +70,16 @@ class FlopCount(SharedMode):
     def tf32_share(self) -> float:
         """The share of the operations in fp32 that NVIDIA's GPUs may compute in TF32, by torch's switches at their time."""
         return sum(share.in_tf32 for share in self._shares.values()) / (self.total or 1)
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Provide a context in which what this thread computes is recomputation."""
+        share = self.share()
+        total, recomputed = share.total, share.recomputed
+        try:
+            yield
+        finally:
+            share.recomputed = recomputed + share.total - total
 
     def share(self) -> _Share:
         """Return the count of this thread."""
@@ -200,18 +198,34 @@ def is_composite(func: Any, device: str) -> bool:
 def count_flops(count: FlopCount | None = None) -> Iterator[FlopCount]:
     """Provide a context in which matrix multiplications, convolutions and attention are counted, by ``count`` if given."""
     count = count or FlopCount()
-    with recomputation_counted_by(count.share), count:
+    with _recomputation_within(count.recomputing), count:
         yield count
 
 
 @contextlib.contextmanager
-def recomputation_counted_by(count: Callable[[], Count]) -> Iterator[None]:
-    """Provide a context in which `checkpoint_contexts` adds recomputation to what ``count`` returns."""
-    _active_counts.append(count)
-    try:
+def _recomputation_within(recomputing: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Provide a context in which what `torch.utils.checkpoint` runs again, in either of its variants, runs within another
+    one."""
+    frames: Any = torch.utils.checkpoint._CheckpointFrame
+    functions: Any = torch.utils.checkpoint.CheckpointFunction
+    make, forward = frames.__init__, functions.forward
+
+    def again(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            # The older variant runs the same function first, without gradients.
+            with recomputing() if torch.is_grad_enabled() else contextlib.nullcontext():
+                return function(*args)
+
+        return run
+
+    def made(frame: Any, function: Callable[..., Any], *others: Any, **options: Any) -> None:
+        make(frame, again(function), *others, **options)
+
+    def first(context: Any, function: Callable[..., Any], *others: Any) -> Any:
+        return forward(context, again(function), *others)
+
+    with mock.patch.object(frames, "__init__", made), mock.patch.object(functions, "forward", staticmethod(first)):
         yield
-    finally:
-        _active_counts.pop()
 
 
 def formulas() -> dict[Any, Callable[..., int]]:
@@ -219,49 +233,20 @@ def formulas() -> dict[Any, Callable[..., int]]:
     return dict(FlopCounterMode(display=False, custom_mapping=_own_formulas()).flop_registry)
 
 
-def checkpoint_contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    """Return the contexts for ``context_fn`` of `torch.utils.checkpoint.checkpoint`: the second counts recomputation."""
-    return contextlib.nullcontext(), recomputing()
-
-
 def selective_contexts(policy: str) -> Callable[[], tuple[Any, Any]]:
-    """Return the same for a case's policy, by which results of some operators are kept instead of computed anew.
+    """Return the ``context_fn`` of `torch.utils.checkpoint.checkpoint` for a case's policy, by which results of some
+    operators are kept instead of computed anew.
 
     Args:
-        policy: ``save-attention`` keeps those of fused attention, ``save-matmuls`` those of all operators with FLOPs; empty
-            keeps none.
+        policy: ``save-attention`` keeps those of fused attention, ``save-matmuls`` those of all operators with FLOPs.
     """
-    if not policy:
-        return checkpoint_contexts
     kept = {packet for packet in formulas() if policy == "save-matmuls" or "scaled_dot_product" in str(packet)}
 
     def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         is_kept = getattr(operator, "overloadpacket", None) in kept
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def contexts() -> tuple[Any, Any]:
-        keeping, taking = create_selective_checkpoint_contexts(decide)
-        return keeping, _both(recomputing(), taking)
-
-    return contexts
-
-
-@contextlib.contextmanager
-def _both(outer: Any, inner: Any) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
-@contextlib.contextmanager
-def recomputing() -> Iterator[None]:
-    """Provide a context in which what is counted is recomputation."""
-    count = _active_counts[-1]() if _active_counts else None
-    before = count.total if count else 0
-    try:
-        yield
-    finally:
-        if count:
-            count.recomputed += count.total - before
+    return functools.partial(create_selective_checkpoint_contexts, decide)
 
 
 def _own_formulas() -> dict[Any, Any]:

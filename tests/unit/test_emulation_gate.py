@@ -188,12 +188,13 @@ def test_a_step_that_asks_for_less_is_better():
 
 
 def test_less_memory_for_more_kernels_fails_with_both_and_the_reason():
-    before = msgspec.structs.replace(COUNTED, recomputed_flops_per_step=None)
+    before = msgspec.structs.replace(COUNTED, recomputed_flops_per_step=0)
     verdict = _judged(before=before, peak_allocated_bytes=24 * MiB, counts=_counts(launches=1330))
     assert verdict.status == "regressed"
     assert verdict.sentence == (
-        f"{CASE} launches 1,330 kernels a step (1,000 before); but it needs 16.0 MiB (40.0 %) less memory: 24.0 MiB "
-        "against 40.0 MiB peak allocated; activation checkpointing is on now; if that is expected, record it with "
+        f"{CASE} recomputes 100 FLOP more a step; launches 1,330 kernels a step (1,000 before); but it needs 16.0 MiB "
+        "(40.0 %) less memory: 24.0 MiB against 40.0 MiB peak allocated; activation checkpointing is new; if that is "
+        "expected, record it with "
         "--gpu-emulate --gpu-baseline-update"
     )
 

@@ -247,6 +247,10 @@ HOST = {"cudnn": "9.10.2", "nccl": "2.27.3", "cores": 48, "host_memory_bytes": 5
 WEAKER = {"cudnn": "9.8.0", "nccl": "2.26.2", "cores": 16, "host_memory_bytes": 256 * GiB, **DOWN}
 
 
+def _computed(flops, again, **figures):
+    return measurement(flops_per_step=flops, recomputed_flops_per_step=again, environment=CPU, **figures)
+
+
 def _slower_since(there, here):
     return _judge(_took(1.5, environment=gpu_environment(**here)), _stored(gpu_environment(**there)))
 
@@ -256,6 +260,7 @@ def test_verdicts_are_told_with_all_that_matters(snapshot):
     eight, out = gpu_environment(device_count=8), out_of_memory()
     beside = _took(1.5, holders=(Holder(pid=7, gpu=0, name="python"),))
     alone, in_cpu, unfit = "one worker alone ran out of memory", _stored(CPU, flops_per_step=100), baseline(oom_run())
+    checkpointing = _stored(CPU, flops_per_step=150, recomputed_flops_per_step=50)
     newer = {"packages": {"torch": "2.13.0", "peft": "0.18"}, "driver": "580.20"}
     verdicts = {
         "no baseline": _judge(measurement(), None),
@@ -277,6 +282,12 @@ def test_verdicts_are_told_with_all_that_matters(snapshot):
         "slower and larger": _judge(_took(1.5, peak_allocated_bytes=2 * BASE_BYTES), baseline()),
         "another model": _judge(_took(1.5, flops_per_step=102, model_bytes=2), _stored(flops_per_step=100, model_bytes=GiB)),
         "more FLOPs": _judge(measurement(flops_per_step=150, environment=CPU), in_cpu),
+        "checkpointing gone": _judge(_computed(150, 0, peak_allocated_bytes=2 * BASE_BYTES), checkpointing),
+        "checkpointing gone for nothing": _judge(_computed(150, 0), checkpointing),
+        "checkpointing new": _judge(_computed(150, 50), _stored(CPU, flops_per_step=150, recomputed_flops_per_step=0)),
+        "more checkpointing": _judge(_computed(150, 60), checkpointing),
+        "a little more checkpointing": _judge(_computed(150, 52), checkpointing),
+        "checkpointing was not counted": _judge(_computed(150, 50), _stored(CPU, flops_per_step=150)),
         "other libraries": _slower_since({"packages": {"torch": "2.12.0"}}, newer),
         "other links": _slower_since(
             {"topology": (("X", "NV18"), ("NV18", "X"))}, {"topology": (("X", "SYS"), ("SYS", "X"))}
@@ -368,6 +379,66 @@ def test_every_phase_has_the_tolerance_of_the_peak_and_of_several_processes_a_sh
     for share, status in ((-1.05, "improved"), (-0.95, "pass"), (0.95, "pass"), (1.05, "regressed")):
         verdict = _judged_phases(_counted(processes, **{phase: round(whole * limit * share)}), processes)
         assert verdict.metric(f"{phase}_peak_bytes").status == status
+
+
+EIGHT = tuple(live_tensor(bytes=GiB, phase="build", operator="aten.empty", shape=(number,)) for number in range(8))
+
+
+def _small(size, count, operator="aten.mm", phase="backward", lines=()):
+    return live_tensor(bytes=size, count=count, operator=operator, phase=phase, shape=(), dtype="", lines=lines)
+
+
+def _alone(size, lines=()):
+    return live_tensor(bytes=size, operator="aten.mm", phase="backward", shape=(8, 8), lines=lines)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        pytest.param(
+            [_small(GiB, 3, "aten.empty", "build")],
+            [_small(GiB, 3, "aten.empty", "build"), _small(2 * GiB, 34, lines=("a.py:7",))],
+            ", all of it 2.00 GiB (34 tensors by mm in backward at a.py:7)",
+            id="all are new",
+        ),
+        pytest.param(
+            [_small(5 * GiB, 30)],
+            [_small(6 * GiB, 50, lines=("a.py:7",)), _small(GiB // 2, 9, "aten.sum")],
+            ", including 1.00 GiB (20 tensors by mm in backward at a.py:7) and 512 MiB (9 tensors by sum in backward)",
+            id="more of them",
+        ),
+        pytest.param(
+            [_small(5 * GiB, 30)],
+            [_small(7 * GiB, 30, lines=("a.py:7",))],
+            ", now 7.00 GiB (30 tensors by mm in backward at a.py:7)",
+            id="as many that are larger",
+        ),
+        pytest.param(
+            [_alone(3 * GiB), _small(2 * GiB, 30)],
+            [_small(5 * GiB, 31), _small(2 * GiB, 9, "aten.sum")],
+            ", all of it 2.00 GiB (9 tensors by sum in backward)",
+            id="one that has no row of its own any more",
+        ),
+        pytest.param(
+            [_small(2 * GiB, 30)],
+            [_alone(2 * GiB, ("a.py:9",)), _small(2 * GiB, 30)],
+            ", all of it 2.00 GiB (bfloat16[8, 8] by mm in backward at a.py:9)",
+            id="one shape",
+        ),
+        pytest.param([], [_small(2 * GiB, 34)], "", id="a baseline with the largest alone"),
+    ],
+)
+def test_small_tensors_are_told_by_their_operator_where_no_shape_explains_the_growth(before, now, said):
+    peaks = {"forward": 20 * GiB, "backward": 40 * GiB}
+    reply = measurement(
+        environment=CPU,
+        peak_allocated_bytes=40 * GiB,
+        phase_peak_bytes={**peaks, "forward": 22 * GiB},
+        largest={"forward": (*EIGHT, *now)},
+    )
+    verdict = _judged_phases(reply, phase_peak_bytes=peaks, largest={"forward": (*EIGHT, *before)})
+    assert verdict.status == "regressed"
+    assert f"allocated, limit 20.4 GiB{said} (baseline of" in verdict.sentence
 
 
 def test_three_lines_are_named_at_most():

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from zoo_examples import MINE, measured, refused, task_of
 
 from pytest_gputrain.worker.allocations import AllocationCounter
-from pytest_gputrain.worker.flops import checkpoint_contexts, count_flops
+from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.group import ALONE
 from pytest_gputrain.worker.growth import _Makers
 from pytest_gputrain.worker.own_code import OwnCode
@@ -204,11 +204,10 @@ def test_a_thread_may_compute_before_the_rounds_that_look_closer():
 
 
 def test_recomputation_of_one_thread_is_not_that_of_another():
-    _, recomputing = checkpoint_contexts()
     begun, computed = threading.Event(), threading.Event()
 
     def recompute():
-        with recomputing:
+        with flops.recomputing():
             begun.set()
             computed.wait(timeout=600)
             work()

@@ -1,8 +1,12 @@
 """Recomputed blocks, torch's older variant of them, and what a policy has them keep: the same training for less memory."""
 
+import functools
+
 import pytest
 import torch
-from zoo_examples import METHODS_OF_MODELS, example, measured, trained
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from zoo_examples import METHODS_OF_MODELS, MINE, example, measured, trained
 
 from pytest_gputrain.cases.architectures.facts import architectures
 
@@ -95,3 +99,27 @@ def test_less_is_held_than_without_recomputation(share):
     ]
     assert peaks == sorted(peaks)
     assert len(set(peaks)) == 4
+
+
+@pytest.mark.parametrize("how", ["newer", "older", "nested", "plain"])
+def test_what_own_code_recomputes_is_counted_apart(how):
+    """The product of the last layer of a block is not repeated by the newer variant: nothing of backward needs it."""
+    width, samples = 32, 8
+    product = 2 * samples * width * width
+
+    def train(setup):
+        inner = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+        block = nn.Sequential(inner, nn.Linear(width, width))
+        if how == "nested":
+            inner.forward = functools.partial(checkpoint, nn.Sequential(*inner), use_reentrant=False)
+        batch = torch.randn(samples, width, requires_grad=True)
+        while True:
+            run = block if how == "plain" else functools.partial(checkpoint, block, use_reentrant=how == "older")
+            run(batch).square().mean().backward()
+            yield
+
+    found = measured(MINE, train)
+    # Forward, and the gradients of inputs and weights: as many without recomputation as with it.
+    assert found.flops_per_step == 9 * product
+    again = {"newer": 2, "older": 3, "nested": 4, "plain": 0}
+    assert found.recomputed_flops_per_step == again[how] * product

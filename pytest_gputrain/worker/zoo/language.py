@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from pytest_gputrain.cases.architectures.facts import Architecture, Part
 from pytest_gputrain.records import Case, Scale
@@ -15,7 +16,7 @@ from pytest_gputrain.worker.zoo.attention import named_attention
 from pytest_gputrain.worker.zoo.headed import language_model
 from pytest_gputrain.worker.zoo.pangu import PanGu
 from pytest_gputrain.worker.zoo.samples import packed_positions, real_tokens, spread_lengths
-from pytest_gputrain.worker.zoo.workload import Batch, Workload, checkpointed
+from pytest_gputrain.worker.zoo.workload import Batch, Workload
 
 TINY_SEQUENCE_LENGTH: Final = 128
 """Long enough to leave the tiny sliding window (Gemma 2) and the tiny short-rope range (Phi-3), both 32."""
@@ -48,12 +49,13 @@ class LanguageModel(Workload):
     def checkpoint_activations(self, share: float) -> None:
         if (
             share < 1 or self._is_own or self.case.compile != "off" or self.case.reentrant_checkpointing
-        ):  # see `checkpointed`
+        ):  # blocks are compiled and wrapped one by one
             super().checkpoint_activations(share)
             return
         model: Any = self.model
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False, "context_fn": self.checkpoint_contexts})
+        contexts = {"context_fn": self.checkpoint_contexts} if self.case.activation_checkpointing_policy else {}
+        enable({"use_reentrant": False, **contexts})
 
     def batch(self, device: torch.device) -> Batch:
         """Draw random token ids and, shifted by one, their labels: both (batch, sequence) int64.
@@ -106,7 +108,7 @@ class LanguageModel(Workload):
             chunks = min(self.case.loss_chunks, len(labels))
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
             for part, part_labels in zip(tokens.tensor_split(chunks), labels.tensor_split(chunks), strict=True):
-                total = total + checkpointed(sum_of_losses, part, part_labels).float()
+                total = total + checkpoint(sum_of_losses, part, part_labels, use_reentrant=False).float()
             return total / (labels != IGNORED_LABEL).sum()
 
         def sum_of_losses(part: Tensor, labels: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from pytest_gputrain.cases.architectures.facts import Architecture, Part
 from pytest_gputrain.records import Case, Scale
 from pytest_gputrain.worker.checks import CheckFailed, described
-from pytest_gputrain.worker.flops import checkpoint_contexts, recomputing, selective_contexts
+from pytest_gputrain.worker.flops import selective_contexts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +101,7 @@ class Workload(abc.ABC):
             return reentrant(forward, *args, **kwargs)
         if self.case.activation_checkpointing_policy:
             return checkpoint(forward, *args, use_reentrant=False, context_fn=self.checkpoint_contexts, **kwargs)
-        return checkpointed(forward, *args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     def checkpoint_contexts(self) -> tuple[Any, Any]:
         """Return the contexts of a block's forward pass and of its recomputation, by the case's policy."""
@@ -165,14 +164,6 @@ def _recomputed(forward: Callable[..., Any], checkpointed: Callable[..., Any]) -
     return run
 
 
-def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run ``forward(*args, **kwargs)``, recomputed in backward by saved-tensor hooks (``use_reentrant=False``)."""
-    if torch.compiler.is_compiling():
-        # With a context of its own torch.compile takes the recomputation for any other work, and keeps the activations.
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=checkpoint_contexts, **kwargs)
-
-
 def reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the same by torch's older variant: autograd sees one function, whose backward runs the whole forward pass anew.
 
@@ -187,7 +178,6 @@ def reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     def run(*given: Any) -> Any:
         args, kwargs = tree_unflatten(given, structure)
-        with recomputing() if torch.is_grad_enabled() else contextlib.nullcontext():
-            return forward(*args, **kwargs)
+        return forward(*args, **kwargs)
 
     return checkpoint(run, *values, use_reentrant=True)
