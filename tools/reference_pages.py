@@ -41,9 +41,14 @@ _OF_COUNTS: Final = (
     "of [what a step asks of the GPU](counts.md) or of a CPU, the mean of the counted steps; null if it was not counted."
 )
 RESULT: Final = "One of `Measured`, `Emulated`, `BatchSearch` and `LossStudy`"
-_INTERNAL: Final = ("identity", "loaders", "sides", "watched")
+_INTERNAL: Final = ("identity", "idle_names", "loaders", "sides", "watched")
 """Public members that users have no use for."""
-_SHORT_TYPES: Final = {"Whole": "int", "StepSeconds": "tuple[float, ...]", " | UnsetType": ""}
+_SHORT_TYPES: Final = {
+    "Whole": "int",
+    "TensorShapes": "tuple[tuple[int, ...], ...]",
+    "StepSeconds": "tuple[float, ...]",
+    " | UnsetType": "",
+}
 
 
 def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -10,8 +10,9 @@ from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.count_lines import count_changes
 from pytest_gputrain.gate.host_bound import gpu_seconds, pace
 from pytest_gputrain.gate.messages import count
+from pytest_gputrain.gate.own_training import lost_tensors
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Baseline, Counts, EmulatedRun, Recorded
+from pytest_gputrain.records import Baseline, BaselineRun, EmulatedRun, Recorded
 from pytest_gputrain.utils.units import format_bytes, format_flops, format_percent, format_seconds
 
 
@@ -59,8 +60,10 @@ def loosened(before: _Record, after: _Record | None) -> Loosened:
             elif value and value_now and value_now > value:
                 raised[f"{name} {show(value)} -> {show(value_now)} ({format_percent(value_now / value - 1)})"] = None
         raised.update(dict.fromkeys(_looser_pace(old, new)))
-        if counts_before := _counts(old):
-            counts = _counts(new)
+        if no_longer := lost_tensors(_last(new).trained, _last(old).trained):
+            lost[no_longer] = None
+        if counts_before := _last(old).counts:
+            counts = _last(new).counts
             if counts is None:
                 lost[f"without what its steps ask of the {'CPU' if counts_before.on_cpu else 'GPU'}"] = None
             else:
@@ -97,8 +100,8 @@ def _kind(stored: _Stored) -> str:
     return f"{outcome} of {environment.device_count} x {environment.device_type}"
 
 
-def _counts(stored: _Stored) -> Counts | None:
-    return stored.counts if isinstance(stored, EmulatedRun) else stored.runs[-1].counts
+def _last(stored: _Stored) -> EmulatedRun | BaselineRun:
+    return stored if isinstance(stored, EmulatedRun) else stored.runs[-1]
 
 
 def _runs(record: _Record) -> int:

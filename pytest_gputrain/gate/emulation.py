@@ -18,6 +18,7 @@ from pytest_gputrain.gate.counts import BY_THE_RULES, have_steps_in_common, judg
 from pytest_gputrain.gate.expected_times import describe_slowdown
 from pytest_gputrain.gate.memory import PHASES, describe_memory, is_memory_metric
 from pytest_gputrain.gate.messages import describe_checkpointing, describe_metric
+from pytest_gputrain.gate.own_training import lost_tensors, other_shapes
 from pytest_gputrain.gate.work import WORK, describe_work
 from pytest_gputrain.records import (
     FAILING,
@@ -131,7 +132,8 @@ def _verdict(
         worse = [metric for metric in metrics if metric.status == "regressed" and not is_memory_metric(metric)]
         grown = [metric.metric for metric in worse if metric.metric != "peak_reserved_bytes"]
         slower = describe_slowdown(case, grown, before, run, rates)
-        sentence = f"{case} {'; '.join(filter(None, (*compared.worse, slower, *compared.doubtful)))}"
+        shapes = other_shapes(run.batch_shapes, before.batch_shapes, "the baseline")
+        sentence = f"{case} {'; '.join(filter(None, (*compared.worse, shapes, slower, *compared.doubtful)))}"
         if compared.is_trade:
             sentence += f"; but it {'; '.join(compared.better)}"
         sentence += switched
@@ -157,6 +159,8 @@ def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Co
     phases = before.phase_peak_bytes.keys() - now.phase_peak_bytes.keys() - {"between"}
     if gone := sorted(phases) if now.phase_peak_bytes else []:
         worse.insert(0, f"no longer trains: it has no {' and no '.join(gone)}")
+    if lost := lost_tensors(now.trained, before.trained):
+        worse.insert(0, lost)
     told = tuple(f"the bytes that it moves {metric.note}" for metric in metrics if metric.note)
     if now.counts and not before.counts and now.fits and before.fits and terms.mode != "off":
         note = f"what its steps ask of the GPU was not recorded; {_RECORD}"

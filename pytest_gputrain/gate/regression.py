@@ -48,6 +48,7 @@ from pytest_gputrain.gate.messages import (
     describe_metric,
     describe_process_count,
 )
+from pytest_gputrain.gate.own_training import lost_tensors, other_shapes
 from pytest_gputrain.gate.scaling import efficiencies
 from pytest_gputrain.gate.step_times import MEAN_PRIOR_SD, MEAN_TOLERANCE, decide, mean_step, runs_out
 from pytest_gputrain.records import (
@@ -553,6 +554,8 @@ def _conclude(sides: _Comparison, metrics: tuple[MetricVerdict, ...], counts: Ju
         timed = bool(chosen) and chosen[0].metric == "step_seconds"
         parts[timed:timed] = describe_memory(chosen, measured[0], fitted)
         parts += of_counts.get(status, ())
+        if status == "regressed" and all(lost := [lost_tensors(run.trained, fitted[-1].trained) for run in measured]):
+            parts.insert(0, lost[0])
         return f"{case} {', and '.join(parts)}" if parts else ""
 
     told = "".join(f"; it also {metric.note}" for metric in metrics if metric.metric in OF_THE_PROGRAM and metric.note)
@@ -560,7 +563,9 @@ def _conclude(sides: _Comparison, metrics: tuple[MetricVerdict, ...], counts: Ju
     unclear = describe("inconclusive").removeprefix(f"{case} ")
     if worse := describe("regressed"):
         described = [metric.metric for metric in metrics if metric.status == "regressed"]
-        since = [describe_changes(measured[0].environment, fitted, sides.criteria.variables)]
+        where = "the baseline" if side.remedies else side.name
+        since = [other_shapes(measured[0].batch_shapes, fitted[-1].batch_shapes, where)]
+        since += [describe_changes(measured[0].environment, fitted, sides.criteria.variables)]
         since += describe_counters(measured[0], fitted, described)
         since += [_describe_seconds(metric) for metric in metrics if metric.metric in ("gpu_seconds", "input_seconds")]
         since += [describe_throttling(measured)]

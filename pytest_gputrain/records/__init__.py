@@ -22,6 +22,7 @@ from pytest_gputrain.records.measurement import (
     update_seconds,
 )
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase
+from pytest_gputrain.records.own_training import BatchShapes, TrainedTensors
 from pytest_gputrain.records.reply import (
     Cause,
     Crashed,
@@ -69,6 +70,7 @@ __all__ = [
     "Baseline",
     "BaselineRun",
     "BatchSearch",
+    "BatchShapes",
     "Case",
     "Cause",
     "Change",
@@ -126,6 +128,7 @@ __all__ = [
     "Telemetry",
     "TimedOut",
     "TracedCall",
+    "TrainedTensors",
     "TrainingPhase",
     "Trends",
     "Verdict",

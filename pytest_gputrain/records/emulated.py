@@ -12,12 +12,17 @@ from pytest_gputrain.records.counts import Counts
 from pytest_gputrain.records.expected import ExpectedTime
 from pytest_gputrain.records.measurement import Measurement
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase, without_lines
+from pytest_gputrain.records.own_training import BatchShapes, TrainedTensors
 from pytest_gputrain.records.whole import Whole
 
 NOT_MADE: Final = (
     "not checked, since kernels compute nothing there: whether losses are finite, and whether every trained tensor gets a "
     "gradient and changes"
 )
+NO_VALUES: Final = (
+    "not checked, since kernels compute nothing there: whether losses are finite, and whether trained tensors change"
+)
+"""The same for own code whose gradients were watched."""
 
 
 class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):
@@ -100,6 +105,11 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     counts: Counts | None = None
     """What each timed step asks of the GPU; of a script each of the first 50 steps after its first update. None if the case
     does not fit, and in older files."""
+    trained: TrainedTensors | None = None
+    """The tensors of own code's model that get a gradient, and those that get none. This and the next field are None if the
+    model is not watched, and in older files."""
+    batch_shapes: BatchShapes | None = None
+    """The shapes that the model of own code is given."""
     not_counted: tuple[str, ...] = ()
     """Memory of libraries that is not known here, such as ``cuDNN's workspaces``."""
     notes: tuple[str, ...] = ()

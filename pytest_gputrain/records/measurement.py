@@ -11,6 +11,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pytest_gputrain.records.counts import Counts
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase
+from pytest_gputrain.records.own_training import BatchShapes, TrainedTensors
 from pytest_gputrain.records.whole import Whole
 
 StepSeconds = Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)]
@@ -192,6 +193,10 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     counts: Counts | None = None
     """What a step asks for. On a CPU: operators, collectives, compilations and values that the program reads. On a GPU: what
     the steps of ``gpu_steps`` ask for. If several processes train, it is that of the first."""
+    trained: TrainedTensors | None = None
+    """The tensors of own code's model that train, and those that do not. None if the model is not watched."""
+    batch_shapes: BatchShapes | None = None
+    """The shapes that the model of own code is given. None if the model is not watched, or its calls cannot be seen."""
     uncompiled: bool = False
     """Whether own code uses `torch.compile` on a CPU. There its graphs are made only in the steps of ``counts``, and
     nothing is generated."""

@@ -10,6 +10,7 @@ from pytest_gputrain.records.case import Case, Scale
 from pytest_gputrain.records.counts import CountFigure, Counts
 from pytest_gputrain.records.measurement import Environment, GpuSteps
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase
+from pytest_gputrain.records.own_training import BatchShapes, TrainedTensors
 from pytest_gputrain.records.published import Figures
 from pytest_gputrain.records.whole import Whole
 
@@ -79,6 +80,10 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How long a step waits for its batches, as in `Measurement`. None on a CPU, where it is not judged."""
     counts: Counts | None = None
     """What a step asks for, as in `Measurement`, without numbers of lines."""
+    trained: TrainedTensors | None = None
+    """The tensors of own code that train, as in `Measurement`."""
+    batch_shapes: BatchShapes | None = None
+    """The shapes that own code trains on, as in `Measurement`."""
     core_wait_share: float | None = None
     """How long the training waited for a CPU core, as in `Measurement`."""
     one_worker_seconds: float | None = None

@@ -26,8 +26,8 @@ OF_OLD_VERSIONS: Final = "predicted"
 MOST_CONDITIONS: Final = 4
 """Figures that are kept of a case, for test environments that differ in their libraries."""
 
-_LEFT_OUT: Final = ("counts", "peak_bytes_by_origin", "expected")
-"""Fields that files have only where they have a value. Files that are older than the counts have none, and are as an update
+_LEFT_OUT: Final = ("counts", "trained", "batch_shapes", "peak_bytes_by_origin", "expected")
+"""Fields that files have only where they have a value. Files that are older than a field have none, and are as an update
 writes them."""
 
 

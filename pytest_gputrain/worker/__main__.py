@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import gc
 import os
-import random
 import signal
 import sys
 from pathlib import Path
@@ -55,8 +54,6 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     progress.enter("import")
     reply: Reply | Served | EmulatedRun
     try:
-        import numpy
-
         from pytest_gputrain.worker.libraries import load_for
 
         load_for(task)
@@ -65,11 +62,11 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
         from pytest_gputrain.worker.group import Group
         from pytest_gputrain.worker.measuring import own_lines
         from pytest_gputrain.worker.run import crash, run
+        from pytest_gputrain.worker.seeds import seed_python
     except ImportError as error:
         reply = Crashed(sentence=_cannot_import(task, error), phase="import")
     else:
-        random.seed(0)
-        numpy.random.seed(0)
+        seed_python()
         if task.case.method == "script":
             from pytest_gputrain.worker.script import run_script
 

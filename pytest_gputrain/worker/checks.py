@@ -6,19 +6,26 @@ Not covered: whether the model would learn anything from real data.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from pytest_gputrain.records import TrainedTensors
 from pytest_gputrain.utils.units import format_bytes
 from pytest_gputrain.worker.device import Peaks
 
 _CHUNK: Final = 2**24
+_MOST_NAMES: Final = 256
+"""Names of tensors, or of their modules, that a record has."""
+_NAMED: Final = 6
+"""Names in a sentence."""
 
 
 class CheckFailed(Exception):
@@ -123,16 +130,19 @@ class Movement:
         idle: regular expressions for whole names of parameters that get no gradient by construction.
         accepts_zeros: whether a gradient of zeros is one. The losses of two players can cancel: that of a critic has no
             gradient for the bias of its last layer.
+        knows_values: whether the device computes values, so that it can be seen whether they change.
     """
 
-    def __init__(self, model: nn.Module, idle: Sequence[str] = (), *, accepts_zeros: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, idle: Sequence[str] = (), *, accepts_zeros: bool = False, knows_values: bool = True
+    ) -> None:
         self._accepts_zeros = accepts_zeros
         self._trained = {
             name: value
             for name, value in model.named_parameters()
             if value.requires_grad and not any(re.fullmatch(pattern, name) for pattern in idle)
         }
-        self._before = {name: fingerprint(value) for name, value in self._trained.items()}
+        self._before = {name: fingerprint(value) for name, value in self._trained.items()} if knows_values else {}
         self._reached: set[str] = set()
 
     @contextlib.contextmanager
@@ -165,7 +175,8 @@ class Movement:
 
     def changes(self) -> tuple[set[str], set[str]]:
         """Return the names of tensors that changed since the start, and of those with a gradient in the watched step."""
-        return {name for name, value in self._trained.items() if self._before[name] != fingerprint(value)}, self._reached
+        moved = {name for name, before in self._before.items() if before != fingerprint(self._trained[name])}
+        return moved, self._reached
 
     def check(self, moved: set[str], reached: set[str] | None, *, steps: int, remote_tensors: int = 0) -> None:
         """Check that every trained tensor got a gradient in the watched step, and every trained matrix changed since the
@@ -182,27 +193,107 @@ class Movement:
         Raises:
             CheckFailed: otherwise, naming the first tensor.
         """
-        if not self._trained and not remote_tensors:
-            raise CheckFailed("no parameter requires a gradient: nothing trains")
-        shapes = {name: _shape(value) for name, value in self._trained.items()}
-        reaches = reached is None or not reached.isdisjoint(shapes)
-        zeros = "" if self._accepts_zeros else ", or one of zeros only"
-        if not reaches and not remote_tensors and not moved:
-            raise CheckFailed(
-                f"each trained tensor got no gradient{zeros}, and none changed: is the loss computed under torch.no_grad(), "
-                "or is backward() not called?"
-            )
-        still = [name for name, shape in shapes.items() if len(shape) > 1 and 0 not in shape and name not in moved]
+        still, starved = self._left_out(moved, reached, remote_tensors=remote_tensors)
         if still:
-            raise CheckFailed(
-                f"{len(still)} of {len(self._trained)} trained tensors did not change in {steps} steps (first: {still[0]})"
-            )
-        starved = [name for name, shape in shapes.items() if 0 not in shape and reached is not None and name not in reached]
+            raise self._unchanged(still, steps)
         if starved:
             raise CheckFailed(
-                f"{len(starved)} of {len(self._trained)} trained tensors got no gradient (first: {starved[0]}){zeros}; "
-                "if that is intended, give them requires_grad_(False)"
+                f"{len(starved)} of {len(self._trained)} trained tensors got no gradient (first: {starved[0]}){self._zeros}"
+                "; if that is intended, give them requires_grad_(False)"
             )
+
+    def tell(
+        self, moved: set[str], reached: set[str] | None, *, steps: int, declared: Iterable[str] = ()
+    ) -> tuple[TrainedTensors, str]:
+        """Return which tensors train, and a sentence on those that do not; empty where there are none.
+
+        Args:
+            moved, reached, steps: as of `check`.
+            declared: the names of the tensors that are to be idle, or patterns of them.
+
+        Raises:
+            CheckFailed: no tensor trains, or one does that is to be idle.
+        """
+        still, starved = self._left_out(moved, reached)
+        idle = {*still, *starved}
+        to_be_idle = {name: pattern for pattern in declared for name in fnmatch.filter(self._trained, pattern)}
+        if trained := next((name for name in to_be_idle if name not in idle), None):
+            raise CheckFailed(
+                f"setup.watch() has {to_be_idle[trained]!r} in idle, but {trained} "
+                f"{'changes' if trained in moved else 'gets a gradient'} in training; take it out"
+            )
+        names = [name for name in self._trained if name not in to_be_idle]
+        learning, left = [name for name in names if name not in idle], [name for name in names if name in idle]
+        if still and moved.isdisjoint(names):
+            raise self._unchanged(still, steps)
+        counts = Counter(map(_without_numbers, left))
+        record = TrainedTensors(
+            learning=dict(Counter(_module_of(_without_numbers(name)) for name in learning).most_common(_MOST_NAMES)),
+            idle=dict(counts.most_common(_MOST_NAMES)),
+        )
+        if not left:
+            return record, ""
+        what = "got no gradient" if set(left) <= {*starved} else "did not change"
+        both = " and did not change" if self._before and what == "got no gradient" else ""
+        told = [f"{name} ({number})" if number > 1 else name for name, number in counts.items()]
+        more = f" and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
+        return record, (
+            f"{len(left)} of {len(names)} trained tensors {what}{both}: {', '.join(told[:_NAMED])}{more}; if that is "
+            "intended, say it by setup.watch(model, idle=[...]) with these names, or give them requires_grad_(False)"
+        )
+
+    def check_declared(self, declared: Iterable[str]) -> None:
+        """Check that each of the names, or patterns, is that of a trained tensor.
+
+        Raises:
+            CheckFailed: one is not.
+        """
+        for pattern in declared:
+            if not fnmatch.filter(self._trained, pattern):
+                raise CheckFailed(
+                    f"setup.watch() has {pattern!r} in idle, but no trained tensor of the model has such a name; its names "
+                    f"are like {next(iter(self._trained), 'none')}, and * stands for any part of one"
+                )
+
+    @property
+    def _zeros(self) -> str:
+        return "" if self._accepts_zeros else ", or one of zeros only"
+
+    def _unchanged(self, still: Sequence[str], steps: int) -> CheckFailed:
+        number = len(self._trained)
+        return CheckFailed(f"{len(still)} of {number} trained tensors did not change in {steps} steps (first: {still[0]})")
+
+    def _left_out(
+        self, moved: set[str], reached: set[str] | None, *, remote_tensors: int = 0
+    ) -> tuple[Sequence[str], Sequence[str]]:
+        """Return the names of matrices that did not change, and of tensors that got no gradient.
+
+        Raises:
+            CheckFailed: there is no other tensor.
+        """
+        if not self._trained and not remote_tensors:
+            raise CheckFailed("no parameter requires a gradient: nothing trains")
+        shapes = {name: shape for name, value in self._trained.items() if 0 not in (shape := _shape(value))}
+        reaches = reached is None or not reached.isdisjoint(shapes)
+        if not reaches and not remote_tensors and not moved:
+            changed = ", and none changed" if self._before else ""
+            raise CheckFailed(
+                f"each trained tensor got no gradient{self._zeros}{changed}: is the loss computed under torch.no_grad(), or "
+                "is backward() not called?"
+            )
+        matrices = [name for name, shape in shapes.items() if len(shape) > 1] if self._before else []
+        still = [name for name in matrices if name not in moved]
+        return still, [name for name in shapes if reached is not None and name not in reached]
+
+
+def _without_numbers(name: str) -> str:
+    """Return the name of a tensor with ``*`` in place of the numbers of layers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _module_of(name: str) -> str:
+    """Return the name of the module that a tensor is in."""
+    return name.rpartition(".")[0]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from pytest_gputrain.records import (
     Task,
     TracedCall,
 )
-from pytest_gputrain.records.emulated import NOT_MADE
+from pytest_gputrain.records.emulated import NO_VALUES, NOT_MADE
 from pytest_gputrain.records.emulation import ASSUMPTION, NotExchanged, OtherKernels, not_exchanged_sentence
 from pytest_gputrain.utils.torch_beside import ORIGIN_VARIABLE
 from pytest_gputrain.worker.device import Accelerator, Device
@@ -233,6 +233,8 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
         bytes_per_step=work.bytes if work else None,
         expected=_expected(work.calls(), task, compiled=figures.compiles) if work else None,
         counts=counts,
+        trained=measured.trained,
+        batch_shapes=measured.batch_shapes,
         operators=work.by_operator() if work else {},
         parameters=measured.parameters,
         trainable_parameters=measured.trainable_parameters,
@@ -243,7 +245,7 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
         notes=(
             *measured.notes,
             *filter(None, [unnamed]),
-            NOT_MADE,
+            NO_VALUES if measured.trained else NOT_MADE,
             *_own_rests_on(reads),
             *of_counts(counts, reads["unknown_reads"]),
         ),

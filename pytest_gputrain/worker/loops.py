@@ -25,6 +25,8 @@ FRAMEWORKS: Final = {
 
 Note = Callable[[Any], None]
 """Called after each step with its loss, or with None."""
+See = Callable[[object], None]
+"""Called with the batch of each step of a framework's trainer."""
 
 
 class Loop(Protocol):
@@ -38,12 +40,13 @@ class Loop(Protocol):
         """
 
 
-def loop_of(built: object, case: Case, processes: int, watch: Callable[[nn.Module], None], note: Note) -> Loop:
+def loop_of(built: object, case: Case, processes: int, watch: Callable[[nn.Module], None], note: Note, see: See) -> Loop:
     """Return the loop of what a user's function has built.
 
     Args:
         processes: of the case.
         watch: lets the worker know the model of a framework's trainer.
+        see: lets it know the batches of one.
 
     Raises:
         CheckFailed: there is no way to train with it.
@@ -58,7 +61,7 @@ def loop_of(built: object, case: Case, processes: int, watch: Callable[[nn.Modul
                 "it, or write the loop with torch.distributed"
             )
         module = importlib.import_module(f"pytest_gputrain.worker.frameworks.{framework}")
-        loop: Loop = module.TrainerLoop(built, case, watch, note)
+        loop: Loop = module.TrainerLoop(built, case, watch, note, see)
         return loop
     if not callable(built):
         raise CheckFailed(

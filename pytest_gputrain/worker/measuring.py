@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pytest_gputrain.records import Case, EmulatedRun, Measurement, Served, Task
+from pytest_gputrain.records import Case, EmulatedRun, Measurement, Served, Task, TrainedTensors
 from pytest_gputrain.records.reply import UNPROFILED
 from pytest_gputrain.utils.linux import CoreWait
 from pytest_gputrain.worker.allocations import AllocationCounter, strided_parts
@@ -110,6 +110,9 @@ class Measuring:
         self._beside = MemoryBeside(after=3 * self._case.gradient_accumulation)
         self._attached = device.type != "cpu" and StepProfile.is_attached
         self._figures: Measurement | None = None
+        self._trained: TrainedTensors | None = None
+        self._not_trained = ""
+        """The note on tensors of own code that do not train."""
         self._only_missing = ""
         """What is missing if the step that runs fails, behind all checks: the beginning of a note."""
         self._check_without_step: Callable[[str], Measurement] | None = None
@@ -202,20 +205,16 @@ class Measuring:
         counting: contextlib.ExitStack,
         counter: AllocationCounter | None,
     ) -> Steps:
-        task, case, device, group, own = self._task, self._case, self._device, self._group, self._own
-        emulated = self._emulated
-        # A curve may end in weights that are NaN, of which nothing can be checked.
-        checks_values = device.computes and not task.curve
-        movement = (
-            _movement(training.model, training.idle, case, own) if training.model is not None and checks_values else None
-        )
+        task, case, device, group, emulated = self._task, self._case, self._device, self._group, self._emulated
+        movement = self._movement(training, counting)
         # Libraries raise and catch exceptions when they are first used, whose frames hold what was being built.
         gc.collect()
         device.reset_peaks()
         if task.limit and task.limit.of_steps:
             device.limit(task.limit.bytes)
         if counter is not None:
-            yield from self._count(training, counter)
+            with self._noting_shapes(training):
+                yield from self._count(training, counter)
         if not emulated:
             counting.close()
         # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
@@ -242,7 +241,8 @@ class Measuring:
             return task.curve and group.size == 1 and bool(last) and not math.isfinite(float(last[0]))
 
         self._progress.enter("warmup")
-        warmup_seconds = yield from self._warm_up(training, report, begin)
+        with self._noting_shapes(training):
+            warmup_seconds = yield from self._warm_up(training, report, begin)
         if emulated and emulated.counter:
             emulated.counter.first = len(warmup_seconds)
         group.barrier()
@@ -378,6 +378,8 @@ class Measuring:
                     yield False
         flops = yield from self._watched(training, movement, figures, steps=steps + 1)
         checked = own.check(flops, training) if own else Checked(())
+        if isinstance(training, OwnCodeTraining):
+            figures = msgspec.structs.replace(figures, trained=self._trained, batch_shapes=training.batch_shapes)
         if flops.trouble:
             checked = Checked((*checked.notes, f"{FLOPS_FAILED} ({flops.trouble})"), knows_flops=False)
         if self._emulated:
@@ -388,7 +390,7 @@ class Measuring:
             flops_per_step=(flops.total - flops.recomputed) or None if checked.knows_flops else None,
             recomputed_flops_per_step=flops.recomputed if flops.total and checked.knows_flops else None,
             tf32_share=(flops.tf32_share or None) if checked.knows_flops else None,
-            notes=(*figures.notes, *checked.notes),
+            notes=(*figures.notes, *filter(None, [self._not_trained]), *checked.notes),
         )
         yield from self._count_further(training, figures)
         return self._with_counts(figures)
@@ -506,7 +508,9 @@ class Measuring:
             return report(step, seconds)
 
         core_wait = CoreWait()
-        seconds = yield from timed(updates, self._device, end_step, begin_step)
+        # A look at shapes would be part of the time.
+        with contextlib.nullcontext() if self._device.computes else self._noting_shapes(training):
+            seconds = yield from timed(updates, self._device, end_step, begin_step)
         self._core_wait_share = core_wait.share()
         return seconds
 
@@ -554,7 +558,7 @@ class Measuring:
         if self._case.compile != "off" or self._emulated:
             self._device.limit(0)
             if self._group.size == 1:  # of several processes, the others would wait for the one that has no memory
-                self._check_without_step = functools.partial(_unwatched, figures, training, movement, steps=steps - 1)
+                self._check_without_step = lambda why: self._unwatched(figures, training, movement, why, steps=steps - 1)
         traced_later = self._compile_calls.any and self._group.size == 1
         updates = own is None or self._case.gradient_accumulation == 1
         with (
@@ -563,34 +567,90 @@ class Measuring:
             contextlib.nullcontext() if traced_later else self._counting_step(training, update=updates),
             self._emulated.counting_work() if self._emulated else count_flops() as flops,
             movement.watching() if movement else contextlib.nullcontext(),
+            self._noting_shapes(training),
         ):
             yield True
         self._check_without_step = None
-        moved, reached = self._group.union(movement.changes() if movement else (set(), set()))
-        if movement is not None:
-            # A step of own code may train but a part, as one of two players or the experts that are chosen.
-            reached = (reached | moved) if own else reached
-            movement.check(moved, reached, steps=steps, remote_tensors=training.remote_tensors)
+        moved, reached = movement.changes() if movement else (set(), set())
+        if not self._emulated:  # where each process tells of its own tensors, and a large message has no known bytes
+            moved, reached = self._group.union((moved, reached))
+        # A CUDA graph calls nothing for a gradient, and only values that are computed would tell.
+        if movement is not None and not (self._emulated and flops.launches_graphs):
+            self._check_movement(movement, training, moved, reached, steps=steps)
         return flops
+
+    def _unwatched(
+        self, figures: Measurement, training: Trainable, movement: Movement | None, why: str, *, steps: int
+    ) -> Measurement:
+        """Check what can be checked without a further step, and say what was not.
+
+        Args:
+            why: the note on what is missing.
+
+        Raises:
+            CheckFailed: the model does not train.
+        """
+        if movement is not None and self._device.computes:
+            moved, _ = movement.changes()
+            self._check_movement(movement, training, moved, None, steps=steps)
+        said = filter(None, [why, self._not_trained])
+        return msgspec.structs.replace(figures, trained=self._trained, notes=(*figures.notes, *said))
+
+    def _check_movement(
+        self, movement: Movement, training: Trainable, moved: set[str], reached: set[str] | None, *, steps: int
+    ) -> None:
+        """Check that the model trains, and note what of own code's does not, which only a baseline can tell to be wrong.
+
+        Args:
+            reached: the names of tensors that got a gradient; None where no step was watched.
+
+        Raises:
+            CheckFailed: it does not train.
+        """
+        if isinstance(training, OwnCodeTraining):
+            # A step of own code may train but a part, as one of two players or the experts that are chosen.
+            reached = None if reached is None else reached | moved
+            self._trained, self._not_trained = movement.tell(moved, reached, steps=steps, declared=training.idle_names)
+        else:
+            movement.check(moved, reached, steps=steps, remote_tensors=training.remote_tensors)
+
+    def _movement(self, training: Trainable, counting: contextlib.ExitStack) -> Movement | None:
+        """Return that of the model, at the end of its build, without a look at the weights that would be counted.
+
+        Args:
+            counting: is open in the steps that are counted.
+
+        Returns:
+            None where there is no model, or nothing of it can be checked.
+
+        Raises:
+            CheckFailed: a tensor that is declared to be idle is not there.
+        """
+        computes = self._device.computes
+        if self._own:
+            self._own.seeds.end_build()
+        # A curve may end in weights that are NaN, of which nothing can be checked.
+        if training.model is None or self._task.curve or not (computes or self._own):
+            return None
+        # fp16 rounds small gradients to zero, scaled or not: on an H200 those of 16 of 680 tensors of Stable Diffusion 3.
+        zeros = self._own is not None or PRECISIONS[self._case.precision].scaled
+        with _disable_current_modes():
+            movement = Movement(training.model, training.idle, accepts_zeros=zeros, knows_values=computes)
+        if isinstance(training, OwnCodeTraining):
+            movement.check_declared(training.idle_names)
+        if not computes and not self._compile_calls.any:
+            counting.enter_context(movement.watching())  # a step may train another part, and no changed value tells it there
+        return movement
+
+    def _noting_shapes(self, training: Trainable) -> contextlib.AbstractContextManager[None]:
+        """Provide a context for steps of own code in which it is noted on what shapes its model trains."""
+        if not isinstance(training, OwnCodeTraining):
+            return contextlib.nullcontext()
+        return training.noting_shapes(compiled=self._compile_calls.any and self._device.type != "cpu")
 
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-
-
-def _unwatched(figures: Measurement, training: Trainable, movement: Movement | None, why: str, *, steps: int) -> Measurement:
-    """Check what can be checked without a further step, and say what was not.
-
-    Args:
-        why: the note on what is missing.
-
-    Raises:
-        CheckFailed: the model does not train.
-    """
-    if movement is not None:
-        moved, _ = movement.changes()
-        movement.check(moved, None, steps=steps, remote_tensors=training.remote_tensors)
-    return msgspec.structs.replace(figures, notes=(*figures.notes, why))
 
 
 def _steps_to_time(task: Task, training: Trainable, group: Group) -> int:
@@ -601,14 +661,6 @@ def _steps_to_time(task: Task, training: Trainable, group: Group) -> int:
     # The counted steps trained too: the curve begins with the first of them, and is as long on a CPU as on a GPU.
     finite = all(math.isfinite(float(loss)) for loss in training.losses)
     return max(1, task.case.steps - len(training.losses)) if finite or group.size > 1 else 1
-
-
-def _movement(model: nn.Module, idle: Sequence[str], case: Case, own: OwnCode | None) -> Movement:
-    """Return that of the model. Its look at the weights is no part of the build that is counted."""
-    # fp16 rounds small gradients to zero, scaled or not: on an H200 those of 16 of 680 tensors of Stable Diffusion 3.
-    rounds_to_zero = PRECISIONS[case.precision].scaled
-    with _disable_current_modes():
-        return Movement(model, idle, accepts_zeros=own is not None or rounds_to_zero)
 
 
 def own_lines(task: Task, builder: StepBuilder | None = None) -> OwnLines:

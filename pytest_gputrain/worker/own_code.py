@@ -13,6 +13,7 @@ from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.growth import Growth
 from pytest_gputrain.worker.loads_and_updates import LoadsAndUpdates
 from pytest_gputrain.worker.precision import check_precision, weights_by_type
+from pytest_gputrain.worker.seeds import Seeds
 from pytest_gputrain.worker.thread_operators import ThreadOperators, started_processes
 from pytest_gputrain.worker.threads import countable_threads
 from pytest_gputrain.worker.training import Trainable
@@ -37,21 +38,29 @@ class OwnCode:
     Args:
         counts_memory: whether its tensors are counted one by one; an allocator counts those of all threads.
         group: the processes of the case.
+        inline: whether it runs in pytest's process, whose random numbers are the user's.
     """
 
-    def __init__(self, task: Task, group: Group, *, counts_memory: bool) -> None:
+    def __init__(self, task: Task, group: Group, *, counts_memory: bool, inline: bool = False) -> None:
         self._case = task.case
         self._counts_memory = counts_memory
         self._alone = group.size == 1
         self.growth = Growth(task, group)
         self.asked = LoadsAndUpdates()
+        self.seeds = Seeds(of_python=not inline)
         self._processes: list[str] = []
         self._thread_operators = ThreadOperators()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[OwnCode]:
         """Provide a context for all of it."""
-        with countable_threads(), self.growth.following(), self.asked.following(), started_processes() as self._processes:
+        with (
+            countable_threads(),
+            self.growth.following(),
+            self.asked.following(),
+            self.seeds.following(),
+            started_processes() as self._processes,
+        ):
             yield self
 
     def recording_threads(self) -> contextlib.AbstractContextManager[None]:

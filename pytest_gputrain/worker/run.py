@@ -29,9 +29,8 @@ from pytest_gputrain.worker.parallel import NEEDS_GROUP
 from pytest_gputrain.worker.parallel.table_server import TableServer
 from pytest_gputrain.worker.precision import tf32_allowed
 from pytest_gputrain.worker.progress import Progress
+from pytest_gputrain.worker.seeds import SEED
 from pytest_gputrain.worker.training import StepBuilder
-
-SEED: Final = 20_240_101
 
 _OF_ANY_CONFIG: Final = ("model", "batch_size", "sequence_length", "resolution", "frames", "loss")
 """Fields of a case that any model of a config.json takes."""
@@ -76,7 +75,7 @@ def run(
         torch.manual_seed(SEED)
         even_alone = task.case.parallel in NEEDS_GROUP
         if is_own_code(task.case, builder):
-            own = OwnCode(task, group, counts_memory=device.type == "cpu")
+            own = OwnCode(task, group, counts_memory=device.type == "cpu", inline=builder is not None)
         with (
             group.joined(device.torch_device, even_alone=even_alone),
             device.keeping_peaks(),

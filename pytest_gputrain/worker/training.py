@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pytest_gputrain.records import Case, Scale
+from pytest_gputrain.records import BatchShapes, Case, Scale
 from pytest_gputrain.worker import zoo
+from pytest_gputrain.worker.batch_shapes import ShapesNoted
 from pytest_gputrain.worker.checks import CheckFailed, check_parameters, check_trainable
 from pytest_gputrain.worker.compiling import compile_in_place
 from pytest_gputrain.worker.device import is_gpu
@@ -219,6 +220,7 @@ class Setup:
     processes: int = 1
     """The number of processes that train."""
     watched: list[nn.Module] = field(default_factory=list)
+    idle_names: dict[str, None] = field(default_factory=dict)
     own_work_done: Callable[[], None] = lambda: None
     """You may call it in a step before the step first needs another process. The report then shows which process is
     late."""
@@ -232,11 +234,22 @@ class Setup:
         """Return the autocast context of the case's precision. It does nothing if the precision needs none."""
         return self.precision.casting(self.device)
 
-    def watch(self, model: nn.Module) -> None:
+    def watch(self, model: nn.Module, *, idle: Sequence[str] = ()) -> None:
         """Have the worker count the parameters of ``model`` and check that training changes them. A loop may call it in
-        every step."""
+        every step.
+
+        Args:
+            idle: the names of tensors that require a gradient, and get none on purpose, as in ``model.named_parameters()``;
+                ``*`` stands for any part of a name.
+
+        Raises:
+            CheckFailed: ``idle`` is no list of names.
+        """
+        if isinstance(idle, str) or not all(isinstance(name, str) for name in idle):
+            raise CheckFailed(f"setup.watch() takes a list of names as idle, such as idle=['pooler.*'], and got {idle!r}")
         if all(model is not watched for watched in self.watched):
             self.watched.append(model)
+        self.idle_names.update(dict.fromkeys(idle))
 
 
 StepBuilder = Callable[[Setup], Any]
@@ -269,9 +282,12 @@ class OwnCodeTraining:
         self.keeps_losses = True
         """Whether losses are copied, which is a task for the GPU that the program does not ask for."""
         self._watched = setup.watched
+        self.idle_names = setup.idle_names
+        """The names of tensors that are to get no gradient: see `Setup.watch`."""
+        self._shapes = ShapesNoted()
         self.optimizer_steps = Updates(case, counts=device.type == "cpu")
         with self.optimizer_steps.following():
-            self._loop = loop_of(builder(setup), case, group.size, setup.watch, self._note)
+            self._loop = loop_of(builder(setup), case, group.size, setup.watch, self._note, self._shapes.note)
         self.samples = case.batch_size
         self.sequence_length = case.sequence_length
         self.tokens: int | None = None
@@ -303,12 +319,31 @@ class OwnCodeTraining:
         """What tells whether the step before a generator's first ``yield`` has begun; None where there is no such step."""
         return self._loop.first_step_began if isinstance(self._loop, GeneratorLoop) else None
 
+    @property
+    def _is_of_framework(self) -> bool:
+        """Whether a framework's trainer runs, which tells how it accumulates gradients, and its batches."""
+        return not isinstance(self._loop, FunctionLoop | GeneratorLoop)
+
     def run(self, steps: Steps) -> None:
-        if not isinstance(self._loop, FunctionLoop | GeneratorLoop):  # a framework has told how it accumulates gradients
+        steps = self._shapes.during(steps)
+        if self._is_of_framework:
             self._loop.run(steps)
             return
         with self.optimizer_steps.following():
             self._loop.run(self.optimizer_steps.during(steps))
+
+    def noting_shapes(self, *, compiled: bool) -> contextlib.AbstractContextManager[None]:
+        """Provide a context for steps in which the shapes of the model's tensors are noted.
+
+        Args:
+            compiled: whether the model may run compiled, and its calls be no calls of Python.
+        """
+        return self._shapes.following(None if compiled or self._is_of_framework else self.model)
+
+    @property
+    def batch_shapes(self) -> BatchShapes | None:
+        """The shapes that were noted."""
+        return self._shapes.record()
 
     def _note(self, loss: Any) -> None:
         self.updates += 1

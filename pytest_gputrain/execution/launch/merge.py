@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from pytest_gputrain.records import (
     Served,
     SlowClass,
     StepCounts,
+    TrainedTensors,
 )
 from pytest_gputrain.records.counts import added_up
 from pytest_gputrain.records.expected import slowest
@@ -58,6 +60,7 @@ def merge(replies: Sequence[Reply | Served | EmulatedRun]) -> Measurement:
         flops_per_step=_total(reply.flops_per_step for reply in measured),
         recomputed_flops_per_step=_total(reply.recomputed_flops_per_step for reply in measured),
         counted_threads=max(reply.counted_threads for reply in measured),
+        trained=_trained(measured),
         notes=tuple(dict.fromkeys(note for reply in measured for note in reply.notes)),
         own_seconds=(),
         ranks=tuple(map(_rank, figures)),
@@ -78,6 +81,8 @@ def merge_emulated(replies: Sequence[EmulatedRun]) -> EmulatedRun:
         **_phases(replies),
         bytes_per_step=_total(reply.bytes_per_step for reply in replies),
         operators=_work_of_all(replies),
+        trained=_trained(replies),
+        batch_shapes=replies[0].batch_shapes,
         counts=_counts_of_all([reply.counts for reply in replies if reply.counts]),
         expected=slowest(reply.expected for reply in replies),
         allocated_by_rank=tuple(peaks),
@@ -113,6 +118,18 @@ def _phases(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> dict[str,
         "phase_peak_bytes": {phase: reply.phase_peak_bytes[phase] for phase, reply in highest.items()},
         "largest": {phase: reply.largest[phase] for phase, reply in highest.items() if phase in reply.largest},
     }
+
+
+def _trained(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> TrainedTensors | None:
+    """Return the tensors that any rank trains: each of the same model, or of a part of its own."""
+    known = [reply.trained for reply in replies if reply.trained]
+    if not known:
+        return None
+    learning, idle = (
+        {name: max(of_rank.get(name, 0) for of_rank in of_ranks) for name in dict.fromkeys(itertools.chain(*of_ranks))}
+        for of_ranks in ([trained.learning for trained in known], [trained.idle for trained in known])
+    )
+    return TrainedTensors(learning=learning, idle=idle)
 
 
 def _work_of_all(replies: Sequence[EmulatedRun]) -> dict[str, OperatorWork]:

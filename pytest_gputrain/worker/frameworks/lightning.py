@@ -11,6 +11,7 @@ from torch import nn
 from pytest_gputrain.records import Case
 from pytest_gputrain.worker.frameworks.stepping import Stepping, refuse_other
 from pytest_gputrain.worker.loop import Steps
+from pytest_gputrain.worker.loops import See
 
 _LEFT_OUT: Final = (
     "Checkpoint",
@@ -33,10 +34,10 @@ class TrainerLoop:
     """
 
     def __init__(
-        self, fit: tuple[Any, ...], case: Case, watch: Callable[[nn.Module], None], note: Callable[[Any], None]
+        self, fit: tuple[Any, ...], case: Case, watch: Callable[[nn.Module], None], note: Callable[[Any], None], see: See
     ) -> None:
         self._trainer, *self._arguments = fit
-        self._case, self._watch, self._note = case, watch, note
+        self._case, self._watch, self._note, self._see = case, watch, note, see
         theirs = self._trainer.accumulate_grad_batches
         said = f"{case.model} returned a Trainer with accumulate_grad_batches={theirs}"
         refuse_other(case, "gradient_accumulation", theirs, said)
@@ -48,7 +49,7 @@ class TrainerLoop:
         trainer.fit_loop.epoch_loop.min_steps = None
         trainer.fit_loop.max_epochs = -1
         trainer.fit_loop.epoch_loop.max_steps = -1
-        stepping = Stepping(self._case, steps, self._watch, self._note)
+        stepping = Stepping(self._case, steps, self._watch, self._note, self._see)
         trainer.callbacks.append(_callback(trainer, self._case, stepping))
         trainer.fit(*self._arguments)
         stepping.end()
@@ -83,6 +84,7 @@ def _callback(trainer: Any, case: Case, stepping: Stepping) -> Any:
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+            stepping.see(batch)
             trainer.should_stop |= not stepping.stepped(loss)
 
     return SteppingCallback()

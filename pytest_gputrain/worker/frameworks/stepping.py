@@ -10,6 +10,7 @@ from torch import nn
 from pytest_gputrain.records import Case
 from pytest_gputrain.worker.checks import CheckFailed, ended
 from pytest_gputrain.worker.loop import Steps
+from pytest_gputrain.worker.loops import See
 
 
 class Stepping:
@@ -18,10 +19,14 @@ class Stepping:
     Args:
         watch: lets the worker know the model.
         note: is called with the loss of each micro-batch.
+        see: is called with each batch, before the next one is asked for.
     """
 
-    def __init__(self, case: Case, steps: Steps, watch: Callable[[nn.Module], None], note: Callable[[Any], None]) -> None:
+    def __init__(
+        self, case: Case, steps: Steps, watch: Callable[[nn.Module], None], note: Callable[[Any], None], see: See
+    ) -> None:
         self._case, self._steps, self._watch, self._note = case, steps, watch, note
+        self.see = see
         self._wants_more = True
         self._taken = 0
 

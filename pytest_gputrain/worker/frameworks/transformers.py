@@ -18,6 +18,7 @@ from transformers import (
 from pytest_gputrain.records import Case
 from pytest_gputrain.worker.frameworks.stepping import Stepping, refuse_other
 from pytest_gputrain.worker.loop import Steps
+from pytest_gputrain.worker.loops import See
 
 _ROUNDS_OF_CHECKS: Final = 12
 """Rounds of the accumulation that are taken beside those of the warm-up and the timed steps, at most: counted ones, and
@@ -29,9 +30,9 @@ class TrainerLoop:
     """Has a Trainer take steps until no more are asked for. A step is one micro-batch."""
 
     def __init__(
-        self, trainer: Trainer, case: Case, watch: Callable[[nn.Module], None], note: Callable[[Any], None]
+        self, trainer: Trainer, case: Case, watch: Callable[[nn.Module], None], note: Callable[[Any], None], see: See
     ) -> None:
-        self._trainer, self._case, self._watch, self._note = trainer, case, watch, note
+        self._trainer, self._case, self._watch, self._note, self._see = trainer, case, watch, note, see
         arguments = trainer.args
         for knob, theirs in (
             ("gradient_accumulation", arguments.gradient_accumulation_steps),
@@ -44,7 +45,7 @@ class TrainerLoop:
         self._silence()
         updates = -(-(case.warmup + case.steps) // case.gradient_accumulation) + _ROUNDS_OF_CHECKS
         trainer.args.max_steps = max(trainer.args.max_steps, updates)
-        stepping = Stepping(case, steps, self._watch, self._note)
+        stepping = Stepping(case, steps, self._watch, self._note, self._see)
         trainer.add_callback(_Callback(trainer, stepping))
         trainer.train()
         stepping.end()
@@ -70,6 +71,7 @@ class _Callback(TrainerCallback):  # type: ignore[misc]  # of a library without 
         take_step = trainer.training_step
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
+            stepping.see((args, kwargs))
             self._loss = take_step(*args, **kwargs)
             return self._loss
 

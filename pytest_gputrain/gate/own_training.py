@@ -1,0 +1,70 @@
+"""Compares what own code trains, and on what shapes, with a baseline. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from pytest_gputrain.gate.messages import listed
+from pytest_gputrain.records import BatchShapes, TrainedTensors
+from pytest_gputrain.records.own_training import TensorShapes
+
+_MOST_NAMES: Final = 4
+_MOST_SHAPES: Final = 3
+
+
+def lost_tensors(now: TrainedTensors | None, before: TrainedTensors | None) -> str:
+    """Say which tensors trained in a baseline and do not any more, to follow the case in a sentence; empty for none.
+
+    A new tensor that does not train is no loss, and neither is one that is gone: of a module, as many tensors less have to
+    train as more do not. So another layer may be the one that does not, as an expert that no sample chose.
+    """
+    if now is None or before is None:
+        return ""
+    idle, idle_before = _by_module(now), _by_module(before)
+    lost = [
+        f"{name} ({count})" if count > 1 else name
+        for name, count in now.idle.items()
+        if count > before.idle.get(name, 0)
+        and idle[module := _module_of(name)] > idle_before[module]
+        and now.learning.get(module, 0) < before.learning.get(module, 0)
+    ]
+    more = [f"{len(lost) - _MOST_NAMES} more"] if len(lost) > _MOST_NAMES else []
+    named = listed([*lost[:_MOST_NAMES], *more])
+    return f"no longer trains {named}, which got a gradient or changed before" if lost else ""
+
+
+def _by_module(trained: TrainedTensors) -> Counter[str]:
+    """Return the number of tensors of each module that do not train."""
+    counts: Counter[str] = Counter()
+    for name, count in trained.idle.items():
+        counts[_module_of(name)] += count
+    return counts
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def other_shapes(now: BatchShapes | None, before: BatchShapes | None, side: str) -> str:
+    """Say that own code trains on other shapes than a baseline, and where that shows first; empty where it does not.
+
+    Args:
+        side: what the baseline is called, such as "the baseline".
+    """
+    if now is None or before is None:
+        return ""
+    said = f"its batches have other shapes than in {side}"
+    for step, (new, old) in enumerate(zip(now.known(), before.known(), strict=False), start=1):
+        if new != old:
+            return f"{said}: {_shown(new, old)} in step {step}, where it had {_shown(old, new)}"
+    if now.last != before.last:
+        return f"{said}: {_shown(now.last, before.last)} in the last one, where it had {_shown(before.last, now.last)}"
+    return said if now.steps == before.steps and now.digest != before.digest else ""
+
+
+def _shown(shapes: TensorShapes, others: TensorShapes) -> str:
+    """Return ``[8, 128] and [8]``, of those that the others do not have where there are such."""
+    chosen = [shape for shape in shapes if shape not in others] or shapes
+    more = [f"{len(chosen) - _MOST_SHAPES} more"] if len(chosen) > _MOST_SHAPES else []
+    return listed([*(str([*shape]) for shape in chosen[:_MOST_SHAPES]), *more])

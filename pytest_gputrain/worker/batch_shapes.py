@@ -1,0 +1,127 @@
+"""Notes the shapes of the tensors that a watched model is given, step by step: data that vary take other memory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+from torch import Tensor, nn
+
+from pytest_gputrain.records import BatchShapes
+from pytest_gputrain.records.own_training import TensorShapes
+from pytest_gputrain.worker.allocations import strided_parts
+from pytest_gputrain.worker.loop import Steps
+
+_MOST_ROWS: Final = 4
+"""Runs of steps of the same shapes that a record has."""
+_MOST_SHAPES: Final = 16
+"""TensorShapes of one step that a record has."""
+_MOST_VALUES: Final = 256
+_DEEPEST: Final = 6
+"""Values that are looked at in what a model is given, and how deep: a batch may be an object that refers to anything."""
+
+
+class ShapesNoted:
+    """The shapes in each step in which they are followed. It reads sizes alone, for which nothing waits for a GPU."""
+
+    def __init__(self) -> None:
+        self._is_following = False
+        self._step: dict[TensorShapes, None] = {}
+        self._steps: list[TensorShapes] = []
+
+    @contextlib.contextmanager
+    def following(self, model: nn.Module | None) -> Iterator[None]:
+        """Provide a context in which shapes are noted.
+
+        Args:
+            model: whose calls are followed; None where `note` is called instead, or where they cannot be seen.
+        """
+        hooks = [part.register_forward_pre_hook(_Hook(self), with_kwargs=True) for part in _called(model)]
+        self._is_following = True
+        try:
+            yield
+        finally:
+            self._is_following = False
+            for hook in hooks:
+                hook.remove()
+
+    def during(self, steps: Steps) -> Steps:
+        """Yield what ``steps`` does, and take each as a step."""
+        for update in steps:
+            was_following = self._is_following
+            yield update
+            if was_following and self._step:
+                shapes = dict.fromkeys(itertools.chain.from_iterable(self._step))
+                self._steps.append(tuple(shapes))
+            self._step.clear()
+
+    def note(self, given: object) -> None:
+        """Take notice of what the model is given. What it is given again, as in recomputation, counts once in a step."""
+        if self._is_following:
+            self._step[tuple(itertools.islice(_shapes(given), _MOST_VALUES))] = None
+
+    def record(self) -> BatchShapes | None:
+        """Return the record; None where nothing was noted."""
+        if not any(self._steps):
+            return None
+        rows = ((sum(1 for _ in run), shapes[:_MOST_SHAPES]) for shapes, run in itertools.groupby(self._steps))
+        return BatchShapes(
+            steps=len(self._steps),
+            digest=hashlib.sha256(msgspec.json.encode(self._steps)).hexdigest()[:8],
+            first=tuple(itertools.islice(rows, _MOST_ROWS)),
+            last=self._steps[-1][:_MOST_SHAPES],
+        )
+
+
+class _Hook:
+    """Notes what a module is given. A copy of the module, or what is read of its file, notes nothing."""
+
+    def __init__(self, shapes: ShapesNoted | None = None) -> None:
+        self._shapes = shapes
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._shapes is not None:
+            self._shapes.note((args, kwargs))
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+def _called(model: nn.Module | None) -> Iterator[nn.Module]:
+    """Yield the modules that are called: the model, or the parts of a container, which nobody can call."""
+    if model is None:
+        return
+    if type(model) in (nn.ModuleList, nn.ModuleDict):
+        for part in model.children():
+            yield from _called(part)
+    else:
+        yield model
+
+
+def _shapes(given: object) -> Iterator[tuple[int, ...]]:
+    """Yield the shape of each tensor in a value: of sparse and nested ones those of their parts."""
+    values: list[tuple[object, int]] = [(given, 0)]
+    for _ in range(_MOST_VALUES):
+        if not values:
+            return
+        value, depth = values.pop()
+        if isinstance(value, Tensor):
+            yield from (tuple(part.shape) for part in strided_parts(value) if part.shape)
+        elif depth < _DEEPEST:
+            values += [(inner, depth + 1) for inner in reversed(_parts(value))]
+
+
+def _parts(value: object) -> list[Any]:
+    """Return what a value of a batch holds: the first items of a collection, or the attributes of an object."""
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
+        parts = vars(value).values()
+    return [*itertools.islice(parts, _MOST_VALUES)]
