@@ -154,10 +154,10 @@ def within(folder: Path, *names: str) -> Path:
     path = folder.joinpath(*names)
     try:
         target = Path(os.path.realpath(path, strict=True))
-    except FileNotFoundError:  # it is to be written
-        target = Path(os.path.realpath(path))
-    except OSError as error:  # links in a circle, which `Path.resolve` takes from Python 3.13 on
-        raise ValueError(f"{path} leads nowhere ({error.strerror})") from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # which `Path.resolve` takes from Python 3.13 on
+            raise ValueError(f"{path} leads nowhere ({error.strerror})") from None
+        target = Path(os.path.realpath(path))  # whoever opens it tells what is wrong
     if not target.is_relative_to(folder.resolve()):
         raise ValueError(f"{path} is a link to {target}, which is not in {folder}")
     return path

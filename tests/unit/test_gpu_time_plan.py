@@ -14,6 +14,7 @@ from leftovers import has_ended
 from unit_examples import baseline, baseline_run, emulated_run, gpu_environment, measurement, report, result
 
 from pytest_gputrain.gate import regression
+from pytest_gputrain.gate.criteria import Criteria
 from pytest_gputrain.gate.regression import judge
 from pytest_gputrain.records import Counts, GpuSteps, StepCounts
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
@@ -36,7 +37,8 @@ def _write(folder, name, *runs, case=None, **fields):
     """Write the report of the runs, judged as the plan does, or of an emulated run."""
     if runs:
         tolerance = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
-        fields = {"replies": runs, "verdict": judge(result().case, runs, case, tolerance).verdict if case else None}
+        criteria = Criteria(case=result().case, scale="full", tolerance=tolerance, baseline=case)
+        fields = {"replies": runs, "verdict": judge(criteria, runs).verdict if case else None}
     (folder / "reports").mkdir(exist_ok=True)
     (folder / "reports" / f"{name}.json").write_bytes(msgspec.json.encode(report(result(**fields))))
 

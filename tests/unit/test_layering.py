@@ -15,7 +15,7 @@ import reference_pages
 import pytest_gputrain
 from pytest_gputrain.plugin import hooks
 from pytest_gputrain.plugin.fixtures import GpuTrain
-from pytest_gputrain.plugin.marker_help import LIMIT, TOLERANCE
+from pytest_gputrain.plugin.marker_help import LIMIT, ONLY_ON, TOLERANCE
 
 PACKAGE = "pytest_gputrain"
 ROOT = Path(pytest_gputrain.__file__).parent
@@ -255,7 +255,7 @@ def test_public_names_are_these_and_the_reference_has_a_sentence_on_each(snapsho
     defined = {f"pytest_gputrain.{name}" for name in pytest_gputrain.__all__}
     functions = [node for node in ast.parse(Path(hooks.__file__).read_text()).body if isinstance(node, ast.FunctionDef)]
     defined |= {node.name for node in functions if "pytest.fixture" in map(ast.unparse, node.decorator_list)}
-    defined |= {f"gputrain.{name}" for name in vars(GpuTrain)} | {"PLATFORM", LIMIT, TOLERANCE}
+    defined |= {f"gputrain.{name}" for name in vars(GpuTrain)} | {"PLATFORM", LIMIT, ONLY_ON, TOLERANCE}
     public = {name for name in defined if not any(part.startswith("_") for part in name.split("."))}
     assert public == {name for name in listed if not name.startswith("setup.")}
     assert ", ".join(listed) == snapshot

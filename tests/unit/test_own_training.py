@@ -5,6 +5,7 @@ from unit_examples import CASE, baseline, baseline_run, cpu_environment, emulate
 
 from pytest_gputrain.gate import emulation, regression
 from pytest_gputrain.gate.baseline_changes import loosened
+from pytest_gputrain.gate.criteria import Criteria
 from pytest_gputrain.gate.own_training import lost_tensors, other_shapes
 from pytest_gputrain.records import BatchShapes, TrainedTensors
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
@@ -21,7 +22,8 @@ MANY = BatchShapes(steps=6, digest="bb", first=((2, ((8, 128), (8,))), (4, ((8, 
 def _measured(before, **now):
     run = baseline_run(environment=cpu_environment(), **before)
     new = measurement(environment=cpu_environment(), **now)
-    return regression.judge(CASE, [new], baseline(run), TOLERANCE).verdict
+    criteria = Criteria(case=CASE, scale="full", tolerance=TOLERANCE, baseline=baseline(run))
+    return regression.judge(criteria, [new]).verdict
 
 
 def _emulated(before, **now):
