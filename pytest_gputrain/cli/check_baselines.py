@@ -108,13 +108,9 @@ def _list_changes(options: argparse.Namespace) -> bool:
 def check(folder: Path) -> Iterator[Problem]:
     """Yield the problems about the files below ``folder``, in the order of the files."""
     tables_are_sound = True
-    if old := emulated.describe_old(folder):
-        yield Problem(folder / emulated.OF_OLD_VERSIONS, 1, old)
     unreadable: list[OSError] = []
     for path in _files(folder, unreadable):
         folders = path.relative_to(folder).parts[:-1]
-        if folders[:1] == (emulated.OF_OLD_VERSIONS,):
-            continue
         try:
             problems = _damage(path) or list(_of_kind(folder, path, folders))
         except OSError as error:

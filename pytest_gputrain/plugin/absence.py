@@ -23,7 +23,7 @@ from pytest_gputrain.report.collector import Collector
 from pytest_gputrain.session.criteria import is_strict
 from pytest_gputrain.session.selection import platforms_named
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
-from pytest_gputrain.storage.emulated import EmulationStore, describe_old
+from pytest_gputrain.storage.emulated import EmulationStore
 from pytest_gputrain.utils.git import files_of_repository, in_pull_request
 
 _MOST_SHOWN: Final = 3
@@ -52,7 +52,6 @@ def note_missing(collector: Collector, tests: CaseTests, expression: str, *, end
         collector.failed |= (strict and is_asked_for) or (settings.strict is True and tests.are_skipped_by_others)
     elif tests.outcomes and all(result.figures is None for result in results):
         notes.append(f"no case gave figures: {tests.counted()}")
-    notes += filter(None, [describe_old(settings.baseline_dir)])
     for how, sentences in {
         "caught by the test, which passed": tests.caught,
         "expected by a mark (xfail)": tests.expected,

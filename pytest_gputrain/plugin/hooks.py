@@ -33,13 +33,6 @@ _PLUGIN: Final[pytest.StashKey[GpuTrainPlugin]] = pytest.StashKey()
 """The key of the plugin in the configuration, for the fixtures."""
 
 
-_WITHOUT_PREDICT: Final = (
-    "--gpu-predict (gpu_predict in the ini file) was removed: --gpu-emulate runs every case on an emulated GPU, and "
-    "gputrain predict tells whether a model fits a GPU"
-)
-"""The sentence that refuses this option of earlier versions."""
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gputrain", "gputrain: GPU training benchmarks")
     for option in OPTIONS:
@@ -53,8 +46,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         else:
             action = "append" if option.repeated else "store"
             group.addoption(option.flag, action=action, default=None, metavar=option.metavar, help=help_text)
-    group.addoption("--gpu-predict", "--no-gpu-predict", action=_Predict, nargs=0, help=argparse.SUPPRESS)
-    parser.addini("gpu_predict", _WITHOUT_PREDICT, default="")
 
 
 class _IniOnly(argparse.Action):
@@ -64,13 +55,6 @@ class _IniOnly(argparse.Action):
     def __call__(self, _parser: object, _namespace: object, value: object, option_string: str | None = None) -> None:
         option = next(option for option in OPTIONS if option.flag == option_string)
         raise pytest.UsageError(option.refused_flag(None if value is None else str(value)))
-
-
-class _Predict(argparse.Action):
-    """The flag of an option that was removed."""
-
-    def __call__(self, *_: object) -> None:
-        raise pytest.UsageError(_WITHOUT_PREDICT)
 
 
 @pytest.hookimpl(tryfirst=True)  # before conftest.py files import torch
@@ -126,10 +110,8 @@ def _refuse_unknown_settings(config: pytest.Config) -> None:
     """Refuse a misspelt ``-o gpu_name=value``, which pytest passes over, or only warns of, depending on its version.
 
     Raises:
-        pytest.UsageError: no plugin has a setting of this name, or the ini file has one that was removed.
+        pytest.UsageError: no plugin has a setting of this name.
     """
-    if config.getini("gpu_predict"):
-        raise pytest.UsageError(_WITHOUT_PREDICT)
     for override in config.getoption("override_ini") or ():
         name = override.partition("=")[0]
         if name.startswith("gpu_"):

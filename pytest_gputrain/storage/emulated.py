@@ -7,7 +7,6 @@ share these conditions. A case has figures for each of the last few.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -19,9 +18,6 @@ from pytest_gputrain.storage.baselines import SuiteStore
 
 EMULATED: Final = "emulated"
 """The folder beside those of devices."""
-
-OF_OLD_VERSIONS: Final = "predicted"
-"""The folder of predictions of earlier versions, beside those of devices."""
 
 MOST_CONDITIONS: Final = 4
 """Figures that are kept of a case, for test environments that differ in their libraries."""
@@ -94,14 +90,3 @@ class EmulationStore(SuiteStore[Recorded, EmulatedRun]):
 
     def _is_possible(self, entry: EmulatedRun) -> bool:
         return entry.peak_allocated_bytes <= entry.peak_reserved_bytes
-
-
-def describe_old(folder: Path) -> str:
-    """Say what to do with predictions that an old version left in a folder of baselines; empty where there are none."""
-    old = folder / OF_OLD_VERSIONS
-    return (
-        f"{old} is not read any more, because an emulated GPU took the place of predictions: delete it, and record what "
-        "takes its place with --gpu-emulate --gpu-baseline-update"
-        if old.is_dir()
-        else ""
-    )

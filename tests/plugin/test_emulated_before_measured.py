@@ -69,10 +69,3 @@ def test_an_emulated_run_says_nothing_to_an_update_a_baseline_another_case_or_an
     suite.write(test_tuning=SUITE)
     suite.machine("NVIDIA A100-SXM4-80GB")
     suite.run().assert_outcomes(passed=3)
-
-
-def test_predictions_of_an_earlier_version_are_told_with_what_takes_their_place(suite):
-    (suite.path / "baselines" / "predicted" / "h100").mkdir(parents=True)
-    result = suite.run()
-    result.assert_outcomes(passed=3)
-    result.stdout.fnmatch_lines(["*/baselines/predicted is not read any more, because an emulated GPU took the place of *"])

@@ -50,14 +50,6 @@ def test_an_abbreviation_is_no_option(suite, abbreviated):
     result.stderr.fnmatch_lines([f"*unrecognized arguments: {abbreviated}"])
 
 
-def test_an_option_that_was_removed_names_what_took_its_place(suite):
-    sentence = "--gpu-predict (gpu_predict in the ini file) was removed: --gpu-emulate runs every case on an emulated GPU, *"
-    for arguments in (["--gpu-predict"], ["--no-gpu-predict"], ["-o", "gpu_predict=true"]):
-        assert_refused(suite, sentence, *arguments)
-    suite.ini("gpu_predict = true")
-    assert_refused(suite, sentence)
-
-
 def test_a_setting_of_the_ini_file_counts_and_the_command_line_overrides_it(suite):
     for switch in ("emulate", "find-batch"):
         suite.ini(f"gpu_{switch.replace('-', '_')} = true")

@@ -188,19 +188,6 @@ def test_a_folder_in_the_place_of_a_file_is_told(tmp_path):
     assert sentence.endswith("llm.json:1: it cannot be read: Is a directory")
 
 
-def test_predictions_of_an_earlier_version_are_told_once_with_what_takes_their_place(tmp_path):
-    record(tmp_path)
-    for name in ("llm.json", "vision.json"):
-        path = tmp_path / "predicted" / "h100" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{}")
-    (sentence,) = problems(tmp_path)
-    assert sentence.endswith(
-        "is not read any more, because an emulated GPU took the place of predictions: delete it, and record what takes its "
-        "place with --gpu-emulate --gpu-baseline-update"
-    )
-
-
 def test_runs_of_one_session_on_a_gpu_are_warned_of_and_pass(tmp_path, capsys):
     folder = "nvidia-h100-80gb-hbm3"
     gpu = baseline(*[baseline_run()] * 5, case=Case(**CASE.identity()))
