@@ -13,7 +13,7 @@ from pytest_gputrain import Case, grid
 FP32 = Case(precision="fp32")
 WORDS = FP32.replace(model="word2vec", batch_size=100, optimizer="sgd", learning_rate=1.0)
 CLICKS = FP32.replace(batch_size=1000, optimizer="adam", learning_rate=1e-4)
-SERVED = {"parallel": "ps", "ids": "zipf", "platforms": ("cpu",)}
+SERVED = {"parallel": "ps", "id_distribution": "zipf", "platforms": ("cpu",)}
 
 CASES = [
     # gpus is the number of workers.
@@ -28,8 +28,8 @@ CASES = [
     # In one process, with even ids and with those of the published data sets.
     WORDS,
     *grid(CLICKS, model=["ctr-dnn", "wide-deep"]),
-    *grid(WORDS, ids=["zipf"]),
-    *grid(CLICKS, model=["ctr-dnn"], ids=["zipf"]),
+    *grid(WORDS, id_distribution=["zipf"]),
+    *grid(CLICKS, model=["ctr-dnn"], id_distribution=["zipf"]),
 ]
 
 

@@ -106,6 +106,8 @@ class Row(NamedTuple):
 
 def _members(owner: ast.ClassDef) -> Iterator[Row | ast.FunctionDef]:
     for member, after in zip(owner.body, [*owner.body[1:], None], strict=True):
+        if isinstance(member, ast.AnnAssign) and "settable=False" in ast.unparse(member.annotation):
+            continue  # the package alone sets it
         if isinstance(member, ast.AnnAssign) and _is_public(ast.unparse(member.target)):
             default = "" if member.value is None else f"`{ast.unparse(member.value)}`"
             yield Row(f"`{ast.unparse(member.target)}`", _type(member.annotation), default, prose(_text(after)))

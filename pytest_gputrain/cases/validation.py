@@ -199,8 +199,8 @@ def _bad_input(case: Case, architecture: Architecture) -> str | None:
     families = {"padded": ("language", "vision_language"), "packed": ("language",)}.get(case.lengths)
     if families and (architecture.family not in families or architecture.trained_part.library == "own"):
         return f"asks for lengths={case.lengths!r}, which {case.model} does not have; leave it out"
-    if case.ids != "uniform" and architecture.family not in ("word_vectors", "click_through"):
-        return f"asks for ids={case.ids!r}, which {case.model} does not have; leave it out"
+    if case.id_distribution != "uniform" and architecture.family not in ("word_vectors", "click_through"):
+        return f"asks for id_distribution={case.id_distribution!r}, which {case.model} does not have; leave it out"
     return None
 
 

@@ -88,7 +88,7 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """``fixed``: all samples are equally long. ``padded``: lengths are spaced evenly from an eighth of ``sequence_length``
     to all of it, and the rest of each row is masked. ``packed``: samples of such lengths fill each row and do not attend to
     each other."""
-    ids: Annotated[str, Knob(words=("uniform", "zipf"), own_code=_OWN_BATCHES)] = "uniform"
+    id_distribution: Annotated[str, Knob(words=("uniform", "zipf"), own_code=_OWN_BATCHES)] = "uniform"
     """The distribution of the ids of words and categories: ``uniform``, or ``zipf``, where few ids are frequent and most are
     rare."""
     loader_workers: Annotated[Whole, Knob(own_code=_OWN_BATCHES)] = 0

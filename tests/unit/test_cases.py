@@ -119,7 +119,7 @@ WRONG_VALUES = {
     "lora_targets": ["q_proj,v_proj", "all-linear+q_proj"],
     "compile": ["fast"],
     "lengths": ["ragged"],
-    "ids": ["skewed", "zipf"],
+    "id_distribution": ["skewed", "zipf"],
     "loader_workers": [-1],
     "loss": ["fp16"],
     "loss_chunks": [0],

@@ -140,7 +140,7 @@ def test_slots_are_those_of_criteo():
 
 
 def unique_rows(model, ids):
-    inputs = inputs_of(built(model, "full", "meta", ids=ids, batch_size=1000, optimizer="sgd", precision="fp32"))
+    inputs = inputs_of(built(model, "full", "meta", id_distribution=ids, batch_size=1000, optimizer="sgd", precision="fp32"))
     return len(inputs["ids" if model == "ctr-dnn" else "candidates"].unique())
 
 

@@ -83,7 +83,7 @@ class ClickThroughModel(Workload):
         return Batch(inputs=inputs, samples=size)
 
     def _ids(self, size: int, facts: dict[str, Any], device: torch.device) -> Tensor:
-        if self.case.ids == "uniform":
+        if self.case.id_distribution == "uniform":
             return torch.randint(0, facts["hashed_ids"], (size, facts["slots"]), device=device)
         firsts = itertools.accumulate(SLOTS[:-1], initial=0)
         slots = [first + zipf(count, (size,), 1, device) for first, count in zip(firsts, SLOTS, strict=True)]

@@ -55,7 +55,7 @@ class WordVectorModel(Workload):
         size, candidates = self.case.batch_size, 1 + int(self.architecture.step["negatives"])
         truth = torch.zeros(size, candidates, device=device)
         truth[:, 0] = 1
-        if self.case.ids == "zipf":
+        if self.case.id_distribution == "zipf":
             words = zipf(vocabulary, (size,), 1, device)
             contexts = zipf(vocabulary, (size, 1), 1, device)
             negatives = zipf(vocabulary, (size, candidates - 1), 0.75, device)
