@@ -198,6 +198,7 @@ def test_inline_measures_closures_whose_baselines_are_apart_and_leaves_the_proce
     project.spawn("--gpu-isolation=inline", "--gpu-json=report.json").assert_outcomes(passed=4)
     of_two = [entry["verdict"]["status"] for entry in project.report()["results"] if "two_of_one_name" in entry["nodeid"]]
     assert of_two == ["pass", "pass"]
+    assert [entry["variables"] for entry in project.report()["results"]] == [[]] * 4, "what torch sets, no test has changed"
 
 
 # What goes wrong in the worker, and what it tells beside its figures
