@@ -10,7 +10,7 @@ from plugin_project import GEMMA, assert_refused, recorded
 OUTPUTS = ("--gpu-json=report.json", "--gpu-html=page.html", "--gpu-summary=own.md", "--gpu-history=history.jsonl")
 REPORTS = ("report.json", "page.html", "own.md")
 PLAIN = "def test_plain():\n    pass\n"
-KEPT = "no case was run, so nothing was written to *report.json, *page.html, *own.md"
+KEPT = "no case was run, so nothing was written to *own.md, *report.json, *page.html"
 
 
 @pytest.mark.parametrize("option", ["json", "html", "summary", "history"])
@@ -31,7 +31,7 @@ def test_what_is_no_file_is_refused_before_the_first_case_and_stays(suite, optio
     sentence = f"--gpu-{option}: * cannot be written (Not a directory); give another file"
     assert_refused(suite, sentence, f"--gpu-{option}=file/deep/x")
     before_code = (suite.path / "test_tuning.py").read_bytes()
-    assert_refused(suite, f"--gpu-{option}: test_tuning.py is code, *", f"--gpu-{option}", "test_tuning.py")
+    assert_refused(suite, f"--gpu-{option}: *test_tuning.py is code, *", f"--gpu-{option}", "test_tuning.py")
     assert (suite.path / "test_tuning.py").read_bytes() == before_code
 
 
