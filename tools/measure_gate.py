@@ -11,6 +11,9 @@ In a case that waits for the host, steps differ by 20 % on either side and machi
 by a normal deviate. It is judged by both, and each asks for further runs of both. The simulated deviates are assumed: no
 GPU has shown them yet.
 
+A comparison of ``gputrain ab`` has five rounds of both sides, which share the mood of the machine. It is judged by all of
+them, and by as many as its rule wants. There is one for 200 replicates, because the package itself judges them.
+
 A claim holds where its one-sided 99 % bound does; rows without a claim tell what the rule cannot do. The rule is a copy of
 `pytest_gputrain.gate.step_times.decide` for arrays, which is compared with it case by case before anything is counted. So is
 that of cases that wait for the host, with the verdicts of `pytest_gputrain.gate.regression.judge`.
@@ -65,6 +68,8 @@ TOLD: Final = 0.5
 """``gpu_host_time_tolerance``."""
 OUTLIER: Final = 3.0
 """How many times as long a step takes that its host holds up."""
+ROUNDS: Final = 5
+"""Of ``gputrain ab``, by default."""
 GPU_SDS: Final = (0.005, 0.01, 0.02)
 """Standard deviations of GPU seconds between processes."""
 
@@ -430,6 +435,7 @@ def rows(machine: SimulatedMachine, rule: Rule, replicates: int) -> Iterator[Row
     for sd in GPU_SDS:
         yield from _waiting(machine, sd, replicates)
     yield from _means_of(machine, replicates)
+    yield from _rounds_of(machine, max(100, replicates // 200))
     setting, machines = "waits for the host, another machine", machine.machines(replicates)
     told = 100 * float((machines > math.log1p(TOLD)).mean())
     yield Row(setting, f"told, slower than {TOLD:.0%}", told, told, None, unit=" %")
@@ -479,6 +485,46 @@ def _means_of(machine: SimulatedMachine, replicates: int) -> Iterator[Row]:
             claim = f"each {word} step {slower:g}x: caught{f' >= {claimed:g} %' if claimed else ''}"
             bound = 100 * wilson(caught, replicates, upper=False)
             yield Row("1 % of steps 3x", claim, 100 * caught, bound, claimed, at_least=True, unit=" %")
+
+
+def _rounds_of(machine: SimulatedMachine, comparisons: int) -> Iterator[Row]:
+    """Judge A/B comparisons by all rounds, and by as many as they want."""
+    for setting, noise, mood, goals in (
+        ("sd 1 %", Noise(), 0.0, (0.0, 0.1)),
+        ("sd 1 %, and 3 % between rounds", Noise(), 0.03, (0.0, 0.1)),
+        ("2 % of processes bad", Noise(bad=0.02), 0.0, (0.0, 0.1)),
+        ("sd 3 %", Noise(process=0.03), 0.0, ()),
+    ):
+        moods = machine.rng.normal(0, mood, (comparisons, ROUNDS))
+        base, head = (np.exp(machine.runs(comparisons, ROUNDS, noise) + moods) for _ in range(2))
+        for slowdown in (0.0, 0.05, 0.06, 0.1):
+            slower = (head * (1 + slowdown)).tolist()
+            pairs = [*zip(base.tolist(), slower, strict=True)]
+            what = f"power at +{slowdown:.0%}" if slowdown else "false alarms"
+            for when, first in (("all rounds", ROUNDS), ("early end", 2)):
+                ends = [_end_of_rounds(*pair, first) for pair in pairs]
+                share = statistics.fmean(outcome == "regressed" for outcome, _ in ends)
+                bound = wilson(share, comparisons, upper=not slowdown)
+                yield Row(f"A/B, {setting}", f"{what}, {when}", 100 * share, 100 * bound, None, unit=" %")
+            rounds = float(statistics.median(ended for _, ended in ends))
+            limit = ROUNDS / 2 if slowdown in goals else None
+            claim = f"median at +{slowdown:.0%}{f' <= {limit:g}' if limit else ''}"
+            yield Row(f"A/B, {setting}", claim, rounds, rounds, limit, unit=" rounds", digits=0)
+
+
+def _end_of_rounds(base: Sequence[float], head: Sequence[float], first: int) -> tuple[str, int]:
+    """Return the package's outcome of an A/B comparison, and after how many rounds it ends.
+
+    Args:
+        base: seconds, one a round, as ``head``.
+        first: the round after which it is judged for the first time.
+    """
+    for rounds in range(first, ROUNDS + 1):
+        sides = stats.levelled(base[:rounds], head[:rounds])
+        decision = stats.decide(*sides, tolerance=0.03, most=ROUNDS, paired=True)
+        if decision.settled:
+            return decision.outcome, rounds
+    raise AssertionError("the rule does not end")
 
 
 def _suite(machine: SimulatedMachine, rule: Rule, suites: int, *, days: bool, limit: float | None) -> Row:

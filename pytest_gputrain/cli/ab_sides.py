@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from pytest_gputrain.hardware import drivers
+from pytest_gputrain.hardware.catalog import CPU
+from pytest_gputrain.hardware.devices import HardwareError
 from pytest_gputrain.records import Emulated, Measured, Report
 from pytest_gputrain.storage.baselines import BaselineError
 from pytest_gputrain.storage.reports import read_report
@@ -23,6 +27,10 @@ _NOTHING_SELECTED: Final = 5
 _TAIL_LINES: Final = 15
 _END_SECONDS: Final = 60.0
 """The time that pytest has to end its workers."""
+_LOOK_SECONDS: Final = 5.0
+"""The time after which the log is read again for how far pytest is."""
+_AT_ONCE: Final = 2
+"""Cases of exact figures that run at once."""
 
 
 class SideError(Exception):
@@ -108,24 +116,26 @@ def _environ(root: Path, tree: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*own, *paths]))}
 
 
-def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
-    """Return what one pytest of the side measures: one fresh process of each case, judged by nothing.
+def run(
+    side: Side, arguments: Sequence[str], scratch: Path, watch: Callable[[float], None], against: Path | None = None
+) -> Report:
+    """Return what one pytest of the side measures: one fresh process of each case.
+
+    Args:
+        watch: called now and then with the share of the tests that have ended.
+        against: the report that it is judged by, as ordinary runs are; by default nothing judges it.
 
     Raises:
         SideError: pytest gives no report, or one without cases.
     """
-    report, log, no_baselines = scratch / f"{side.name}.json", scratch / f"{side.name}.log", scratch / "no-baselines"
-    no_baselines.mkdir(exist_ok=True)
+    report, log, no_baselines = report_of(side, scratch), scratch / f"{side.name}.log", scratch / "no-baselines"
+    for folder in (report.parent, no_baselines):
+        folder.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
-    own_arguments = [
-        "--gpu-baseline=measured",
-        f"--gpu-baseline-dir={no_baselines}",
-        "--gpu-runs=1",
-        "-o",
-        "gpu_reruns=0",
-        f"--gpu-json={report}",
-    ]
-    command = [side.python, "-m", "pytest", *arguments, *own_arguments, "-o", "gpu_strict=false", "-o", "gpu_history="]
+    command = [side.python, "-m", "pytest", *arguments, "-v", "--gpu-summary=none"]
+    command += [f"--gpu-baseline={against or 'measured'}", f"--gpu-baseline-dir={no_baselines}", "--gpu-runs=1"]
+    command += [f"--gpu-json={report}", *([] if against else ["-o", "gpu_reruns=0"])]
+    command += ["-o", "gpu_strict=false", "-o", "gpu_history=", "-o", "console_output_style=progress"]
     with log.open("w") as output:
         child = subprocess.Popen(
             command,
@@ -137,7 +147,7 @@ def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
             start_new_session=True,  # so that Ctrl-C reaches it once: a second one would cut its cleaning up short
         )
         try:
-            status = child.wait()
+            status = _wait(child, log, watch)
         except BaseException:
             _end(child)
             raise
@@ -146,15 +156,58 @@ def run(side: Side, arguments: Sequence[str], scratch: Path) -> Report:
     printed = "\n".join(tail(log).rstrip().splitlines()[-_TAIL_LINES:])
     if status == _USAGE_ERROR or not report.exists():
         raise SideError(f"pytest of {side.label} ended with status {status} and without a report:\n{printed}")
-    try:
-        side_report = read_report(report, "both sides need versions that agree on its format")
-    except BaselineError as error:
-        raise SideError(str(error)) from None
-    if any(isinstance(result, Emulated) for result in side_report.results):
-        raise SideError("gputrain ab measures, and --gpu-emulate does not; its figures are compared with recorded ones")
-    if not any(isinstance(result, Measured) for result in side_report.results):
+    side_report = written(side, scratch)
+    if not any(isinstance(result, Measured | Emulated) for result in side_report.results):
         raise SideError(f"no test of {side.label} measured a case:\n{printed}")
     return side_report
+
+
+def report_of(side: Side, scratch: Path) -> Path:
+    """Return the file of a side's last report; sentences call a report that cases are judged by like its file."""
+    return scratch / "reports" / side.name
+
+
+def written(side: Side, scratch: Path) -> Report:
+    """Return the side's last report, which may be of a run that was interrupted.
+
+    Raises:
+        SideError: there is none, or it cannot be read.
+    """
+    try:
+        return read_report(report_of(side, scratch), "both sides need versions that agree on its format")
+    except BaselineError as error:
+        raise SideError(str(error)) from None
+
+
+def measures_time(arguments: Sequence[str]) -> bool:
+    """Tell whether pytest would run cases on a GPU here, as far as its arguments and the drivers tell."""
+    if "--gpu-emulate" in arguments or f"--gpu-platform={CPU}" in arguments:
+        return False
+    try:
+        return bool(drivers.gpus())
+    except HardwareError:  # a driver is there
+        return True
+
+
+def with_more_at_once(side: Side, arguments: Sequence[str]) -> Sequence[str]:
+    """Return the arguments with the option of pytest-xdist that runs several cases at once, where it is installed."""
+    own = any(re.match(r"-n|--numprocesses|--dist|--pdb|-p *no:xdist", argument) for argument in arguments)
+    if own or len(os.sched_getaffinity(0)) < _AT_ONCE or "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in side.environ:
+        return arguments
+    probe = [side.python, "-c", "import xdist"]
+    if subprocess.run(probe, env=side.environ, cwd=side.folder, capture_output=True, check=False).returncode:
+        return arguments
+    return ["-n", str(_AT_ONCE), *arguments]
+
+
+def _wait(child: subprocess.Popen[bytes], log: Path, watch: Callable[[float], None]) -> int:
+    """Wait for pytest to end, and tell meanwhile how far it is."""
+    while True:
+        try:
+            return child.wait(_LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            shares = re.findall(r"\[ *(\d+)%\]", tail(log))
+            watch(int(shares[-1]) / 100 if shares else 0.0)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

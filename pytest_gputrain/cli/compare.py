@@ -13,14 +13,14 @@ from pytest_gputrain.cli import failing
 from pytest_gputrain.cli.comparison_output import print_comparison, verdicts
 from pytest_gputrain.gate import emulation as emulation_gate
 from pytest_gputrain.gate.ab import by_case, criteria_of, missing, tolerance_of, verdict_of
-from pytest_gputrain.gate.messages import describe_failure
+from pytest_gputrain.gate.messages import OtherSide, describe_failure
 from pytest_gputrain.gate.regression import first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise, prior_of, whole_suite
 from pytest_gputrain.hardware.catalog import title_of
-from pytest_gputrain.records import Emulated, EmulatedRun, Measured, Recorded, Report, Result, Verdict
+from pytest_gputrain.records import Emulated, EmulatedRun, Measured, Report, Result, Verdict
 from pytest_gputrain.records.tolerance import Tolerance
 from pytest_gputrain.storage.baselines import BaselineError
-from pytest_gputrain.storage.reports import read_report, to_baseline
+from pytest_gputrain.storage.reports import read_report, to_baseline, to_recorded
 from pytest_gputrain.utils import console
 
 
@@ -94,7 +94,7 @@ def compare(base: Report, head: Report, base_name: str, tolerance: Tolerance) ->
         if isinstance(result, Emulated):
             verdict = _judge_emulated(result, before.get((suite, key)), base_name)
         else:
-            verdict = verdict_of(criteria[suite, key], result.replies, base_name, noise.shift)
+            verdict = verdict_of(criteria[suite, key], result.replies, base_name, noise.shift).verdict
         judged = msgspec.structs.replace(result, verdict=verdict)
         results.append(msgspec.structs.replace(judged, published=None) if isinstance(judged, Measured) else judged)
     return results
@@ -105,7 +105,6 @@ def _judge_emulated(result: Emulated, before: Result | None, base_name: str) -> 
         return Verdict(status="failed", sentence=f"{result.case} {describe_failure(result.reply, 'figures')}")
     if before is None:
         return Verdict(status="new", sentence=f"{result.case}: {base_name} has no such case")
-    if not isinstance(before, Emulated) or before.figures is None:
+    if not isinstance(before, Emulated) or (recorded := to_recorded(before)) is None:
         return Verdict(status="not-comparable", sentence=f"{result.case}: {base_name} has no emulated run of it")
-    recorded = Recorded(case=before.case, scale=before.scale, figures=(before.figures,))
-    return emulation_gate.judge(result.case, result.reply, recorded, title_of(result.platform))
+    return emulation_gate.judge(result.case, result.reply, recorded, title_of(result.platform), side=OtherSide.base())

@@ -6,11 +6,11 @@ import dataclasses
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from pytest_gputrain.gate.criteria import Criteria
+from pytest_gputrain.gate.criteria import Criteria, Judged
 from pytest_gputrain.gate.messages import OtherSide
 from pytest_gputrain.gate.regression import judge
 from pytest_gputrain.gate.step_times import levelled
@@ -30,10 +30,13 @@ from pytest_gputrain.records import (
     TimedOut,
     Verdict,
 )
-from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
+from pytest_gputrain.records.tolerance import CountTerms, MemoryTolerance, Tolerance
 from pytest_gputrain.storage.reports import to_baseline
 
 _Run = TypeVar("_Run", BaselineRun, Measurement)
+
+_LEAST_ROUNDS: Final = 2
+"""Of a case whose time is compared: one round does not show how much rounds differ."""
 
 _Key = tuple[str, str]
 """Suite and key of a case."""
@@ -52,13 +55,27 @@ def tolerance_of(settings: Mapping[str, Any]) -> Tolerance:
     )
 
 
-def compare(base: Sequence[Report], head: Sequence[Report], base_name: str) -> Sequence[Result]:
+def _count_terms_of(settings: Mapping[str, Any]) -> CountTerms:
+    """Read how counts are judged from a report's settings."""
+    given = {"mode": settings.get("counts"), "tolerances": settings.get("count_tolerances")}
+    return msgspec.convert({name: value for name, value in given.items() if value}, CountTerms)
+
+
+class JudgedCase(NamedTuple):
+    result: Result
+    settled: bool
+    """Whether further rounds could not change the verdict. If not, it is the one if there are to be none."""
+
+
+def compare(base: Sequence[Report], head: Sequence[Report], base_name: str, rounds: int = 0) -> dict[_Key, JudgedCase]:
     """Judge head's results, with all their runs, against base.
 
     Args:
         base: a report a round, as ``head``.
         base_name: how to name base.
+        rounds: that there may be, if these are the first of them.
     """
+    rounds = max(rounds, len(head))
     before, after = [by_case(report) for report in base], [by_case(report) for report in head]
     keys = list(dict.fromkeys(key for round_ in after for key in round_))
     baselines = {key: _baseline(key, base, before) for key in keys}
@@ -66,14 +83,21 @@ def compare(base: Sequence[Report], head: Sequence[Report], base_name: str) -> S
     prior = prior_of(baseline for baseline, _ in sides.values() if baseline and baseline.runs)
     # Time on a CPU is judged, too: both sides are of one host and of the same minutes.
     tolerance = dataclasses.replace(tolerance_of(head[-1].settings), cpu_time=True)
-    results = []
+    if rounds >= tolerance.cpu_runs:
+        tolerance = dataclasses.replace(tolerance, cpu_runs=_LEAST_ROUNDS)
+    counts = _count_terms_of(head[-1].settings)
+    judged = {}
     for key, (baseline, results_of) in sides.items():
         replies = tuple(reply for result in results_of for reply in result.replies)
         criteria = criteria_of(results_of[0], baseline, tolerance, prior)
-        verdict = verdict_of(criteria, replies, base_name)
+        criteria = dataclasses.replace(criteria, counts=counts, most=rounds, paired=True)
+        verdict, settled = verdict_of(criteria, replies, base_name)
+        is_compared = verdict.status not in ("new", "failed", "not-comparable")
+        settled = settled and not (is_compared and len(replies) < min(_LEAST_ROUNDS, rounds))
         raw = tuple(reply for round_ in after if key in round_ for reply in round_[key].replies)
-        results.append(msgspec.structs.replace(_over_rounds(results_of), replies=raw, verdict=verdict))
-    return results
+        result = msgspec.structs.replace(_over_rounds(results_of), replies=raw, verdict=verdict)
+        judged[key] = JudgedCase(result, settled)
+    return judged
 
 
 def missing(base: Sequence[Report], head: Sequence[Report]) -> list[tuple[str, int]]:
@@ -108,7 +132,7 @@ def criteria_of(result: Result, baseline: Baseline | None, tolerance: Tolerance,
     )
 
 
-def verdict_of(criteria: Criteria, replies: Sequence[Reply], base_name: str, shift: float = 0.0) -> Verdict:
+def verdict_of(criteria: Criteria, replies: Sequence[Reply], base_name: str, shift: float = 0.0) -> Judged[Verdict]:
     """Judge the replies against a side that nobody records.
 
     Args:
@@ -118,10 +142,10 @@ def verdict_of(criteria: Criteria, replies: Sequence[Reply], base_name: str, shi
     case, baseline = criteria.case, criteria.baseline
     crashed = any(isinstance(reply, Crashed | TimedOut | Lost) for reply in replies)
     if baseline is None and not crashed:
-        return Verdict(status="new", sentence=f"{case}: {base_name} has no such case")
+        return Judged(Verdict(status="new", sentence=f"{case}: {base_name} has no such case"))
     if baseline is not None and not baseline.runs and not crashed:
-        return Verdict(status="not-comparable", sentence=f"{case}: {base_name} has no figures of it")
-    return judge(criteria, replies, shift).verdict
+        return Judged(Verdict(status="not-comparable", sentence=f"{case}: {base_name} has no figures of it"))
+    return judge(criteria, replies, shift)
 
 
 def by_case(report: Report) -> dict[_Key, Measured | Emulated]:

@@ -54,6 +54,8 @@ class Criteria:
     """Platforms that it was published for; None where it is not compared with published figures."""
     other_side: OtherSide | None = None
     """What it is compared with, if that is no stored baseline."""
+    paired: bool = False
+    """Whether each process comes with one of the baseline: see `pytest_gputrain.gate.step_times.decide`."""
     wanted: int = 1
     """Fresh processes to begin with."""
     most: int = 1

@@ -17,7 +17,7 @@ from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.counts import BY_THE_RULES, have_steps_in_common, judge_counts
 from pytest_gputrain.gate.expected_times import describe_slowdown
 from pytest_gputrain.gate.memory import PHASES, describe_memory, is_memory_metric
-from pytest_gputrain.gate.messages import describe_checkpointing, describe_metric
+from pytest_gputrain.gate.messages import OtherSide, describe_checkpointing, describe_metric
 from pytest_gputrain.gate.own_training import lost_tensors, other_shapes
 from pytest_gputrain.gate.work import WORK, describe_work
 from pytest_gputrain.records import (
@@ -40,6 +40,7 @@ _MOVED_RATIO: Final = 0.01
 """Growth of the bytes that operators read and write that passes, because one cheap operator more is no regression."""
 _RECORD: Final = "record it with --gpu-emulate --gpu-baseline-update"
 _IF_EXPECTED: Final = f"if that is expected, {_RECORD}"
+_STORED: Final = OtherSide("its baseline", "baseline", remedies=True)
 
 
 class _Compared(NamedTuple):
@@ -64,6 +65,7 @@ def judge(
     again: Counts | None = None,
     rates: Rates | None = None,
     elsewhere: str = "",
+    side: OtherSide = _STORED,
 ) -> Verdict:
     """Judge ``run`` against what is recorded of its case.
 
@@ -73,26 +75,30 @@ def judge(
         again: what they asked of it in a second run, which confirms the first.
         rates: of the platform, to say what more work costs; None where they are not known.
         elsewhere: where figures may be that were not found, with the remedy.
+        side: where the recorded figures come from.
     """
     if recorded is not None and recorded.case.identity() == case.identity():
         before = recorded.like(run) or recorded.nearest(run)
-        verdict, remedy = _verdict(case, run, before, title, terms, again, rates)
+        verdict, remedy = _verdict(case, run, before, title, terms, again, rates, side)
         said = [verdict.sentence]
         # Other conditions forgive no growth, and figures that are no higher pass.
         if changed := ", ".join(_changed_conditions(before, run)):
-            said.append(f"it was recorded under other conditions ({changed})")
+            said.append(f"{'it was recorded' if side.remedies else f'{side.name} ran'} under other conditions ({changed})")
             remedy = _IF_EXPECTED if verdict.status in FAILING else _RECORD
-        sentence = "; ".join(filter(None, [*said, remedy]))
+        sentence = "; ".join(said) + (side.advise(remedy) if remedy else "")
         return msgspec.structs.replace(verdict, sentence=sentence, other_conditions=changed)
     if not run.fits:
-        sentence = f"{case} {_what_does_not_fit(run, title, 'does not fit')}; {_IF_EXPECTED}"
+        sentence = f"{case} {_what_does_not_fit(run, title, 'does not fit')}{side.advise(_IF_EXPECTED)}"
         return Verdict(status="failed", sentence=sentence)
+    if recorded is None and not side.remedies:
+        return Verdict(status="new", sentence=f"{case}: {side.name} has no figures of it")
     if recorded is None:
         remedy = elsewhere or "record it with --gpu-emulate --gpu-baseline-new"
         sentence = f"{case} was never recorded on an emulated {title}; {remedy}"
         return Verdict(status="new", sentence=sentence)
     change = differences(recorded.case, case)
-    sentence = f"{case} is not what was recorded on an emulated {title} ({change}); {_RECORD}"
+    of = f"was recorded on an emulated {title}" if side.remedies else f"{side.name} ran"
+    sentence = f"{case} is not what {of} ({change}){side.advise(_RECORD)}"
     return Verdict(status="not-comparable", sentence=sentence)
 
 
@@ -115,6 +121,7 @@ def _verdict(
     terms: CountTerms,
     again: Counts | None,
     rates: Rates | None,
+    side: OtherSide,
 ) -> tuple[Verdict, str]:
     """Return the verdict, and what to do about it."""
     if before.fits and not run.fits:
@@ -122,9 +129,9 @@ def _verdict(
         return Verdict(status="regressed", sentence=sentence), _IF_EXPECTED
     if run.fits and not before.fits:
         return Verdict(status="improved", sentence=f"{case} fits {title} now"), _RECORD
-    compared = _compare(before, run, terms, again)
+    compared = _compare(before, run, terms, again, side)
     metrics = compared.metrics
-    not_compared = "".join(f"; {what}" for what in _not_compared(before, run, terms))
+    not_compared = "".join(f"; {what}" for what in _not_compared(before, run, terms, side))
     told = "".join(f"; {what}" for what in compared.told)
     checkpointing = describe_checkpointing(before.recomputed_flops_per_step, run.recomputed_flops_per_step)
     switched = f"; {checkpointing}" if checkpointing else ""
@@ -146,11 +153,12 @@ def _verdict(
         sentence = f"{case} {'; '.join(compared.better)}{switched}{told}{not_compared}"
         return Verdict(status="improved", sentence=sentence, metrics=metrics), _RECORD
     lost = (before.bytes_per_step and not run.bytes_per_step) or (terms.mode == "judge" and _lost_counts(before, run))
-    sentence = f"{case} takes the recorded memory{told}{not_compared}"
+    memory = "the recorded memory" if side.remedies else f"the memory of {side.name}"
+    sentence = f"{case} takes {memory}{told}{not_compared}"
     return Verdict(status="not-comparable" if lost else "pass", sentence=sentence, metrics=metrics), ""
 
 
-def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Counts | None) -> _Compared:
+def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Counts | None, side: OtherSide) -> _Compared:
     counts = None
     if before.counts and now.counts and before.fits and now.fits and terms.mode != "off":
         counts = judge_counts(before.counts, now.counts, terms, again)
@@ -163,7 +171,7 @@ def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Co
         worse.insert(0, lost)
     told = tuple(f"the bytes that it moves {metric.note}" for metric in metrics if metric.note)
     if now.counts and not before.counts and now.fits and before.fits and terms.mode != "off":
-        note = f"what its steps ask of the GPU was not recorded; {_RECORD}"
+        note = f"what its steps ask of the GPU was not recorded{side.advise(_RECORD)}"
         metrics = (*metrics, MetricVerdict(metric="work", status="not-comparable", note=note))
     if counts is None:
         return _Compared(metrics, tuple(worse), tuple(better), told)
@@ -186,18 +194,18 @@ def _lost_counts(before: EmulatedRun, now: EmulatedRun) -> str:
     return "" if have_steps_in_common(before.counts, now.counts) else "because no timed step of the same number was recorded"
 
 
-def _not_compared(before: EmulatedRun, now: EmulatedRun, terms: CountTerms) -> Iterator[str]:
+def _not_compared(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, side: OtherSide) -> Iterator[str]:
     """Name the figures that one side lacks."""
     if now.phase_peak_bytes and not before.phase_peak_bytes:
-        yield f"its peaks of phases were not recorded, so they are not compared; {_RECORD}"
+        yield f"its peaks of phases were not recorded, so they are not compared{side.advise(_RECORD)}"
     if before.bytes_per_step and not now.bytes_per_step:
         yield "its FLOPs and the bytes that it moves are not compared, because they were not counted"
     elif now.bytes_per_step and not before.bytes_per_step and before.phase_peak_bytes:
-        yield f"the bytes that it moves were not recorded, so they are not compared; {_RECORD}"
+        yield f"the bytes that it moves were not recorded, so they are not compared{side.advise(_RECORD)}"
     if terms.mode != "off" and (reason := _lost_counts(before, now)):
         yield f"what its steps ask of the GPU is not compared, {reason}"
     elif terms.mode != "off" and now.counts and not before.counts and (before.phase_peak_bytes or not now.phase_peak_bytes):
-        yield f"what its steps ask of the GPU was not recorded, so it is not compared; {_RECORD}"
+        yield f"what its steps ask of the GPU was not recorded, so it is not compared{side.advise(_RECORD)}"
 
 
 def _what_does_not_fit(run: EmulatedRun, title: str, what: str) -> str:

@@ -249,9 +249,9 @@ class OtherSide(NamedTuple):
         return cls(f"its baseline of {date}", f"baseline of {date}", remedies=True)
 
     @classmethod
-    def base(cls) -> OtherSide:
-        """Return what A/B compares with, which nobody records."""
-        return cls("base", "base", remedies=False)
+    def base(cls, name: str = "base") -> OtherSide:
+        """Return what A/B, or a comparison with a report of that name, compares with: nobody records it."""
+        return cls(name, name, remedies=False)
 
     def advise(self, remedy: str) -> str:
         """Return the remedy as the end of a sentence; empty where there is nothing to record."""

@@ -69,7 +69,6 @@ from pytest_gputrain.records import (
 )
 from pytest_gputrain.records.counts import COUNT_FIGURES, OF_THE_PROGRAM
 from pytest_gputrain.records.tolerance import Tolerance
-from pytest_gputrain.utils.bounds import LEAST_RUNS_ON_A_CPU
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds
 
 
@@ -237,7 +236,10 @@ _RECORD_NEW: Final = "record it with --gpu-baseline-new"
 def _without_baseline(criteria: Criteria, replies: Sequence[Reply], no_scaling: str) -> Verdict:
     case, hint = criteria.case, f" ({criteria.hint})" if criteria.hint else ""
     if out := next((reply for reply in replies if isinstance(reply, OutOfMemory)), None):
-        return Verdict(status="failed", sentence=f"{case} {describe_failure(out)}; if that is expected, {_RECORD}")
+        remedy = "" if criteria.other_side else f"; if that is expected, {_RECORD}"
+        return Verdict(status="failed", sentence=f"{case} {describe_failure(out)}{remedy}")
+    if criteria.other_side:
+        return Verdict(status="new", sentence=f"{case}: {criteria.other_side.name} has no figures of it")
     beside = f", and no scaling efficiency ({no_scaling})" if no_scaling else ""
     sentence = f"{case} has no baseline{hint}{beside}; {criteria.elsewhere or _RECORD_NEW}"
     return Verdict(status="new", sentence=sentence)
@@ -431,6 +433,7 @@ def _ruled(
         most=most,
         shift=0.0 if name == "scaling_efficiency" else sides.shift,  # one worker is as slow as several, that day
         doubted_from=sides.doubted_from,
+        paired=sides.criteria.paired,
     )
     note = ""
     if decision.outcome != "pass":
@@ -462,8 +465,8 @@ def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], toler
         # The same tiny step in fresh processes of one machine differed by up to 26 %, and more beside a busy neighbour.
         if not tolerance.cpu_time:
             return "time on a CPU is shown, not judged"
-        if len(fitted) < LEAST_RUNS_ON_A_CPU:
-            return f"time on a CPU is judged against {LEAST_RUNS_ON_A_CPU} runs or more, and there are {len(fitted)}"
+        if len(fitted) < tolerance.cpu_runs:
+            return f"time on a CPU is judged against {tolerance.cpu_runs} runs or more, and there are {len(fitted)}"
     other = _other_device(here, fitted)
     if other:
         return other

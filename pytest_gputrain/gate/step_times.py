@@ -11,8 +11,10 @@ baseline has K runs, this time there are m so far, one per fresh process:
     limit = max(log(1 + tolerance), 2.6 s sqrt(0.65 + 1.15 / K))
 
 A run from -limit to limit / 2 passes; otherwise there are more, five at most, until three agree. Runs vote and are not
-averaged: the mean of runs of which one is bad is bad too. `pytest_gputrain.gate.host_bound` has other constants for steps
-in which the GPU waits for the host.
+averaged: the mean of runs of which one is bad is bad too. In an A/B comparison each run comes with one of the baseline, and
+s is less certain in the first rounds. So a comparison ends before its last round only if all rounds are from -limit to
+limit / 3, or all are beyond the limit with 8 s for 2.6 s. `pytest_gputrain.gate.host_bound` has other constants for steps in
+which the GPU waits for the host.
 
 Where it comes from: s is a winsorised standard deviation (Tukey's) about a trimmed mean, shrunk towards a prior s0 that
 counts as four observations, as the variance of an inverse-gamma prior is; 1.4826 makes a median absolute deviation that of a
@@ -45,6 +47,10 @@ SENSITIVITY_SDS: Final = 2.7
 ROUNDING: Final = 1e-9
 """A bound above the rounding of logarithms of equal times."""
 AGREEING: Final = 3
+EARLY_SDS: Final = 8.0
+"""The limit of the first rounds of an A/B comparison, all of which have to be beyond it to end it."""
+EARLY_QUIET: Final = 2 / 3
+"""The share of what makes a run suspicious that none of the first rounds may reach for a comparison to end."""
 MANY_CASES: Final = 10
 """The number of cases from which a suite has its own s0 and its own shift."""
 LEAST_SHIFT: Final = 0.01
@@ -94,6 +100,7 @@ def decide(
     most: int = MOST_RUNS,
     shift: float = 0.0,
     doubted_from: float = 0.5,
+    paired: bool = False,
 ) -> Decision:
     """Decide what ``new`` runs (seconds, one per fresh process, at least one) mean against ``base`` (likewise).
 
@@ -103,6 +110,7 @@ def decide(
         most: runs that there may be in all; with fewer than three, all have to agree, and beyond a wider limit.
         shift: of the whole suite (see `suite_shift`); 0 for none. A case regresses only if it does with and without it.
         doubted_from: share of the limit from which on a slower run asks for another one.
+        paired: each run comes with one of the baseline, so a further run is one of both.
 
     Raises:
         ValueError: no runs, or figures that cannot be times, tolerances or counts.
@@ -122,7 +130,10 @@ def decide(
     slower = [min(ratio, ratio - counted) for ratio in ratios]
     faster = [max(ratio, ratio - counted) for ratio in ratios]
     above, below = sum(ratio > limit for ratio in slower), sum(ratio < -limit for ratio in faster)
-    needed = max(min(AGREEING, most), most // 2 + 1)
+    waits = paired and len(ratios) < most
+    far = max(within, bound * EARLY_SDS / LIMIT_SDS)
+    by_far = waits and (min(slower) > far or max(faster) < -far)
+    needed = len(ratios) if by_far else max(min(AGREEING, most), most // 2 + 1)
     middle = statistics.median(ratios)
     looks_slow = any(ratio > limit * doubted_from for ratio in slower)
     suspicious = looks_slow or any(ratio < -limit for ratio in faster)
@@ -136,6 +147,8 @@ def decide(
         outcome = "inconclusive" if middle > (within if looks_slow else limit) else "pass"
     decided = max(above, below, len(ratios) - above - below) >= needed
     settled = decided or not suspicious or len(ratios) >= most
+    if waits:
+        settled = by_far or not (suspicious or max(slower) > limit * doubted_from * EARLY_QUIET)
     return Decision(
         outcome=outcome,
         settled=settled,

@@ -168,7 +168,7 @@ def _refuse_contradictions(settings: Settings) -> None:
             "--gpu-ids": settings.gpu_ids,
             "--gpu-find-batch": find_batch,
             "--gpu-loss": loss,
-            f"--gpu-baseline={settings.baseline}": settings.baseline != "measured",
+            "--gpu-baseline=published": settings.baseline == "published",
             **one_run,
         }
         why = "it measures nothing, and compares with recorded figures of an emulated GPU"

@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 from pytest_gputrain.records import CountFigure, MetricName
 from pytest_gputrain.records.counts import COUNT_FIGURES
+from pytest_gputrain.utils.bounds import LEAST_RUNS_ON_A_CPU
 from pytest_gputrain.utils.suggest import did_you_mean
 from pytest_gputrain.utils.units import (
     format_bytes,
@@ -177,6 +178,8 @@ class Tolerance:
     memory: MemoryTolerance
     cpu_time: bool = False
     """Whether time on a CPU is judged, too; it takes a baseline of several runs of the same host."""
+    cpu_runs: int = LEAST_RUNS_ON_A_CPU
+    """How many these are at least."""
     host_time: float = 0.5
     """That of the time of a step in which the GPU waits for the host, on another machine than that of the baseline."""
 

@@ -22,12 +22,12 @@ from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.suite_noise import whole_suite
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Case, Emulated, Measured, Recorded, Report, Result, Verdict
+from pytest_gputrain.records import Case, Emulated, Measured, Report, Result, Verdict
 from pytest_gputrain.report import history_lines, json_report, uncompared
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
 from pytest_gputrain.storage.emulated import EmulationStore
 from pytest_gputrain.storage.history import HistoryError, append
-from pytest_gputrain.storage.reports import to_baseline
+from pytest_gputrain.storage.reports import to_baseline, to_recorded
 from pytest_gputrain.utils.git import RunInfo
 from pytest_gputrain.utils.masking import masked, masked_settings, told
 from pytest_gputrain.utils.sanitize import utf8
@@ -138,8 +138,7 @@ class Collector:
             if chosen is first:
                 return
             self._stored[result.device, result.suite, result.key] = stored
-        if isinstance(result, Emulated) and result.figures is not None:
-            recorded = Recorded(case=Case(**result.case.identity()), scale=result.scale, figures=(result.figures,))
+        if isinstance(result, Emulated) and (recorded := to_recorded(result)) is not None:
             self._pending[EmulationStore][result.platform, result.suite][result.key] = recorded
             return
         assert isinstance(result, Measured), "nothing else is recorded"

@@ -11,6 +11,7 @@ from typing import Any, Final
 from pytest_gputrain.cases.identity import key_of
 from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.gate.criteria import Criteria
+from pytest_gputrain.gate.messages import OtherSide
 from pytest_gputrain.gate.step_times import PRIOR_SD
 from pytest_gputrain.gate.suite_noise import prior_of
 from pytest_gputrain.records import Baseline, Case, Host, Published, Task
@@ -85,6 +86,20 @@ def count_terms_of(settings: Settings, terms: Terms) -> CountTerms:
     return CountTerms(mode=settings.counts, tolerances={**settings.count_tolerances, **terms.count_tolerances})
 
 
+def report_of(settings: Settings) -> ReportStore | None:
+    """Read the report that ``--gpu-baseline=REPORT`` names; None where it names none.
+
+    Raises:
+        BaselineError: it cannot be read.
+    """
+    return ReportStore(settings.baseline) if isinstance(settings.baseline, Path) else None
+
+
+def side_of(report: ReportStore | None) -> OtherSide | None:
+    """Return what sentences call the report that cases are compared with; None for stored baselines."""
+    return None if report is None else OtherSide.base(report.path.name)
+
+
 class CriteriaLookup:
     """Looks up what the cases of a pytest process are held to.
 
@@ -96,7 +111,7 @@ class CriteriaLookup:
         self.settings = settings
         self._store = BaselineStore(settings.baseline_dir)
         self._published = PublishedStore.beside(settings.baseline_dir) if settings.baseline == "published" else None
-        self._report = ReportStore(settings.baseline) if isinstance(settings.baseline, Path) else None
+        self._report = report_of(settings)
         self._priors: dict[tuple[str, str], float] = {}
         self._forecasts: dict[str, Forecast] = {}
 
@@ -139,6 +154,7 @@ class CriteriaLookup:
             prior=PRIOR_SD if baseline is None else self._prior(host.device, suite),
             row=row,
             published_for=published_for,
+            other_side=side_of(self._report),
             wanted=wanted,
             most=max(wanted, 1 + self.settings.reruns),
         )
@@ -181,7 +197,7 @@ class CriteriaLookup:
         """
         device = host.device
         if self._report is not None:
-            return self._report.get(device, suite, key, task.variables_digest), f"not in {self._report.path.name}"
+            return self._report.get(device, suite, key, task.variables_digest), ""
         refuse_missing_folder(self.settings)
         try:
             baseline = self._store.get(device, suite, key)

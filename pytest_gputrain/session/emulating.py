@@ -19,7 +19,14 @@ from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.rates import rates_of
 from pytest_gputrain.records import Case, Counts, Emulated, EmulatedRun, LimitVerdict, Recorded, Result, Task, Verdict
 from pytest_gputrain.records.counts import COUNT_FIGURES
-from pytest_gputrain.session.criteria import count_terms_of, elsewhere, records, refuse_missing_folder
+from pytest_gputrain.session.criteria import (
+    count_terms_of,
+    elsewhere,
+    records,
+    refuse_missing_folder,
+    report_of,
+    side_of,
+)
 from pytest_gputrain.session.replies import Watch
 from pytest_gputrain.session.request import CaseRunner, Request, result_fields
 from pytest_gputrain.session.selection import refuse_unfit
@@ -52,6 +59,7 @@ class EmulatingRunner(CaseRunner):
         self._executor = executor
         self._watch = watch
         self._store = EmulationStore(settings.baseline_dir)
+        self._report = report_of(settings)
 
     def run(self, request: Request) -> Result:
         """Find the case's figures, unless this session did already, and compare them with what is recorded if asked."""
@@ -83,9 +91,12 @@ class EmulatingRunner(CaseRunner):
         Raises:
             BadCase: what is recorded cannot be read.
         """
+        of = self.executor.host.platform, request.suite, key_of(task.case, task.scale)
+        if self._report is not None:
+            return self._report.recorded(*of, task.variables_digest)
         refuse_missing_folder(self.settings)
         try:
-            return self._store.get(self.executor.host.platform, request.suite, key_of(task.case, task.scale))
+            return self._store.get(*of)
         except BaselineError as error:
             raise BadCase(str(error)) from None
 
@@ -112,6 +123,8 @@ class EmulatingRunner(CaseRunner):
         terms, rates = count_terms_of(self.settings, request.terms), rates_of(self.executor.host.platform)
         where = "" if recorded else elsewhere(self.settings, self._store, request.suite)
         judge_with = functools.partial(judge, case, figures, recorded, title, terms, rates=rates, elsewhere=where)
+        if (side := side_of(self._report)) is not None:
+            judge_with = functools.partial(judge_with, side=side)
         verdict = judge_with()
         fails = any(metric.status == "regressed" and metric.metric in COUNT_FIGURES for metric in verdict.metrics)
         if fails and not records(self.settings, recorded=recorded is not None):

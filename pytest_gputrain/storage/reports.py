@@ -17,6 +17,7 @@ from pytest_gputrain.records import (
     Measured,
     Measurement,
     OutOfMemory,
+    Recorded,
     Reply,
     Report,
 )
@@ -46,9 +47,13 @@ class ReportStore:
         self.path = path
         self._suites: dict[str, dict[str, Baseline]] = {}
         self._variants: dict[tuple[str, str, str], Baseline] = {}
+        self._recorded: dict[tuple[str, str, str, str], Recorded] = {}
         for result in sorted(
             report.results, key=lambda result: not result.variables
         ):  # the case in its own environment counts
+            if isinstance(result, Emulated) and (recorded := to_recorded(result)) is not None:
+                for digest in ("", result.variables_digest):
+                    self._recorded[result.platform, result.suite, result.key, digest] = recorded
             if not isinstance(result, Measured):
                 continue  # emulated, or of another batch than the case's, or of other steps
             baseline = to_baseline(result, date=report.created, session=report.session, commit=report.commit)
@@ -64,6 +69,19 @@ class ReportStore:
 
     def suite(self, device: str, suite: str) -> Mapping[str, Baseline]:
         return self._suites.get(suite, {})
+
+    def recorded(self, platform: str, suite: str, key: str, variables_digest: str = "") -> Recorded | None:
+        """Return the case's run on an emulated GPU of the platform, likewise; None if the report has none."""
+        of = platform, suite, key
+        return self._recorded.get((*of, variables_digest)) or self._recorded.get((*of, ""))
+
+
+def to_recorded(result: Emulated) -> Recorded | None:
+    """Return the figures of ``result`` as `storage.emulated` keeps them; None where it has none."""
+    if result.figures is None:
+        return None
+    case = Case(**result.case.identity())
+    return Recorded(case=case, scale=result.scale, figures=(result.figures.as_stored(),))
 
 
 def to_baseline(result: Measured | Emulated, *, date: str, session: str, commit: str) -> Baseline:

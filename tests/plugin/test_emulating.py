@@ -215,6 +215,27 @@ def test_figures_of_an_emulated_gpu_are_never_compared_with_measured_ones(h100):
         assert {(result["kind"], result["verdict"]["status"]) for result in results} == {("measured", "new")}
 
 
+def test_an_earlier_emulated_report_is_compared_instead_of_the_baselines(counting):
+    counting.answer(counted())
+    counting.run(*EMULATE, "--gpu-json=earlier.json", "-k", "not llama-2")
+    (counting.path / "launches.jsonl").unlink()
+    against = (*EMULATE, "--gpu-baseline=earlier.json", "--gpu-json=report.json")
+    counting.run(*against)
+    assert counting.verdicts() == {LLAMA: "pass", GEMMA: "pass", "llama-2-13b-lora-bf16": "new"}
+    counting.answer(counted(waits=1))
+    counting.run(*against)
+    sentences = {result["key"]: result["verdict"]["sentence"] for result in counting.report()["results"]}
+    # As against a baseline, but without the advice to record it; and a second process has confirmed the counts.
+    assert sentences[GEMMA] == f"{GEMMA} {WAITS}"
+    assert sentences["llama-2-13b-lora-bf16"] == "llama-2-13b-lora-bf16: earlier.json has no figures of it"
+    assert len((counting.path / "launches.jsonl").read_text().splitlines()) == 3 + 5
+    counting.answer({**counted(), "device_name": "NVIDIA H100 PCIe"})
+    counting.run(*against)
+    (told,) = {result["verdict"]["sentence"] for result in counting.report()["results"] if result["key"] == GEMMA}
+    changed = "device name NVIDIA H100 80GB HBM3 -> NVIDIA H100 PCIe"
+    assert told == f"{GEMMA} takes the memory of earlier.json; earlier.json ran under other conditions ({changed})"
+
+
 def test_what_has_no_time_or_no_emulation_is_skipped(emulating):
     emulating.write(
         test_tuning="""

@@ -154,7 +154,7 @@ def test_an_earlier_report_is_compared_instead_of_the_baselines(gated):
     gated.answer(recorded(), to=GEMMA)
     for lacking in ("crashed.json", "deselected.json"):
         result = gated.run(f"--gpu-baseline={lacking}", "--gpu-strict")
-        assert f"{GEMMA} has no baseline (not in {lacking}); record it with " in failures(result)[TEST]
+        assert f"{GEMMA}: {lacking} has no figures of it" in failures(result)[TEST]
     # Nor is the time of another device.
     gated.machine("NVIDIA A100-SXM4-80GB")
     gated.answer(recorded(slower=9, device_name="NVIDIA A100-SXM4-80GB"))
