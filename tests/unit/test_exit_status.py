@@ -77,8 +77,8 @@ def engines(monkeypatch, tmp_path):
             raise SideError("--base: none is neither a folder nor a revision")
         yield Side(name=name, label=source, python="python", folder=tmp_path, environ={})
 
-    def alternate(base, head, arguments, rounds, scratch):
-        return {"base": [_round(1.0)] * rounds, "head": [_round(1.3 if base.label == "faster" else 1.0)] * rounds}
+    def run(side, arguments, scratch, watch, **selected):
+        return _round(0.7 if side.label == "faster" else 1.0)
 
     class Cells:
         about = ()
@@ -96,7 +96,8 @@ def engines(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ab, "open_side", side)
-    monkeypatch.setattr(ab, "_alternate", alternate)
+    monkeypatch.setattr(ab, "run", run)
+    monkeypatch.setattr(ab, "with_more_at_once", lambda side, arguments: arguments)
     monkeypatch.setattr("pytest_gputrain.cli.predict.EmulatedCells", Cells)
     monkeypatch.setattr(node_service, "time", SimpleNamespace(sleep=interrupted))
     monkeypatch.setattr(installed, "builds", lambda: iter([DamagedBuild()]))
