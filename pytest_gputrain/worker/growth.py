@@ -346,11 +346,11 @@ def _malloc_tells() -> bool:
 def _steady_growth(ends: Sequence[int], least: float) -> float:
     """Return the mean growth from one end to the next, 0 where it does not go on.
 
-    It goes on where each half grows by more than ``least``, and all of the second half is above all of the first. What is
-    made once, or differs from step to step, does not so.
+    It goes on where each half grows by more than ``least``, and nothing of the second half is below the first by as much.
+    What is made once, or differs from step to step, does not so.
     """
     first, last = ends[: len(ends) // 2], ends[len(ends) // 2 :]
-    goes_on = first and max(first) <= min(last) and min(first[-1] - first[0], last[-1] - last[0]) > least
+    goes_on = first and max(first) - min(last) <= least < min(first[-1] - first[0], last[-1] - last[0])
     return (ends[-1] - ends[0]) / (len(ends) - 1) if goes_on else 0.0
 
 

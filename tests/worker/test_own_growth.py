@@ -272,6 +272,7 @@ def test_arrays_that_every_second_step_keeps_are_told():
         ([0, 8, 16, 24, 32], 8),
         ([0, 0, 16, 16, 32, 32], 6.4),
         ([0, 40, 40, 40, 80, 80, 80, 120, 120, 120, 160], 16),
+        ([0, 40, 41, 40, 80, 82, 80, 80, 120, 120, 121, 160], 160 / 11),
         # Once, twice in one half, to and fro, and so little that nobody looks for it.
         ([0, 0, 0, 100, 100, 100], 0),
         ([0, 100, 200, 200, 200, 200], 0),
