@@ -66,22 +66,14 @@ def parse_axes(text: str, markers: Sequence[str]) -> Axes:
 
 
 def _platform(text: str, markers: Sequence[str]) -> str:
-    """Check that the catalog has the marker.
-
-    Raises:
-        ValueError: the catalog has no such marker.
-    """
+    """Check that the catalog has the marker."""
     if text not in markers:
         raise ValueError(f"the platform {text!r} is unknown{did_you_mean(text, markers)}; known: {', '.join(markers)}")
     return text
 
 
 def _value(knob: str, text: str) -> Any:
-    """Parse the text of a knob's value.
-
-    Raises:
-        ValueError: the text is no value of the knob.
-    """
+    """Parse the text of a knob's value."""
     choices: Iterable[str] | None = architectures() if knob == "model" else KNOBS[knob].words or None
     if choices is not None and text not in choices and not (knob == "model" and is_path(text)):
         known = ", ".join(filter(None, choices))

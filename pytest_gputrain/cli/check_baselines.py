@@ -149,11 +149,7 @@ def _without_tests(folder: Path) -> Iterator[Problem]:
 
 
 def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Problem]:
-    """Check the file as the kind that its folder says.
-
-    Raises:
-        BaselineError: the file is not sound.
-    """
+    """Check the file as the kind that its folder says."""
     match folders:
         case [published.FOLDER]:
             published.load(path)
@@ -194,12 +190,7 @@ def _damage(path: Path) -> list[Problem]:
 
 
 def _entries(path: Path, store: SuiteStore[Any, Any], device: str) -> Iterator[Problem]:
-    """Check the entries of a file.
-
-    Raises:
-        BaselineError: the file is not sound.
-        OSError: the file cannot be read.
-    """
+    """Check the entries of a file."""
     data = read_whole(path)
     for key, record in store.suite(device, path.stem).items():
         if not _is_name(key.removesuffix("@tiny") if record.scale == "tiny" else key, record.case):
@@ -230,11 +221,7 @@ def _is_name(key: str, case: Case) -> bool:
 
 
 def _form(path: Path, expected: bytes) -> Iterator[Problem]:
-    """Compare a file with what writing it again would give.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Compare a file with what writing it again would give."""
     present = read_whole(path)
     if present == expected:
         return

@@ -56,11 +56,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _tolerance(path: Path, report: Report) -> Tolerance:
-    """Read from the report what passes.
-
-    Raises:
-        BaselineError: the report does not say what passes.
-    """
+    """Read from the report what passes."""
     try:
         return tolerance_of(report.settings)
     except (KeyError, TypeError, ValueError):

@@ -185,11 +185,7 @@ def _written(path: Path, data: bytes) -> bool:
 
 @contextlib.contextmanager
 def _folder_of_program() -> Iterator[Path]:
-    """Make a folder that is removed at the end, and remove those of commands that were killed before theirs.
-
-    Raises:
-        CannotEmulate: it cannot be made.
-    """
+    """Make a folder that is removed at the end, and remove those of commands that were killed before theirs."""
     from filelock import FileLock
 
     temporary = Path(tempfile.gettempdir())

@@ -156,11 +156,7 @@ def _read(options: argparse.Namespace) -> list[Report]:
 
 
 def _chosen(tables: Sequence[PublishedTable], names: Sequence[str]) -> Sequence[PublishedTable]:
-    """Choose the tables that the user named.
-
-    Raises:
-        ValueError: a table is not known.
-    """
+    """Choose the tables that the user named."""
     tables_by_name = {table.name: table for table in tables}
     for name in names:
         if name not in tables_by_name:

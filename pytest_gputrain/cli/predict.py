@@ -187,11 +187,7 @@ def _unknown(name: str) -> str:
 
 
 def _gpus(text: str) -> list[str]:
-    """Look up the GPUs that the user named, by their markers or as ``RTX 4090``.
-
-    Raises:
-        ValueError: the catalog lacks one.
-    """
+    """Look up the GPUs that the user named, by their markers or as ``RTX 4090``."""
     names = (re.sub(r"[\s-]+", "_", part.strip().lower()) for part in text.split(","))
     markers = list(dict.fromkeys(filter(None, names)))
     for marker in markers:

@@ -130,11 +130,7 @@ class LocalExecutor(Executor[Reply]):
             return self._with_hardware(reply, gpus[0], between, before, watched) if gpus else reply
 
     def _before(self, case: Case, gpus: tuple[Gpu, ...], inline: bool) -> Occupancy:
-        """Look at the GPUs before a case starts.
-
-        Raises:
-            BadCase: another process is there, and that is not allowed.
-        """
+        """Look at the GPUs before a case starts."""
         if not gpus:
             return Occupancy(None, None)
         before = drivers.occupancy(gpus, _process_tree())

@@ -346,11 +346,7 @@ class CaseSession:
 
 
 def _settings(config: pytest.Config) -> Settings:
-    """Read the settings from the options.
-
-    Raises:
-        ValueError: a value of an option is wrong, or two contradict each other.
-    """
+    """Read the settings from the options."""
     return read(
         {option.name: config.getoption(option.flag) for option in OPTIONS if not option.ini_only},
         {option.name: str(config.getini(option.ini)) for option in OPTIONS},
@@ -360,11 +356,7 @@ def _settings(config: pytest.Config) -> Settings:
 
 
 def _check_installed() -> None:
-    """Check early, rather than after hours, that what the options need is installed.
-
-    Raises:
-        ValueError: what an HTML report needs is not installed; reported now rather than after hours.
-    """
+    """Check early, rather than after hours, that what the options need is installed."""
     from pytest_gputrain.report.html import page
 
     if lacking := page.missing():

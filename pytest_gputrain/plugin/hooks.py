@@ -107,11 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _refuse_unknown_settings(config: pytest.Config) -> None:
-    """Refuse a misspelt ``-o gpu_name=value``, which pytest passes over, or only warns of, depending on its version.
-
-    Raises:
-        pytest.UsageError: no plugin has a setting of this name.
-    """
+    """Refuse a misspelt ``-o gpu_name=value``, which pytest passes over, or only warns of, depending on its version."""
     for override in config.getoption("override_ini") or ():
         name = override.partition("=")[0]
         if name.startswith("gpu_"):

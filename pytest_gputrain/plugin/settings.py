@@ -64,11 +64,7 @@ def _value(option: Option, typed: str | bool | list[str] | None, written: str, r
 
 
 def _refuse_baseline(settings: Settings) -> None:
-    """Refuse a report to compare with that is not there, and to update anything but recorded baselines.
-
-    Raises:
-        ValueError: there is no such report, or it or published tables are to be updated.
-    """
+    """Refuse a report to compare with that is not there, and to update anything but recorded baselines."""
     if settings.baseline_update and settings.baseline_new:
         raise ValueError("--gpu-baseline-update and --gpu-baseline-new contradict each other; give one")
     is_report = isinstance(settings.baseline, Path)
@@ -85,20 +81,13 @@ def _refuse_together(option: str, others: Mapping[str, object], why: str) -> Non
 
     Args:
         others: by its flag whether each is.
-
-    Raises:
-        ValueError: one is.
     """
     for other in (flag for flag, asked in others.items() if asked):
         raise ValueError(f"{option} and {other} contradict each other: {why}")
 
 
 def _refuse_outputs(settings: Settings) -> None:
-    """Refuse outputs that cannot all be written.
-
-    Raises:
-        ValueError: two options name one file, or one names a file that no run writes.
-    """
+    """Refuse outputs that cannot all be written."""
     flags: dict[str, str] = {}
     for name, path in settings.outputs.items():
         other = flags.setdefault(os.path.realpath(path), f"--gpu-{name}")
@@ -111,11 +100,7 @@ def _refuse_outputs(settings: Settings) -> None:
 
 
 def _refuse_to_prune(settings: Settings) -> None:
-    """Refuse to remove baselines on the word of tests that ask for other cases than their own.
-
-    Raises:
-        ValueError: baselines are to be removed that no test asks for, and tests are to ask for other cases than their own.
-    """
+    """Refuse to remove baselines on the word of tests that ask for other cases than their own."""
     if not settings.baseline_prune:
         return
     others = {
@@ -143,11 +128,7 @@ def prepare_outputs(settings: Settings) -> None:
 
 
 def _refuse_contradictions(settings: Settings) -> None:
-    """Refuse values that contradict each other.
-
-    Raises:
-        ValueError: two of the values cannot both be meant.
-    """
+    """Refuse values that contradict each other."""
     find_batch, loss = settings.find_batch, settings.loss_steps
     is_inline = {"--gpu-isolation=inline": settings.isolation == "inline"}
     one_run = {f"--gpu-runs={settings.runs}": settings.runs not in (None, 1), **is_inline, "--gpu-resume": settings.resume}

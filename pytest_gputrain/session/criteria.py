@@ -48,7 +48,7 @@ def refuse_missing_folder(settings: Settings) -> None:
     """Refuse a folder that is not there. A mistyped one would make every case new.
 
     Raises:
-        BadCase: the folder that the options name is not there. Mistyped, it would make every case new.
+        BadCase: the options name one that is not there.
     """
     if "baseline-dir" in settings.given and not settings.records and not os.path.isdir(settings.baseline_dir):
         raise BadCase(f"the baseline folder {settings.baseline_dir} does not exist; --gpu-baseline-update makes it")
@@ -190,11 +190,7 @@ class CriteriaLookup:
         return self._priors[device, suite]
 
     def _baseline(self, suite: str, key: str, task: Task, host: Host) -> tuple[Baseline | None, str]:
-        """Find the case's baseline, and for a missing one say what else there is.
-
-        Raises:
-            BadCase: the baseline file cannot be read.
-        """
+        """Find the case's baseline, and for a missing one say what else there is."""
         device = host.device
         if self._report is not None:
             return self._report.get(device, suite, key, task.variables_digest), ""

@@ -86,11 +86,7 @@ class EmulatingRunner(CaseRunner):
         return Emulated(**result_fields(request, task, host, verdict), reply=reply)
 
     def _recorded(self, request: Request, task: Task) -> Recorded | None:
-        """Look up what is recorded of the case.
-
-        Raises:
-            BadCase: what is recorded cannot be read.
-        """
+        """Look up what is recorded of the case."""
         of = self.executor.host.platform, request.suite, key_of(task.case, task.scale)
         if self._report is not None:
             return self._report.recorded(*of, task.variables_digest)

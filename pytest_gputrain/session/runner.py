@@ -107,11 +107,7 @@ class Runner(CaseRunner):
         return self.settings.find_batch or self.settings.loss_steps is not None
 
     def _refuse_inline(self, case: Case) -> None:
-        """Refuse an inline run that cannot have what it takes.
-
-        Raises:
-            BadCase: an inline run of the case cannot have its GPU, or the processes that it or a study takes.
-        """
+        """Refuse an inline run that cannot have what it takes."""
         if self.settings.gpu_ids:
             raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
         if self._is_study:

@@ -465,11 +465,7 @@ def _remedy(error: Exception, remedy: str) -> str:
 
 
 def _sound(fields: Any, type_: type[_Type], what: str, refusal: Callable[..., BaselineError]) -> _Type:
-    """Check that the fields make a record, which need not have all of them.
-
-    Raises:
-        BaselineError: the fields do not make a record of ``type_``.
-    """
+    """Check that the fields make a record, which need not have all of them."""
     try:
         return msgspec.convert(fields, type_)
     except msgspec.ValidationError as error:

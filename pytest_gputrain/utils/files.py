@@ -94,9 +94,6 @@ def _refuse_links_of_others(path: Path) -> None:
     """Refuse what Linux does with fs.protected_symlinks: a link of another user in a folder that all may write to.
 
     Whoever writes ``/tmp/report.json`` would replace a file that somebody else has chosen. One's own links are followed.
-
-    Raises:
-        PermissionError: there is such a link on the way to the file.
     """
     for part in (path, *path.parents):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -120,11 +117,7 @@ def _printed_to(status: os.stat_result) -> int | None:
 
 
 def _open_now(path: Path) -> int:
-    """Open what is no regular file for writing, without waiting for a reader of a FIFO.
-
-    Raises:
-        OSError: nobody reads the FIFO.
-    """
+    """Open what is no regular file for writing, without waiting for a reader of a FIFO."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:

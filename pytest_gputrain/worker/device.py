@@ -86,11 +86,7 @@ def stand_ins_loaded() -> bool:
 
 
 def _check_found(*, asked: bool) -> None:
-    """Check that the GPU is emulated if and only if that is asked for.
-
-    Raises:
-        RuntimeError: otherwise.
-    """
+    """Check that the GPU is emulated if and only if that is asked for."""
     found = stand_ins_loaded()
     if found and not asked:
         raise RuntimeError(

@@ -39,11 +39,7 @@ def load_for(task: Task, *, to_be_forked: bool = False) -> None:
 
 
 def _check_torch(*, emulated: bool) -> None:
-    """Check that torch comes from the build that was installed for emulated GPUs if and only if such a GPU is to use it.
-
-    Raises:
-        WrongTorch: otherwise.
-    """
+    """Check that torch comes from the build that was installed for emulated GPUs if and only if such a GPU is to use it."""
     import torch
 
     site = Path(torch.__file__).parents[1]

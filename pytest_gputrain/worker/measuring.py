@@ -344,9 +344,6 @@ class Measuring:
 
         Args:
             steps: how many there were, those included in which tensors were counted.
-
-        Raises:
-            CheckFailed: it does not train.
         """
         if self._task.curve:
             return finite_losses(losses, self._case.model, steps=steps)[: self._case.steps]
@@ -547,9 +544,6 @@ class Measuring:
         Args:
             figures: of the steps before.
             steps: how many there are with it.
-
-        Raises:
-            CheckFailed: the model does not train.
         """
         own = self._own
         # A compiled case takes this step as it is written: in blocks of other sizes than those that the allocator kept, and
@@ -586,9 +580,6 @@ class Measuring:
 
         Args:
             why: the note on what is missing.
-
-        Raises:
-            CheckFailed: the model does not train.
         """
         if movement is not None and self._device.computes:
             moved, _ = movement.changes()
@@ -603,9 +594,6 @@ class Measuring:
 
         Args:
             reached: the names of tensors that got a gradient; None where no step was watched.
-
-        Raises:
-            CheckFailed: it does not train.
         """
         if isinstance(training, OwnCodeTraining):
             # A step of own code may train but a part, as one of two players or the experts that are chosen.

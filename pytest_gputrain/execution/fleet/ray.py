@@ -140,11 +140,7 @@ class Ray:
         self._ray.shutdown()
 
     def _connect(self, address: str) -> None:
-        """Connect to the cluster.
-
-        Raises:
-            ValueError: there is no cluster of this Ray.
-        """
+        """Connect to the cluster."""
         if address.startswith("ray://"):
             raise ValueError(
                 f"--gpu-executor=ray: {address} is for Ray's client; start pytest on a node of the cluster, "
@@ -169,11 +165,7 @@ class Ray:
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
-        """Ask Ray, which may be out of reach.
-
-        Raises:
-            Unreachable: Ray does not answer.
-        """
+        """Ask Ray, which may be out of reach."""
         try:
             yield
         except self._ray.exceptions.RayError as error:
@@ -264,11 +256,7 @@ class Ray:
 
 
 def _amounts(arguments: Sequence[str], **values: int) -> dict[str, float]:
-    """Return the resources by name.
-
-    Raises:
-        ValueError: an argument is none.
-    """
+    """Return the resources by name."""
     amounts = {}
     for argument in arguments:
         name, _, amount = argument.partition("=")

@@ -179,11 +179,7 @@ class Slurm:
         return done.stdout
 
     def _run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Run a command of Slurm.
-
-        Raises:
-            Unreachable: it does not come to its end.
-        """
+        """Run a command of Slurm."""
         try:
             return subprocess.run(
                 command, env=self._environment, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False

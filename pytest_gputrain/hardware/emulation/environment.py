@@ -80,11 +80,7 @@ def emulated_environment(
 
 
 def _own_compiled() -> Path:
-    """Make a folder for compiled code, which nobody else can put code into.
-
-    Raises:
-        CannotEmulate: somebody else has made it.
-    """
+    """Make a folder for compiled code, which nobody else can put code into."""
     folder = Path(tempfile.gettempdir()) / f"torchinductor_{os.geteuid()}"
     try:
         make_own(folder)

@@ -114,11 +114,7 @@ def _free(folder: Path) -> int:
 
 
 def _check_rights() -> None:
-    """Refuse rights with which files of another user would be made or replaced.
-
-    Raises:
-        CannotEmulate: the process has another user's rights, or it is root's in the cache of another user.
-    """
+    """Refuse rights with which files of another user would be made or replaced."""
     if os.getuid() != os.geteuid() or os.getgid() != os.getegid():
         raise CannotEmulate("a program with the rights of another user (setuid) installs nothing; run it as that user")
     base = installed.builds_folder()
@@ -129,11 +125,7 @@ def _check_rights() -> None:
 
 
 def _check_index(source: Source) -> None:
-    """Refuse an index that cannot be believed on the way.
-
-    Raises:
-        CannotEmulate: its address is not one of HTTPS.
-    """
+    """Refuse an index that cannot be believed on the way."""
     address = urlsplit(source.address)
     if source.address and address.scheme != "https" and address.hostname not in ("localhost", "127.0.0.1"):
         raise CannotEmulate(
@@ -217,11 +209,7 @@ def _removed(damaged: Path) -> bool:
 
 
 def _wheel(project: str, version: str, source: Source) -> Wheel:
-    """Return the wheel to take.
-
-    Raises:
-        CannotEmulate: its hash is not known.
-    """
+    """Return the wheel to take."""
     if wheel := wheels.known(project, version):
         return wheel
     if source.hashes:
@@ -303,11 +291,7 @@ class _Putting:
 
 
 def _copied(folder: Path, wheel: Wheel, target: Path) -> Path:
-    """Copy a wheel from the user's folder, so that it cannot change any more.
-
-    Raises:
-        CannotEmulate: the folder does not have it.
-    """
+    """Copy a wheel from the user's folder, so that it cannot change any more."""
     names = (
         [wheel.filename] if wheel.filename else [path.name for path in folder.glob(f"{wheel.project}-{wheel.version}-*.whl")]
     )
@@ -325,11 +309,7 @@ def _only_file(folder: Path, wheel: Wheel) -> Path:
 
 
 def _download(wheel: Wheel, allowed: Sequence[str], target: Path, index: str) -> None:
-    """Have pip download the one file with this hash.
-
-    Raises:
-        CannotEmulate: it cannot.
-    """
+    """Have pip download the one file with this hash."""
     # Two equal signs would also take 2.13.0+cpu for 2.13.0.
     hashes = " ".join(f"--hash=sha256:{sha256}" for sha256 in allowed)
     (wanted := target.parent / "requirements.txt").write_text(f"{wheel.project}==={wheel.version} {hashes}\n")
@@ -383,11 +363,7 @@ def _pinned(requires: Sequence[str], project: str) -> str:
 
 
 def _check_torch(site: Path, version: str) -> None:
-    """Check that what was unpacked is a CUDA build of this version, which this folder allows to run.
-
-    Raises:
-        CannotEmulate: it is not.
-    """
+    """Check that what was unpacked is a CUDA build of this version, which this folder allows to run."""
     found = libraries.read_torch(site / "torch")
     if installed.release(found.version) != version:
         raise CannotEmulate(f"the wheel of torch {version} has torch {found.version}, so it is not installed")

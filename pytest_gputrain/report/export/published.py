@@ -162,11 +162,7 @@ def _csv_rows(row: Published, result: Result | None, epoch: Epoch | None) -> Ite
 
 
 def _html(tables: Sequence[PublishedTable], results: Sequence[Result]) -> str:
-    """Return a page of bars for every figure of the tables.
-
-    Raises:
-        ValueError: what draws them is not installed.
-    """
+    """Return a page of bars for every figure of the tables."""
     from pytest_gputrain.report.html import page
 
     if missing := page.missing():

@@ -172,11 +172,7 @@ _NAMES: Final = ("suite", "key", "device", "branch")
 def _of_branch(
     branches: dict[str, dict[Subject, Series]], asked: str | None, warn: Callable[[str], None]
 ) -> dict[Subject, Series]:
-    """Keep the lines of one branch.
-
-    Raises:
-        HistoryError: there is no such branch.
-    """
+    """Keep the lines of one branch."""
     branch = asked or next((trunk for trunk in TRUNKS if trunk in branches), "*")
     if branch == "*":
         chosen = list(branches.values())

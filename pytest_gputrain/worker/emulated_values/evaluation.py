@@ -169,11 +169,7 @@ class Values:
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     def _as_one(self, value: Any) -> Any:
-        """Give one element of what an operator reads.
-
-        Raises:
-            ValueError: its elements differ.
-        """
+        """Give one element of what an operator reads."""
         if isinstance(value, Tensor):
             if not value.is_cuda:
                 return value
