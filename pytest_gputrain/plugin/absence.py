@@ -143,8 +143,9 @@ def _unclaimed(
     whole: Set[str] = {suite for suite in paths if not any(map(files.is_a_part, paths[suite]))} | abandoned
     seen = {(store_type, device, is_tiny) for store_type, device, _, is_tiny in claimed}
     expected: Set[str] = whole & {*map(suite_of, files.with_cases), *abandoned}  # also if no test asked for a case of it
-    if abandoned and not seen and (machine := host()) is not None:
-        expected = abandoned  # the tests of other files may all be for another device
+    if not seen:
+        expected = {suite for suite in expected if not any(map(files.is_for_others, paths[suite]))}
+    if expected and not seen and (machine := host()) is not None:
         here = (EmulationStore, machine.platform) if settings.emulate else (BaselineStore, machine.device)
         seen = {(*here, False), (*here, True)}
     for (store_type, device, is_tiny), suite in itertools.product(seen, expected):

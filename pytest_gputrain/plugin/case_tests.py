@@ -131,6 +131,8 @@ class WholeFiles:
         """The ids of the cases that tests are parametrized with."""
         self._ended: dict[str, str] = {}
         """The outcomes of tests, by id."""
+        self._for_others: set[str] = set()
+        """The ids of tests that were skipped because their cases are for other machines or kinds of runs."""
 
     def note_collected(self, item: pytest.Item, cases: Sequence[str]) -> None:
         """Take notice of a test with cases that was found, and of the ids of those that it is parametrized with."""
@@ -178,6 +180,11 @@ class WholeFiles:
         outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
         asks_elsewhere = getattr(report, "gputrain_skip", "") in ("platform", "left out")
         self._ended[report.nodeid] = outcome if outcome != "passed" and not asks_elsewhere else before
+        self._for_others |= {report.nodeid} if asks_elsewhere else set()
+
+    def is_for_others(self, path: Path) -> bool:
+        """Tell whether a test of a file has cases for other machines or kinds of runs."""
+        return not self._for_others.isdisjoint(self._tests[path])
 
     def is_a_part(self, path: Path) -> bool:
         """Tell whether not every test of a file was to run."""
