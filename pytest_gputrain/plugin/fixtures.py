@@ -295,7 +295,8 @@ class _ReadFigures(EmulatedRun, frozen=True, kw_only=True, tag="emulated"):
 
     def _refuse(self, name: str) -> NoReturn:
         sentence = f"reads {name}, which an emulated GPU does not have"
-        raise _failed(f"{sentence}; deselect this test here (strict)") if self.strict else skipped(sentence)
+        mark = '@pytest.mark.gpu_only_on("gpu", reason=...)'
+        raise _failed(f"{sentence}; mark the test with {mark}") if self.strict else skipped(sentence)
 
 
 def _to_be_read(result: Result, strict: bool) -> Result:

@@ -237,7 +237,7 @@ class ProgramFit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Emulation(msgspec.Struct, frozen=True, kw_only=True):
-    """The document of ``gputrain emulate --json``."""
+    """The document of ``gputrain emulate --json FILE``."""
 
     format: int = FORMAT
     """The version of the format."""

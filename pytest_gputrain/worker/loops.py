@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from inspect import isgenerator
@@ -119,6 +120,8 @@ class GeneratorLoop:
             raise ended(self._name, self._taken) from None
         opened = [mode for mode in _get_current_dispatch_mode_stack() if not any(mode is other for other in modes)]
         if opened:
+            with contextlib.suppress(Exception):
+                self._generator.close()  # so that the process is left as it was
             raise CheckFailed(
                 f"the loop of {self._name} yields inside of {type(opened[-1]).__name__}, which would see what the "
                 "measurement does; leave that context before the yield"

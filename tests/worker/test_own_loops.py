@@ -93,6 +93,7 @@ def test_a_mode_held_open_across_a_yield_is_refused_by_name():
     sentence = refused(MINE, watched)
     assert "the loop of mine yields inside of" in sentence
     assert "Flop" in sentence
+    assert not torch.nn.modules.module._global_forward_pre_hooks, "the mode is left"
 
 
 def broken(setup):
