@@ -19,7 +19,7 @@ from pytest_gputrain.worker.loop import Steps
 _MOST_ROWS: Final = 4
 """Runs of steps of the same shapes that a record has."""
 _MOST_SHAPES: Final = 16
-"""TensorShapes of one step that a record has."""
+"""Shapes of one step that a record has."""
 _MOST_VALUES: Final = 256
 _DEEPEST: Final = 6
 """Values that are looked at in what a model is given, and how deep: a batch may be an object that refers to anything."""
@@ -40,7 +40,7 @@ class ShapesNoted:
         Args:
             model: whose calls are followed; None where `note` is called instead, or where they cannot be seen.
         """
-        hooks = [part.register_forward_pre_hook(_Hook(self), with_kwargs=True) for part in _called(model)]
+        hooks = [part.register_forward_pre_hook(self._see, with_kwargs=True) for part in _called(model)]
         self._is_following = True
         try:
             yield
@@ -64,6 +64,10 @@ class ShapesNoted:
         if self._is_following:
             self._step[tuple(itertools.islice(_shapes(given), _MOST_VALUES))] = None
 
+    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take notice of a call of the model. A method can be copied and stored with the model, and a closure cannot."""
+        self.note((args, kwargs))
+
     def record(self) -> BatchShapes | None:
         """Return the record; None where nothing was noted."""
         if not any(self._steps):
@@ -75,20 +79,6 @@ class ShapesNoted:
             first=tuple(itertools.islice(rows, _MOST_ROWS)),
             last=self._steps[-1][:_MOST_SHAPES],
         )
-
-
-class _Hook:
-    """Notes what a module is given. A copy of the module, or what is read of its file, notes nothing."""
-
-    def __init__(self, shapes: ShapesNoted | None = None) -> None:
-        self._shapes = shapes
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._shapes is not None:
-            self._shapes.note((args, kwargs))
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
 
 
 def _called(model: nn.Module | None) -> Iterator[nn.Module]:
