@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pytest_gputrain
+from pytest_gputrain.worker.emulated_values.program_lines import is_ours
 from pytest_gputrain.worker.own_lines import OwnLines
 
 HERE = Path(__file__)
@@ -84,3 +85,10 @@ def test_what_this_package_calls_is_not_told_by_who_called_the_package(tmp_path)
     assert own["call"](operator) == "test_own.py:2"
     assert own["call"](lambda: ours["call"](operator)) == ""
     assert own["call"](lambda: ours["call"](lambda: own["call"](operator))) == "test_own.py:2"
+
+
+def test_a_line_of_this_package_is_no_line_of_the_program_by_any_path_that_leads_to_it():
+    ours = Path(pytest_gputrain.__file__).parent
+    assert is_ours(str(ours / "worker" / "flops.py"))
+    assert is_ours(str(ours.parent / "other" / ".." / ours.name / "worker" / "flops.py")), "as PYTHONPATH=../here makes it"
+    assert not is_ours(__file__)
