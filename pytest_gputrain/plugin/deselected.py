@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pytest
 
-from pytest_gputrain.plugin.items import has_cases
+from pytest_gputrain.plugin.items import file_of, has_cases
 
 _OUTPUT: Final = "gputrain_left_out"
 _MOST_FILES: Final = 3
@@ -32,10 +32,10 @@ class DeselectedTests:
 
             for item in with_cases:
                 for platform in platforms_missed(self._expression, {mark.name for mark in item.iter_markers()})[:1]:
-                    self._platforms[_file(item)] = platform
+                    self._platforms[file_of(item)] = platform
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        selected = {_file(item) for item in session.items if has_cases(item)}
+        selected = {file_of(item) for item in session.items if has_cases(item)}
         if selected and session.config.getoption("keyword", ""):
             selected |= self._platforms.keys()  # which may be what -k left out
         for file in selected:
@@ -57,7 +57,3 @@ class DeselectedTests:
             f"-m {self._expression!r} left out the tests in {', '.join(files[:_MOST_FILES])}{more}, which carry no "
             f"platform's marker: mark them with @pytest.mark.{platform}, or give --gpu-platform={platform} instead of -m"
         ]
-
-
-def _file(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0]

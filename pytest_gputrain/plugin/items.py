@@ -50,3 +50,8 @@ def has_parameters(item: pytest.Item) -> bool:
 def may_have_cases(item: pytest.Item) -> bool:
     """Return whether a test asks for ``gputrain``, or may do so while it runs, by ``request.getfixturevalue``."""
     return has_cases(item) or "request" in getattr(item, "fixturenames", ())
+
+
+def file_of(item: pytest.Item) -> str:
+    """Return the file of a test as its id names it."""
+    return item.nodeid.partition("::")[0]

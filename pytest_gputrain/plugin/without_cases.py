@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from pytest_gputrain.plugin.items import has_cases
+from pytest_gputrain.plugin.items import file_of, has_cases, may_have_cases
 
 _OUTPUT: Final = "gputrain_without_cases"
 
@@ -22,12 +23,16 @@ class FilesWithoutCases:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._collected: set[str] = set()
-        self._with_cases: set[Path] = set()
+        self._with_cases: set[str] = set()
+        self._undecided: dict[str, str] = {}
+        """The files of tests that show only while they run whether they have cases, by the ids of the tests."""
         self.paths: set[Path] = set()
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         if has_cases(item):
-            self._with_cases.add(item.path)
+            self._with_cases.add(file_of(item))
+        elif may_have_cases(item):
+            self._undecided[item.nodeid] = file_of(item)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.passed and report.nodeid.endswith(".py"):
@@ -35,11 +40,16 @@ class FilesWithoutCases:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         suites = {path.stem for depth in ("*", "*/*") for path in self._folder.glob(f"{depth}/*.json")}
-        if suites and not any("::" in argument for argument in session.config.args):
+        chosen = any("::" in argument for argument in session.config.args) or session.config.getoption("lf", False)
+        if suites and not chosen:
             from pytest_gputrain.cases.identity import suite_of
 
-            found = {session.config.rootpath / name for name in self._collected} - self._with_cases
-            self.paths = {path for path in found if suite_of(path) in suites}
+            selected = {item.nodeid for item in session.items}
+            deselected = {file for nodeid, file in self._undecided.items() if nodeid not in selected}
+            files = self._collected - self._with_cases - deselected
+            # The name of a file outside of the root begins with "..".
+            paths = {Path(os.path.normpath(session.config.rootpath / file)) for file in files}
+            self.paths = {path for path in paths if suite_of(path) in suites}
         if hasattr(session.config, "workeroutput"):  # of xdist
             session.config.workeroutput[_OUTPUT] = [str(path) for path in self.paths]
 
