@@ -152,7 +152,8 @@ class Movement:
         def note_gradient_of(name: str) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
                 gradient = None if parameter.grad is None else local(parameter.grad)
-                if gradient is not None and gradient.is_sparse:
+                # Operators for own code would be counted with those of its step on an emulated GPU.
+                if gradient is not None and gradient.is_sparse and not self._accepts_zeros:
                     gradient = gradient.coalesce().values()
                 if gradient is None or not gradient.numel():
                     return

@@ -1,14 +1,17 @@
 """Tensors of own code that do not train are told with their names, and tensors of the zoo that do not are refused."""
 
+import contextlib
 import itertools
 import re
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from zoo_examples import MINE, measured, refused
 
 from pytest_gputrain.records import TrainedTensors
+from pytest_gputrain.worker.checks import Movement
 
 
 class Pooled(nn.Module):
@@ -99,3 +102,25 @@ def test_a_part_that_trains_in_other_steps_is_not_idle():
     turn = itertools.count()
     figures = measured(MINE, training(forward=lambda model, batch: model.layers[next(turn) % 3](batch)))
     assert figures.trained.learning == {"layers.*": 6}
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_to_follow_the_gradients_of_own_code_runs_no_operator(sparse):
+    class Noted(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def operators(followed):
+        table = nn.Embedding(8, 4, sparse=sparse)
+        movement = Movement(table, accepts_zeros=True)
+        with movement.watching() if followed else contextlib.nullcontext(), Noted() as noted:
+            table(torch.tensor([1, 1, 2])).sum().backward()
+        return noted.names, movement.changes()[1]
+
+    names, _ = operators(followed=False)
+    assert operators(followed=True) == (names, {"weight"})
