@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import msgspec
 from torch import Tensor, nn
+from torch.jit._script import RecursiveScriptModule
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from pytest_gputrain.records import BatchShapes
 from pytest_gputrain.records.own_training import TensorShapes
@@ -82,8 +84,9 @@ class ShapesNoted:
 
 
 def _called(model: nn.Module | None) -> Iterator[nn.Module]:
-    """Yield the modules that are called: the model, or the parts of a container, which nobody can call."""
-    if model is None:
+    """Yield the modules that are called: the model, or the parts of a container, which nobody can call. A scripted module
+    takes no hooks."""
+    if model is None or isinstance(model, RecursiveScriptModule):
         return
     if type(model) in (nn.ModuleList, nn.ModuleDict):
         for part in model.children():
@@ -100,7 +103,9 @@ def _shapes(given: object) -> Iterator[tuple[int, ...]]:
             return
         value, depth = values.pop()
         if isinstance(value, Tensor):
-            yield from (tuple(part.shape) for part in strided_parts(value) if part.shape)
+            # The sizes of a jagged tensor are no numbers, unlike those of its values and offsets.
+            parts = (value.values(), value._offsets) if isinstance(value, NestedTensor) else strided_parts(value)
+            yield from (tuple(part.shape) for part in parts if part.shape)
         elif depth < _DEEPEST:
             values += [(inner, depth + 1) for inner in reversed(_parts(value))]
 

@@ -185,8 +185,9 @@ def noted(model, *given, **named):
         ([torch.ones(2, 3), {"labels": torch.ones(4), "name": "w"}],),
         (Batch(nodes=torch.ones(2, 3), labels=torch.ones(4), count=torch.tensor(3)),),
         (torch.ones(2, 3), torch.ones(4), nn.Linear(5, 5)),
+        (torch.nested.nested_tensor([torch.ones(1, 3)] * 2, layout=torch.jagged), torch.ones(4)),
     ],
-    ids=["tensors", "collections", "object", "module"],
+    ids=["tensors", "collections", "object", "module", "jagged"],
 )
 def test_tensors_are_found_in_whatever_a_model_is_given(given):
     class Takes(nn.Module):
@@ -194,7 +195,21 @@ def test_tensors_are_found_in_whatever_a_model_is_given(given):
             pass
 
     shapes = noted(Takes(), *given)
-    assert shapes == BatchShapes(steps=2, digest=shapes.digest, first=((2, ((2, 3), (4,))),), last=((2, 3), (4,)))
+    of_jagged = [(3,)] if given[0].__class__.__name__ == "NestedTensor" else []  # its offsets
+    last = ((2, 3), *of_jagged, (4,))
+    assert shapes == BatchShapes(steps=2, digest=shapes.digest, first=((2, last),), last=last)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+def test_the_calls_of_a_scripted_module_cannot_be_seen():
+    scripted = torch.jit.script(nn.Linear(3, 4))
+    assert noted(scripted, torch.ones(2, 3)) is None
+    parts = nn.ModuleList([scripted, nn.Linear(4, 1)])
+    shapes = ShapesNoted()
+    with shapes.following(parts):
+        for _ in shapes.during(iter([True])):
+            parts[1](parts[0](torch.ones(2, 3)))
+    assert shapes.record().last == ((2, 4),)
 
 
 def test_the_parts_of_a_container_are_followed_and_nothing_stays_on_them():
