@@ -23,6 +23,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from pytest_gputrain.records import CountCause, CountName, Place
+from pytest_gputrain.worker.allocations import strided_parts
 
 Places = Callable[[FrameType], tuple[Place | None, Place | None, bool]]
 """Finds the own line of a frame and the library's, and whether this package's measuring asks."""
@@ -140,17 +141,20 @@ class _Collate:
         self._make, self._of_many = make, of_many
 
     def __call__(self, samples: Any) -> _Batch:
-        number = len(samples) if self._of_many else 1
+        # A data set that has __getitems__ may return a batch that it has made itself, as a dict or anything else.
+        is_list = self._of_many and hasattr(samples, "__len__") and not isinstance(samples, dict)
+        number = len(samples) if is_list else 1
         return _Batch(self._make(samples), number)
 
 
 def _unpack_batches_of(kind: Any) -> None:
-    """Have the iterators of a class give the data of a batch, and tell of it.
+    """Have the iterators of a class give the data of a batch, and tell of it. A class that derives from torch's may change
+    the data that ``_next_data`` returns.
 
     This stays for as long as the process lives: loaders may outlive the training, and with them the processes that make such
     batches.
     """
-    real = vars(kind).get("__next__")
+    real = vars(kind).get("_next_data")
     if real is None or hasattr(real, "unpacks_batches"):
         return
 
@@ -164,7 +168,7 @@ def _unpack_batches_of(kind: Any) -> None:
         return batch.data
 
     take.unpacks_batches = True  # type: ignore[attr-defined]
-    kind.__next__ = take
+    kind._next_data = take
 
 
 def _bytes_of(data: Any, depth: int = 2) -> int:
@@ -175,7 +179,7 @@ def _bytes_of(data: Any, depth: int = 2) -> int:
             its tensors in another one.
     """
     if isinstance(data, torch.Tensor):
-        return data.numel() * data.itemsize
+        return sum(part.numel() * part.itemsize for part in strided_parts(data))
     if isinstance(data, Mapping):
         data = data.values()
     elif not isinstance(data, list | tuple):

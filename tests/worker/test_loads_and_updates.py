@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from zoo_examples import MINE, measured
 
 from pytest_gputrain.worker.counted_steps import CountedSteps
@@ -37,6 +38,17 @@ class Slow(Dataset):
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([(torch.ones(16), 1)] * 1000)
+
+
+class Whole(Slow):
+    """A data set that makes a batch at once, of a kind that it chooses."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def __getitems__(self, numbers):
+        return self.make([self[number] for number in numbers])
 
 
 def together(batch):
@@ -86,6 +98,39 @@ def test_samples_bytes_and_processes_of_a_loader_are_counted_whoever_loads(optio
     assert (figures.loads, figures.loaded_bytes, figures.loader_workers) == (samples, size, workers)
     assert causes["loads"].own.text == "taken = next(batch)  # takes"
     assert causes["loads"].by == type(options["dataset"]).__name__
+
+
+@pytest.mark.parametrize(
+    ("make", "collate", "samples"),
+    [(list, together, 4), (iter, lambda batch: together([*batch]), 1), (together, lambda batch: batch, 1)],
+    ids=["list", "iterator", "dict"],
+)
+def test_a_batch_that_a_data_set_makes_itself_is_one_unless_it_is_a_list_of_samples(make, collate, samples):
+    figures, _ = asked(training({"dataset": Whole(make), "batch_size": 4, "collate_fn": collate}))
+    assert (figures.loads, figures.loaded_bytes) == (samples, 4 * 16 * 4)
+
+
+class Doubling(_SingleProcessDataLoaderIter):
+    """An iterator that changes what torch's takes of the data set."""
+
+    def _next_data(self):
+        return {name: 2 * value for name, value in super()._next_data().items()}
+
+
+def test_an_iterator_that_derives_from_that_of_torch_gets_the_data_of_a_batch(monkeypatch):
+    monkeypatch.setattr(DataLoader, "_get_iterator", lambda self: Doubling(loader=self))
+    figures, _ = asked(training({"dataset": Slow(), "batch_size": 4}))
+    assert (figures.loads, figures.loaded_bytes) == (4, 4 * SAMPLE)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+def test_a_sparse_tensor_has_the_bytes_of_its_indices_and_values():
+    def sparse(batch):
+        indices = torch.zeros(2, len(batch), dtype=torch.int64)
+        return {**together(batch), "graph": torch.sparse_coo_tensor(indices, torch.ones(len(batch)), (10**5, 10**5))}
+
+    figures, _ = asked(training({"dataset": Slow(), "batch_size": 4, "collate_fn": sparse}))
+    assert figures.loaded_bytes == 4 * 16 * 4 + 4 * (2 * 8 + 4)
 
 
 def test_two_loaders_are_added_up_and_a_loop_without_any_has_none():
