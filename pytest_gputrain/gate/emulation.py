@@ -19,7 +19,7 @@ from pytest_gputrain.gate.expected_times import describe_slowdown
 from pytest_gputrain.gate.memory import PHASES, describe_memory, is_memory_metric
 from pytest_gputrain.gate.messages import OtherSide, describe_checkpointing, describe_metric
 from pytest_gputrain.gate.own_training import lost_tensors, other_shapes
-from pytest_gputrain.gate.work import WORK, describe_work
+from pytest_gputrain.gate.work import WORK, describe_work, flops_apart
 from pytest_gputrain.records import (
     FAILING,
     Case,
@@ -129,6 +129,10 @@ def _verdict(
         return Verdict(status="regressed", sentence=sentence), _IF_EXPECTED
     if run.fits and not before.fits:
         return Verdict(status="improved", sentence=f"{case} fits {title} now"), _RECORD
+    flops, recomputed = flops_apart(
+        (before.flops_per_step, before.recomputed_flops_per_step), (run.flops_per_step, run.recomputed_flops_per_step)
+    )
+    before = msgspec.structs.replace(before, flops_per_step=flops, recomputed_flops_per_step=recomputed)
     compared = _compare(before, run, terms, again, side)
     metrics = compared.metrics
     not_compared = "".join(f"; {what}" for what in _not_compared(before, run, terms, side))

@@ -51,6 +51,7 @@ from pytest_gputrain.gate.messages import (
 from pytest_gputrain.gate.own_training import lost_tensors, other_shapes
 from pytest_gputrain.gate.scaling import efficiencies
 from pytest_gputrain.gate.step_times import MEAN_PRIOR_SD, MEAN_TOLERANCE, decide, mean_step, runs_out
+from pytest_gputrain.gate.work import flops_apart
 from pytest_gputrain.records import (
     Baseline,
     BaselineRun,
@@ -480,14 +481,14 @@ def _flops(sides: _Comparison) -> Iterator[Judged[MetricVerdict]]:
     """Judge the FLOPs of a step, an exact count that is the same on every device, and apart from them those that activation
     checkpointing repeats, as a share of all; nothing where neither side has them."""
     now, before = sides.measured[0], sides.fitted[-1]
-    value, baseline = now.flops_per_step, before.flops_per_step
+    value, again = now.flops_per_step, now.recomputed_flops_per_step
+    baseline, repeated = flops_apart((before.flops_per_step, before.recomputed_flops_per_step), (value, again))
     if describe_process_count(sides.here, sides.fitted) or not (value or baseline):
         return
     if not (value and baseline):
         note = "its FLOPs were not counted" if baseline else f"its FLOPs were not counted before{sides.criteria.again}"
         yield Judged(MetricVerdict(metric="flops_per_step", status="not-comparable", value=value, note=note))
         return
-    again, repeated = now.recomputed_flops_per_step, before.recomputed_flops_per_step
     yield _computed("flops_per_step", value, baseline, baseline, sides.tolerance)
     if again is not None and repeated is not None and (again or repeated):
         yield _computed("recomputed_flops_per_step", again, repeated, baseline + repeated, sides.tolerance)

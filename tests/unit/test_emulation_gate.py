@@ -159,6 +159,12 @@ def test_any_growth_of_recomputed_flops_fails():
     assert "recomputes 1 FLOP (1.0 %) more a step, most of it mm (+1 FLOP) at train.py:7" in verdict.sentence
 
 
+def test_a_baseline_that_counts_recomputed_flops_with_the_others_passes():
+    together = msgspec.structs.replace(STORED, flops_per_step=1100, recomputed_flops_per_step=0)
+    assert _judged(before=together) == _judged()
+    assert _judged(before=together, recomputed_flops_per_step=101).status == "regressed"
+
+
 def _counts(waits=1, launches=1000, update=True):
     kind = StepCounts(waits=waits, launches=launches, update=update)
     line = Place(file="train.py", function="train", text="loss.item()", line=42)

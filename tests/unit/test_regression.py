@@ -251,6 +251,12 @@ def _computed(flops, again, **figures):
     return measurement(flops_per_step=flops, recomputed_flops_per_step=again, environment=CPU, **figures)
 
 
+@pytest.mark.parametrize("repeated", [None, 0])
+def test_a_baseline_that_counts_recomputed_flops_with_the_others_passes(repeated):
+    together = _stored(CPU, flops_per_step=200, recomputed_flops_per_step=repeated)
+    assert _judge(_computed(150, 50), together).status == "pass"
+
+
 def _slower_since(there, here):
     return _judge(_took(1.5, environment=gpu_environment(**here)), _stored(gpu_environment(**there)))
 
