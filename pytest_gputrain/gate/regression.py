@@ -144,6 +144,12 @@ class _Comparison:
     def why_time_is_foreign(self) -> str:
         return _why_time_is_foreign(self.here, self.fitted, self.tolerance)
 
+    @functools.cached_property
+    def lost_tensors(self) -> str:
+        """Which tensors train in no process any more. On a GPU a router may choose other experts in another process."""
+        lost = [lost_tensors(run.trained, self.fitted[-1].trained) for run in self.measured]
+        return lost[0] if all(lost) else ""
+
     @property
     def before(self) -> list[float]:
         """The median step of each run of the baseline."""
@@ -206,7 +212,8 @@ def judge(criteria: Criteria, replies: Sequence[Reply], shift: float = 0.0, no_s
     counts, count_metrics = _counts(sides)
     judged += count_metrics
     verdict = _conclude(sides, tuple(metric.verdict for metric in judged), counts)
-    return Judged(verdict, all(metric.settled for metric in judged))
+    may_differ = sides.lost_tensors and len(sides.measured) == 1 < sides.most and not sides.measured[0].counts_exactly
+    return Judged(verdict, not may_differ and all(metric.settled for metric in judged))
 
 
 def first_ratio(criteria: Criteria, replies: Sequence[Reply]) -> float | None:
@@ -558,8 +565,8 @@ def _conclude(sides: _Comparison, metrics: tuple[MetricVerdict, ...], counts: Ju
         timed = bool(chosen) and chosen[0].metric == "step_seconds"
         parts[timed:timed] = describe_memory(chosen, measured[0], fitted)
         parts += of_counts.get(status, ())
-        if status == "regressed" and all(lost := [lost_tensors(run.trained, fitted[-1].trained) for run in measured]):
-            parts.insert(0, lost[0])
+        if status == "regressed" and sides.lost_tensors:
+            parts.insert(0, sides.lost_tensors)
         return f"{case} {', and '.join(parts)}" if parts else ""
 
     told = "".join(f"; it also {metric.note}" for metric in metrics if metric.metric in OF_THE_PROGRAM and metric.note)

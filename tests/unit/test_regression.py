@@ -24,7 +24,7 @@ from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.criteria import Criteria
 from pytest_gputrain.gate.memory import tensor
 from pytest_gputrain.gate.regression import first_ratio
-from pytest_gputrain.records import Counts, Holder, StepCounts
+from pytest_gputrain.records import Counts, Holder, StepCounts, TrainedTensors
 from pytest_gputrain.records.tolerance import CountTerms, MemoryTolerance, Tolerance
 from pytest_gputrain.utils.units import GiB, MiB
 
@@ -218,6 +218,17 @@ def test_what_looks_worse_wants_further_processes(replies, settled):
 def test_the_first_process_decides_where_no_other_could(reply, stored, most):
     outcome = _outcome([reply], stored, most=most)
     assert (outcome.settled, outcome.verdict.status) == (True, "regressed")
+
+
+@pytest.mark.parametrize(("environment", "settled"), [(GPU, False), (CPU, True)], ids=["GPU", "CPU"])
+def test_a_tensor_that_does_not_train_any_more_is_confirmed_where_processes_may_differ(environment, settled):
+    trains, idle = TrainedTensors(learning={"expert": 1}), TrainedTensors(idle={"expert.weight": 1})
+    stored = _stored(environment, trained=trains)
+    first, second = (measurement(environment=environment, trained=trained) for trained in (idle, trains))
+    outcome = _outcome([first], stored)
+    assert (outcome.settled, outcome.verdict.status) == (settled, "regressed")
+    assert _outcome([first, second], stored).verdict.status == "pass"
+    assert _outcome([first, first], stored).verdict.status == "regressed"
 
 
 def test_the_first_run_is_told_for_the_suite_where_time_is_compared():
