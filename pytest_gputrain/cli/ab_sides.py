@@ -191,7 +191,7 @@ def measures_time(arguments: Sequence[str]) -> bool:
 
 def with_more_at_once(side: Side, arguments: Sequence[str]) -> Sequence[str]:
     """Return the arguments with the option of pytest-xdist that runs several cases at once, where it is installed."""
-    own = any(re.match(r"-n|--numprocesses|--dist|--pdb|-p *no:xdist", argument) for argument in arguments)
+    own = any(re.match(r"-n|--numprocesses|--dist|--pdb|(-p *)?no:xdist", argument) for argument in arguments)
     if own or len(os.sched_getaffinity(0)) < _AT_ONCE or "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in side.environ:
         return arguments
     probe = [side.python, "-c", "import xdist"]

@@ -36,7 +36,7 @@ def append(path: Path, lines: Iterable[HistoryLine]) -> str:
     """Put whole lines at the end of the file, in one write, or leave it as it was.
 
     Processes of one host take turns. A last line without its end, which a crash in mid-write leaves, is removed first;
-    one that only lacks its line end gets it. A file whose first or last line is none of a history is somebody's else.
+    one that only lacks its line end gets it. A file whose first or last line is none of a history is somebody else's.
 
     Returns:
         A sentence where a torn line was removed, else nothing.

@@ -138,6 +138,7 @@ def test_exact_cases_run_two_at_a_time_where_xdist_is_installed(repository, tmp_
         assert with_more_at_once(side, ["-k", "gemma"]) == ["-n", "2", "-k", "gemma"]
         for own in ("-n4", "--numprocesses=3", "--dist=loadfile", "--pdb", "-pno:xdist"):
             assert with_more_at_once(side, [own]) == [own]
+        assert with_more_at_once(side, ["-p", "no:xdist"]) == ["-p", "no:xdist"]
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
         assert with_more_at_once(side, []) == []
         (repository.path / "xdist.py").write_text("raise ImportError")
