@@ -236,7 +236,10 @@ def _left_out(reports: Sequence[Report], settled: Container[tuple[str, str]]) ->
 
 def _conclude(options: argparse.Namespace, base: Side, head: Side, comparison: _Comparison, arguments: Sequence[str]) -> int:
     results, ending = comparison.results, f"of {comparison.rounds} rounds, {base.label} in more"
-    notes = [f"{key}: {head.label} has it in {rounds} {ending}" for key, rounds in comparison.missing]
+    notes = [
+        f"{key}: {head.label} {f'has it in {rounds} {ending}' if rounds else 'has no such case'}"
+        for key, rounds in comparison.missing
+    ]
     if comparison.interrupted:
         notes.append(f"interrupted after {comparison.interrupted}; what there was until then is judged")
     found = verdicts(results, comparison.missing)

@@ -28,6 +28,7 @@ from pytest_gputrain.hardware.devices import Gpu, HardwareError
 from pytest_gputrain.hardware.lease import lease
 from pytest_gputrain.plugin.case_tests import skipped
 from pytest_gputrain.plugin.items import ASKED_BY_A_CHILD, ENDINGS, FORKED, RESULTS, expression_of
+from pytest_gputrain.plugin.marker_help import ONLY_ON
 from pytest_gputrain.plugin.markers import terms_of
 from pytest_gputrain.records import (
     FAILING,
@@ -295,8 +296,8 @@ class _ReadFigures(EmulatedRun, frozen=True, kw_only=True, tag="emulated"):
 
     def _refuse(self, name: str) -> NoReturn:
         sentence = f"reads {name}, which an emulated GPU does not have"
-        mark = '@pytest.mark.gpu_only_on("gpu", reason=...)'
-        raise _failed(f"{sentence}; mark the test with {mark}") if self.strict else skipped(sentence)
+        remedy = f'leave the test out by @pytest.mark.{ONLY_ON}("cpu", "gpu", reason="it reads {name}")'
+        raise _failed(f"{sentence}; {remedy} (strict)") if self.strict else skipped(sentence)
 
 
 def _to_be_read(result: Result, strict: bool) -> Result:

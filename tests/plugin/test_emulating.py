@@ -274,7 +274,8 @@ def test_what_has_no_time_or_no_emulation_is_skipped(emulating):
     assert "parameter servers" in skips(result)["test_served"]
     strict = failures(emulating.run("--gpu-platform=h100", "--gpu-emulate", "--gpu-strict", "-k", "speed"))
     (sentence,) = strict.values()
-    assert "reads median_step_seconds, which an emulated GPU does not have; mark the test with" in sentence
+    remedy = 'leave the test out by @pytest.mark.gpu_only_on("cpu", "gpu", reason="it reads median_step_seconds") (strict)'
+    assert f"reads median_step_seconds, which an emulated GPU does not have; {remedy}" in sentence
 
 
 def test_that_nothing_was_emulated_is_told_and_fails_where_strict(emulating):
