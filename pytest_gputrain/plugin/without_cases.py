@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +22,8 @@ class FilesWithoutCases:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._collected: set[str] = set()
+        self._paths: dict[str, Path] = {}
+        """The files by their ids, which do not lead to a file outside of the root."""
         self._with_cases: set[str] = set()
         self._undecided: dict[str, str] = {}
         """The files of tests that show only while they run whether they have cases, by the ids of the tests."""
@@ -34,8 +35,12 @@ class FilesWithoutCases:
         elif may_have_cases(item):
             self._undecided[item.nodeid] = file_of(item)
 
+    def pytest_collectstart(self, collector: pytest.Collector) -> None:
+        if isinstance(collector, pytest.File) and collector.path.suffix == ".py":
+            self._paths[collector.nodeid] = collector.path
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.passed and report.nodeid.endswith(".py"):
+        if report.passed and report.nodeid in self._paths:
             self._collected.add(report.nodeid)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -46,10 +51,8 @@ class FilesWithoutCases:
 
             selected = {item.nodeid for item in session.items}
             deselected = {file for nodeid, file in self._undecided.items() if nodeid not in selected}
-            files = self._collected - self._with_cases - deselected
-            # The name of a file outside of the root begins with "..".
-            paths = {Path(os.path.normpath(session.config.rootpath / file)) for file in files}
-            self.paths = {path for path in paths if suite_of(path) in suites}
+            found = {self._paths[file] for file in self._collected - self._with_cases - deselected}
+            self.paths = {path for path in found if suite_of(path) in suites}
         if hasattr(session.config, "workeroutput"):  # of xdist
             session.config.workeroutput[_OUTPUT] = [str(path) for path in self.paths]
 
