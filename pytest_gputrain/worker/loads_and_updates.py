@@ -171,19 +171,23 @@ def _unpack_batches_of(kind: Any) -> None:
     kind._next_data = take
 
 
-def _bytes_of(data: Any, depth: int = 2) -> int:
+def _bytes_of(data: Any, depth: int = 2, within: tuple[Any, ...] = ()) -> int:
     """Return the bytes of the tensors in a batch.
 
     Args:
         depth: the number of objects below each other whose attributes are searched. A batch of graphs is an object that has
             its tensors in another one.
+        within: what it is in. A collection or an object may hold itself.
     """
     if isinstance(data, torch.Tensor):
         return sum(part.numel() * part.itemsize for part in strided_parts(data))
+    if any(data is each for each in within):
+        return 0
+    within = (*within, data)
     if isinstance(data, Mapping):
         data = data.values()
     elif not isinstance(data, list | tuple):
         if not depth or not hasattr(data, "__dict__"):
             return 0
         data, depth = vars(data).values(), depth - 1
-    return sum(_bytes_of(value, depth) for value in data)
+    return sum(_bytes_of(value, depth, within) for value in data)

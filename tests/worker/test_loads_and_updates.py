@@ -133,6 +133,16 @@ def test_a_sparse_tensor_has_the_bytes_of_its_indices_and_values():
     assert figures.loaded_bytes == 4 * 16 * 4 + 4 * (2 * 8 + 4)
 
 
+def test_a_batch_that_holds_itself_has_its_bytes_once():
+    def circular(batch):
+        made = together(batch)
+        made["all"] = [made]
+        return made
+
+    figures, _ = asked(training({"dataset": Slow(), "batch_size": 4, "collate_fn": circular}))
+    assert figures.loaded_bytes == 4 * 16 * 4
+
+
 def test_two_loaders_are_added_up_and_a_loop_without_any_has_none():
     one = {"dataset": Slow(), "batch_size": 4, "num_workers": 1}
     figures, _ = asked(training(one, {**one, "batch_size": 2}))
