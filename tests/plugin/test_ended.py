@@ -144,7 +144,6 @@ def test_under_two_workers_the_tests_that_were_over_are_kept(hanging, number, gr
 # A full disk
 
 FILLING = f"""{BUILD}
-import sys
 import tempfile
 from pathlib import Path
 
@@ -160,7 +159,8 @@ def fill(path):
 
 def filling(setup):
     made = build(setup)
-    fill(Path(sys.argv[1], "full"))
+    (of_the_case,) = Path(tempfile.gettempdir()).glob("gputrain-*/case.json")
+    fill(of_the_case.with_name("full"))
     return made
 
 
