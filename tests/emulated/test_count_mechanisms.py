@@ -39,7 +39,6 @@ EACH_TIME = (
     "mask_on_host",
     "empty_cache",
     "bucket_of_one",
-    "recompiled",
     "odd_dimension",
     "layout_lost",
     "logits_copied",

@@ -64,6 +64,7 @@ def test_the_program_fails_with_the_sentence_and_the_causes_of_the_page(run_test
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_the_mended_program_passes_and_asks_for_what_the_page_says(run_tests_in, tmp_path):
     _, result = train(run_tests_in, tmp_path, patched(PROGRAM, MEND))
     assert result["verdict"]["status"] == "new"

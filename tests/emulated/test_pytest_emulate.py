@@ -222,6 +222,7 @@ def test_stand_ins_are_loaded_only_where_torch_cannot_be_imported_otherwise(torc
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_a_compiled_case_takes_the_same_memory_whatever_was_compiled_before(run_tests, tmp_path):
     (tmp_path / "test_compiled.py").write_text(textwrap.dedent(COMPILED))
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}

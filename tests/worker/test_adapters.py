@@ -126,7 +126,7 @@ def test_a_diffusion_model_adapts_what_is_named():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("parallel", ["fsdp", "zero3"])
+@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("zero3", marks=pytest.mark.weekly)])
 @pytest.mark.parametrize("knobs", [{"dora": True}, {"lora_targets": "all-linear", "lora_alpha": 64}], ids=str)
 def test_two_processes_adapt_as_one(parallel, knobs):
     case = LLAMA.replace(precision="fp32", learning_rate=1e-2, lora_dropout=0.0, steps=3, warmup=1, gpus=2, **knobs)

@@ -76,7 +76,7 @@ def test_lists_of_blocks_are_compiled_block_by_block():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "knobs", [engine(name, weekly=name in ("zero0", "zero1")) for name in ("ddp", "fsdp", "zero0", "zero1", "zero2")]
+    "knobs", [engine(name, weekly=name in ("ddp", "zero0", "zero1")) for name in ("ddp", "fsdp", "zero0", "zero1", "zero2")]
 )
 def test_compiled_blocks_train_in_several_processes(knobs):
     case = LLAMA.replace(**knobs, gpus=2, compile="default")

@@ -85,7 +85,9 @@ PANGU = Case(model="pangu-2.6b", precision="bf16", sequence_length=16, gpus=2, s
 
 @pytest.mark.slow
 @needs_deepspeed
-@pytest.mark.parametrize("overlap", [False, True], ids=["one-buffer", "two-buffers"])
+@pytest.mark.parametrize(
+    "overlap", [pytest.param(False, marks=pytest.mark.weekly, id="one-buffer"), pytest.param(True, id="two-buffers")]
+)
 def test_a_buffer_for_gradients_is_as_large_as_the_case_says(overlap):
     case = PANGU.replace(parallel="zero2", offload_optimizer=True, overlap_comm=overlap)
     # Of parameters at full size: fewer than PanGu has, and more.

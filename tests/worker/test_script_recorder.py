@@ -107,7 +107,9 @@ def test_updates_of_the_busiest_optimizer_are_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("text", "name"), [(TRAINER, "transformers"), (LIGHTNING, "lightning")])
+@pytest.mark.parametrize(
+    ("text", "name"), [(TRAINER, "transformers"), pytest.param(LIGHTNING, "lightning", marks=pytest.mark.weekly)]
+)
 def test_micro_batches_of_a_framework_are_steps(tmp_path: Path, text: str, name: str) -> None:
     pytest.importorskip(name)
     status, (recorded,) = _run(tmp_path, text)
