@@ -17,12 +17,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from pytest_gputrain.gate.count_lines import (
-    Difference,
-    describe_falls,
-    describe_growth,
-    lines_beside,
-)
+from pytest_gputrain.gate.count_lines import Difference, describe_falls, describe_growth, lines_beside
 from pytest_gputrain.records import CountFigure, Counts, MetricVerdict, Status, StepCounts
 from pytest_gputrain.records.counts import COUNT_FIGURES, OF_THE_PROGRAM, PARTS_OF_WORK
 from pytest_gputrain.records.tolerance import CountTerms

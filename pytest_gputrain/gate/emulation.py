@@ -143,7 +143,7 @@ def _verdict(
         worse = [metric for metric in metrics if metric.status == "regressed" and not is_memory_metric(metric)]
         grown = [metric.metric for metric in worse if metric.metric != "peak_reserved_bytes"]
         slower = describe_slowdown(case, grown, before, run, rates)
-        shapes = other_shapes(run.batch_shapes, before.batch_shapes, "the baseline")
+        shapes = other_shapes(run.batch_shapes, before.batch_shapes, side)
         sentence = f"{case} {'; '.join(filter(None, (*compared.worse, shapes, slower, *compared.doubtful)))}"
         if compared.is_trade:
             sentence += f"; but it {'; '.join(compared.better)}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from pytest_gputrain.gate.messages import listed
+from pytest_gputrain.gate.messages import OtherSide, listed
 from pytest_gputrain.records import BatchShapes, TrainedTensors
-from pytest_gputrain.records.own_training import TensorShapes
+from pytest_gputrain.records.own_training import TensorShapes, module_of
 
 _MOST_NAMES: Final = 4
 _MOST_SHAPES: Final = 3
@@ -26,7 +26,7 @@ def lost_tensors(now: TrainedTensors | None, before: TrainedTensors | None) -> s
         f"{name} ({count})" if count > 1 else name
         for name, count in now.idle.items()
         if count > before.idle.get(name, 0)
-        and idle[module := _module_of(name)] > idle_before[module]
+        and idle[module := module_of(name)] > idle_before[module]
         and now.learning.get(module, 0) < before.learning.get(module, 0)
     ]
     more = [f"{len(lost) - _MOST_NAMES} more"] if len(lost) > _MOST_NAMES else []
@@ -38,23 +38,20 @@ def _by_module(trained: TrainedTensors) -> Counter[str]:
     """Return the number of tensors of each module that do not train."""
     counts: Counter[str] = Counter()
     for name, count in trained.idle.items():
-        counts[_module_of(name)] += count
+        counts[module_of(name)] += count
     return counts
 
 
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def other_shapes(now: BatchShapes | None, before: BatchShapes | None, side: str) -> str:
+def other_shapes(now: BatchShapes | None, before: BatchShapes | None, side: OtherSide) -> str:
     """Say that own code trains on other shapes than a baseline, and where that shows first; empty where it does not.
 
     Args:
-        side: what the baseline is called, such as "the baseline".
+        side: where the baseline comes from.
     """
     if now is None or before is None:
         return ""
-    said = f"its batches have other shapes than in {side}"
+    name = "the baseline" if side.remedies else side.name
+    said = f"its batches have other shapes than in {name}"
     for step, (new, old) in enumerate(zip(now.known(), before.known(), strict=False), start=1):
         if new != old:
             return f"{said}: {_shown(new, old)} in step {step}, where it had {_shown(old, new)}"

@@ -574,8 +574,7 @@ def _conclude(sides: _Comparison, metrics: tuple[MetricVerdict, ...], counts: Ju
     unclear = describe("inconclusive").removeprefix(f"{case} ")
     if worse := describe("regressed"):
         described = [metric.metric for metric in metrics if metric.status == "regressed"]
-        where = "the baseline" if side.remedies else side.name
-        since = [other_shapes(measured[0].batch_shapes, fitted[-1].batch_shapes, where)]
+        since = [other_shapes(measured[0].batch_shapes, fitted[-1].batch_shapes, side)]
         since += [describe_changes(measured[0].environment, fitted, sides.criteria.variables)]
         since += describe_counters(measured[0], fitted, described)
         since += [_describe_seconds(metric) for metric in metrics if metric.metric in ("gpu_seconds", "input_seconds")]

@@ -23,6 +23,11 @@ class TrainedTensors(Struct, frozen=True, kw_only=True):
     """How many did not, by their own name."""
 
 
+def module_of(name: str) -> str:
+    """Return the name of the module that a tensor is in, by which `TrainedTensors` counts those that train."""
+    return name.rpartition(".")[0]
+
+
 class BatchShapes(Struct, frozen=True, kw_only=True):
     """The shapes of the tensors that a watched model is given in a step; of a framework's trainer those of its batch. They
     are noted in all steps but those that are timed."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_gputrain.records import TrainedTensors
+from pytest_gputrain.records.own_training import module_of
 from pytest_gputrain.utils.units import format_bytes
 from pytest_gputrain.worker.device import Peaks
 
@@ -229,7 +230,7 @@ class Movement:
             raise self._unchanged(still, steps)
         counts = Counter(map(_without_numbers, left))
         record = TrainedTensors(
-            learning=dict(Counter(_module_of(_without_numbers(name)) for name in learning).most_common(_MOST_NAMES)),
+            learning=dict(Counter(module_of(_without_numbers(name)) for name in learning).most_common(_MOST_NAMES)),
             idle=dict(counts.most_common(_MOST_NAMES)),
         )
         if not left:
@@ -290,11 +291,6 @@ class Movement:
 def _without_numbers(name: str) -> str:
     """Return the name of a tensor with ``*`` in place of the numbers of layers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _module_of(name: str) -> str:
-    """Return the name of the module that a tensor is in."""
-    return name.rpartition(".")[0]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from unit_examples import CASE, baseline, baseline_run, cpu_environment, emulate
 from pytest_gputrain.gate import emulation, regression
 from pytest_gputrain.gate.baseline_changes import loosened
 from pytest_gputrain.gate.criteria import Criteria
+from pytest_gputrain.gate.messages import OtherSide
 from pytest_gputrain.gate.own_training import lost_tensors, other_shapes
 from pytest_gputrain.records import BatchShapes, TrainedTensors
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
@@ -94,7 +95,7 @@ def test_a_failure_says_that_batches_have_other_shapes_and_which_come_first(judg
     ids=["last step", "somewhere", "fewer steps"],
 )
 def test_shapes_are_compared_as_far_as_they_are_known(now, said):
-    sentence = other_shapes(now, FEW, "base")
+    sentence = other_shapes(now, FEW, OtherSide.base())
     assert said in sentence
     assert bool(sentence) == bool(said)
 
