@@ -89,6 +89,13 @@ class CompileCalls:
         """Provide a context in which what own code compiles on a CPU is traced."""
         return torch.compiler.set_stance("default") if self.any else contextlib.nullcontext()
 
+    def paused(self) -> contextlib.AbstractContextManager[Any]:
+        """Provide a context in which what own code compiles runs as it is.
+
+        Where each operator is followed torch compiles nothing, and with ``fullgraph=True`` it raises an error for that.
+        """
+        return torch.compiler.set_stance("force_eager") if self.any else contextlib.nullcontext()
+
 
 def _a_library_is_imported(frame: FrameType | None) -> bool:
     """Tell whether the call comes from a library's top level: what libraries compile for themselves, a step may never

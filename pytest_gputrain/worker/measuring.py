@@ -557,6 +557,7 @@ class Measuring:
         updates = own is None or self._case.gradient_accumulation == 1
         with (
             uncompiled(self._case),
+            self._compile_calls.paused(),
             own.recording_threads() if own else contextlib.nullcontext(),
             contextlib.nullcontext() if traced_later else self._counting_step(training, update=updates),
             self._emulated.counting_work() if self._emulated else count_flops() as flops,

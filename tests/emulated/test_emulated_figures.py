@@ -117,7 +117,7 @@ def test_lines_that_move_change_nothing_that_is_recorded(planted, run_tests, tmp
     assert (tmp_path / "baselines/emulated/h100/own.json").read_text() == stored
 
 
-def test_a_compiled_model_has_peaks_of_all_phases_and_names_its_buffers(run_tests, tmp_path):
+def test_a_compiled_model_has_peaks_of_all_phases_and_flops(run_tests, tmp_path):
     (tmp_path / "test_own.py").write_text(
         textwrap.dedent("""
             def train(setup):
@@ -125,7 +125,7 @@ def test_a_compiled_model_has_peaks_of_all_phases_and_names_its_buffers(run_test
 
                 torch.manual_seed(0)
                 first, second = (torch.nn.Linear(1024, 1024, device=setup.device) for _ in range(2))
-                run = torch.compile(lambda batch: second(torch.nn.functional.gelu(first(batch)) * 2))
+                run = torch.compile(lambda batch: second(torch.nn.functional.gelu(first(batch)) * 2), fullgraph=True)
                 optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()])
                 batch = torch.randn(4096, 1024, device=setup.device)
                 while True:
@@ -146,6 +146,8 @@ def test_a_compiled_model_has_peaks_of_all_phases_and_names_its_buffers(run_test
     named = [row for row in reply["largest"]["backward"] if row["operator"] == "compiled code"]
     assert [4096, 1024] in [row["shape"] for row in named]
     assert all(row["lines"] for row in named)
+    # They are counted in a step without compiled code, which fullgraph=True forbids. The batch needs no gradient.
+    assert reply["flops_per_step"] == 5 * 2 * 4096 * 1024 * 1024
 
 
 def own(run_tests, tmp_path, steps):
