@@ -137,6 +137,11 @@ class Recorder:
                 f"an emulated GPU reports the memory of torch's own allocator, but this program chose {backend}; "
                 "take backend:... out of PYTORCH_ALLOC_CONF, or do not change the allocator"
             )
+        if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+            raise RuntimeError(
+                "an emulated GPU reports the memory of torch's caching allocator, which PYTORCH_NO_CUDA_MEMORY_CACHING "
+                "turns off; unset it"
+            )
         self._torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, context="alloc", stacks="python")
         self._counter = program_counter()
         self._values = tracked_values(self._counter)
@@ -254,7 +259,9 @@ def tracked_values(counter: Any) -> Any:
 
 def unknown() -> Iterator[str]:
     """Return memory of libraries that the stand-ins know nothing of."""
-    return _listed("gputrain_unknown_at")
+    torch = sys.modules.get("torch")
+    by_time = torch is not None and torch.backends.cudnn.benchmark
+    return (what for what in _listed("gputrain_unknown_at") if by_time or "cudnn.benchmark" not in what)
 
 
 def not_exchanged() -> Iterator[dict[str, Any]]:

@@ -170,6 +170,7 @@ needs_triton = pytest.mark.skipif(importlib.machinery.PathFinder.find_spec("trit
 ONES = "import torch\nx = torch.ones(8, device='cuda')\n"
 REFUSED = {
     "another allocator": ("own allocator, but this program chose cudaMallocAsync; take backend:", ONES),
+    "no caching": ("PYTORCH_NO_CUDA_MEMORY_CACHING turns off; unset it", ONES),
     "another torch": (
         "this program imports the one in {other}/torch",
         "import sys; sys.path.insert(0, {other!r}); import torch",
@@ -187,8 +188,11 @@ def test_what_cannot_be_emulated_is_refused_with_what_to_do(emulate, way, tmp_pa
     (other / "torch").mkdir(parents=True)
     (other / "torch" / "__init__.py").write_text("")
     sentence, code = (text.format(other=str(other)) for text in REFUSED[way])
-    variables = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"} if way == "another allocator" else {}
-    done, _ = emulate(code, fresh=True, **variables)
+    variables = {
+        "another allocator": {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"},
+        "no caching": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    }
+    done, _ = emulate(code, fresh=True, **variables.get(way, {}))
     assert done.returncode == 1
     assert sentence in done.stderr
 

@@ -50,3 +50,16 @@ def test_those_of_other_compute_capabilities_are_not_known(emulate):
     )
     assert done.returncode == 0, done.stderr
     assert report["processes"][0]["unknown"] == ["cuDNN's workspaces"]
+
+
+def test_those_that_benchmark_chooses_are_not_known(emulate):
+    done, report = emulate(
+        """
+        import torch
+        torch.backends.cudnn.benchmark = True
+        torch.nn.functional.conv2d(torch.ones(1, 8, 9, 9, device="cuda"), torch.ones(8, 8, 3, 3, device="cuda"))
+        """,
+        gpu="h200",
+    )
+    assert done.returncode == 0, done.stderr
+    assert report["processes"][0]["unknown"] == ["cuDNN's workspaces that cudnn.benchmark chooses by time"]

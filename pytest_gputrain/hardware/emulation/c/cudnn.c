@@ -511,6 +511,8 @@ int cudnnBackendFinalize(struct descriptor *to) {
   const struct gpu *gpu = gputrain_gpu();
   if (gpu->major != 9 || gpu->minor != 0)
     return OK;
+  if (to->kind == CONVOLUTION_FORWARD || to->kind == CONVOLUTION_BACKWARD_DATA || to->kind == CONVOLUTION_BACKWARD_FILTER)
+    gputrain_unknown("cuDNN's workspaces that cudnn.benchmark chooses by time"); // the worker drops it where that is off
   switch (to->kind) { // What a descriptor refers to may be gone later.
   case CONVOLUTION_FORWARD:
     to->workspace = of_convolution(to, CONVOLUTION_OF_FORWARD);
