@@ -15,32 +15,27 @@ import importlib.util
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
+from typing import Final, NamedTuple
+
+import msgspec
 
 import pytest_gputrain
 from pytest_gputrain.cli.main import command_parser
 from pytest_gputrain.execution.options import Option
 from pytest_gputrain.execution.settings import OPTIONS
-from pytest_gputrain.hardware.catalog import CPU, MARKERS, PLATFORMS
+from pytest_gputrain.hardware.catalog import MARKERS
 from pytest_gputrain.plugin import hooks
 from pytest_gputrain.plugin.marker_help import lines as marker_lines
-from pytest_gputrain.records.history import COUNT_KEYS, KNOB_KEYS
 from pytest_gputrain.report import schemas
 
 DOCS: Final = Path(__file__).parent.parent / "docs"
-PAGES: Final = tuple(DOCS / name for name in ("api.md", "api-records.md", "cli.md", "options.md", "history.md"))
+PAGES: Final = tuple(DOCS / name for name in ("api.md", "api-records.md", "cli.md", "options.md"))
 SCHEMAS_FOLDER: Final = Path(pytest_gputrain.__file__).parent / "schemas"
 _PART: Final = re.compile(r"<!-- begin ([\w.]+) -->\n.*?<!-- end \1 -->", re.DOTALL)
 _WITH_DEFAULTS: Final = ("Case",)
 """Classes whose objects users make; they only read those of the others."""
-_OF_CASE: Final = "The field of [`Case`](api.md#case)."
-_OF_COUNTS: Final = (
-    "of [what a step asks of the GPU](counts.md) or of a CPU, the mean of the counted steps; null if it was not counted."
-)
-RESULT: Final = "One of `Measured`, `Emulated`, `BatchSearch` and `LossStudy`"
 _INTERNAL: Final = ("identity", "idle_names", "loaders", "sides", "watched")
 """Public members that users have no use for."""
 _SHORT_TYPES: Final = {
@@ -49,12 +44,6 @@ _SHORT_TYPES: Final = {
     "StepSeconds": "tuple[float, ...]",
     " | UnsetType": "",
 }
-
-
-def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [list(headings), *map(list, rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
 def prose(text: str) -> str:
@@ -74,16 +63,42 @@ def described(name: str) -> str:
         return f"### `{own_name}`\n\n{_function(node)}"
     members = list(_members(node))
     rows = [member for member in members if isinstance(member, Row)]
-    owners = (definitions.get(base) for base in map(ast.unparse, node.bases))
-    bases = [owner.name for owner in owners if owner and any(isinstance(member, Row) for member in _members(owner))]
-    with_defaults = own_name in _WITH_DEFAULTS
-    headings = ("name", "type", *(("default",) if with_defaults else ()), "meaning")
-    cells = ((row.name, row.type, *((row.default,) if with_defaults else ()), row.meaning) for row in rows)
     parts = [f"### `{own_name}`", docstring(ast.get_docstring(node) or "")]
-    parts += [f"It has the fields of [`{base}`](#{base.lower()}){', and these:' if rows else '.'}" for base in bases]
-    parts += [table(headings, cells)] if rows else []
+    parts += [fields(rows, with_defaults=own_name in _WITH_DEFAULTS)] if rows else []
     methods = (f"#### `{member.name}()`\n\n{_function(member)}" for member in members if isinstance(member, ast.FunctionDef))
     return "\n\n".join([*parts, *methods])
+
+
+def fields(rows: Iterable[Row], *, with_defaults: bool = False) -> str:
+    """Return a list of fields or properties: names, types or else defaults, and meanings."""
+    return "\n".join(
+        f"- {row.name} ({row.default if with_defaults else row.type}): {row.meaning}" for row in rows if row.meaning
+    )
+
+
+def records() -> str:
+    """Return the sections of the records that tests import and of their bases; each field with its first sentence."""
+    kinds = [kind for kind in (getattr(pytest_gputrain, name) for name in pytest_gputrain.__all__) if inspect.isclass(kind)]
+    public = [kind for kind in kinds if issubclass(kind, msgspec.Struct) and kind is not pytest_gputrain.Case]
+    shown = dict.fromkeys(owner for kind in public for owner in reversed(kind.__mro__) if _is_record(owner))
+    sections = []
+    for kind in shown:
+        members = list(_members(_class(kind.__module__, kind.__name__)))
+        text = _first(inspect.getdoc(kind) or "")
+        text += "".join(f" It also has the fields of `{base.__name__}`." for base in kind.__bases__ if _is_record(base))
+        rows = [row._replace(meaning=_first(row.meaning)) for row in members if isinstance(row, Row)]
+        functions = (member for member in members if isinstance(member, ast.FunctionDef))
+        calls = [f"- `{each.name}()`: {_first(ast.get_docstring(each) or '')}" for each in functions]
+        sections.append("\n".join([f"### `{kind.__name__}`\n\n{text}\n", fields(rows), *calls]))
+    names = {kind.__name__ for kind in shown}
+    others = sorted(name for name in msgspec.json.schema(pytest_gputrain.Report)["$defs"] if name not in {*names, "Case"})
+    return "\n\n".join(
+        [*sections, f"The schema describes the other records of a report: {', '.join(f'`{name}`' for name in others)}."]
+    )
+
+
+def _is_record(kind: type) -> bool:
+    return kind.__module__.startswith(pytest_gputrain.__name__)
 
 
 def _definitions(module: str) -> dict[str, ast.ClassDef | ast.FunctionDef]:
@@ -165,93 +180,27 @@ def _item(text: str) -> str:
     return re.sub(r"^(\w+): ", r"`\1`: ", text)
 
 
-def words() -> str:
-    """Return the table of the types of `api-records.md` that are one of several words."""
-    from pytest_gputrain.records import case, fleet, memory, reply, study, verdict
-
-    rows = []
-    for module in (case, reply, memory, verdict, study, fleet):
-        for name, text in _aliases(module):
-            if not text:  # no field has it
-                continue
-            values = get_args(getattr(module, name))
-            rows.append((f"`{name}`", ", ".join(f"`{value}`" for value in values), prose(text)))
-    return table(("type", "one of", "meaning"), rows)
-
-
-def _aliases(module: ModuleType) -> Iterator[tuple[str, str]]:
-    """Yield the name and the docstring of each type that a module defines as one of several words."""
-    body = ast.parse(inspect.getsource(module)).body
-    for node, after in zip(body, [*body[1:], None], strict=True):
-        if isinstance(node, ast.Assign) and get_origin(getattr(module, ast.unparse(node.targets[0]), None)) is Literal:
-            yield ast.unparse(node.targets[0]), _text(after)
-
-
-def history() -> str:
-    """Return the table of the keys of the history: name, type in JSON, meaning."""
-    node = _definitions("pytest_gputrain.records.history")["_Line"]
-    assert isinstance(node, ast.ClassDef)
-    rows = [row for row in _members(node) if isinstance(row, Row)]
-    keys = [(row.name, _json_type(row.type), row.meaning) for row in rows]
-    keys += ((f"`{key}`", _json_type(_words_of(knob.history_type)), _OF_CASE) for key, knob in KNOB_KEYS.items())
-    keys += ((f"`{key}`", "number or null", f"`{figure}` {_OF_COUNTS}") for key, figure in COUNT_KEYS.items())
-    return table(("key", "type", "meaning"), keys)
-
-
-def _words_of(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind)
-
-
-def _json_type(kind: str) -> str:
-    name, _, null = kind.strip("`").partition(" | ")
-    words = {"int": "whole number", "float": "number", "bool": "truth value"}
-    return f"{words.get(name, 'text')}{' or null' if null else ''}"
-
-
 def names() -> str:
-    """Return the table of the public names: what is imported, the fixtures with their members, and the markers."""
-    rows = [(f"`pytest_gputrain.{name}`", _sentence_of(name)) for name in pytest_gputrain.__all__]
-    members = _members(_class("pytest_gputrain.plugin.fixtures", "GpuTrain"))
-    told = {
-        **{f"fixture `{name}`": _first(ast.get_docstring(node) or "") for name, node in _fixtures().items()},
-        **{f"`gputrain.{name}`": sentence for name, sentence in map(_named, members)},
-        **{
-            f"`setup.{name}`": text
-            for name, text in map(_named, _members(_class("pytest_gputrain.worker.training", "Setup")))
-        },
+    """Return the list of the public names: what is imported, the fixtures with their members, and the markers."""
+    markers = (re.split(r"[(:]", line)[0] for line in marker_lines(printed=True))
+    groups = {
+        "`pytest_gputrain`": pytest_gputrain.__all__,
+        "Fixtures": list(hooks.__all__),
+        "`gputrain`": _names_of(_class("pytest_gputrain.plugin.fixtures", "GpuTrain")),
+        "`setup`": _names_of(_class("pytest_gputrain.worker.training", "Setup")),
+        "Markers": list(markers),
     }
-    markers = (line.partition(": gputrain: ") for line in marker_lines(printed=True))
-    rows += [
-        *told.items(),
-        *((f"marker `{name.partition('(')[0]}`", _first(text.partition(";")[0])) for name, _, text in markers),
-    ]
-    return table(("name", "what it is"), rows)
+    return "\n".join(f"- {group}: {', '.join(f'`{name}`' for name in members)}." for group, members in groups.items())
+
+
+def _names_of(owner: ast.ClassDef) -> list[str]:
+    return [each.name.strip("`") if isinstance(each, Row) else f"{each.name}()" for each in _members(owner)]
 
 
 def _class(module: str, name: str) -> ast.ClassDef:
     node = _definitions(module)[name]
     assert isinstance(node, ast.ClassDef)
     return node
-
-
-def _fixtures() -> dict[str, ast.ClassDef | ast.FunctionDef]:
-    """Return the fixtures of the plugin by name."""
-    definitions = _definitions(hooks.__name__)
-    return {name: definitions[name] for name in hooks.__all__}
-
-
-def _sentence_of(name: str) -> str:
-    """Return the first sentence of a name that tests import."""
-    value = getattr(pytest_gputrain, name)
-    if isinstance(value, int):
-        return f"{value:,} bytes."
-    return _first((inspect.getdoc(value) if inspect.isroutine(value) or inspect.isclass(value) else "") or RESULT)
-
-
-def _named(member: Row | ast.FunctionDef) -> tuple[str, str]:
-    if isinstance(member, Row):
-        return member.name.strip("`"), _first(member.meaning)
-    return f"{member.name}()", _first(ast.get_docstring(member) or "")
 
 
 def _first(text: str) -> str:
@@ -261,9 +210,8 @@ def _first(text: str) -> str:
 
 
 def platforms() -> str:
-    """Return the table of the platforms' markers."""
-    titles = {**{marker: platform.title for marker, platform in PLATFORMS.items()}, CPU: "a CPU"}
-    return table(("marker", "declared for"), ((f"`{marker}`", titles[marker]) for marker in MARKERS))
+    """Return the markers of the platforms."""
+    return textwrap.fill(", ".join(f"`{marker}`" for marker in MARKERS), 140) + "."
 
 
 # The command line
@@ -281,20 +229,9 @@ def _command(parser: argparse.ArgumentParser, summary: str) -> str:
     actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
     description, _, example = (parser.description or f"{summary[:1].upper()}{summary[1:]}.").partition(" Example: ")
     parts = [f"## `{parser.prog}`", _cell(description), *([f"Example: `{example}`"] if example else [])]
-    usage = " ".join(word.replace(" ", "\0") for word in (parser.prog, *_usages(parser, actions)))
-    parts.append(
-        "```text\n"
-        + "\n".join(textwrap.wrap(usage, 100, subsequent_indent="    ", break_on_hyphens=False)).replace("\0", " ")
-        + "\n```"
-    )
-    rows = [
-        (
-            f"`{', '.join(action.option_strings)} {_metavar(action)}`".replace("` ", "`").replace(" `", "`"),
-            _cell(str(action.help)),
-        )
-        for action in actions
-    ]
-    parts.append(table(("argument", "meaning"), rows))
+    names = (f"`{' '.join((', '.join(action.option_strings), _metavar(action))).strip()}`" for action in actions)
+    helps = (_cell(str(action.help)) for action in actions)
+    parts.append("\n".join(f"- {name}: {text}." for name, text in zip(names, helps, strict=True)))
     if parser.epilog:
         parts.append(f"```text\n{parser.epilog}\n```")
     return "\n\n".join(parts)
@@ -305,24 +242,6 @@ def _metavar(action: argparse.Action) -> str:
         return ""
     shown = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else action.dest.upper())
     return f"[{shown} ...]" if action.nargs == "*" and action.option_strings else str(shown)
-
-
-def _usages(parser: argparse.ArgumentParser, actions: Sequence[argparse.Action]) -> Iterator[str]:
-    """Yield the usage of each option, then of each argument; of options that exclude each other together."""
-    exclusive = [group._group_actions for group in parser._mutually_exclusive_groups]
-    for group in exclusive:
-        yield f"[{' | '.join(_usage(action)[1:-1] for action in group)}]"
-    alone = [action for action in actions if all(action not in group for group in exclusive)]
-    yield from map(_usage, sorted(alone, key=lambda action: not action.option_strings))
-
-
-def _usage(action: argparse.Action) -> str:
-    shown = _metavar(action)
-    if action.option_strings:
-        text = f"{' | '.join(action.option_strings) if not shown else action.option_strings[0]} {shown}".strip()
-        return text if action.required else f"[{text}]"
-    repeated = f"{shown} ..." if action.nargs in ("*", "+") else shown
-    return f"[{repeated}]" if action.nargs in ("*", "?") else repeated
 
 
 def _cell(text: str) -> str:
@@ -339,22 +258,22 @@ def options_in_the_ini_file() -> str:
 
 
 def _options(options: Iterable[Option]) -> str:
-    rows = []
+    lines = []
     for option in options:
         equals = " = " if option.ini_only else "="
         value = f"{equals}{option.metavar or 'true|false'}" if option.metavar or option.ini_only else ""
         name = f"{option.ini if option.ini_only else option.flag}{value}"
         default = f"`{option.default}`" if option.default else _cell(option.default_meaning)
-        page = f"[{option.page.removesuffix('.md')}]({option.page})" if option.page else ""
-        rows.append((f"`{name}`", default, _cell(option.meaning), page))
-    return table(("option", "default", "meaning", "page"), rows)
+        page = f"; see [{option.page.removesuffix('.md')}]({option.page})" if option.page else ""
+        default = f" (default: {default})" if default else ""
+        lines.append(f"- `{name}`{default}: {_cell(option.meaning)}{page}.")
+    return "\n".join(lines)
 
 
 PARTS: Final[dict[str, Callable[[], str]]] = {
     "names": names,
-    "history": history,
     "platforms": platforms,
-    "words": words,
+    "records": records,
     "commands": commands,
     "options": options_typed,
     "ini": options_in_the_ini_file,

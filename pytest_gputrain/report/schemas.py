@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import itertools
+import pkgutil
 from collections.abc import Container
+from importlib import import_module
 from typing import Any, Final
 
 import msgspec
 
+from pytest_gputrain import records
+from pytest_gputrain.hardware import recording
 from pytest_gputrain.hardware.recording import Recording
 from pytest_gputrain.records import BaselineRun, Case, EmulatedRun, Environment, HistoryLine, Report, Scale, Trends
 from pytest_gputrain.records.doctor import Diagnosis
 from pytest_gputrain.records.emulated import EmulatedConditions
 from pytest_gputrain.records.emulation import Emulation
 from pytest_gputrain.records.fit import FitReport
+from pytest_gputrain.records.history import COUNT_KEYS, KNOB_KEYS
 
 
 def _entry(record: type[msgspec.Struct], shared: Container[str], **more: Any) -> Any:
@@ -58,11 +65,44 @@ SCHEMAS: Final[dict[str, tuple[str, Any]]] = {
 
 
 def text_of(name: str) -> str:
-    """Return the schema as its file has it."""
+    """Return the schema as its file has it. Each field has the text that stands below it in the code as description."""
     title, type_ = SCHEMAS[name]
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
     document = _with_clean_docstrings(msgspec.json.schema(type_)) | dialect
+    texts = field_texts()
+    for own_name, definition in document["$defs"].items():
+        of_fields = texts.get(own_name.removeprefix("Stored"), {})
+        for field, part in definition.get("properties", {}).items():
+            if field in of_fields:
+                part["description"] = of_fields[field]
     return msgspec.json.format(msgspec.json.encode(document, order="deterministic"), indent=1).decode() + "\n"
+
+
+def field_texts() -> dict[str, dict[str, str]]:
+    """Return the text below each field of each record, by the names of the record and of the field, on one line."""
+    modules = [import_module(f"{records.__name__}.{module.name}") for module in pkgutil.iter_modules(records.__path__)]
+    classes = {each for module in (*modules, recording) for each in vars(module).values() if inspect.isclass(each)}
+    without_source = (msgspec.Struct, HistoryLine)
+    own = {each: _own_texts(each) for each in classes if issubclass(each, msgspec.Struct) and each not in without_source}
+    texts = {
+        each.__name__: {field: text for base in reversed(each.__mro__) for field, text in own.get(base, {}).items()}
+        for each in own
+    }
+    line = texts["_Line"] | {key: texts["Case"][key] for key in KNOB_KEYS}
+    for key, figure in COUNT_KEYS.items():
+        line[key] = f"The mean of the figure {figure} over the counted steps. Null if it was not counted."
+    return texts | {"HistoryLine": line}
+
+
+def _own_texts(record: type) -> dict[str, str]:
+    """Return the string below each field of a class, in whose ``__doc__`` Python does not keep them."""
+    (node,) = ast.parse(inspect.getsource(record)).body
+    assert isinstance(node, ast.ClassDef)
+    return {
+        ast.unparse(member.target): " ".join(str(after.value.value).split())
+        for member, after in itertools.pairwise(node.body)
+        if isinstance(member, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
 
 
 def _with_clean_docstrings(part: Any) -> Any:

@@ -137,3 +137,16 @@ def test_a_schema_is_that_of_the_records_and_what_is_written_fits_it(name, tmp_p
             part[field] = [{"not": "this"}] if isinstance(kept, dict) else {"not": ["this"]}
             assert not validator.is_valid(document), field
             part[field] = kept
+
+
+def test_a_schema_describes_the_fields_of_records_and_of_those_that_are_made_of_others():
+    report, history, baselines = (json.loads(text_of(name))["$defs"] for name in ("report", "history", "baselines"))
+    for records, without in ((report, {"kind", "outcome"}), (history, set())):
+        parts = [part for record in records.values() for part in record.get("properties", {}).items()]
+        assert {name for name, part in parts if "description" not in part} == without, "these tell records apart"
+    case = report["Case"]["properties"]["batch_size"]["description"]
+    assert history["HistoryLine"]["properties"]["batch_size"]["description"] == case
+    inherited, own = (report["Measured"]["properties"][name]["description"] for name in ("nodeid", "resumed"))
+    assert (inherited, own[:16]) == ("pytest's id of the test.", "The earlier runs")
+    stored = baselines["StoredBaselineRun"]["properties"]
+    assert stored["free_bytes"]["description"]
