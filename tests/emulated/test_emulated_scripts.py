@@ -90,7 +90,7 @@ def test_what_gives_no_figures_fails_with_one_sentence(run):
 
 
 def test_the_recipe_of_a_script_has_its_figure_and_fails_for_its_regression(tmp_path, run_tests):
-    page = PAGE.search((Path(__file__).parents[2] / "docs/own-loops-script.md").read_text())
+    page = PAGE.search((Path(__file__).parents[2] / "docs/own-loops-more.md").read_text())
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks/test_train.py").write_text(page["test"])
     script = tmp_path / "train.py"
