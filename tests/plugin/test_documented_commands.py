@@ -32,6 +32,8 @@ RUN = msgspec.json.decode((RECORDED / "h100_emulated.json").read_bytes(), type=E
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SUITES = ("conftest.py", "test_diffusion.py", "test_llm_finetuning.py")
 NOT_OURS = ("bencher", "cd", "echo", "git", "less", "otava", "pre-commit", "source", "unshare")
+LOOPS = "docs/own-loops"
+"""Pages whose programs test_recipes.py runs."""
 OWN_CODE = "import torch"
 """Tells a program that trains its own code from one whose cases are the zoo's."""
 
@@ -126,7 +128,8 @@ def check_pytest(command, command_project):
         assert model in architectures()
         assert all((ROOT / path).is_file() for path in paths)
         return
-    command_project.add_programs(command.page)
+    if not command.page.startswith(LOOPS):
+        command_project.add_programs(command.page)
     command_project.add_reports(*re.findall(r"--gpu-baseline=(\S+\.json)", str(command)))
     for name in re.findall(r"--gpu-resume=(\S+\.json)", str(command)):
         command_project.add_reports(name)  # those of other libraries would be refused
@@ -274,8 +277,6 @@ PROGRAMS = {f"{page}-{number}": text for page in PAGES for number, text in enume
 ZOO = [name for name, text in PROGRAMS.items() if OWN_CODE not in text]
 CONVERGENCE = "docs/convergence.md-0"
 """Trains a checkpoint and samples of the reader's own."""
-LOOPS = "docs/own-loops"
-"""Pages whose programs test_recipes.py runs."""
 OWN = [name for name in PROGRAMS if name not in (*ZOO, CONVERGENCE) and not name.startswith(LOOPS)]
 
 
