@@ -1,4 +1,4 @@
-# The suites on a host with NVIDIA GPUs. docs/containers.md says how to build and to run this image.
+# The suites on a host with NVIDIA GPUs. docs/installing.md says how to build and to run this image.
 FROM nvidia/cuda:13.0.3-devel-ubuntu24.04
 
 # DeepSpeed compiles the optimizer that it offloads at its first use, with nvcc of this image, g++ and Python's headers.

@@ -1,4 +1,4 @@
-# The suites on a host with AMD GPUs. docs/containers.md says how to build and to run this image.
+# The suites on a host with AMD GPUs. docs/installing.md says how to build and to run this image.
 # The base has torch 2.13.0 for ROCm in /opt/venv, which other indexes than AMD's do not have.
 FROM rocm/pytorch:rocm10.0_ubuntu24.04_py3.12_pytorch_release_2.13.0
 

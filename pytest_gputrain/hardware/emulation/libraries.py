@@ -86,7 +86,7 @@ def check_machine() -> None:
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         raise CannotEmulate(
             f"a GPU is emulated on Linux only, on {' or '.join(MACHINES)}, and this is {platform.system()} "
-            f"{platform.machine()}; run it in a Linux container, as docs/containers.md shows"
+            f"{platform.machine()}; run it in a Linux container, as docs/installing.md shows"
         )
 
 
