@@ -250,7 +250,7 @@ class Settings:
         "write verdicts, figures and charts to this HTML file, with the trends of --gpu-history",
         parse=options.parse_path,
         output=True,
-        page="html.md",
+        page="trends.md",
     )
     sweep: Axes = option(
         "KNOB=A,B",

@@ -54,7 +54,7 @@ def test_every_step_runs_something_that_github_takes():
 
 
 def test_every_format_is_explained():
-    assert re.findall(r"^\| `([\w-]+)` \|", PAGES["docs/exchange.md"], re.MULTILINE) == list(FORMATS)
+    assert re.findall(r"^\| `([\w-]+)` \|", PAGES["docs/trends.md"], re.MULTILINE) == list(FORMATS)
 
 
 def hooks():

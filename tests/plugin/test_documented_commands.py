@@ -293,7 +293,7 @@ def test_programs_that_declare_cases_run(project, name):
 def test_programs_of_own_code_train(project):
     """In one pytest, in processes as on any machine without a GPU."""
     project.write(**{f"test_program_{number}": PROGRAMS[name] for number, name in enumerate(OWN)})
-    assert {name.partition("-")[0] for name in OWN} >= {"README.md", "docs/gating", "docs/comparing"}
+    assert {name.partition("-")[0] for name in OWN} >= {"README.md", "docs/gating", "docs/ab.md"}
     tests = sum(PROGRAMS[name].count("\ndef test_") for name in OWN)
     project.spawn("--gpu-platform=cpu").assert_outcomes(passed=tests)
 
