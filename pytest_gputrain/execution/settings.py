@@ -171,7 +171,7 @@ class Settings:
         "libraries of the models, or torch for own code",
         default="auto",
     )
-    nodes: int = option("N", "the most nodes of a case", parse=whole(1), default="1", ini_only=True, page="several-nodes.md")
+    nodes: int = option("N", "the most nodes of a case", parse=whole(1), default="1", ini_only=True, page="fleet.md")
     shared: Path = option(
         "DIR",
         "the folder that all nodes share, for cases of several nodes",
