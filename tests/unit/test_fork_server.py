@@ -226,6 +226,7 @@ def test_what_is_said_of_a_process_that_is_no_child_of_the_source_is_not_believe
     with monkeypatch.context() as patched:
         for name in ("kill", "killpg"):
             patched.setattr(processes.os, name, lambda pid, number: signalled.append(pid))
+        patched.setattr(fork_server, "_TOLD_SECONDS", 0.1)  # the stand-in does not tell the end of a worker that stays
         worker.ask_for_stacks()
         worker.end()
     assert has_ended(worker.pid)
@@ -233,11 +234,12 @@ def test_what_is_said_of_a_process_that_is_no_child_of_the_source_is_not_believe
     assert bystander.poll() is None
 
 
-def test_no_worker_ends_by_what_another_one_says_of_it(wishes, source):
+def test_no_worker_ends_by_what_another_one_says_of_it(wishes, source, monkeypatch):
     worker = _fork(source, STAYS)
     wishes.with_suffix(".jsonl.said").write_text(f'{{"ended": {worker.pid}, "exit_code": 0}}\n')
     _fork(source).wait()
     assert worker.poll() is None
+    monkeypatch.setattr(fork_server, "_TOLD_SECONDS", 0.1)
     worker.end()
 
 
