@@ -193,3 +193,46 @@ def test_a_library_that_reads_the_gpu_past_torch_is_told_of(emulate_parts):
     """,
     )
     assert [one["what"] for one in process["unknown_reads"]] == ["a number for a library"]
+
+
+def test_choices_that_are_kept_take_a_bounded_part_of_the_host(emulate):
+    """As those of 4-bit weights do: the nearest of 16 levels is chosen for each number."""
+    done, report = emulate(
+        """
+        import os
+        import torch
+
+        def chosen():
+            return torch.rand(1 << 22, 2, device="cuda").argmin(-1).clone()  # both are of 32 MiB
+
+        def held():
+            with open("/proc/self/statm") as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+        first = chosen()
+        assert first.any()
+        before = held()
+        kept = [chosen() for _ in range(30)]
+        print(held() - before)
+        assert kept[-1].any()
+        first.any().item()
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert 400 < int(done.stdout) < 700  # of 960 MiB
+    reads = report["processes"][0]["unknown_reads"]
+    assert [read["where"] for read in reads] == ["train.py:18 in <module>"]
+
+
+def test_kernels_of_an_operator_that_nobody_defines_are_left_alone(emulate):
+    """As torchao has them, for operators that another of its libraries defines."""
+    done, _ = emulate(
+        """
+        import torch
+        library = torch.library.Library("elsewhere", "IMPL")
+        library.impl("undefined", lambda: None, "CUDA")
+        print(torch.arange(3, device="cuda").sum().item())
+        """,
+        fresh=True,
+    )
+    assert done.stdout == "3\n", done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import mmap
 import os
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
@@ -24,11 +25,16 @@ MOST_DEALT_BYTES: Final = 256 << 20
 """The most bytes of a tensor that follows from the choice of experts: the loops over experts read masks of tokens by
 experts."""
 
+_MOST_DEALT_AT_ONCE: Final = 512 << 20
+"""The most bytes of all such tensors together. They take memory of the host, and each number of a 4-bit weight is chosen so,
+too."""
+
 MATCHES, CHOICES, COUNTS = range(3)
 """What `Dealt` values are: whether choices are those that others say, as of labels; choices; and how often something was
 chosen. Of several the greatest counts."""
 
 _NUMBER_BYTES: Final = 8
+_MADV_DONTNEED: Final = 4
 
 _CPU: Final = torch.device("cpu")
 
@@ -94,6 +100,9 @@ class Contents:
 
     def __init__(self) -> None:
         self._blocks: dict[int, Known] = {}
+        self._dealt: dict[int, Known] = {}
+        """Those that follow from choices that were dealt, the oldest first. Some may be gone."""
+        self._dealt_bytes = 0
         stand_ins: Any = ctypes.CDLL(None)
         stand_ins.gputrain_watch.argtypes = [ctypes.c_void_p]
         stand_ins.gputrain_watch.restype = ctypes.c_uint64
@@ -104,6 +113,8 @@ class Contents:
         stand_ins.gputrain_noted_at.argtypes = [ctypes.c_uint64]
         stand_ins.gputrain_noted_at.restype = ctypes.c_size_t
         self._noted_at, self._noted = stand_ins.gputrain_noted_at, ctypes.c_uint64.in_dll(stand_ins, "gputrain_noted")
+        self._advise = stand_ins.madvise
+        self._advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._last_noted: dict[int, int] = {}
         self._addresses: list[int] = []
         self._taken = 0
@@ -175,7 +186,27 @@ class Contents:
             low, high, dealt = min(low, before.low), max(high, before.high), joined((before.dealt, dealt))
         if base:
             noted = self._noted.value
-            self._blocks[base] = Known(low, high, value, dealt=dealt, number=self._watch(base), noted=noted)
+            known = Known(low, high, value, dealt=dealt, number=self._watch(base), noted=noted)
+            self._blocks[base] = known
+            if dealt and value is None:
+                self._bound(base, known)
+
+    def _bound(self, base: int, latest: Known) -> None:
+        """Forget the oldest of what follows from dealt choices where all of it is too much, and give its memory back."""
+        if (before := self._dealt.pop(base, None)) is not None:
+            self._dealt_bytes -= before.high - before.low
+        while self._dealt and self._dealt_bytes + latest.high - latest.low > _MOST_DEALT_AT_ONCE:
+            oldest = next(iter(self._dealt))
+            known = self._dealt.pop(oldest)
+            self._dealt_bytes -= known.high - known.low
+            if self._blocks.get(oldest) is known:
+                del self._blocks[oldest]
+                if self._is_watched(oldest, known.number):
+                    start, end = -(-known.low // mmap.PAGESIZE), known.high // mmap.PAGESIZE
+                    if start < end:
+                        self._advise(start * mmap.PAGESIZE, (end - start) * mmap.PAGESIZE, _MADV_DONTNEED)
+        self._dealt[base] = latest
+        self._dealt_bytes += latest.high - latest.low
 
     def _overwritten(self, known: Known) -> bool:
         """Tell whether a kernel of another library may have written to a range that was filled with one value.

@@ -155,11 +155,13 @@ class Operators:
 
     def _replace_new(self) -> None:
         """Replace the operators that were not there before."""
-        names = {*_FOR_ALL_DEVICES, *torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")}
+        registered = {*_FOR_ALL_DEVICES, *torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")}
+        # A library may have kernels of operators that another one defines, or none: nobody can call those yet.
+        names = {name for name in registered - self._seen if torch._C._jit_get_schemas_for_operator(name.partition(".")[0])}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that operators are replaced
             self._replacing = True
-            for name in sorted(names - self._seen):
+            for name in sorted(names):
                 self._replace(name)
             if not self._seen:
                 self._replace_sparse()

@@ -3,13 +3,19 @@
 #include "emulated.h"
 #include <dlfcn.h>
 #include <execinfo.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
 static int tracked;
 
-void gputrain_track_values(void) { __atomic_store_n(&tracked, 1, __ATOMIC_RELAXED); }
+void gputrain_track_values(void) {
+  __atomic_store_n(&tracked, 1, __ATOMIC_RELAXED);
+  // Choices are computed in large tensors that live shortly. Among them glibc would leave holes that nothing fits into again,
+  // as its threshold rises with each block that is freed, unless it is set.
+  mallopt(M_MMAP_THRESHOLD, 1 << 20);
+}
 
 // --- What the host reads: the next answer, of those that this thread was given, or zero, since kernels wrote nothing. An
 // operator that reads from the device how many results there are is answered so. Reads without an answer are counted, so
