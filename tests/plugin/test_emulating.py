@@ -142,14 +142,6 @@ def test_one_byte_more_is_a_regression_and_one_less_an_improvement(gated):
         assert gated.verdicts()[GEMMA] == "improved"
 
 
-def test_a_compiled_case_is_judged_to_the_byte_too(emulating):
-    compiled = (*EMULATE, "--gpu-set=compile=default", "-k", "gemma")
-    emulating.run(*compiled, UPDATE).assert_outcomes(passed=1, deselected=2)
-    for more, outcome in ((0, "passed"), (1, "failed")):
-        emulating.answer({**RUN, "peak_reserved_bytes": RUN["peak_reserved_bytes"] + more})
-        emulating.run(*compiled, "--gpu-strict").assert_outcomes(**{outcome: 1}, deselected=2)
-
-
 def test_a_case_that_does_not_fit_fails_until_that_is_recorded(emulating):
     unfit = {**RUN, "fits": False, "refused": "CUDA out of memory. Tried to allocate 2.00 GiB."}
     emulating.answer(unfit, to=GEMMA)
@@ -396,13 +388,6 @@ def test_growth_of_a_count_fails_only_if_a_second_process_confirms_it(counting):
     result.stdout.fnmatch_lines([doubt])
     counting.answer(counted(waits=1), {"outcome": "crashed", "sentence": "no", "phase": "import"}, to=GEMMA)
     assert WAITS in only_sentence(counting.run(*EMULATE, "--gpu-strict"), TEST)
-
-
-def test_growth_of_memory_needs_no_second_process(counting):
-    began = launched(counting, GEMMA)
-    counting.answer({**counted(), "peak_reserved_bytes": RUN["peak_reserved_bytes"] + 1}, to=GEMMA)
-    counting.run(*EMULATE).assert_outcomes(passed=2, failed=1)
-    assert launched(counting, GEMMA) == began + 1
 
 
 def test_two_tests_of_a_case_share_the_run_that_confirms_its_limit(counting):

@@ -6,7 +6,6 @@ import pytest
 from plugin_project import GEMMA, H100_FOLDER, LLAMA, LLAMA_2, recorded
 
 from pytest_gputrain import GiB
-from pytest_gputrain.cli.main import main
 
 
 def lines(project, name="history.jsonl"):
@@ -47,11 +46,3 @@ def test_runs_without_cases_and_searches_append_nothing(suite):
     suite.run("--gpu-history=history.jsonl", "-k", "plain").assert_outcomes(passed=1, deselected=3)
     suite.run("--gpu-history=history.jsonl", "--gpu-find-batch", "-o", "gpu_find_batch_max=2", "-k", "gemma")
     assert not (suite.path / "history.jsonl").exists()
-
-
-def test_trend_reads_what_pytest_wrote(suite, capsys):
-    for _ in range(2):
-        suite.run("--gpu-history=history.jsonl").assert_outcomes(passed=3)
-    capsys.readouterr()
-    assert main(["trend", "history.jsonl", "--case=gemma"]) == 0
-    assert f"tuning {GEMMA}  {H100_FOLDER}  step time    2 " in capsys.readouterr().out

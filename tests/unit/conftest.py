@@ -29,6 +29,13 @@ def snapshot(snapshot):
 
 
 @pytest.fixture
+def fifo(tmp_path):
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    return path
+
+
+@pytest.fixture
 def no_locks_of_folders(monkeypatch):
     """Have the file system refuse to lock folders, as some of the network do."""
     lock = fcntl.flock

@@ -668,7 +668,3 @@ def test_a_step_that_runs_fewer_operators_may_call_more_python():
     assert judge_counts(before, now).told == ()
     more = msgspec.structs.replace(now, kinds=(StepCounts(operators=100, python_calls=2000),))
     assert len(judge_counts(before, more).told) == 1
-
-
-def test_the_mean_of_calls_is_one_of_the_steps_that_have_them():
-    assert counts({"python_calls": 10}, {"waits": 1}, steps=[0, 1, 1]).per_step("python_calls") == 10

@@ -22,13 +22,6 @@ print("after", flush=True)
 """
 
 
-@pytest.fixture
-def fifo(tmp_path):
-    path = tmp_path / "fifo"
-    os.mkfifo(path)
-    return path
-
-
 def test_a_file_is_replaced_whole(tmp_path):
     path = tmp_path / "deep" / "file"
     write_atomically(path, b"old")

@@ -27,7 +27,6 @@ from pytest_gputrain.utils.git import RunInfo
 
 TOLERANCE = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
 HERE, ELSEWHERE = gpu_environment(gpu_digests=("a", "b")), gpu_environment(gpu_digests=("c",))
-BYTES = 40_000_000_000
 
 
 def _steps(seconds, collectives=0.0):
@@ -405,18 +404,3 @@ def test_the_mean_of_steps_that_wait_is_judged_on_the_machine_of_the_baseline_al
     for on, status in ((HERE, "regressed"), (ELSEWHERE, "pass")):
         reply = measurement(step_seconds=steps, environment=on, gpu_steps=_steps(0.002))
         assert _judge(reply, baseline(*[run] * 5)).status == status
-
-
-def test_a_cpu_has_no_gpu_to_wait_for():
-    on_cpu = cpu_environment()
-    verdict = _judge(_took(1.0, None, on=on_cpu), _stored(gpu=None, on=on_cpu))
-    assert verdict.metric("gpu_seconds") is None
-    wider = replace(TOLERANCE, cpu_time=True)
-    verdict = judged([_took(1.2, None, on=on_cpu)] * 3, _stored(gpu=None, on=on_cpu), wider).verdict
-    assert verdict.status == "regressed"
-
-
-def test_gpu_seconds_that_are_not_measured_any_more_are_no_pass():
-    verdict = _judge(_took(1.0, None), _stored())
-    assert verdict.status == verdict.metric("gpu_seconds").status == "not-comparable"
-    assert "its GPU seconds were not measured" in verdict.sentence

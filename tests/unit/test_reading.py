@@ -20,19 +20,11 @@ from pytest_gputrain.records import Crashed
 from pytest_gputrain.records.node_protocol import BadRecord, Nodes, read_record
 from pytest_gputrain.report import json_report
 from pytest_gputrain.storage.baselines import BaselineError
-from pytest_gputrain.storage.history import HistoryError, read
 from pytest_gputrain.utils import reading
 from pytest_gputrain.utils.reading import opened, read_message, read_whole, tail
 
 ROOT = Path(pytest_gputrain.__file__).parent
 KEY = str(CASE)
-
-
-@pytest.fixture
-def fifo(tmp_path):
-    path = tmp_path / "fifo"
-    os.mkfifo(path)
-    return path
 
 
 @pytest.fixture
@@ -179,11 +171,6 @@ def test_a_record_of_a_node_that_is_none_is_told(tmp_path, fifo):
         with pytest.raises(BadRecord, match=f"{path.name} cannot be read: {reason}"):
             read_record(path, Nodes)
     assert read_record(tmp_path / "none", Nodes) is None
-
-
-def test_a_history_that_is_a_fifo_is_told(fifo):
-    with pytest.raises(HistoryError, match="it is a FIFO"):
-        next(read(fifo, dict, print))
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.name)

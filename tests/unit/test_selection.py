@@ -71,10 +71,6 @@ def test_skips_elsewhere_and_says_what_it_needs(markers, expression, platform, n
     assert why_skipped(markers, expression, platform, 1) == f"needs {needs}, found {platform}"
 
 
-def test_the_number_of_devices_is_told():
-    assert why_skipped(H100, "h100", "cpu", 8) == "needs h100 x8, found cpu"
-
-
 @given(st.text(), st.sampled_from(["h100", "cpu", "unknown"]))
 @example("\0", "h100")
 def test_any_expression_gets_an_answer_of_one_line(expression, platform):
