@@ -1,6 +1,7 @@
 """Fixtures and settings for all tests."""
 
 import contextlib
+import random
 import signal
 
 # pytester forgets what was imported in its runs: libraries of which it forgets only parts break, and others are read again.
@@ -21,3 +22,17 @@ with contextlib.suppress(ImportError):
 for number, default in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, default)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--random-order", type=int, metavar="SEED", help="run the files, and the tests of each, in another order"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Shuffle files and tests in them, so that what a file sets up is set up once; workers of xdist have the same order."""
+    if (seed := config.getoption("--random-order")) is not None:
+        order = random.Random(seed)
+        files = {item.path: order.random() for item in sorted(items, key=lambda item: item.path)}
+        items.sort(key=lambda item: (files[item.path], order.random()))

@@ -2,6 +2,7 @@
 
     .ci/run                  everything but what runs once a week, at most 70 minutes
     .ci/run slow newest      these parts alone
+    .ci/run --list           the parts as the matrix of a workflow of GitHub; with --weekly those that run once a week
 
 A test that fails, or a part that takes longer than it may, fails the run. What cannot be installed (no network, no root, no
 mirror of Debian's packages) is skipped. What a slow machine has no time left for is left out, and the run says that it is
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import re
 import shutil
@@ -27,9 +29,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import pythons
+
 ROOT: Final = Path(__file__).parent.parent
 ALL_MINUTES: Final = 70.0
 INSTALL_MINUTES: Final = 12.0
+OWN_PYTHON: Final = "3.11"
+"""The version of Python that constraints.txt is for, and that GitHub runs this with."""
 
 # As `pytest -rs` prints it; with a name of the environment before it where several run at once.
 _SKIPPED: Final = re.compile(r"SKIPPED \[(\d+)\] (?P<place>[^:]+)(?::\d+)?: (?P<reason>.*)")
@@ -51,6 +57,13 @@ class Part(NamedTuple):
     """Run it only where the command names it."""
     leaves_a_core: bool = False
     """Run the next part beside it: it runs in one process, or waits most of the time."""
+    python: str = ""
+    """The version of Python that it is tested with, if it is not the one that runs this."""
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether it tells something with another version of Python, too. One whose name has the version does not."""
+        return f"py{self.python.replace('.', '')}" not in self.name
 
 
 QUICK: Final = "quick"
@@ -63,10 +76,13 @@ PARTS: Final = (
         {"chromium": "chromium", "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"},
     ),
     Part("bare", 8, leaves_a_core=True),
+    Part("bare-py312", 8, leaves_a_core=True, python="3.12"),
+    Part("bare-py313", 8, leaves_a_core=True, python="3.13"),
+    Part("bare-py314", 8, leaves_a_core=True, python="3.14"),
     Part("package", 8),
     Part("emulated", 50, {"cc": "gcc"}),
     Part("oldest", 24),
-    Part("foreign", 10, {"cc": "gcc"}),
+    Part("foreign", 10, {"cc": "gcc"}, python="3.13"),
     Part("ray", 12, leaves_a_core=True),
     Part("recipes", 12),
     Part("operators", 100, {"cc": "gcc"}, by_name=True),
@@ -178,13 +194,24 @@ class Prepared(NamedTuple):
     installed: Ran
     without: tuple[str, ...] = ()
     """The things that could not be installed, each with its reason."""
+    interpreter: tuple[str, ...] = ()
+    """The arguments of tox that name it, if it is not the one that tox takes by itself."""
 
 
 def prepare(part: Part, tox: str, run: Runner, minutes_left: float) -> Prepared:
-    """Install a part, with the programs that its tests look for."""
+    """Install a part, with the interpreter that it is for and the programs that its tests look for."""
     minutes = min(INSTALL_MINUTES, minutes_left)
-    without = missing_programs(part, run, minutes)
-    return Prepared(run((tox, "run", "-e", part.name, "--notest"), minutes), without)
+    interpreter: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    if part.python:
+        try:
+            interpreter = ("--discover", str(pythons.find(part.python, str(Path(tox).with_name("python")))))
+        except pythons.NotFound as error:
+            if not part.runs_elsewhere:
+                return Prepared(Ran(1, (str(error),)))
+            without = (f"Python {part.python}, for which this machine's own was taken: {error}",)
+    without += missing_programs(part, run, minutes)
+    return Prepared(run((tox, "run", "-e", part.name, "--notest", *interpreter), minutes), without, interpreter)
 
 
 def outcome(part: Part, tox: str, run: Runner, minutes_left: float, prepared: Callable[[], Prepared]) -> Outcome:
@@ -199,12 +226,12 @@ def outcome(part: Part, tox: str, run: Runner, minutes_left: float, prepared: Ca
     if part.name == QUICK:
         ran = run((tox, "run-parallel", "--parallel-live"), part.minutes)
         return ended(_status(ran), *skipped_tests(ran.lines))
-    installed, without = prepared()
+    installed, without, interpreter = prepared()
     if installed.status != 0:
         why = "its installation took too long" if installed.status is None else installed.reason
         return ended("skipped", f"all of it: cannot be installed: {why}")
     left = minutes_left - (time.monotonic() - started) / 60
-    ran = run((tox, "run", "-e", part.name, "--skip-pkg-install"), min(part.minutes, left))
+    ran = run((tox, "run", "-e", part.name, "--skip-pkg-install", *interpreter), min(part.minutes, left))
     # Several environments hold the CUDA build of torch, of 3 GB and more.
     remove_in_background(ROOT / ".tox" / part.name)
     if ran.status is None and left < part.minutes and not any(map(_FAILING.fullmatch, ran.lines)):
@@ -214,10 +241,15 @@ def outcome(part: Part, tox: str, run: Runner, minutes_left: float, prepared: Ca
 
 
 def grouped(parts: Sequence[Part]) -> Iterator[tuple[Part, ...]]:
-    """Yield the parts one by one, and two where the first leaves a core to the second."""
-    due = iter(parts)
-    for part in due:
-        yield (part, *itertools.islice(due, part.leaves_a_core))
+    """Yield the parts one by one, and those that leave a core together with the next one, two of which run at a time."""
+    group: tuple[Part, ...] = ()
+    for part in parts:
+        group += (part,)
+        if not part.leaves_a_core:
+            yield group
+            group = ()
+    if group:
+        yield group
 
 
 def remove_in_background(folder: Path) -> None:
@@ -251,16 +283,31 @@ def exit_status(outcomes: Sequence[Outcome], environ: Mapping[str, str]) -> int:
     return int(any(each.status.startswith(failing) for each in outcomes))
 
 
+def _job(part: Part) -> dict[str, str | float]:
+    """Return what a job of GitHub has to know of a part; its own limit ends it before the job's would."""
+    return {"part": part.name, "python": part.python or OWN_PYTHON, "minutes": part.minutes + 2 * INSTALL_MINUTES}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(names)}; by default all but the weekly ones")
-    wanted = parser.parse_args(arguments).parts or [part.name for part in PARTS if not part.by_name]
+    parser.add_argument("--list", action="store_true", help="print the parts as JSON, and run none")
+    parser.add_argument("--weekly", action="store_true", help="the weekly ones, where no part is named")
+    given = parser.parse_args(arguments)
+    wanted = given.parts or [part.name for part in PARTS if part.by_name is given.weekly]
     if unknown := sorted(set(wanted) - set(names)):
         parser.error(f"there is no part {', '.join(unknown)}; the parts are {', '.join(names)}")
     due = [part for part in PARTS if part.name in wanted]
+    if given.list:
+        print(json.dumps([_job(part) for part in due]))
+        return 0
     # What is named may take the time of each.
     ends = time.monotonic() + 60 * max(ALL_MINUTES, sum(INSTALL_MINUTES + part.minutes for part in due if part.by_name))
+
+    def minutes_left() -> float:
+        return (ends - time.monotonic()) / 60
+
     outcomes: list[Outcome] = []
     for removed in (ROOT / ".tox").glob(f"{_REMOVED}*"):
         remove_in_background(removed)
@@ -270,17 +317,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "tox"], check=True)
         prepared: dict[str, Future[Prepared]] = {}
         for together, following in itertools.pairwise([*grouped(due), ()]):
-            minutes_left = (ends - time.monotonic()) / 60
             # An installation waits for the network and the disk, so the next parts are installed beside the tests of these.
             for each in (*together, *following):
                 if each.name != QUICK and each.name not in prepared:
-                    prepared[each.name] = installer.submit(prepare, each, tox, run, minutes_left)
+                    prepared[each.name] = installer.submit(prepare, each, tox, run, minutes_left())
 
-            def ran(part: Part, minutes_left: float = minutes_left) -> Outcome:
+            def ran(part: Part) -> Outcome:
                 # By a function: the quick part has none.
-                return outcome(part, tox, run, minutes_left, lambda: prepared[part.name].result())  # noqa: PLW0108
+                return outcome(part, tox, run, minutes_left(), lambda: prepared[part.name].result())  # noqa: PLW0108
 
-            with ThreadPoolExecutor(len(together)) as tests:
+            with ThreadPoolExecutor(2) as tests:
                 outcomes += tests.map(ran, together)
             if together[0].name == QUICK and outcomes[-1].status != "passed":
                 break

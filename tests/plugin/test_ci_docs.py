@@ -53,6 +53,22 @@ def test_every_step_runs_something_that_github_takes():
         assert set(workflow) == {"name", True, "permissions", "concurrency", "jobs"}
 
 
+def test_own_workflows_pin_actions_and_may_only_read():
+    own = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
+    assert len(own) == 3
+    for workflow in own:
+        assert workflow["permissions"] == {"contents": "read"}
+        assert "pull_request_target" not in workflow[True]
+        for job in workflow["jobs"].values():
+            assert "permissions" not in job
+            assert job.get("uses") == "./.github/workflows/parts.yml" or job["timeout-minutes"]
+            for step in job.get("steps", ()):
+                assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step.get("uses", f"actions/a@{'0' * 40}"))
+                assert "${{" not in step.get("run", ""), "a value that is put into a script may be a command"
+                if step.get("uses", "").startswith("actions/checkout"):
+                    assert step["with"]["persist-credentials"] is False
+
+
 def test_every_format_is_explained():
     assert re.findall(r"^\| `([\w-]+)` \|", PAGES["docs/trends.md"], re.MULTILINE) == list(FORMATS)
 

@@ -1,10 +1,15 @@
 """Tests what CI runs, and what is told of a part that cannot be installed, fails or takes too long."""
 
 import configparser
+import itertools
+import json
+import re
 import tomllib
+from pathlib import Path
 
 import ci
 import pytest
+import pythons
 from leftovers import has_ended, wait_until
 
 ROOT = ci.ROOT
@@ -40,10 +45,17 @@ def test_every_environment_is_a_part():
     tox = configparser.ConfigParser()
     tox.read(ROOT / "tox.ini")
     quick = {name.strip() for name in tox["tox"]["env_list"].split(",")}
-    environments = {name.removeprefix("testenv:") for name in tox.sections() if name.startswith("testenv:")}
+    sections = [name.removeprefix("testenv:") for name in tox.sections() if name.startswith("testenv:")]
+    environments = set(itertools.chain.from_iterable(map(_expanded, sections)))
     pictures = {"pictures", "pictures-emulated"}
     assert environments - quick - pictures == {part.name for part in ci.PARTS} - {ci.QUICK}, "pictures check nothing"
     assert ci.PARTS[0].name == ci.QUICK
+
+
+def _expanded(section):
+    """The names that tox makes of a section with a choice in braces."""
+    before, *rest = re.split(r"[{}]", section)
+    return [f"{before}{each}{rest[1]}" for each in rest[0].split(",")] if rest else [section]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +100,39 @@ def test_a_slow_machine_fails_no_part_that_did_not_have_its_own_time(minutes_lef
     assert (came.status, came.skipped) == (status, skipped)
 
 
+BARE, FOREIGN = (next(part for part in ci.PARTS if part.name == name) for name in ("bare-py314", "foreign"))
+
+
+@pytest.mark.parametrize("part", [BARE, FOREIGN])
+def test_a_part_is_installed_and_tested_with_its_own_python(part, monkeypatch):
+    monkeypatch.setattr(pythons, "find", lambda version, python: Path(f"/of/{version}"))
+    commands = []
+    run = lambda command, minutes: commands.append(command) or ran()  # noqa: E731
+    monkeypatch.setattr(ci, "missing_programs", lambda part, run, minutes: ())
+    came = ci.outcome(part, "tox", run, 60, lambda: ci.prepare(part, "tox", run, 60))
+    assert came.status == "passed"
+    assert [command[-2:] for command in commands] == 2 * [("--discover", f"/of/{part.python}")]
+
+
+def test_a_python_that_is_not_found_is_named_and_leaves_out_what_is_for_it_alone(monkeypatch):
+    def find(version, python):
+        raise pythons.NotFound("there is no apt-get")
+
+    monkeypatch.setattr(pythons, "find", find)
+    came = outcome(BARE)
+    assert (came.name, came.status) == ("bare-py314", "skipped")
+    assert came.skipped == ("all of it: cannot be installed: there is no apt-get",)
+    came = outcome(FOREIGN._replace(programs={}), ran(), ran())
+    assert came.status == "passed"
+    assert came.skipped == ("Python 3.13, for which this machine's own was taken: there is no apt-get",)
+
+
+def test_every_python_that_is_claimed_runs():
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    claimed = [found[1] for each in classifiers if (found := re.search(r":: (3\.\d+)$", each))]
+    assert claimed == [ci.OWN_PYTHON, *(part.python for part in ci.PARTS if part.name.startswith("bare-"))]
+
+
 def test_an_environment_is_removed_and_its_name_is_free_at_once(root):
     environment = root / ".tox" / "ray"
     (environment / "lib").mkdir(parents=True)
@@ -119,7 +164,7 @@ def test_the_last_lines_name_every_part_and_every_skip(capsys):
 
 def test_a_part_that_leaves_a_core_runs_beside_the_next():
     names = [tuple(part.name for part in group) for group in ci.grouped(ci.PARTS)]
-    assert ("bare", "package") in names
+    assert ("bare", "bare-py312", "bare-py313", "bare-py314", "package") in names
     assert [name for group in names for name in group] == [part.name for part in ci.PARTS]
     assert list(ci.grouped([RAY._replace(leaves_a_core=True)])) == [(RAY._replace(leaves_a_core=True),)]
 
@@ -132,6 +177,14 @@ def test_a_run_that_left_out_a_part_says_so_last_and_is_red_on_github():
     assert [ci.exit_status(of, on_github) for of in ([complete], [complete, cut])] == [0, 1]
     assert ci.exit_status([complete, cut], {}) == 0
     assert ci.exit_status([complete._replace(status="failed, as its time was over")], {}) == 1
+
+
+def test_github_gets_the_parts_and_their_pythons_as_a_matrix(capsys):
+    assert (ci.main(["--list"]), ci.main(["--list", "--weekly"])) == (0, 0)
+    each_time, weekly = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [job["part"] for job in (*each_time, *weekly)] == [part.name for part in ci.PARTS]
+    assert {"part": "foreign", "python": "3.13", "minutes": 34} in each_time
+    assert {"part": "newest", "python": "3.11", "minutes": 48} in weekly
 
 
 def test_the_oldest_versions_are_those_that_are_allowed():
