@@ -36,6 +36,7 @@ SCHEMAS_FOLDER: Final = Path(pytest_gputrain.__file__).parent / "schemas"
 _PART: Final = re.compile(r"<!-- begin ([\w.]+) -->\n.*?<!-- end \1 -->", re.DOTALL)
 _WITH_DEFAULTS: Final = ("Case",)
 """Classes whose objects users make; they only read those of the others."""
+_RESULT: Final = "One of `Measured`, `Emulated`, `BatchSearch` and `LossStudy`"
 _INTERNAL: Final = ("identity", "idle_names", "loaders", "sides", "watched")
 """Public members that users have no use for."""
 _SHORT_TYPES: Final = {
@@ -182,25 +183,48 @@ def _item(text: str) -> str:
 
 def names() -> str:
     """Return the list of the public names: what is imported, the fixtures with their members, and the markers."""
-    markers = (re.split(r"[(:]", line)[0] for line in marker_lines(printed=True))
-    groups = {
-        "`pytest_gputrain`": pytest_gputrain.__all__,
-        "Fixtures": list(hooks.__all__),
-        "`gputrain`": _names_of(_class("pytest_gputrain.plugin.fixtures", "GpuTrain")),
-        "`setup`": _names_of(_class("pytest_gputrain.worker.training", "Setup")),
-        "Markers": list(markers),
+    rows = [(f"`pytest_gputrain.{name}`", _sentence_of(name)) for name in pytest_gputrain.__all__]
+    members = _members(_class("pytest_gputrain.plugin.fixtures", "GpuTrain"))
+    told = {
+        **{f"fixture `{name}`": _first(ast.get_docstring(node) or "") for name, node in _fixtures().items()},
+        **{f"`gputrain.{name}`": sentence for name, sentence in map(_named, members)},
+        **{
+            f"`setup.{name}`": text
+            for name, text in map(_named, _members(_class("pytest_gputrain.worker.training", "Setup")))
+        },
     }
-    return "\n".join(f"- {group}: {', '.join(f'`{name}`' for name in members)}." for group, members in groups.items())
-
-
-def _names_of(owner: ast.ClassDef) -> list[str]:
-    return [each.name.strip("`") if isinstance(each, Row) else f"{each.name}()" for each in _members(owner)]
+    markers = (line.partition(": gputrain: ") for line in marker_lines(printed=True))
+    rows += [
+        *told.items(),
+        *((f"marker `{name.partition('(')[0]}`", _first(text.partition(";")[0])) for name, _, text in markers),
+    ]
+    return "\n".join(f"- {name}: {sentence}" for name, sentence in rows)
 
 
 def _class(module: str, name: str) -> ast.ClassDef:
     node = _definitions(module)[name]
     assert isinstance(node, ast.ClassDef)
     return node
+
+
+def _fixtures() -> dict[str, ast.ClassDef | ast.FunctionDef]:
+    """Return the fixtures of the plugin by name."""
+    definitions = _definitions(hooks.__name__)
+    return {name: definitions[name] for name in hooks.__all__}
+
+
+def _sentence_of(name: str) -> str:
+    """Return the first sentence of a name that tests import."""
+    value = getattr(pytest_gputrain, name)
+    if isinstance(value, int):
+        return f"{value:,} bytes."
+    return _first((inspect.getdoc(value) if inspect.isroutine(value) or inspect.isclass(value) else "") or _RESULT)
+
+
+def _named(member: Row | ast.FunctionDef) -> tuple[str, str]:
+    if isinstance(member, Row):
+        return member.name.strip("`"), _first(member.meaning)
+    return f"{member.name}()", _first(ast.get_docstring(member) or "")
 
 
 def _first(text: str) -> str:

@@ -248,7 +248,7 @@ def test_a_test_that_asks_for_the_fixture_has_everything_loaded_before_the_first
 
 def test_public_names_are_these_and_the_reference_has_a_sentence_on_each(snapshot):
     """A name that is new or gone changes the snapshot, so that nobody adds or removes one without noticing."""
-    rows = re.findall(r"^\| (?:fixture |marker )?`([^`]+?)(?:\(\))?` \| (.*) \|$", reference_pages.names(), re.MULTILINE)
+    rows = re.findall(r"^- (?:fixture |marker )?`([^`]+?)(?:\(\))?`: (.*)$", reference_pages.names(), re.MULTILINE)
     listed = dict(rows)
     assert len(listed) == len(rows)
     assert all(re.fullmatch(r"[A-Z`0-9].{5,}\.", sentence) for sentence in listed.values()), listed
