@@ -1,8 +1,9 @@
 """Data-parallel training of ResNet-50, VGG-16, BERT-large and Transformer-big on 1, 2, 4 and 8 GPUs.
 
 The cases of eight are the collective systems of paddle-distributed, published as pictures, without figures, for eight V100
-of 32 GB. Conditions are those of its scripts, in fp32; what they leave open was chosen (docs/collective.md). The batch of a
-GPU is the same on any number of them: the cases of one are what the scaling efficiency of the others is measured by.
+of 32 GB. Conditions are those of its scripts, in fp32; what they leave open was chosen (docs/distributed-suites.md). The
+batch of a GPU is the same on any number of them: the cases of one are what the scaling efficiency of the others is measured
+by.
 """
 
 import pytest

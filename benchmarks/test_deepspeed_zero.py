@@ -2,7 +2,7 @@
 
 Batch 1 a GPU, 512 tokens, no activation checkpointing. Without ZeRO fp16 and bf16 are autocast over fp32 weights; under ZeRO
 they are DeepSpeed's own. Axes are the table's columns; where it has no value, DeepSpeed's default holds. The size of the
-buckets that gradients are reduced in has no column; it is that of the project's configurations (docs/deepspeed-zero.md).
+buckets that gradients are reduced in has no column; it is that of the project's configurations (docs/distributed-suites.md).
 Whether fp32 was TF32 on the A100 has none either; the published time shows that it was.
 """
 

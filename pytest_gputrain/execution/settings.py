@@ -259,7 +259,7 @@ class Settings:
         parse=options.parse_axes,
         absent=(),
         repeated=True,
-        page="sweeps.md",
+        page="knobs.md",
     )
     emulate: bool = switch(
         "run every case at full size on an emulated GPU of the platform that -m or --gpu-platform names, and compare its "
@@ -268,7 +268,7 @@ class Settings:
     )
     find_batch: bool = switch(
         "find the largest micro-batch of every case that fits, and the fastest one, instead of judging the case",
-        page="sweeps.md",
+        page="knobs.md",
     )
     find_batch_max: int = option(
         "N",
@@ -282,7 +282,7 @@ class Settings:
         "train every case for that many steps in each precision and compare the loss curves, instead of judging the case",
         name="loss",
         parse=whole(LEAST_STEPS),
-        page="sweeps.md",
+        page="knobs.md",
     )
     root: Path
     configured: bool
