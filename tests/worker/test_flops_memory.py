@@ -15,10 +15,18 @@ from pytest_gputrain.worker.measuring import build
 from pytest_gputrain.worker.run import SEED
 
 ONE_OF_EACH_FAMILY = {architecture.family: example(model) for model, architecture in STATED.items()}.values()
+SOME = ("vgg-16", "word2vec", "qwen2-vl-7b", "flux.2-klein-4b")
+"""Those that convolve, look up rows, attend, or denoise; the others run weekly."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ONE_OF_EACH_FAMILY, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if case.model in SOME else [pytest.mark.weekly], id=str(case))
+        for case in ONE_OF_EACH_FAMILY
+    ],
+)
 def test_a_step_holds_as_much_while_its_flops_are_counted(case):
     load(case)
     torch.manual_seed(SEED)

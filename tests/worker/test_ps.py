@@ -29,8 +29,16 @@ once = functools.cache(measured)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("case", [WORDS, CLICKS], ids=lambda case: case.model)
+@pytest.mark.parametrize(
+    ("case", "servers"),
+    [
+        *(pytest.param(case, number, id=f"{case.model}-{number}") for case, number in ((WORDS, 2), (CLICKS, 1))),
+        *(
+            pytest.param(case, number, marks=pytest.mark.weekly, id=f"{case.model}-{number}")
+            for case, number in ((WORDS, 1), (CLICKS, 2))
+        ),
+    ],
+)
 def test_synchronous_losses_are_those_of_one_process_on_the_whole_batch(case, servers):
     case = case.replace(servers=servers)
     expected = losses_of_one_process(case, [True] * (UPDATES - 1))
@@ -39,7 +47,7 @@ def test_synchronous_losses_are_those_of_one_process_on_the_whole_batch(case, se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [WORDS, CLICKS], ids=lambda case: case.model)
+@pytest.mark.parametrize("case", [pytest.param(WORDS, marks=pytest.mark.weekly), CLICKS], ids=["word2vec", "ctr-dnn"])
 def test_accumulated_micro_batches_are_pushed_once_an_update(case):
     case = case.replace(gradient_accumulation=2, servers=1)
     reply = measured(case)
@@ -50,7 +58,9 @@ def test_accumulated_micro_batches_are_pushed_once_an_update(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [WORDS, CLICKS.replace(precision="bf16")], ids=lambda case: case.model)
+@pytest.mark.parametrize(
+    "case", [WORDS, pytest.param(CLICKS.replace(precision="bf16"), marks=pytest.mark.weekly)], ids=["word2vec", "ctr-dnn"]
+)
 def test_every_asynchronous_push_is_an_update(case):
     reply = measured(case.replace(asynchronous=True))
     servers = [rank for rank in reply.ranks if rank.role == "server"]

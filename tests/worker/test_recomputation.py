@@ -81,7 +81,11 @@ def test_what_is_kept_is_not_computed_again():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", ["pangu-350m", "bert-large", "sd3", "sd-1.5", "flux.1-dev", "qwen2-vl-2b", "transformer-big"]
+    "model",
+    [
+        *("pangu-350m", "flux.1-dev", "transformer-big"),
+        *(pytest.param(model, marks=pytest.mark.weekly) for model in ("bert-large", "sd3", "sd-1.5", "qwen2-vl-2b")),
+    ],
 )
 def test_every_family_keeps_products(model):
     case = example(model, activation_checkpointing=True, steps=1, warmup=0)

@@ -79,7 +79,9 @@ def test_two_nodes_train_as_one_does(shared, second_node, leftovers):
     assert_nothing_left(leftovers, shared, second_node)
 
 
-@pytest.mark.parametrize("name", [*REASONS, "hangs"])
+@pytest.mark.parametrize(
+    "name", ["killed", "hangs", *(pytest.param(name, marks=pytest.mark.weekly) for name in REASONS if name != "killed")]
+)
 def test_a_rank_of_the_second_node_ends_the_case_with_its_own_reason(shared, second_node, leftovers, name):
     with socket.socket() as probe:
         probe.bind((FIRST, 0))
