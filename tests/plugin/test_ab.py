@@ -58,7 +58,7 @@ def test_a_slower_head_fails_by_its_sentence_and_only_cases_in_doubt_have_all_ro
     repository.answer(recorded(slower=1.04), to=LLAMA_2)
     assert ab("--base", "fast", "--rounds=3", "--json=ab.json") == 1
     captured = capsys.readouterr()
-    assert f"\n{GEMMA} is 50.0 % slower: " in captured.out
+    assert re.search(rf"\n{GEMMA} .*50\.0 %", captured.out)
     assert re.search(rf"Llama 3.1 8B .* {re.escape('pass')}", captured.out)
     assert re.findall("round . of 3: (base|head)", captured.err) == ["base", "head", "head", "base", "base", "head"]
     assert re.search("round 3 of 3: base.*; at most about [0-9]+ (s|min) left", captured.err)
@@ -95,7 +95,7 @@ def test_on_a_cpu_one_run_of_each_side_judges_memory_and_not_time(cpu, ab, capsy
     monkeypatch.setenv("CI", "true")
     assert ab("--base", "small", "--json=ab.json", "-n0") == 1
     captured = capsys.readouterr()
-    assert re.search(rf"\n{GEMMA} needs 1.00 GiB .* more memory: .* \(base\); same environment\n", captured.out)
+    assert re.search(rf"\n{GEMMA} .*1\.00 GiB .*\(base\)", captured.out)
     report, verdicts = _ab_report(cpu)
     assert verdicts == {f"{GEMMA}@tiny": "regressed", f"{LLAMA}@tiny": "inconclusive", f"{LLAMA_2}@tiny": "pass"}
     assert (report["exit_status"], report["settings"]["rounds"]) == (1, 1)
@@ -252,7 +252,7 @@ def test_an_interrupted_comparison_judges_its_complete_rounds_and_leaves_nothing
     ended, output, errors = _interrupted(repository, tmp_path, after, "--rounds=3", "-k", "gemma")
     assert ended == status, errors
     assert (output or errors).endswith(f"{sentence}\n")
-    assert (f"{GEMMA} is 50.0 % slower" in output) == (after > 0)
+    assert bool(re.search(rf"\n{GEMMA} .*50\.0 %", output)) == (after > 0)
 
 
 def test_an_interrupted_exact_comparison_judges_the_cases_that_both_sides_have(cpu, tmp_path):

@@ -34,10 +34,9 @@ ROWS = {
         (recorded(slower=1.05),),
         "regressed",
         3,
-        "slower-bf16 is 5.0 % slower: 4.94 s a step against 4.70 s +- 0.03 (5 runs); limit 3.0 %; "
-        "3 of 3 fresh runs slower (baseline of 20*); same environment",
+        "slower-bf16 * 5.0 %*4.94 s*4.70 s*(5 runs)*3.0 %*3 of 3 fresh runs*(baseline of 20*); same environment",
     ),
-    "bigger": Row((recorded(bigger=2 * GiB),), "regressed", 3, "bigger-bf16 needs 2.00 GiB (5.7 %) more memory: *"),
+    "bigger": Row((recorded(bigger=2 * GiB),), "regressed", 3, "bigger-bf16 *2.00 GiB (5.7 %)*"),
     "faster": Row((recorded(slower=0.9),), "improved", 3, "* 10.0 % faster*"),
     "new": Row((recorded(),), "new", 1, "* has no baseline; record it with --gpu-baseline-new", before=CRASHED),
     "limited": Row((recorded(),), "over-limit", 3, mark="gpu_limit(memory='1 GiB')"),
@@ -174,7 +173,7 @@ def test_time_on_a_cpu_is_judged_on_request_against_five_runs(cpu):
     assert [len(entry["runs"]) for entry in cpu.baselines("tuning").values()] == [5] * 3
     cpu.answer(recorded("cpu_measured", slower=1.2), to=GEMMA)
     cpu.run().assert_outcomes(passed=3)
-    assert "is 20.0 % slower" in only_sentence(cpu.run("-o", "gpu_judge_cpu_time=true"), TEST)
+    assert "20.0 %" in only_sentence(cpu.run("-o", "gpu_judge_cpu_time=true"), TEST)
 
 
 def test_reruns_are_bounded_and_without_them_the_limit_is_wider(gated):

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 
 import pytest
 from immediate_scheduler import stand_in
@@ -78,8 +79,7 @@ def test_what_is_taken_is_judged_anew(suite):
     suite.answer(ours(slower=1.05), to=GEMMA)
     suite.run("--gpu-json=report.json", "--gpu-time-tolerance=9%").assert_outcomes(passed=3)
     result = suite.run("--gpu-resume=report.json", "-o", "gpu_reruns=4")
-    assert only_sentence(result, f"test_tuning[{GEMMA}]").startswith(f"{GEMMA} is 5.0 % slower: ")
-    assert "3 of 3 fresh runs slower" in result.stdout.str()
+    assert re.match(rf"{GEMMA} .* 5\.0 %.*3 of 3 fresh runs", only_sentence(result, f"test_tuning[{GEMMA}]"))
 
 
 def test_other_steps_scales_processes_and_machines_are_measured(suite):

@@ -29,7 +29,7 @@ def test_a_slower_host_fails_on_the_machine_that_recorded_and_nowhere_else(waiti
     launched = len(waiting.launches)
     elsewhere = waiting.run(*ONE_CASE)
     elsewhere.assert_outcomes(passed=1, deselected=2)
-    elsewhere.stdout.fnmatch_lines(["*60.0 % slower on another machine*", "not compared: step time of 1 case"])
+    elsewhere.stdout.fnmatch_lines(["*60.0 % * on another machine*", "not compared: step time of 1 case"])
     assert len(waiting.launches) == launched + 1, "it is not measured again"
     allowed = waiting.run(*ONE_CASE, "-o", "gpu_host_time_tolerance=70%")
     allowed.stdout.fnmatch_lines(["*step time is held to 70.0 % on another machine*"])

@@ -114,7 +114,7 @@ def test_a_part_is_installed_and_tested_with_its_own_python(part, monkeypatch):
     assert [command[-2:] for command in commands] == 2 * [("--discover", f"/of/{part.python}")]
 
 
-def test_a_python_that_is_not_found_is_named_and_leaves_out_what_is_for_it_alone(monkeypatch):
+def test_a_python_that_is_not_found_is_named(monkeypatch):
     def find(version, python):
         raise pythons.NotFound("there is no apt-get")
 
@@ -179,7 +179,7 @@ def test_a_run_that_left_out_a_part_says_so_last_and_is_red_on_github():
     assert ci.exit_status([complete._replace(status="failed, as its time was over")], {}) == 1
 
 
-def test_github_gets_the_parts_and_their_pythons_as_a_matrix(capsys):
+def test_github_gets_the_parts_as_a_matrix(capsys):
     assert (ci.main(["--list"]), ci.main(["--list", "--weekly"])) == (0, 0)
     each_time, weekly = map(json.loads, capsys.readouterr().out.splitlines())
     assert [job["part"] for job in (*each_time, *weekly)] == [part.name for part in ci.PARTS]

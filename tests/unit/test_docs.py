@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -17,6 +18,8 @@ from pytest_gputrain.records.counts import COUNT_FIGURES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+LONG_NAMES = 708
+"""The number of tests whose names are older than their limit. It may only fall."""
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 
 
@@ -55,6 +58,31 @@ def test_the_index_has_every_page_once():
     """The site takes its contents from it."""
     listed = [link for link in links(DOCS / "README.md") if re.fullmatch(r"[\w-]+\.md", link)]
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md") if page.name not in ("README.md", "index.md"))
+
+
+def _pairs(sentence):
+    """Words that follow each other; figures, units, names of code and what is quoted come between."""
+    between = r"\S*[\d_/={}\[\]]\S*|\b[KMGT]i?B\b|\b\w*FLOP\b|'[^']*'|\"[^\"]*\"|[^\w\s'%-]+"
+    return [pair for run in re.split(between, sentence) for pair in pairwise(re.findall(r"[A-Za-z][\w'-]*", run))]
+
+
+def test_the_page_of_failures_has_the_words_of_the_code():
+    code = "\n".join(path.read_text() for path in (ROOT / "pytest_gputrain").glob("**/*.py"))
+    code = re.sub(r'"\s*\n\s*[rf]*"', "", code)  # a text that goes on in the next line
+    rows = re.findall(r"^\| (`.*?) \| ", (DOCS / "reading-a-failure.md").read_text(), re.MULTILINE)
+    sentences = [sentence for row in rows for sentence in re.findall("`([^`]+)`", row)]
+    assert len(sentences) > 50
+    unknown = {sentence: [pair for pair in _pairs(sentence) if " ".join(pair) not in code] for sentence in sentences}
+    # Some words stand beside names of an example or are put together by the code. That number may only fall.
+    assert sum(map(len, unknown.values())) <= 28, {sentence: pairs for sentence, pairs in unknown.items() if pairs}
+
+
+def test_a_new_test_has_a_name_of_at_most_60_characters():
+    functions = (
+        re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE) for path in (ROOT / "tests").glob("**/test_*.py")
+    )
+    longer = sum(len(name) > 60 for names in functions for name in names)
+    assert longer <= LONG_NAMES, f"{longer} names of tests are longer, {LONG_NAMES} may be: shorten the new one"
 
 
 def test_contributors_are_led_to_files_that_exist():
