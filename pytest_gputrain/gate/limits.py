@@ -66,17 +66,8 @@ def judge_limits(
             over = exceeds(values, cap.most, 1 if exact else most - lost)
             if over and cap.metric == "step_seconds" and (others := describe_others(measured)):
                 reason = f"it exceeds the limit, but was measured {others}"
-        limits.append(
-            LimitVerdict(
-                metric=cap.metric,
-                status="not-judged" if reason else "pass" if over is False else "over-limit",
-                value=statistics.median_high(values) if values else None,
-                limit=cap.most,
-                stated=cap.stated,
-                note=reason,
-                runs=len(values),
-            )
-        )
+        value = statistics.median_high(values) if values else None
+        limits.append(_judged(cap, value, reason, is_over=over is not False, runs=len(values)))
         settled = settled and over is not None
     # After a crash no further process is started.
     return JudgedLimits(tuple(limits), settled or any(isinstance(reply, (Crashed, TimedOut, Lost)) for reply in replies))
@@ -105,19 +96,20 @@ def judge_exact(
             continue
         timed = cap.metric == "step_seconds"
         reason = "an emulated GPU has no time" if timed else _why_not_of_this_scale(case, scale)
-        over = not reason and peak > cap.most
-        limits.append(
-            LimitVerdict(
-                metric=cap.metric,
-                status="not-judged" if reason else "over-limit" if over else "pass",
-                value=None if timed else peak,
-                limit=cap.most,
-                stated=cap.stated,
-                note=reason,
-                runs=1,
-            )
-        )
+        limits.append(_judged(cap, None if timed else peak, reason, is_over=peak > cap.most, runs=1))
     return tuple(limits)
+
+
+def _judged(cap: Cap, value: float | None, reason: str, *, is_over: bool, runs: int) -> LimitVerdict:
+    return LimitVerdict(
+        metric=cap.metric,
+        status="not-judged" if reason else "over-limit" if is_over else "pass",
+        value=value,
+        limit=cap.most,
+        stated=cap.stated,
+        note=reason,
+        runs=runs,
+    )
 
 
 def _of_count(cap: Cap, counts: Counts | None, again: Counts | None, reason: str = "") -> LimitVerdict:

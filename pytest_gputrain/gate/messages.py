@@ -96,17 +96,14 @@ def describe_metric(metric: MetricVerdict) -> str:
             values = f"{format_seconds(metric.value)} against {format_seconds(metric.baseline)} a step"
             bound = f", limit {format_seconds(metric.limit)}" if metric.limit is not None and more else ""
             return f"waits {word} for its batches: {values}{bound}{_votes(metric, word)}"
-        case "mean_step_seconds":
-            word, value = "slower" if more else "faster", format_seconds(metric.value)
-            values = f"{value} a step against {_spread(metric)}"
-            return f"is {size} {word} in the mean of its steps: {values}{_limit(metric, more)}{_votes(metric, word)}"
-        case "step_seconds":
+        case "step_seconds" | "mean_step_seconds":
             word, value = "slower" if more else "faster", format_seconds(metric.value)
             if metric.baseline_runs is None or metric.sd is None:
                 limit = f", limit {format_seconds(metric.limit)}" if metric.limit is not None and more else ""
                 return f"is {size} {word}: {value} against {format_seconds(metric.baseline)} a step{of}{limit}"
             values = f"{value} a step against {_spread(metric)}"
-            return f"is {size} {word}: {values}{_limit(metric, more)}{_votes(metric, word)}"
+            which = " in the mean of its steps" if metric.metric == "mean_step_seconds" else ""
+            return f"is {size} {word}{which}: {values}{_limit(metric, more)}{_votes(metric, word)}"
         case "scaling_efficiency":
             word = "better" if more else "worse"
             values = f"{format_percent(metric.value, signed=False)} against {format_percent(metric.baseline, signed=False)}"

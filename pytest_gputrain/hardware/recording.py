@@ -150,7 +150,7 @@ class Replay(types.ModuleType):
             setattr(self, name, enum.IntEnum(name, value) if isinstance(value, dict) else value)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in {_function(key) for key in self._calls}:
+        if name.startswith("_") or name not in {key.partition("(")[0] for key in self._calls}:
             raise AttributeError(name)
         return lambda *arguments: self._reply(name, arguments)
 
@@ -246,10 +246,6 @@ def _error_class(name: str) -> type[Exception]:
 
 def _key(name: str, arguments: list[Any]) -> str:
     return f"{name}({', '.join(json.dumps(argument) for argument in arguments)})"
-
-
-def _function(key: str) -> str:
-    return key.partition("(")[0]
 
 
 def _address(handle: Any) -> Any:

@@ -104,7 +104,7 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
     uncompiled: dict[str, None] = {}
     uncounted: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for result in results:
-        if any(isinstance(reply, Measurement) and reply.uncompiled for reply in result.replies):
+        if any(reply.uncompiled for reply in _measured(result)):
             uncompiled[str(result.case)] = None
         if result.verdict:
             held_to = result.verdict.held_to if result.verdict.status == "new" else None
@@ -122,8 +122,8 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
             changed += [f"{result.case}: {_note(metric)}" for metric in notes]
         changed += _repeated_updates(result)
         spreads += [f"{result.case}: {how}" for how in _rank_spread(result)]
-        slowed += [f"{result.case}: {why}"] if (why := _slowed_down(result)) else []
-        for note in next((reply.notes for reply in result.replies if isinstance(reply, Measurement)), ()):
+        slowed += [f"{result.case}: {why}"] if (why := describe_throttling(_measured(result))) else []
+        for note in next((reply.notes for reply in _measured(result)), ()):
             uncounted[note][str(result.case)] = None
     lines = [
         _doubt(description, sentences)
@@ -350,7 +350,7 @@ def _peak(result: Result) -> str:
 
 
 def _model(result: Result) -> str:
-    model_bytes = [reply.model_bytes for reply in result.replies if isinstance(reply, Measurement) and reply.model_bytes]
+    model_bytes = [reply.model_bytes for reply in _measured(result) if reply.model_bytes]
     return f"({format_bytes(model_bytes[0])})" if model_bytes else ""
 
 
@@ -382,8 +382,8 @@ def change(name: MetricName, result: Result) -> str:
     return f"{format_percent(round(metric.change, _SHOWN_DIGITS) + 0.0)}{where}"
 
 
-def _slowed_down(result: Result) -> str:
-    return describe_throttling([reply for reply in result.replies if isinstance(reply, Measurement)])
+def _measured(result: Result) -> list[Measurement]:
+    return [reply for reply in result.replies if isinstance(reply, Measurement)]
 
 
 def _rank_spread(result: Result) -> Iterator[str]:

@@ -109,15 +109,11 @@ def find_kernels(chosen: Board, architectures: Iterable[str], torch_version: str
     compiled = [int(name.removeprefix("sm_")) for name in architectures if re.fullmatch(r"sm_\d+", name)]
     if own := [number for number in compiled if _runs(chosen, number)]:
         return max(own)
-    wanted = _number(chosen.capability)
+    major, minor = chosen.capability
     known = [number for number in compiled if divmod(number, 10) in _MULTIPROCESSORS]
     if not known:
         raise CannotEmulate(f"torch {torch_version} does not say for which GPUs it has kernels; install PyPI's build of it")
-    return min(known, key=lambda number: abs(number - wanted))
-
-
-def _number(capability: tuple[int, int]) -> int:
-    return 10 * capability[0] + capability[1]
+    return min(known, key=lambda number: abs(number - 10 * major - minor))
 
 
 def _runs(chosen: Board, kernels: int) -> bool:
