@@ -16,16 +16,6 @@ LAYER = "        hidden_states = residual + hidden_states\n        return hidden
 RETURN = "        return hidden_states\n"
 
 CAUSES = {
-    "item_in_each_layer": (
-        LAYER.replace(RETURN, f"        hidden_states.amax().item()\n{RETURN}"),
-        {"waits"},
-        f"in {MODEL} LlamaDecoderLayer.forward",
-    ),
-    "small_operators": (
-        LAYER.replace(RETURN, f"        for _ in range(9):\n            hidden_states = hidden_states * 1\n{RETURN}"),
-        {"work"},
-        f"in {MODEL} LlamaDecoderLayer.forward",
-    ),
     "blocking_copies": (
         LAYER.replace(RETURN, f"        hidden_states.add_(torch.ones(1).to(hidden_states.device))\n{RETURN}"),
         {"waits", "pageable"},

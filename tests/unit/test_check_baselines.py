@@ -6,7 +6,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,15 +14,11 @@ from unit_examples import CASE, baseline, baseline_run, cpu_environment, emulate
 from pytest_gputrain.cli.check_baselines import check
 from pytest_gputrain.cli.main import main
 from pytest_gputrain.gate.baseline_changes import loosened
-from pytest_gputrain.records import FORMAT, Case, Counts, EmulatedRun, StepCounts
+from pytest_gputrain.records import FORMAT, Case, Counts, StepCounts
 from pytest_gputrain.storage.baselines import BaselineStore
 from pytest_gputrain.storage.emulated import EmulationStore
 
 COMMITTED = Path(__file__).parents[2] / "baselines"
-EMULATED = EmulatedRun(
-    device_name="NVIDIA H100", device_memory_bytes=79 * 2**30, runtime="13.0", packages={"torch": "2.13.0"}, fits=True,
-    peak_allocated_bytes=2**20, peak_reserved_bytes=2**21, device_used_bytes=2**30,
-)  # fmt: skip
 OTHER = CASE.replace(model="gemma-7b")
 
 
@@ -316,7 +311,7 @@ def test_every_emulated_run_is_compared_under_its_own_conditions():
 def test_a_baseline_that_lets_a_step_ask_the_gpu_for_more_is_told():
     def emulated(*kinds):
         counts = Counts(steps=tuple(range(len(kinds))), kinds=tuple(StepCounts(**kind) for kind in kinds))
-        return recorded(msgspec.structs.replace(EMULATED, counts=counts if kinds else None))
+        return recorded(emulated_run(counts=counts if kinds else None))
 
     before = emulated({"launches": 9, "d2d": 2}, {"launches": 9, "d2d": 2})
     assert loosened(before, emulated({"launches": 9, "waits": 1}, {"launches": 9})).raised == ("waits 0 -> 1 in 2 steps",)

@@ -38,80 +38,77 @@ from pytest_gputrain.utils.units import GiB
 CASE = Case(model="llama-3.1-8b", method="lora", batch_size=2, sequence_length=8192)
 
 
-def gpu_environment(**fields):
-    example = {
-        "device_name": "NVIDIA H100 80GB HBM3",
-        "device_type": "cuda",
-        "device_count": 1,
-        "device_memory_bytes": 85_899_345_920,
-        "host": "node-1",
-        "cpu_model": "EPYC 9654",
-        "os": "Linux 6.8",
-        "python": "3.12.3",
-        "packages": {"torch": "2.13.0", "transformers": "5.1.0"},
-        "runtime": "13.0",
-        "driver": "580.10",
-    }
-    return Environment(**{**example, **fields})
+def made(type_, **example):
+    """Return a function that makes a record of these fields, some of which its caller may replace."""
+    return lambda **fields: type_(**{**example, **fields})
 
 
-def cpu_environment(**fields):
-    example = {"device_name": "cpu", "device_type": "cpu", "device_memory_bytes": None, "runtime": None, "driver": None}
-    return gpu_environment(**{**example, **fields})
+gpu_environment = made(
+    Environment,
+    device_name="NVIDIA H100 80GB HBM3",
+    device_type="cuda",
+    device_count=1,
+    device_memory_bytes=85_899_345_920,
+    host="node-1",
+    cpu_model="EPYC 9654",
+    os="Linux 6.8",
+    python="3.12.3",
+    packages={"torch": "2.13.0", "transformers": "5.1.0"},
+    runtime="13.0",
+    driver="580.10",
+)
 
 
-def measurement(**fields):
-    example = {
-        "step_seconds": (1.0, 1.0, 1.0),
-        "warmup_seconds": (2.0,),
-        "losses": (3.0, 2.0, 1.0),
-        "batch_size": 2,
-        "sequence_length": 8192,
-        "updates": 4,
-        "parameters": 8_030_261_248,
-        "trainable_parameters": 20_971_520,
-        "model_bytes": 16_000_000_000,
-        "peak_allocated_bytes": 40_000_000_000,
-        "peak_host_bytes": 3_000_000_000,
-        "environment": gpu_environment(),
-    }
-    return Measurement(**{**example, **fields})
+cpu_environment = made(
+    gpu_environment, device_name="cpu", device_type="cpu", device_memory_bytes=None, runtime=None, driver=None
+)
 
 
-def out_of_memory(**fields):
-    example = {
-        "where": "device",
-        "phase": "measure",
-        "message": "CUDA out of memory.",
-        "step": 1,
-        "environment": gpu_environment(),
-    }
-    return OutOfMemory(**{**example, **fields})
+measurement = made(
+    Measurement,
+    step_seconds=(1.0, 1.0, 1.0),
+    warmup_seconds=(2.0,),
+    losses=(3.0, 2.0, 1.0),
+    batch_size=2,
+    sequence_length=8192,
+    updates=4,
+    parameters=8_030_261_248,
+    trainable_parameters=20_971_520,
+    model_bytes=16_000_000_000,
+    peak_allocated_bytes=40_000_000_000,
+    peak_host_bytes=3_000_000_000,
+    environment=gpu_environment(),
+)
 
 
-def crashed(**fields):
-    return Crashed(**{"sentence": "ValueError: loss is NaN", "phase": "measure", "step": 0, **fields})
+out_of_memory = made(
+    OutOfMemory,
+    where="device",
+    phase="measure",
+    message="CUDA out of memory.",
+    step=1,
+    environment=gpu_environment(),
+)
 
 
-def timed_out(**fields):
-    return TimedOut(**{"timeout_seconds": 1800.0, "phase": "build", **fields})
+crashed = made(Crashed, sentence="ValueError: loss is NaN", phase="measure", step=0)
 
 
-def baseline_run(**fields):
-    example = {
-        "outcome": "measured",
-        "environment": gpu_environment(),
-        "date": "2026-01-31T12:00:00Z",
-        "session": "abc123",
-        "step_seconds": (1.0, 1.0, 1.0),
-        "peak_allocated_bytes": 40_000_000_000,
-    }
-    return BaselineRun(**{**example, **fields})
+timed_out = made(TimedOut, timeout_seconds=1800.0, phase="build")
 
 
-def oom_run(**fields):
-    example = {"outcome": "out_of_memory", "out_of": "device", "step_seconds": (), "peak_allocated_bytes": None}
-    return baseline_run(**{**example, **fields})
+baseline_run = made(
+    BaselineRun,
+    outcome="measured",
+    environment=gpu_environment(),
+    date="2026-01-31T12:00:00Z",
+    session="abc123",
+    step_seconds=(1.0, 1.0, 1.0),
+    peak_allocated_bytes=40_000_000_000,
+)
+
+
+oom_run = made(baseline_run, outcome="out_of_memory", out_of="device", step_seconds=(), peak_allocated_bytes=None)
 
 
 def baseline(*runs, case=CASE, **fields):
@@ -119,16 +116,15 @@ def baseline(*runs, case=CASE, **fields):
     return Baseline(case=case, runs=runs or (baseline_run(),), **defaults)
 
 
-def live_tensor(**fields):
-    example = {
-        "bytes": 4 * GiB,
-        "count": 1,
-        "operator": "aten._log_softmax",
-        "phase": "forward",
-        "shape": (16384, 128256),
-        "dtype": "bfloat16",
-    }
-    return LiveTensor(**{**example, **fields})
+live_tensor = made(
+    LiveTensor,
+    bytes=4 * GiB,
+    count=1,
+    operator="aten._log_softmax",
+    phase="forward",
+    shape=(16384, 128256),
+    dtype="bfloat16",
+)
 
 
 def emulated_run(**fields):
