@@ -15,10 +15,12 @@ import msgspec
 
 from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.counts import BY_THE_RULES, have_steps_in_common, judge_counts
+from pytest_gputrain.gate.criteria import Judged
 from pytest_gputrain.gate.expected_times import describe_slowdown
 from pytest_gputrain.gate.memory import PHASES, describe_memory, is_memory_metric
 from pytest_gputrain.gate.messages import OtherSide, describe_checkpointing, describe_metric
 from pytest_gputrain.gate.own_training import lost_tensors, other_shapes
+from pytest_gputrain.gate.step_memory import judge_steps
 from pytest_gputrain.gate.work import WORK, describe_work, flops_apart
 from pytest_gputrain.records import (
     FAILING,
@@ -173,7 +175,9 @@ def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Co
         worse.insert(0, f"no longer trains: it has no {' and no '.join(gone)}")
     if lost := lost_tensors(now.trained, before.trained):
         worse.insert(0, lost)
-    told = tuple(f"the bytes that it moves {metric.note}" for metric in metrics if metric.note)
+    told = tuple(
+        f"the bytes that it moves {metric.note}" for metric in metrics if metric.metric == "bytes_per_step" and metric.note
+    )
     if now.counts and not before.counts and now.fits and before.fits and terms.mode != "off":
         note = f"what its steps ask of the GPU was not recorded{side.advise(_RECORD)}"
         metrics = (*metrics, MetricVerdict(metric="work", status="not-comparable", note=note))
@@ -230,6 +234,14 @@ def _metrics(before: EmulatedRun, now: EmulatedRun, *, work_rose: bool) -> Itera
     for name, phase in PHASES.items():
         if phase in before.phase_peak_bytes and phase in now.phase_peak_bytes:
             yield _compared(name, before.phase_peak_bytes[phase], now.phase_peak_bytes[phase])
+    for steps in judge_steps(
+        _compared("peak_allocated_bytes", before.peak_allocated_bytes, now.peak_allocated_bytes),
+        [now],
+        [before],
+        lambda name, values, peaks: Judged(_compared(name, peaks[0], values[0])),
+        allowed_growth=now.allowed_growth,
+    ):
+        yield steps.verdict
     for name in WORK:
         value, baseline = getattr(now, name), getattr(before, name)
         if value is not None and baseline is not None:

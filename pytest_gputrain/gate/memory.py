@@ -14,6 +14,7 @@ import msgspec
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.criteria import Judged
 from pytest_gputrain.gate.messages import count, describe_metric, describe_process_count, listed
+from pytest_gputrain.gate.step_memory import STEP_METRICS, judge_steps
 from pytest_gputrain.gate.step_times import exceeds
 from pytest_gputrain.records import (
     BaselineRun,
@@ -121,7 +122,11 @@ def judge_memory(
     if on_cpu and not alone:
         # A buffer that outlives its phase is as large in a phase that needs little.
         rule = rule._replace(ratio=0.0, slack=rule.slack + round(max(rule.ratio, _SHARED_CPU_PHASE_RATIO) * max(peaks)))
-    return [whole, *_phases(whole.verdict, measured, fitted, rule)]
+    judged = [whole, *_phases(whole.verdict, measured, fitted, rule)]
+    if on_cpu and not rule.exact:  # threads, or processes, decide what lives at the end of a step
+        return judged
+    settled, allowed = rule.exact or len(measured) >= most, measured[0].allowed_growth
+    return [*judged, *judge_steps(whole.verdict, measured, fitted, rule.judge, allowed_growth=allowed, settled=settled)]
 
 
 def _phases(
@@ -151,7 +156,7 @@ def describe_missing_phases(metrics: Sequence[MetricVerdict], status: Status) ->
 
 def is_memory_metric(metric: MetricVerdict) -> bool:
     """Tell whether `describe_memory` describes the metric."""
-    return metric.metric == "peak_allocated_bytes" or metric.metric in PHASES
+    return metric.metric == "peak_allocated_bytes" or metric.metric in PHASES or metric.metric in STEP_METRICS
 
 
 def phase_prefix(metric: MetricVerdict) -> str:
@@ -163,7 +168,14 @@ def phase_prefix(metric: MetricVerdict) -> str:
 def describe_memory(
     metrics: Sequence[MetricVerdict], measured: PeaksByPhase, fitted: Sequence[PeaksByPhase]
 ) -> Iterator[str]:
-    """Describe peaks that are worse, or better: the peak of training, and the phases behind it."""
+    """Describe peaks that are worse, or better: the peak of training, the phases behind it, and single steps."""
+    yield from _describe_peaks(metrics, measured, fitted)
+    yield from (metric.note for metric in metrics if metric.metric in STEP_METRICS)
+
+
+def _describe_peaks(
+    metrics: Sequence[MetricVerdict], measured: PeaksByPhase, fitted: Sequence[PeaksByPhase]
+) -> Iterator[str]:
     peak = next((metric for metric in metrics if metric.metric == "peak_allocated_bytes"), None)
     phases = [metric for metric in metrics if metric.metric in PHASES]
     main = _main_phase(phases, measured, lambda phase: _highest(fitted, phase))

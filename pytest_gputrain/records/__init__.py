@@ -46,6 +46,7 @@ from pytest_gputrain.records.result import (
     Study,
     Summary,
 )
+from pytest_gputrain.records.step_memory import StepMemory
 from pytest_gputrain.records.trend import Change, Course, Moment, Trends
 from pytest_gputrain.records.verdict import (
     FAILING,

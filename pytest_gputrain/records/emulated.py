@@ -13,6 +13,7 @@ from pytest_gputrain.records.expected import ExpectedTime
 from pytest_gputrain.records.measurement import Measurement
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase, without_lines
 from pytest_gputrain.records.own_training import BatchShapes, TrainedTensors
+from pytest_gputrain.records.step_memory import StepMemory
 from pytest_gputrain.records.whole import Whole
 
 NOT_MADE: Final = (
@@ -82,6 +83,10 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     ``build`` is the highest before the first step. Empty for a script, and in files that are older than the field."""
     largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = field(default_factory=dict)
     """The largest tensors at the peak of each phase."""
+    memory_of_steps: tuple[StepMemory, ...] = ()
+    """The memory of each step, those of the warm-up included; of several processes that of the one that needs most in it."""
+    allowed_growth: Whole = 0
+    """The bytes that the test allows own code to keep after each step, or each round of its accumulation."""
     peak_bytes_by_origin: dict[TrainingPhase, Whole] = field(default_factory=dict)
     """What lived at the peak of the steps, by the phase that made it: ``build`` makes weights, ``forward`` activations and
     workspaces of matrix products, ``backward`` gradients and what is recomputed, ``optimizer`` its state. Not stored in
@@ -147,6 +152,7 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
             largest=without_lines(self.largest),
             operators={name: work.without_lines() for name, work in self.operators.items()},
             counts=self.counts.as_stored() if self.counts else None,
+            allowed_growth=0,
             peak_bytes_by_origin={},
             expected=None,
         )

@@ -12,6 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from pytest_gputrain.records.counts import Counts
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase
 from pytest_gputrain.records.own_training import BatchShapes, TrainedTensors
+from pytest_gputrain.records.step_memory import StepMemory
 from pytest_gputrain.records.whole import Whole
 
 StepSeconds = Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1)]
@@ -176,6 +177,12 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     step. If several processes train, it is the largest of one."""
     largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = {}
     """The largest tensors at the peak of each phase."""
+    memory_of_steps: tuple[StepMemory, ...] = ()
+    """The memory of each step, from the first one on: on a CPU of as many steps as were asked for, on a GPU of the warm-up
+    and the timed ones. Empty on a CPU for a built-in model, and if several processes train. Of several GPUs, each step is
+    that of the GPU that needs most in it."""
+    allowed_growth: Whole = 0
+    """The bytes that the test allows own code to keep after each step, or each round of its accumulation."""
     peak_host_bytes: Whole
     """The highest resident set of the worker process, without the processes of a DataLoader."""
     peak_reserved_bytes: Whole | None = None

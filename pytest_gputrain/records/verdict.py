@@ -12,6 +12,7 @@ from pytest_gputrain.records.measurement import Environment, GpuSteps
 from pytest_gputrain.records.memory import LiveTensor, TrainingPhase
 from pytest_gputrain.records.own_training import BatchShapes, TrainedTensors
 from pytest_gputrain.records.published import Figures
+from pytest_gputrain.records.step_memory import StepMemory
 from pytest_gputrain.records.whole import Whole
 
 Status = Literal[
@@ -38,13 +39,16 @@ MetricName = Literal[
     "backward_peak_bytes",
     "between_peak_bytes",
     "optimizer_peak_bytes",
+    "step_peak_bytes",
+    "step_growth_bytes",
     "flops_per_step",
     "recomputed_flops_per_step",
     "bytes_per_step",
     CountFigure,
 ]
-"""``mean_step_seconds`` is there if only the mean of the steps tells a change. A real GPU gives no peak of a phase, and only
-the counts that its profiler tells. Bytes are those of emulated runs."""
+"""``step_peak_bytes`` is the peak of the step that exceeds the baseline's by most, and ``step_growth_bytes`` is what steps
+keep more each time than those of the baseline. ``mean_step_seconds`` is there if only the mean of the steps tells a change.
+A real GPU gives no peak of a phase, and only the counts that its profiler tells. Bytes are those of emulated runs."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -68,6 +72,8 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The peaks of the phases, as in `Measurement`; none if an allocator keeps the peak."""
     largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = {}
     """The largest tensors, as in `Measurement`, without lines of code, which change often."""
+    memory_of_steps: tuple[StepMemory, ...] = ()
+    """The memory of each step, as in `Measurement`."""
     peak_reserved_bytes: Whole | None = None
     peak_host_bytes: Whole | None = None
     model_bytes: Whole | None = None

@@ -257,6 +257,8 @@ METRIC_NAMES: Final[dict[MetricName, str]] = {
     "backward_peak_bytes": "peak of backward",
     "between_peak_bytes": "peak between backward passes",
     "optimizer_peak_bytes": "peak of the optimizer",
+    "step_peak_bytes": "memory of each step",
+    "step_growth_bytes": "growth of memory over steps",
     "flops_per_step": "FLOPs",
     "recomputed_flops_per_step": "recomputed FLOPs",
     "bytes_per_step": "bytes moved",
@@ -377,6 +379,7 @@ def change(name: MetricName, result: Result) -> str:
         if worse:
             metric = max(worse, key=lambda other: other.change or 0.0)
             where = f" {PHASES[metric.metric]}" if metric.metric in PHASES else ""
+            where = " of a step" if metric.metric == "step_peak_bytes" else where
     if metric is None or metric.change is None:
         return ""
     return f"{format_percent(round(metric.change, _SHOWN_DIGITS) + 0.0)}{where}"

@@ -22,7 +22,15 @@ EMULATED: Final = "emulated"
 MOST_CONDITIONS: Final = 4
 """Figures that are kept of a case, for test environments that differ in their libraries."""
 
-_LEFT_OUT: Final = ("counts", "trained", "batch_shapes", "peak_bytes_by_origin", "expected")
+_LEFT_OUT: Final = (
+    "counts",
+    "trained",
+    "batch_shapes",
+    "memory_of_steps",
+    "allowed_growth",
+    "peak_bytes_by_origin",
+    "expected",
+)
 """Fields that files have only where they have a value. Files that are older than a field have none, and are as an update
 writes them."""
 

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from pytest_gputrain.records.step_memory import OfStep
 from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.batches_in_turn import batches_in_turn
 
@@ -63,6 +64,9 @@ class Device(Protocol):
 
     def allocated_bytes(self) -> int | None:
         """Return the bytes in live tensors now, None where only a counted pass knows. It is called after each step."""
+
+    def of_step(self) -> OfStep | None:
+        """Return the peak since the last call, and the bytes in live tensors now; None where only a counted pass knows."""
 
     def limit(self, memory_bytes: int) -> None:
         """Have an emulated GPU give so much memory from now on, and 0 for any amount; nothing elsewhere."""
@@ -131,6 +135,8 @@ class Accelerator:
         """The last peak that torch reported, since any reset."""
         self._interval = 0
         """Highest allocated bytes since `interval_peak` was asked."""
+        self._step = 0
+        """The same since `of_step` was."""
         self._reset_unseen = False
         torch.cuda.set_device(self.torch_device)
         torch.cuda.init()
@@ -179,11 +185,20 @@ class Accelerator:
 
     def interval_peak(self) -> int:
         """Return the highest allocated bytes since the last call, whoever reset torch's peaks meanwhile."""
-        self._keep_peaks()
+        self._restart_peaks()
         peak, self._interval = self._interval, 0
+        return peak
+
+    def of_step(self) -> OfStep | None:
+        self._restart_peaks()
+        peak, self._step = self._step, 0
+        return OfStep(peak, torch.cuda.memory_allocated(self.torch_device))
+
+    def _restart_peaks(self) -> None:
+        """Remember the peaks of torch's caching allocator, and let them start from what is live now."""
+        self._keep_peaks()
         _reset_peaks_quietly(self.torch_device.index)
         self._last = (0, 0)
-        return peak
 
     def allocated_bytes(self) -> int | None:
         self._keep_peaks()
@@ -199,7 +214,7 @@ class Accelerator:
         now = tuple(stats[name]["all"]["peak"] if name in stats else 0 for name in ("allocated_bytes", "reserved_bytes"))
         self._reset_unseen |= any(peak < before for peak, before in zip(now, self._last, strict=True))
         self._last = now
-        self._interval = max(self._interval, now[0])
+        self._interval, self._step = max(self._interval, now[0]), max(self._step, now[0])
         self._highest = tuple(map(max, self._highest, now))
 
     def counting(self, line: Callable[[], str]) -> contextlib.AbstractContextManager[AllocationCounter | None]:
@@ -236,6 +251,9 @@ class Cpu:
         return Peaks(allocated=None, reserved=None, used=None)
 
     def allocated_bytes(self) -> int | None:
+        return None
+
+    def of_step(self) -> OfStep | None:
         return None
 
     def limit(self, memory_bytes: int) -> None:

@@ -229,6 +229,8 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
         device_used_bytes=measured.device_used_bytes or 0,
         phase_peak_bytes=allocations.phase_peak_bytes,
         largest=allocations.largest(),
+        memory_of_steps=measured.memory_of_steps,
+        allowed_growth=measured.allowed_growth,
         peak_bytes_by_origin=allocations.peak_bytes_by_origin(),
         bytes_per_step=work.bytes if work else None,
         expected=_expected(work.calls(), task, compiled=figures.compiles) if work else None,

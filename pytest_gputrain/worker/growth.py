@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_iter
 
 from pytest_gputrain.records import LiveTensor, Task
+from pytest_gputrain.records.step_memory import LEAST_RISE, rise_of
 from pytest_gputrain.utils.units import KiB, MiB, format_bytes
 from pytest_gputrain.worker.allocations import name_of, strided_parts, wraps
 from pytest_gputrain.worker.checks import CheckFailed, local
@@ -32,8 +33,8 @@ from pytest_gputrain.worker.threads import SharedMode
 from pytest_gputrain.worker.trace import BLOCK
 from pytest_gputrain.worker.training import Trainable
 
-TENSORS: Final = 4 * KiB
-"""Growth of a round that is none: losses and metrics are kept."""
+TENSORS: Final = LEAST_RISE
+"""Growth of a round that is none."""
 PROCESS: Final = 4 * MiB
 """Growth of the process in a step that is none: its allocator takes more at a time than it needs."""
 
@@ -68,6 +69,11 @@ class Growth:
         self._ends: list[int] = []
         """Bytes in tensors after each timed round, on a GPU."""
         self._begin_step: Callable[[], None] = lambda: None
+        self._end_step: Callable[[], None] = lambda: None
+        self._rounds = 0
+        """The rounds so far, where they are trained for this."""
+        self._known: tuple[int, int] = (0, 0)
+        """Bytes in tensors at the last look, and those that were expected."""
         self._device = "cpu" if task.device_type == "cpu" else "cuda"
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -81,7 +87,13 @@ class Growth:
         with register_optimizer_step_pre_hook(see):
             yield
 
-    def count(self, training: Trainable, allocated: Callable[[], int], begin_step: Callable[[], None]) -> Steps:
+    def count(
+        self,
+        training: Trainable,
+        allocated: Callable[[], int],
+        begin_step: Callable[[], None],
+        end_step: Callable[[], None],
+    ) -> Steps:
         """Have the counted rounds run: the first makes the optimizer's states, the second finds them there.
 
         Two more tell whether tensors are left over. Garbage is collected between these, so that it adds nothing to the peak.
@@ -89,11 +101,12 @@ class Growth:
         Args:
             allocated: bytes in tensors now.
             begin_step: is called before each step.
+            end_step: is called after each one.
 
         Raises:
             CheckFailed: more tensors live after each round.
         """
-        self._begin_step = begin_step
+        self._begin_step, self._end_step = begin_step, end_step
         first = []
         for _ in range(2):
             first.append((yield from self._round(training, allocated)))
@@ -103,7 +116,52 @@ class Growth:
         training.losses.clear()  # of further rounds they would add to the peak
         for _ in range(2):
             later.append((yield from self._round(training, allocated, collect=True)))
-        yield from self._look_closer(first[1] > first[0] and self._grows(later), training, allocated)
+        if self._any(first[1] > first[0] and self._grows(later)):
+            yield from self._look_closer(training, allocated)
+
+    def follow(self, training: Trainable, allocated: Callable[[], int], rounds: int) -> Generator[bool, None, str]:
+        """Have so many more rounds run than the counted ones, and describe what they keep at even distances.
+
+        Raises:
+            CheckFailed: more and more tensors live after each round, up to the last one.
+        """
+        before, ends = self._rounds, [self._unexpected(training, allocated)]
+        for _ in range(rounds):
+            ends.append((yield from self._round(training, allocated, collect=True)))
+        return (yield from self._look_at(ends, before - 1, training, allocated))
+
+    def _look_at(
+        self,
+        ends: Sequence[int],
+        before: int,
+        training: Trainable,
+        allocated: Callable[[], int],
+        kept: Callable[[], Kept] | None = None,
+    ) -> Generator[bool, None, str]:
+        """Describe what rounds keep at even distances, after a closer look if each of the last ones keeps something.
+
+        Args:
+            ends: the bytes after each of these rounds.
+            before: the number of rounds before them.
+
+        Raises:
+            CheckFailed: each does.
+        """
+        rise = rise_of(ends, max(TENSORS, self._allowed))
+        step = (before + rise.first) * self._steps + 1 if rise else 0
+        if self._any(rise is not None and rise.every == 1):
+            # What the first timed steps on a GPU keep may have begun before them.
+            since = f" from step {step} on" if rise and (rise.first > 1 or self._rounds) else ""
+            yield from self._look_closer(training, allocated, kept, since)
+        elif rise:
+            every = rise.every * self._steps
+            return f"its steps keep {format_bytes(rise.mean)} more of tensors every {every} steps, from step {step} on"
+        return ""
+
+    def _any(self, suspicious: bool) -> bool:
+        """Tell whether any process of the case is suspicious, so that all of them take further steps."""
+        (suspects,) = self._group.union(({"this"} if suspicious else set(),))
+        return bool(suspects)
 
     def begin_step(self) -> None:
         """Take notice that a timed step is to begin."""
@@ -121,11 +179,16 @@ class Growth:
             self._ends.append(allocated - self._expected(training))
 
     def check(
-        self, training: Trainable, allocated: Callable[[], int | None], kept: Callable[[], Kept] | None = None
+        self,
+        training: Trainable,
+        allocated: Callable[[], int | None],
+        kept: Callable[[], Kept] | None = None,
+        before: int = 0,
     ) -> Generator[bool, None, str]:
         """Describe what the timed steps kept, where it is remarkable.
 
         Args:
+            before: the number of steps before them.
             kept: tells what lives of what the steps have made, where that is known.
 
         Raises:
@@ -133,10 +196,10 @@ class Growth:
         """
         if self._curve:
             return ""
+        told = ""
         if self._ends:
             ends = self._ends[self._steps - 1 :: self._steps]
-            is_suspicious = len(ends) > _ROUNDS and self._grows(ends)
-            yield from self._look_closer(is_suspicious, training, lambda: allocated() or 0, kept)
+            told = yield from self._look_at(ends, before // self._steps, training, lambda: allocated() or 0, kept)
         most = max(PROCESS, self._allowed)
         grown = [later - earlier for earlier, later in itertools.pairwise(self._resident)]
         growing = [growth for growth in grown if growth > most]
@@ -151,7 +214,7 @@ class Growth:
             mean = _steady_growth(self._handed_out[:: self._steps], most) / self._steps
         if mean > most:
             return f"the process grew by {format_bytes(mean)} a step on average, beside the tensors that are counted"
-        return ""
+        return told
 
     def _look_at_process(self) -> None:
         for sizes, now in ((self._resident, resident_bytes()), (self._handed_out, malloc_bytes())):
@@ -165,12 +228,24 @@ class Growth:
         for _ in range(self._steps):
             self._begin_step()
             yield True
-        return self._collected(training, allocated) if collect else allocated() - self._expected(training)
+            if collect:
+                gc.collect()
+            self._end_step()
+        self._rounds += 1
+        return self._unexpected(training, allocated)
 
     def _collected(self, training: Trainable, allocated: Callable[[], int]) -> int:
         """Return the bytes in tensors without garbage and without what `_expected` counts."""
         gc.collect()
-        return allocated() - self._expected(training)
+        return self._unexpected(training, allocated)
+
+    def _unexpected(self, training: Trainable, allocated: Callable[[], int]) -> int:
+        """Return the bytes in tensors without what `_expected` counts, which takes long where a model has many tensors."""
+        now, (before, expected) = allocated(), self._known
+        if now != before:
+            expected = self._expected(training)
+            self._known = now, expected
+        return now - expected
 
     def _expected(self, training: Trainable) -> int:
         """Return the bytes of the losses that the worker keeps, and of each parameter's gradient and states in an optimizer.
@@ -191,20 +266,16 @@ class Growth:
         return min(growth) > 0 and sum(growth) > max(TENSORS, self._allowed) * len(growth)
 
     def _look_closer(
-        self,
-        suspicious: bool,
-        training: Trainable,
-        allocated: Callable[[], int],
-        kept: Callable[[], Kept] | None = None,
+        self, training: Trainable, allocated: Callable[[], int], kept: Callable[[], Kept] | None = None, since: str = ""
     ) -> Steps:
-        """Have further rounds run if any process of the case is suspicious, and find out what they keep.
+        """Have further rounds run in which it is found out what they keep.
+
+        Args:
+            since: the step from which on they do, as a part of a sentence.
 
         Raises:
             CheckFailed: they do.
         """
-        (suspects,) = self._group.union(({"this"} if suspicious else set(),))
-        if not suspects:
-            return
         ends = [self._collected(training, allocated)]
         known = None if kept is None else kept()  # without a mode, which an operator may refuse
         with _Makers(OwnLines(self._folders), self._device) if known is None else contextlib.nullcontext() as makers:
@@ -218,7 +289,7 @@ class Growth:
         part = makers.largest(mean) if makers else _largest(known, mean, self._steps) if known else ""
         after = "step" if self._steps == 1 else f"round of {self._steps} steps"
         raise CheckFailed(
-            f"{self._name} keeps {format_bytes(mean)} more of tensors after every {after}{part}; do not "
+            f"{self._name} keeps {format_bytes(mean)} more of tensors after every {after}{since}{part}; do not "
             f"keep them "
             "(a loss that is kept without detach() keeps its graph), or, if a buffer is meant to fill, allow it with "
             f"{_marker(mean)}"

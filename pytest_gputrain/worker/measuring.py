@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gputrain.records import Case, EmulatedRun, Measurement, Served, Task, TrainedTensors
 from pytest_gputrain.records.reply import UNPROFILED
+from pytest_gputrain.records.step_memory import OfStep, folded
 from pytest_gputrain.utils.linux import CoreWait
 from pytest_gputrain.worker.allocations import AllocationCounter, strided_parts
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, check_peak, finite_losses, local
@@ -30,6 +31,7 @@ from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.flops import FlopCount, count_flops
 from pytest_gputrain.worker.gpu_events import CannotTell
 from pytest_gputrain.worker.group import ALONE, Group
+from pytest_gputrain.worker.growth import Growth
 from pytest_gputrain.worker.loop import Steps, lead_in, levelled, schedule, timed, timed_steps
 from pytest_gputrain.worker.memory_beside import MemoryBeside
 from pytest_gputrain.worker.operator_counts import OperatorCounter
@@ -40,6 +42,7 @@ from pytest_gputrain.worker.profiled_steps import StepProfile, find_gpu, steps_t
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.python_calls import CannotCount, PythonCalls
 from pytest_gputrain.worker.straggler_clock import StragglerClock
+from pytest_gputrain.worker.trace import BLOCK
 from pytest_gputrain.worker.training import OwnCodeTraining, StepBuilder, Trainable, Training, load_builder
 
 Keep = Callable[[Measurement | Served | EmulatedRun], None]
@@ -107,6 +110,10 @@ class Measuring:
         self._compile_calls = CompileCalls(on_cpu=device.type == "cpu")
         self._own_work = StragglerClock(device)
         self._core_wait_share: float | None = None
+        self._memory: list[OfStep] = []
+        """The memory of each step so far."""
+        self._late_growth = ""
+        """The note on what steps keep now and then."""
         self._beside = MemoryBeside(after=3 * self._case.gradient_accumulation)
         self._attached = device.type != "cpu" and StepProfile.is_attached
         self._figures: Measurement | None = None
@@ -213,8 +220,7 @@ class Measuring:
         if task.limit and task.limit.of_steps:
             device.limit(task.limit.bytes)
         if counter is not None:
-            with self._noting_shapes(training):
-                yield from self._count(training, counter)
+            yield from self._count(training, counter)
         if not emulated:
             counting.close()
         # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
@@ -229,11 +235,13 @@ class Measuring:
             meet()
             if emulated:
                 emulated.allocations.begin_step()
+            device.of_step()
 
         def report(step: int, seconds: float) -> bool:
             if emulated:
                 training.losses.clear()  # they mean nothing, and would be memory that the program does not have
                 emulated.allocations.end_step()
+            self._note_memory(device.of_step(), training)
             self._progress.stepped(step, seconds if device.computes else None, device.allocated_bytes())
             # What comes after a loss that is not finite is no training: the rest of a curve need not be waited for. Of
             # several processes none may end before the others.
@@ -364,7 +372,8 @@ class Measuring:
         """
         own = self._own
         kept = self._emulated.allocations.kept if self._emulated else None
-        growth = (yield from own.growth.check(training, self._device.allocated_bytes, kept)) if own else ""
+        before = len(figures.warmup_seconds)
+        growth = (yield from own.growth.check(training, self._device.allocated_bytes, kept, before)) if own else ""
         figures = msgspec.structs.replace(figures, notes=(*figures.notes, *training.notes, *filter(None, [growth])))
         if self._task.memory_only:
             return figures
@@ -455,6 +464,8 @@ class Measuring:
             model_bytes=None if training.model is None else model_bytes(training.model),
             peak_allocated_bytes=known(peaks.allocated if counted is None else counted.bytes),
             phase_peak_bytes=counted.by_phase if counted else {},
+            memory_of_steps=folded(self._memory) if self._own or not counted else (),
+            allowed_growth=self._task.growth_bytes,
             largest=counter.trace.largest_at_peaks(counted) if counter and counted else {},
             peak_reserved_bytes=peaks.reserved,
             device_used_bytes=peaks.used,
@@ -463,7 +474,7 @@ class Measuring:
             core_wait_share=self._core_wait_share,
             counted_threads=max(1, len(counter.threads)) if self._own and counter is not None else 1,
             uncounted_memory=bool(uncounted),
-            notes=(*uncounted, *((ATTACHED,) if self._attached else ())),
+            notes=(*uncounted, *filter(None, [self._late_growth, ATTACHED if self._attached else ""])),
             environment=environment_of(device, group),
         )
 
@@ -521,20 +532,46 @@ class Measuring:
         """Have steps run for the tensors that live in them."""
         self._progress.enter("count")
         counter.threads.clear()
-        with uncompiled(self._case):  # what has run while tensors are counted is never compiled afterwards
-            if self._own:
-                beside = self._beside
-
-                def begin_step() -> None:
-                    beside.begin_step(counter.trace)
+        # What has run while tensors are counted is never compiled afterwards.
+        with self._noting_shapes(training), uncompiled(self._case):
+            if self._own is None:
+                for update in counted_steps(self._case):
                     counter.begin_step()
-
-                yield from self._own.growth.count(training, lambda: counter.live_bytes, begin_step)
-                beside.end(counter.trace)
+                    yield update
                 return
-            for update in counted_steps(self._case):
+            beside = self._beside
+
+            def begin_step() -> None:
+                beside.begin_step(counter.trace)
                 counter.begin_step()
-                yield update
+
+            def end_step() -> None:
+                self._note_memory(counter.of_step(), training)
+
+            yield from self._own.growth.count(training, lambda: counter.live_bytes, begin_step, end_step)
+            beside.end(counter.trace)
+            if not self._task.curve and self._group.size == 1:
+                yield from self._follow(self._own.growth, training, counter)
+
+    def _note_memory(self, memory: OfStep | None, training: Trainable) -> None:
+        """Note the memory of a step that is over, without the losses that the worker keeps; None where nobody knows it."""
+        if memory is None:
+            return
+        block = 1 if self._device.type == "cpu" else BLOCK
+        kept = [-(-loss.nbytes // block) * block for loss in training.losses if isinstance(loss, Tensor)]
+        # That of the step itself is made at its end.
+        self._memory.append(OfStep(memory.peak - sum(kept[:-1]), memory.end - sum(kept)))
+
+    def _follow(self, growth: Growth, training: Trainable, counter: AllocationCounter) -> Steps:
+        """Have as many steps of own code run as were asked for, those included whose tensors were counted.
+
+        Of the others it is counted how much memory they take: a later one may have a larger sample, or begin to keep more.
+        """
+        rounds = (self._whole(self._case.steps) - len(self._memory)) // self._case.gradient_accumulation
+        counter.follow_sizes_only()
+        gc.freeze()  # without what is there already, the collection behind each step takes no time
+        self._late_growth = yield from growth.follow(training, lambda: counter.live_bytes, rounds)
+        gc.unfreeze()
 
     def _watched(
         self, training: Trainable, movement: Movement | None, figures: Measurement, *, steps: int

@@ -38,6 +38,12 @@ class Storages:
         """Allocation by address."""
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._left = False
+        self.live_bytes = 0
+        """Sum over the live storages."""
+        self._highest = 0
+        """The highest of it since `interval_peak` was asked."""
+        self.traced = True
+        """Whether the trace gets what is made from now on. It always gets what of that is freed."""
 
     def has(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._sizes
@@ -46,9 +52,11 @@ class Storages:
         """Tell whether the storage has been seen with the size that it has."""
         return self._sizes.get(storage._cdata) == storage.nbytes()
 
-    @property
-    def live_bytes(self) -> int:
-        return sum(self._sizes.values())
+    def interval_peak(self) -> int:
+        """Return the highest bytes of live storages since the last call."""
+        with self._lock:
+            highest, self._highest = self._highest, self.live_bytes
+        return highest
 
     def see(
         self,
@@ -70,7 +78,10 @@ class Storages:
             if size_before != size:
                 before = self._numbers.pop(key, None)
                 self._sizes[key] = size
-                if size:
+                self.live_bytes += size
+                self._highest = max(self._highest, self.live_bytes)
+                self.live_bytes -= size_before or 0
+                if size and self.traced:
                     name = "bytes" if dtype is None else name_of_dtype(dtype)
                     self._numbers[key] = self.trace.allocate(size, operator, phase, shape, name, self._line())
                 if before is not None:
@@ -85,7 +96,7 @@ class Storages:
     def _forget(self, key: int) -> None:
         with self._lock:
             self._references.pop(key, None)
-            self._sizes.pop(key, None)
+            self.live_bytes -= self._sizes.pop(key, 0)
             number = self._numbers.pop(key, None)
             if number is not None:
                 self.trace.free(number)

@@ -25,6 +25,7 @@ from pytest_gputrain.records import (
 )
 from pytest_gputrain.records.counts import added_up
 from pytest_gputrain.records.expected import slowest
+from pytest_gputrain.records.step_memory import OfStep, StepMemory, folded, unfolded
 from pytest_gputrain.utils.units import format_bytes
 
 
@@ -54,6 +55,7 @@ def merge(replies: Sequence[Reply | Served | EmulatedRun]) -> Measurement:
         model_bytes=_largest(reply.model_bytes for reply in figures),
         peak_allocated_bytes=max(reply.peak_allocated_bytes for reply in figures),
         **_phases(measured),
+        memory_of_steps=_steps(measured),
         peak_reserved_bytes=_largest(reply.peak_reserved_bytes for reply in measured),
         device_used_bytes=_largest(reply.device_used_bytes for reply in measured),
         peak_host_bytes=sum(reply.peak_host_bytes for reply in figures),
@@ -79,6 +81,7 @@ def merge_emulated(replies: Sequence[EmulatedRun]) -> EmulatedRun:
     return msgspec.structs.replace(
         replies[most],
         **_phases(replies),
+        memory_of_steps=_steps(replies),
         bytes_per_step=_total(reply.bytes_per_step for reply in replies),
         operators=_work_of_all(replies),
         trained=_trained(replies),
@@ -104,6 +107,12 @@ def _slowest_gpu(steps: Sequence[GpuSteps | None]) -> GpuSteps | None:
     of_ranks = (zip(of_rank.seconds, of_rank.collective_seconds, strict=True) for of_rank in known)
     seconds, collective_seconds = zip(*map(max, zip(*of_ranks, strict=True)), strict=True)
     return GpuSteps(seconds=seconds, collective_seconds=collective_seconds)
+
+
+def _steps(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> tuple[StepMemory, ...]:
+    """Return for each step the memory of the rank that needs most in it."""
+    of_ranks = [unfolded(reply.memory_of_steps) for reply in replies]
+    return folded(OfStep(*map(max, zip(*step, strict=True))) for step in zip(*of_ranks, strict=False))
 
 
 def _phases(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> dict[str, Any]:

@@ -1,0 +1,108 @@
+"""Judges the memory of each step against that of the step of the same number in a baseline, and names the step. Pure.
+
+The peak of a case does not show a larger sample in one later step, nor memory that begins to grow late. On a CPU it is the
+peak of the first steps alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Protocol
+
+import msgspec
+
+from pytest_gputrain.gate.criteria import Judged
+from pytest_gputrain.gate.messages import count
+from pytest_gputrain.records import MetricName, MetricVerdict, StepMemory
+from pytest_gputrain.records.step_memory import LEAST_RISE, OfStep, Rise, rise_of, unfolded
+from pytest_gputrain.utils.units import format_bytes
+
+STEP_METRICS: Final[tuple[MetricName, ...]] = ("step_peak_bytes", "step_growth_bytes")
+
+
+class HasSteps(Protocol):
+    """A run whose steps' memory may be known."""
+
+    @property
+    def memory_of_steps(self) -> Sequence[StepMemory]: ...
+
+
+JudgePeaks = Callable[[MetricName, Sequence[int], Sequence[int]], Judged[MetricVerdict]]
+"""Judges the peaks of runs against those of a baseline."""
+
+
+def judge_steps(
+    whole: MetricVerdict,
+    measured: Sequence[HasSteps],
+    fitted: Sequence[HasSteps],
+    judge: JudgePeaks,
+    *,
+    allowed_growth: int = 0,
+    settled: bool = True,
+) -> Iterator[Judged[MetricVerdict]]:
+    """Judge the memory of steps; nothing where neither side has it.
+
+    Args:
+        whole: the verdict on the peak of the case.
+        allowed_growth: bytes that steps may keep each time.
+        settled: whether another process could not show that growth is none.
+    """
+    if not any(run.memory_of_steps for run in measured):
+        return
+    now, before = ([[*unfolded(run.memory_of_steps)] for run in side] for side in (measured, fitted))
+    if not (all(now) and all(before)):
+        yield Judged(MetricVerdict(metric="step_peak_bytes", status="not-comparable"))
+        return
+    growth = _growth(now, before[-1], allowed_growth)
+    yield Judged(growth, settled or growth.status == "pass")
+    peak = _worst_peak(whole, now, before, judge)
+    if growth.status == "pass" and peak is not None:
+        yield peak
+
+
+def _growth(now: Sequence[Sequence[OfStep]], before: Sequence[OfStep], allowed: int) -> MetricVerdict:
+    """Judge what steps keep more from step to step than those of the baseline did."""
+    rises = [_rise(run, before, max(LEAST_RISE, allowed)) for run in now]
+    found = [rise for rise in rises if rise is not None]
+    metric = MetricVerdict(metric="step_growth_bytes", status="pass", value=0.0, baseline=0.0, runs=len(now))
+    if len(found) < len(now):
+        return metric
+    first, every, mean = found[0]
+    after = "each step" if every == 1 else f"every {every} steps"
+    note = f"keeps {format_bytes(mean)} more of tensors after {after} from step {first + 1} on, which the baseline does not"
+    return msgspec.structs.replace(metric, status="regressed", value=mean, note=note)
+
+
+def _rise(now: Sequence[OfStep], before: Sequence[OfStep], least: int) -> Rise | None:
+    pairs = zip(now, before, strict=False)
+    return rise_of([ours.end - theirs.end for ours, theirs in pairs if ours.peak and theirs.peak], least)
+
+
+def _worst_peak(
+    whole: MetricVerdict, now: Sequence[Sequence[OfStep]], before: Sequence[Sequence[OfStep]], judge: JudgePeaks
+) -> Judged[MetricVerdict] | None:
+    """Judge the step whose peak exceeds that of the baseline by most; None where no step is counted on both sides, or where
+    most steps need as much more as the whole case, which is told of it."""
+    judged: dict[int, Judged[MetricVerdict]] = {}
+    for at in range(min(map(len, (*now, *before)))):
+        values, peaks = ([run[at].peak for run in side] for side in (now, before))
+        if all(values) and all(peaks):
+            judged[at] = judge("step_peak_bytes", values, peaks)
+    if not judged:
+        return None
+    exceeding = [at for at, one in judged.items() if one.verdict.status == "regressed"]
+    worst = max(exceeding or judged, key=lambda at: _increase(judged[at].verdict))
+    found = judged[worst]
+    if not exceeding:
+        return found._replace(verdict=msgspec.structs.replace(found.verdict, status="pass", note=""))
+    is_told = whole.status == "regressed" and _increase(found.verdict) <= _increase(whole)
+    if is_told and 2 * len(exceeding) > len(judged):
+        return None
+    value, baseline = found.verdict.value or 0, found.verdict.baseline or 0
+    others = f", and needs more in {count(len(exceeding) - 1, 'other step')}" if len(exceeding) > 1 else ""
+    note = f"peaks at {format_bytes(value)} in step {worst + 1}, where the baseline had {format_bytes(baseline)}{others}"
+    return found._replace(verdict=msgspec.structs.replace(found.verdict, note=note))
+
+
+def _increase(metric: MetricVerdict) -> float:
+    return (metric.value or 0) - (metric.baseline or 0)

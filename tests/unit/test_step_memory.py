@@ -1,0 +1,133 @@
+"""The memory of each step is recorded in short, compared by the number of the step, and its growth is found."""
+
+import itertools
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit_examples import baseline, baseline_run, cpu_environment, judged, measurement
+
+from pytest_gputrain.records import StepMemory
+from pytest_gputrain.records.step_memory import LEAST_RISE, OfStep, counted_steps, folded, rise_of, unfolded
+from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
+from pytest_gputrain.utils.units import KiB, MiB
+
+SIZES = st.integers(0, 3)
+STEPS = st.lists(st.builds(OfStep, SIZES, SIZES), max_size=30)
+CPU = cpu_environment()
+TOLERANCE = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
+
+
+@given(STEPS)
+def test_a_record_has_every_step_and_one_row_for_those_that_are_alike(steps):
+    record = folded(steps)
+    assert [*unfolded(record)] == steps
+    assert all((one.peak, one.end) != (other.peak, other.end) for one, other in itertools.pairwise(record))
+    assert counted_steps(record) == sum(step.peak > 0 for step in steps)
+    assert msgspec.json.decode(msgspec.json.encode(record), type=tuple[StepMemory, ...]) == record
+
+
+@given(
+    first=st.integers(1, 40), every=st.integers(1, 12), rises=st.integers(3, 6), bytes_=st.integers(5, 99), data=st.data()
+)
+def test_a_rise_at_even_distances_is_found_with_its_first_step_and_its_size(first, every, rises, bytes_, data):
+    after = data.draw(st.integers(0, every - 1))
+    values = [0] * first + [step // every * bytes_ + bytes_ for step in range((rises - 1) * every + 1 + after)]
+    assert rise_of(values, 4) == (first, every, bytes_)
+    assert rise_of([value + MiB for value in values], 4) == (first, every, bytes_), "what is there already is no rise"
+    assert rise_of(values, bytes_) is None, "it is allowed"
+    assert rise_of([*values, values[-1] - 1], 0) is None, "it is given back"
+    assert rise_of([*values, *[values[-1]] * every], 0) is None, "it has stopped"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0, 9, 18, 18, 18, 18],
+        [0, 9, 9, 18],
+        [0, 9, 9, 18, 27, 27, 27, 36],
+        [5, 9, 2, 8, 1, 7, 3, 6],
+        [0, 9, 9, 18, 27, 27, 27, 36, 40],
+    ],
+    ids=["stops", "two", "a cache that fills", "varying", "odd distances"],
+)
+def test_what_does_not_go_on_evenly_is_no_rise(values):
+    assert rise_of([value * MiB for value in values]) is None
+
+
+def _judge(now, before, environment=CPU, **fields):
+    """Judge the memory of steps, in MiB: the peaks of steps if they are numbers, or peaks and ends."""
+
+    def record(steps):
+        pairs = [step if isinstance(step, tuple) else (step, 1) for step in steps]
+        return folded(OfStep(round(peak * MiB), round(end * MiB)) for peak, end in pairs)
+
+    fields = {"peak_allocated_bytes": 10 * MiB, **fields}
+    reply = measurement(environment=environment, memory_of_steps=record(now), **fields)
+    stored = baseline_run(environment=environment, memory_of_steps=record(before), peak_allocated_bytes=10 * MiB)
+    return judged([reply] * 3, baseline(stored), TOLERANCE).verdict
+
+
+def test_a_spike_names_its_step():
+    verdict = _judge([10] * 39 + [14] + [10] * 10, [10] * 50)
+    assert verdict.status == "regressed"
+    assert "peaks at 14.0 MiB in step 40, where the baseline had 10.0 MiB (" in verdict.sentence
+    assert _judge([10] * 39 + [10.1] + [10] * 10, [10] * 50).status == "pass", "the tolerance of memory holds for steps"
+
+
+def test_steps_are_compared_with_those_of_their_own_number():
+    shapes = [5, 9, 2, 8, 1, 7, 3, 6]
+    assert _judge(shapes, shapes).status == "pass"
+    assert _judge(shapes[:5], shapes).status == "pass", "the steps that both have"
+    verdict = _judge([5, 9, 2, 8, 3, 7, 3, 6], shapes)
+    assert "peaks at 3.00 MiB in step 5, where the baseline had 1.00 MiB (" in verdict.sentence
+
+
+def test_a_step_that_was_not_counted_is_not_compared():
+    assert _judge([10, 14, 10], [10, (0, 0), 10]).status == "pass"
+    assert _judge([10, (0, 0), 10], [10, 14, 10]).status == "pass"
+
+
+def test_what_most_steps_need_more_is_told_once_with_the_peak_of_the_case():
+    verdict = _judge([11] * 50, [10] * 50, peak_allocated_bytes=11 * MiB)
+    assert verdict.status == "regressed"
+    assert "in step" not in verdict.sentence
+    verdict = _judge([11] * 39 + [12] + [11] * 10, [10] * 50, peak_allocated_bytes=11 * MiB)
+    assert "and peaks at 12.0 MiB in step 40, where the baseline had 10.0 MiB, and needs more in 49 other steps (" in (
+        verdict.sentence
+    )
+
+
+@pytest.mark.parametrize(
+    ("grown", "said"),
+    [
+        ([0] * 8 + [*range(1, 23)], "after each step from step 9 on"),
+        ([step // 10 for step in range(1, 31)], "after every 10 steps from step 10 on"),
+    ],
+    ids=["linear", "every tenth"],
+)
+def test_growth_over_steps_names_the_step_whatever_the_steps_hold(grown, said):
+    held = [5, 9, 2, 8, 1, 7] * 5
+    before = [(20, end) for end in held]
+    now = [(20, end + more / 32) for end, more in zip(held, grown, strict=True)]
+    verdict = _judge(now, before)
+    assert verdict.status == "regressed"
+    assert f"keeps 32.0 KiB more of tensors {said}, which the baseline does not (" in verdict.sentence
+    assert _judge(now, before, allowed_growth=32 * KiB).status == "pass"
+    assert _judge(now, now).status == "pass"
+
+
+def test_more_of_the_same_at_each_end_and_small_numbers_are_no_growth():
+    held = [5, 9, 2, 8, 1, 7] * 5
+    before = [(20, end) for end in held]
+    assert _judge([(20, end + 3) for end in held], before).status == "pass"
+    few = [(20, end + step * LEAST_RISE / MiB) for step, end in enumerate(held)]
+    assert _judge(few, before).status == "pass"
+
+
+def test_a_baseline_without_the_memory_of_steps_passes_and_is_named_once():
+    verdict = _judge([10] * 50, [])
+    assert verdict.status == "pass"
+    assert [metric.status for metric in verdict.metrics if metric.metric == "step_peak_bytes"] == ["not-comparable"]
+    assert not [metric for metric in _judge([], [10] * 50).metrics if metric.metric == "step_peak_bytes"]
