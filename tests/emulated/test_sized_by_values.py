@@ -224,7 +224,7 @@ def test_choices_that_are_kept_take_a_bounded_part_of_the_host(emulate):
     assert [read["where"] for read in reads] == ["train.py:18 in <module>"]
 
 
-def test_kernels_of_an_operator_that_nobody_defines_are_left_alone(emulate):
+def test_kernels_of_an_undefined_operator_are_left_alone(emulate):
     """As torchao has them, for operators that another of its libraries defines."""
     done, _ = emulate(
         """

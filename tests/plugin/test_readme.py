@@ -46,7 +46,7 @@ def test_the_readme_says_what_its_program_takes_and_how_its_broken_program_fails
     assert any(told in line for line in failed.outlines), failed.stdout.str()
 
 
-def test_the_page_lists_exactly_the_options_and_the_settings_of_the_ini_file():
+def test_the_page_lists_exactly_the_options_and_settings():
     from pytest_gputrain.execution.settings import OPTIONS
 
     listed = re.findall(r"^- `((?:--)?gpu[\w-]+)", PAGES["docs/options.md"], re.MULTILINE)

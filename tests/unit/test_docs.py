@@ -117,7 +117,7 @@ def test_every_fault_names_tests_that_exist():
 API = "".join((DOCS / name).read_text() for name in ("api.md", "api-records.md"))
 
 
-def test_the_api_has_every_public_name_and_every_record_of_a_report():
+def test_the_api_has_every_public_name_and_every_record():
     described = set(re.findall(r"^### `(\w+)`$", API, re.MULTILINE))
     assert set(pytest_gputrain.__all__) - {"KiB", "MiB", "GiB", "Result"} <= described
     schema = json.loads((reference_pages.SCHEMAS_FOLDER / "report.json").read_text())

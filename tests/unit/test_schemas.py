@@ -139,7 +139,7 @@ def test_a_schema_is_that_of_the_records_and_what_is_written_fits_it(name, tmp_p
             part[field] = kept
 
 
-def test_a_schema_describes_the_fields_of_records_and_of_those_that_are_made_of_others():
+def test_a_schema_describes_fields_of_records_and_their_parts():
     report, history, baselines = (json.loads(text_of(name))["$defs"] for name in ("report", "history", "baselines"))
     for records, without in ((report, {"kind", "outcome"}), (history, set())):
         parts = [part for record in records.values() for part in record.get("properties", {}).items()]

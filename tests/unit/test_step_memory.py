@@ -20,7 +20,7 @@ TOLERANCE = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
 
 
 @given(STEPS)
-def test_a_record_has_every_step_and_one_row_for_those_that_are_alike(steps):
+def test_a_record_has_every_step_and_one_row_for_alike_ones(steps):
     record = folded(steps)
     assert [*unfolded(record)] == steps
     assert all((one.peak, one.end) != (other.peak, other.end) for one, other in itertools.pairwise(record))
@@ -31,7 +31,7 @@ def test_a_record_has_every_step_and_one_row_for_those_that_are_alike(steps):
 @given(
     first=st.integers(1, 40), every=st.integers(1, 12), rises=st.integers(3, 6), bytes_=st.integers(5, 99), data=st.data()
 )
-def test_a_rise_at_even_distances_is_found_with_its_first_step_and_its_size(first, every, rises, bytes_, data):
+def test_a_rise_at_even_distances_is_found_with_step_and_size(first, every, rises, bytes_, data):
     after = data.draw(st.integers(0, every - 1))
     values = [0] * first + [step // every * bytes_ + bytes_ for step in range((rises - 1) * every + 1 + after)]
     assert rise_of(values, 4) == (first, every, bytes_)
@@ -89,7 +89,7 @@ def test_a_step_that_was_not_counted_is_not_compared():
     assert _judge([10, (0, 0), 10], [10, 14, 10]).status == "pass"
 
 
-def test_what_most_steps_need_more_is_told_once_with_the_peak_of_the_case():
+def test_what_most_steps_need_more_is_told_once():
     verdict = _judge([11] * 50, [10] * 50, peak_allocated_bytes=11 * MiB)
     assert verdict.status == "regressed"
     assert "in step" not in verdict.sentence
@@ -118,7 +118,7 @@ def test_growth_over_steps_names_the_step_whatever_the_steps_hold(grown, said):
     assert _judge(now, now).status == "pass"
 
 
-def test_more_of_the_same_at_each_end_and_small_numbers_are_no_growth():
+def test_more_at_each_end_and_small_numbers_are_no_growth():
     held = [5, 9, 2, 8, 1, 7] * 5
     before = [(20, end) for end in held]
     assert _judge([(20, end + 3) for end in held], before).status == "pass"
@@ -126,7 +126,7 @@ def test_more_of_the_same_at_each_end_and_small_numbers_are_no_growth():
     assert _judge(few, before).status == "pass"
 
 
-def test_a_baseline_without_the_memory_of_steps_passes_and_is_named_once():
+def test_a_baseline_without_memory_of_steps_is_named_once():
     verdict = _judge([10] * 50, [])
     assert verdict.status == "pass"
     assert [metric.status for metric in verdict.metrics if metric.metric == "step_peak_bytes"] == ["not-comparable"]

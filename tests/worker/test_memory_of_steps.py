@@ -30,7 +30,7 @@ def training(before_step=lambda number: None):
     return build
 
 
-def test_steps_that_are_alike_are_one_row_behind_the_first_with_the_peak_that_is_counted_in_full():
+def test_alike_steps_are_one_row_behind_the_first():
     steps, reply = memory_of(12, training())
     assert len(steps) == 12
     assert len(reply.memory_of_steps) <= 2
@@ -48,7 +48,7 @@ def test_a_larger_sample_shows_in_its_step_alone_by_its_bytes():
     assert max(step.peak for step in spiked) > reply.peak_allocated_bytes, "which is that of the first steps"
 
 
-def test_tensors_that_no_operator_has_made_and_views_and_resized_ones_are_counted_as_in_the_first_steps():
+def test_tensors_of_all_origins_are_counted_as_in_the_first_steps():
     def odd(number):
         given = torch.frombuffer(bytearray(40 * KiB), dtype=torch.uint8)
         half = given[: 20 * KiB].view(torch.float32).clone()
@@ -87,7 +87,7 @@ def test_garbage_is_no_growth():
 
 
 @pytest.mark.parametrize("first", [5, 9])
-def test_what_each_step_keeps_from_a_later_one_on_fails_with_that_step_and_the_line(first):
+def test_what_steps_keep_from_a_later_one_on_names_step_and_line(first):
     kept = []
     sentence = refused(MINE.replace(steps=14), training(lambda number: number >= first and kept.append(torch.ones(LARGE))))
     assert (
