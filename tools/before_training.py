@@ -2,7 +2,7 @@
 
     gputrain emulate --gpu h100 -- python tools/before_training.py
 
-docs/before-training.md has the table. It runs on a GPU of 80 GB, too, and needs transformers, peft and bitsandbytes. Each
+docs/predict.md has the table. It runs on a GPU of 80 GB, too, and needs transformers, peft and bitsandbytes. Each
 row is a line of tab-separated fields: what is changed, and the peaks of allocated and reserved bytes in two steps.
 """
 

@@ -49,7 +49,7 @@ TABLES: Final = TOOLS.parent / "baselines" / "published"
 
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """The conditions that a document leaves out, but that follow from its program or its other figures;
-    docs/emulation-accuracy.md has the evidence."""
+    docs/how-true.md has the evidence."""
 
     read_as: str
     """The unit of the printed figures."""
@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, required=True, metavar="FILE", help="keeps the figures")
     parser.add_argument("--platform", default="", help="rows of one platform only")
     parser.add_argument("--only", default="", help="rows whose id has this in it")
-    parser.add_argument("--markdown", action="store_true", help="as in docs/emulation-accuracy.md")
+    parser.add_argument("--markdown", action="store_true", help="print a table in Markdown for each document")
     given = parser.parse_args(arguments)
     for name in given.tables:
         if name not in CONDITIONS:

@@ -5,7 +5,7 @@ each, the cheapest in five. The cheapest then runs against these as a baseline: 
 that works 5 % longer, with a value that is read in each layer, and on an emulated GPU.
 
 ``report`` prints a table and a line for each criterion. The standard deviation of GPU seconds between processes is pooled
-over the cases, and its upper 95 % bound decides: the rule was simulated up to 2 % (docs/gate-statistics.md).
+over the cases, and its upper 95 % bound decides: the rule was simulated up to 2 % (tools/measure_gate.py).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from measure_gate import Array, Flags, Noise, SimulatedMachine, vote
 
 SEED: Final = 0
 REPLICATES: Final = 400_000
-"""The number of cases for each figure, as in docs/gate-statistics.md."""
+"""The number of cases for each figure, as in docs/gate.md."""
 SLOWDOWNS: Final = tuple(step / 400 for step in range(41))
 """0 to 10 %."""
 SHARES: Final = (0.001, 0.01, 0.1, 1.0, 10.0)

@@ -271,15 +271,11 @@ def summary(errors: Sequence[float]) -> str:
 
 
 def rows(errors: Sequence[Error]) -> list[str]:
-    """Return the rows of the two tables in docs/how-fast.md."""
+    """Return the rows of the two tables in docs/how-true.md; the first has the memory of the steps in further columns."""
     made = []
-    for step, estimate, left_out, family_left_out in errors:
-        off = (estimate.seconds or 0.0) / step.seconds - 1
-        errors_of_step = " | ".join(f"{error:+.0%}".replace("%", " %") for error in (off, left_out, family_left_out))
-        part, share = estimate.dominant or ("", 0.0)
-        times = f"{format_seconds(step.seconds)} | {format_seconds(estimate.seconds or 0.0)}"
-        most = f"host-bound, GPU waits {share:.0%}" if part == "host" else f"{share:.0%} {part}"
-        made.append(f"| `{step.name}` | {times} | {errors_of_step} | {most.replace('%', ' %')} |")
+    for step, _, left_out, family_left_out in errors:
+        errors_of_step = " | ".join(f"{error:+.0%}".replace("%", " %") for error in (left_out, family_left_out))
+        made.append(f"| `{step.name}` | {format_seconds(step.seconds)} | {errors_of_step} |")
     bound = [error.estimate.host_bound for error in errors]
     for name, chosen in (("all", [True] * len(errors)), ("GPU-bound", [not one for one in bound]), ("host-bound", bound)):
         few = list(itertools.compress(errors, chosen))
@@ -289,7 +285,7 @@ def rows(errors: Sequence[Error]) -> list[str]:
 
 
 def published_rows() -> list[str]:
-    """Return the rows of the table of published steps in docs/how-fast.md: how many times as long they took as expected."""
+    """Return the rows of a table of published steps: how many times as long they took as expected."""
     groups: defaultdict[str, list[tuple[Step, Rates]]] = defaultdict(list)
     for step in read("published"):
         if rates := rates_of(step.platform):

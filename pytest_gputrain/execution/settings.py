@@ -52,7 +52,7 @@ class Settings:
         "an earlier --gpu-json",
         parse=options.path_or("measured", "published"),
         default="measured",
-        page="reproducing.md",
+        page="how-true.md",
     )
     time_tolerance: float = option(
         "RATIO",
@@ -118,7 +118,7 @@ class Settings:
         parse=options.parse_strict,
         default="auto",
         default_meaning="if CI is set, except for published tables",
-        page="verdicts.md",
+        page="gate.md",
     )
     steps: int | None = option("N", "timed steps of every case", parse=whole(1), default_meaning="each case's own number")
     warmup: int | None = option("N", "steps before the timed ones", parse=whole(0), default_meaning="each case's own number")
@@ -236,7 +236,7 @@ class Settings:
         "REPORT",
         "take the figures from an earlier --gpu-json of the same code, and measure only what it lacks",
         parse=options.parse_path,
-        page="resuming.md",
+        page="reading-a-failure.md",
     )
     history: Path | None = option(
         "FILE",

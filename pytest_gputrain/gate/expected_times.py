@@ -12,7 +12,7 @@ from pytest_gputrain.records.counts import PARTS_OF_WORK
 
 RATIO_ERROR: Final = 0.09
 """The error of the ratio of two expected times on one GPU: it was smaller for 80 % of 112 measured pairs of steps that
-differ by up to 40 % (docs/how-fast.md)."""
+differ by up to 40 % (docs/how-true.md)."""
 
 
 def tells_apart(fast: ExpectedTime, slow: ExpectedTime, work_ratio: float, *, on_one_gpu: bool) -> bool:

@@ -11,7 +11,7 @@ from pytest_gputrain.records.fit import Fit
 
 ERROR: Final = 0.04
 """The error of memory. Published peaks of cases on one GPU lie within 3.8 % of emulated ones
-(docs/emulation-accuracy.md)."""
+(docs/how-true.md)."""
 
 _GUESSES: Final = 5
 """Batches that are guessed from a line, before the search goes on by halves."""

@@ -1,8 +1,9 @@
 """Tells whether the GPU or the host decides how long a step takes, and what its seconds are held to then. Pure.
 
 The busy share of a step is that of its GPU seconds in its wall seconds. Where it is low, the GPU waits for the host, and
-wall seconds are those of the host: they differ by 30 % between machines of one name and one model of CPU (docs/h200.md), and
-by 20 % between steps. `tools/measure_gate.py` simulates both and prints how often the rules are wrong.
+wall seconds are those of the host: they differ by 30 % between machines of one name and one model of CPU
+(docs/how-true.md), and by 20 % between steps. `tools/measure_gate.py` simulates both and prints how often the rules are
+wrong.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from pytest_gputrain.utils.units import GiB, format_bytes
 
 TOLERANCE: Final = MemoryTolerance(ratio=0.05, bytes=GiB)
 """The tolerance of peak allocated memory, and of published memory. Emulated peaks lie within a few percent of measured
-ones (docs/emulation-accuracy.md); other versions of the libraries, and workspaces that are not counted, add to that."""
+ones (docs/how-true.md); other versions of the libraries, and workspaces that are not counted, add to that."""
 _LARGEST_FLOPS_RATIO: Final = 0.03
 """FLOPs are counted by the same rules in both, so they differ only where other operators run."""
 

@@ -2,7 +2,7 @@
 
 A kernel takes a start, and then the longer of its arithmetic, at the rate that its kind sustains and in whole waves of
 tiles, and its traffic of memory. A step takes the longer of its kernels and of the host's time to call them.
-docs/how-fast.md has the errors of the estimates.
+docs/how-true.md has the errors of the estimates.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pytest_gputrain.records.whole import Whole
 Status = Literal[
     "pass", "regressed", "improved", "inconclusive", "new", "not-comparable", "failed", "recorded", "over-limit"
 ]
-"""The verdict of a case or of a metric; docs/verdicts.md explains each."""
+"""The verdict of a case or of a metric; docs/gate.md explains each."""
 FAILING: Final[tuple[Status, ...]] = ("regressed", "over-limit", "failed")
 """The verdicts that fail a test."""
 STRICTLY_FAILING: Final[tuple[Status, ...]] = ("inconclusive", "not-comparable", "new")

@@ -31,7 +31,7 @@ COMMANDS = list(commands())
 RUN = msgspec.json.decode((RECORDED / "h100_emulated.json").read_bytes(), type=EmulatedRun)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SUITES = ("conftest.py", "test_diffusion.py", "test_llm_finetuning.py")
-NOT_OURS = ("bencher", "cd", "echo", "git", "less", "otava", "pre-commit", "source", "unshare")
+NOT_OURS = ("bencher", "cd", "echo", "git", "otava", "pre-commit", "source", "unshare")
 LOOPS = "docs/own-loops"
 """Pages whose programs test_recipes.py runs."""
 OWN_CODE = "import torch"
@@ -108,8 +108,6 @@ class CommandProject:
 @pytest.fixture
 def command_project(project, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    for folder in ("CHECKPOINT", "SAMPLES"):  # which docs/convergence.md skips without
-        monkeypatch.setenv(folder, folder)
     monkeypatch.setattr("pytest_gputrain.cli.predict.EmulatedCells", Cells)
     stand_in(monkeypatch)
     return CommandProject(project)
@@ -275,9 +273,7 @@ def test_commands_were_found():
 
 PROGRAMS = {f"{page}-{number}": text for page in PAGES for number, text in enumerate(blocks(page, "python"))}
 ZOO = [name for name, text in PROGRAMS.items() if OWN_CODE not in text]
-CONVERGENCE = "docs/convergence.md-0"
-"""Trains a checkpoint and samples of the reader's own."""
-OWN = [name for name in PROGRAMS if name not in (*ZOO, CONVERGENCE) and not name.startswith(LOOPS)]
+OWN = [name for name in PROGRAMS if name not in ZOO and not name.startswith(LOOPS)]
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -318,7 +314,7 @@ def test_a_checkpoint_learns_from_files(project, monkeypatch):
     subprocess.run([sys.executable, "-c", A_SMALL_FLUX], cwd=project.path, check=True, timeout=300)
     monkeypatch.setenv("CHECKPOINT", str(project.path / "checkpoint"))
     monkeypatch.setenv("SAMPLES", str(project.path / "samples"))
-    project.write(test_convergence=PROGRAMS[CONVERGENCE])
+    project.write(test_convergence=(ROOT / "docs" / "examples" / "convergence.py").read_text())
     result = project.spawn("--gpu-platform=cpu", "--gpu-loss=40", "--gpu-set=learning_rate=1e-3", "--gpu-json=report.json")
     result.assert_outcomes(passed=1)
     (study,) = project.report()["results"]

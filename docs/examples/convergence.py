@@ -1,11 +1,13 @@
-# Testing convergence on your checkpoint and your data
+"""Tests whether a checkpoint of FLUX.1 still converges on data of your own in bf16 or fp16, by its loss curves.
 
-Use this page to test whether your own checkpoint still converges on your own data in bf16 or fp16. `--gpu-loss` trains a case in several
-precisions and compares the loss curves ([the rule](knobs.md#--gpu-loss-steps-does-it-converge-and-does-the-precision-matter)). The
-package's models have random weights and one random batch, so write the training as own code that returns its loss. This file,
-`benchmarks/test_convergence.py`, trains all weights of FLUX.1 on latents and texts that you have encoded before:
+Copy this file to benchmarks/test_convergence.py. CHECKPOINT is a folder that ``save_pretrained`` wrote, for FLUX.1-dev the
+folder ``transformer``. SAMPLES is a folder with a file for each sample: ``torch.save({"latents": ..., "text": ...,
+"pooled": ...}, file)``. ``img_ids`` are zeros here; use the rows and columns of your latents instead, as diffusers'
+FluxPipeline does in ``_prepare_latent_image_ids``. This trains with two learning rates, as a published study did:
 
-```python
+    pytest benchmarks --gpu-platform=h100 --gpu-loss=1500 --gpu-set=learning_rate=1e-6,5e-5 --gpu-set=lr_warmup_steps=150
+"""
+
 import os
 from pathlib import Path
 
@@ -82,18 +84,3 @@ def flux(setup):
 @pytest.mark.skipif(not (CHECKPOINT and SAMPLES), reason="set CHECKPOINT and SAMPLES to folders of your own")
 def test_convergence(gputrain):
     gputrain.check(flux, precision="bf16-amp", batch_size=4, lr_scheduler="cosine", lr_warmup_steps=2)
-```
-
-Set two environment variables. `CHECKPOINT` is a folder that `save_pretrained` wrote; for FLUX.1-dev it is the folder `transformer`.
-`SAMPLES` is a folder with a file for each sample, written by `torch.save({"latents": ..., "text": ..., "pooled": ...}, file)`. `img_ids`
-are zeros here to keep the example short. Use the rows and columns of your latents instead, as diffusers' FluxPipeline does in
-`_prepare_latent_image_ids`.
-
-This command trains with two learning rates and a cosine schedule with 150 updates of warm-up, as a published study of FLUX.1-dev did:
-
-```console
-pytest benchmarks -k convergence --gpu-platform=h100 --gpu-loss=1500 --gpu-set learning_rate=1e-6,5e-5 --gpu-set lr_warmup_steps=150
-```
-
-Each learning rate is trained in fp32, bf16-amp and fp16-amp, in separate processes. The table shows the trend of each loss, where it ends,
-and how far above fp32 it ends. `--gpu-html=FILE` draws the curves. Without `--gpu-loss` the same test judges the time and memory of a step.
