@@ -23,7 +23,7 @@ def waiting(suite):
 def test_a_slower_host_fails_on_the_machine_that_recorded_and_nowhere_else(waiting):
     waiting.answer(_answer(slower=1.6))
     here = waiting.run(*ONE_CASE)
-    assert "slower; the GPU waits for the host in 77 % of this step (" in only_sentence(here, TEST)
+    assert "; the GPU waits for the host in 77 % of this step (" in only_sentence(here, TEST)
     waiting.machine(H100, name="another")
     waiting.answer(_answer(slower=1.6))
     launched = len(waiting.launches)

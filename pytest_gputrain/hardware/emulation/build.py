@@ -171,6 +171,8 @@ def _build(folder: Path, torch: Torch, users: Iterable[Path]) -> StandIns:
         digests = {path.name: _digest(path) for path in sorted(target.glob("*.so*"))}
         manifest = _Manifest(digests=digests, architectures=architectures(torch))
         (target / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        # Triton 3.5, which torch 2.9 brings, links what it compiles with -lcuda.
+        (target / "libcuda.so").symlink_to(next(name for name in digests if name.startswith("libcuda.so.")))
         with contextlib.suppress(FileNotFoundError):  # what is damaged, though a process may use it
             folder.rename(Path(made) / "damaged")
         target.rename(folder)
