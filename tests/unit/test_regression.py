@@ -18,6 +18,7 @@ from unit_examples import (
     oom_run,
     out_of_memory,
     timed_out,
+    told,
 )
 
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
@@ -59,19 +60,6 @@ def _needed(peak, **fields):
 
 def _stored(environment=GPU, *, runs=1, **fields):
     return baseline(*[baseline_run(environment=environment, **fields)] * runs)
-
-
-def _told(verdicts):
-    """All of each verdict that people and other programs read."""
-
-    def told(metric):
-        figures = ("-" if it is None else f"{it:.10g}" for it in (metric.value, metric.baseline, metric.limit))
-        return f" [{metric.metric} {metric.status}: {', '.join(figures)}]"
-
-    return {
-        name: f"{verdict.status}: {verdict.sentence}{''.join(map(told, verdict.metrics))}"
-        for name, verdict in verdicts.items()
-    }
 
 
 def _of_times(*logs):
@@ -350,7 +338,7 @@ def test_verdicts_are_told_with_all_that_matters(snapshot):
         "slower in 2 runs alone and 3 beside others": _judge([*[beside] * 3, *[_took(1.5)] * 2], FIVE),
         "slower in 2 runs alone and 1 beside others": _judge([beside, *[_took(1.5)] * 2], FIVE),
     }
-    assert _told(verdicts) == snapshot
+    assert told(verdicts) == snapshot
 
 
 # Phases, and the tensors behind what changed
@@ -385,7 +373,7 @@ def test_growth_is_told_with_its_phase_and_what_grew(snapshot):
         "a baseline without phases": _judged_phases(_counted(), phase_peak_bytes={}, largest={}),
         "a baseline without tensors": _judged_phases(_counted(forward=2 * GiB), largest={}),
     }
-    assert _told(verdicts) == snapshot
+    assert told(verdicts) == snapshot
 
 
 @pytest.mark.parametrize("phase", PHASES)

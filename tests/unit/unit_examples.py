@@ -193,6 +193,19 @@ def recorded(*runs, case=CASE, scale="full"):
     return Recorded(case=case, scale=scale, figures=runs)
 
 
+def told(verdicts):
+    """All of each verdict that people and other programs read."""
+
+    def shown(metric):
+        figures = ("-" if it is None else f"{it:.10g}" for it in (metric.value, metric.baseline, metric.limit))
+        return f" [{metric.metric} {metric.status}: {', '.join(figures)}]"
+
+    return {
+        name: f"{verdict.status}: {verdict.sentence}{''.join(map(shown, verdict.metrics))}"
+        for name, verdict in verdicts.items()
+    }
+
+
 def without_digests(sentence):
     """A sentence without the name of stored conditions: it is their digest, which changes with each field that they gain."""
     return re.sub(r"(conditions '?)[0-9a-f]{8}\b", r"\1DIGEST", sentence)
