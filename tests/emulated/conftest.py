@@ -130,13 +130,13 @@ def run_tests_in(preloaded):
         fresh: start its workers as a user does, by interpreters of their own.
     """
 
-    def run(folder, *arguments, emulated=True, fresh=False, below=(), **variables):
+    def run(folder, *arguments, emulated=True, fresh=False, **variables):
         variables = variables if fresh else preloaded(variables)
         (folder / "tox.ini").write_text("[pytest]\n")
         options = ["-q", "-p", "no:cacheprovider", "--rootdir=.", "--gpu-json=report.json"]
         options += ["--gpu-platform=h100", "--gpu-emulate"] if emulated else []
         options += ["-p", "forked_elsewhere"] if "GPUTRAIN_TESTS_PRELOADED" in variables else []
-        done = _run(folder, [*below, sys.executable, "-m", "pytest", *options, *arguments], variables)
+        done = _run(folder, [sys.executable, "-m", "pytest", *options, *arguments], variables)
         report = folder / "report.json"
         results = json.loads(report.read_bytes())["results"] if report.exists() else []
         return done, {result["nodeid"].partition("::")[2]: result for result in results}
