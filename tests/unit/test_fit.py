@@ -211,6 +211,15 @@ REPORTS = {
         about=("its quantization is not looked at",),
     ),
     "more than can be told": report(UNKNOWN),
+    "memory that is not counted": report(
+        cell("incomplete", figures=msgspec.structs.replace(UNKNOWN.figures, not_counted=("cuDNN's workspaces",)))
+    ),
+    **{
+        f"qlora in {precision}, unquantized_fp32={called}": report(
+            cell("fits", case=LORA.replace(method="qlora", precision=precision, unquantized_fp32=called))
+        )
+        for precision, called in (("bf16", None), ("bf16", True), ("bf16-amp", None), ("bf16-amp", False))
+    },
     "failures of one kind": report(FAILED, FAILED, cell("fits", case=LORA.replace(batch_size=8))),
 }
 
@@ -223,29 +232,6 @@ def test_what_is_said_of_a_cell(snapshot):
         said[what] = [*fit.tables(written)[0].rows, *(note for note in notes if note not in of_all)]
         assert notes[-1] == of_all[-1]
     assert said == snapshot
-
-
-def test_memory_that_is_not_counted_is_named_with_its_gpu():
-    figures = emulated(30 * GiB, not_counted=("cuDNN's workspaces",))
-    written = report(cell("fits"), cell("incomplete", figures=figures))
-    assert fit.tables(written)[0].rows[-1][-1].endswith(" or more, incomplete")
-    assert any(note.startswith("H100: cuDNN's workspaces are not known, and not counted") for note in fit.notes(written))
-
-
-@pytest.mark.parametrize(
-    ("precision", "called", "said"),
-    [
-        ("bf16", None, "bf16 keeps embeddings, head and norms in 16 bits, as without"),
-        ("bf16", True, "bf16 and unquantized_fp32=true keeps embeddings, head and norms in fp32, because"),
-        ("bf16-amp", None, "bf16-amp keeps embeddings, head and norms in fp32, as after"),
-        ("bf16-amp", False, "bf16-amp and unquantized_fp32=false keeps embeddings, head and norms in 16 bits, because"),
-    ],
-)
-def test_the_answer_says_what_is_in_fp32_under_qlora(precision, called, said):
-    case = LORA.replace(method="qlora", precision=precision, unquantized_fp32=called)
-    notes = [*fit.notes(report(cell("fits"), cell("fits", case=case)))]
-    (note,) = (note for note in notes if "prepare_model_for_kbit_training" in note)
-    assert note.startswith(f"qlora with precision={said}")
 
 
 @pytest.mark.parametrize(

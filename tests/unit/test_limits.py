@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from unit_examples import CASE, cpu_environment, crashed, measurement, out_of_memory
+from unit_examples import CASE, cpu_environment, crashed, measurement, out_of_memory, told
 
 from pytest_gputrain.gate.limits import judge_exact, judge_limits, with_limits
 from pytest_gputrain.records import CountCause, Counts, Holder, LimitVerdict, Place, StepCounts, Verdict
@@ -85,7 +85,6 @@ COUNTS = Counts(
     kinds=(StepCounts(waits=1), StepCounts(waits=3)),
     causes=(CountCause(what="waits", own=LOSS, counts=(1, 1)), CountCause(what="waits", own=NORM, counts=(0, 2))),
 )
-OVER_IN_STEP = "waits for the GPU 3 times in step 2, over its limit of {}: 2 at train.py:45 in train, norm.item()"
 
 
 def _counted(most, counts=COUNTS, again=None, scale="full", case=CASE):
@@ -93,67 +92,32 @@ def _counted(most, counts=COUNTS, again=None, scale="full", case=CASE):
     return judge_exact([cap], case, GiB, scale=scale, counts=counts, again=again)
 
 
-@pytest.mark.parametrize(("most", "status"), [(2, "over-limit"), (3, "pass")])
-def test_every_step_is_held_against_the_limit_of_a_count_and_the_line_that_asks_for_most_is_named(most, status):
-    limits = _counted(most)
-    assert (limits[0].status, limits[0].value, limits[0].limit) == (status, 3, most)
-    within = f"{CASE} is within its limits"
-    over = f"{CASE} {OVER_IN_STEP.format(most)} ({STATED})"
-    assert with_limits(CASE, None, limits).sentence == (within if status == "pass" else over)
+SAME = msgspec.structs.replace(COUNTS, steps=(0, 0), kinds=COUNTS.kinds[:1])
+NONE = msgspec.structs.replace(COUNTS, steps=(0, 0, 0), kinds=(StepCounts(),))
 
 
-def test_steps_that_are_alike_are_not_numbered():
-    same = msgspec.structs.replace(COUNTS, steps=(0, 0), kinds=COUNTS.kinds[:1])
-    note = "waits for the GPU 1 time a step, over its limit of 0: 1 at train.py:42 in train, loss.item()"
-    assert _counted(0, same)[0].note == note
-
-
-@pytest.mark.parametrize(
-    ("again", "status"),
-    [(COUNTS, "over-limit"), (msgspec.structs.replace(COUNTS, steps=(0, 0, 0), kinds=(StepCounts(),)), "inconclusive")],
-)
-def test_a_limit_that_one_of_two_runs_exceeds_is_in_doubt(again, status):
-    limits = _counted(2, again=again)
-    assert limits[0].status == status
-    verdict = with_limits(CASE, Verdict(status="improved", sentence="it is better"), limits)
-    assert verdict.status == status
-    confirmed = "" if status == "over-limit" else ", which a second run in a fresh process does not confirm"
-    assert verdict.sentence == f"{CASE} {OVER_IN_STEP.format(2)}{confirmed} ({STATED})"
-
-
-def test_a_limit_of_a_count_is_not_judged_where_nothing_was_counted_or_the_model_is_another():
-    uncounted = "what its steps ask of the GPU was not counted"
-    assert [(limit.status, limit.note) for limit in _counted(0, None)] == [("not-judged", uncounted)]
-    assert [(limit.status, limit.note) for limit in _against(WAITS, OVER).limits] == [("not-judged", uncounted)]
-    assert _counted(0, scale="tiny")[0].note == TINY
-    assert _counted(0, scale="tiny", case=OWN)[0].status == "over-limit"
-
-
-@pytest.mark.parametrize(
-    ("verdict", "status", "sentence"),
-    [
-        (None, "over-limit", f"{CASE} needs "),
-        *(
-            (Verdict(status=status, sentence="it is so"), "over-limit", f"{CASE} needs ")
-            for status in ("new", "inconclusive")
-        ),
-        *(
-            (Verdict(status=status, sentence="it is so"), status, "it is so; it also needs ")
-            for status in ("regressed", "failed")
-        ),
-    ],
-)
-def test_a_limit_counts_whatever_the_baseline_says_and_a_failure_tells_of_it_too(verdict, status, sentence):
+def test_limits_are_told_beside_what_the_baseline_says(snapshot):
+    """Every step is held against the limit of a count, and whatever the baseline says counts less than a limit."""
     runs = judge_limits([MEMORY, STEP], CASE, [OVER] * 3, scale="full", cpu_time=False, most=5).limits
     emulated = judge_exact([MEMORY], CASE, 25 * GiB, scale="full")
-    for limits, more in (
-        (runs, f"in 3 fresh runs ({STATED}) and takes 600 ms a step, over its limit of 500 ms in 3 fresh runs ({STATED})"),
-        (emulated, f"in 1 fresh run ({STATED})"),
-    ):
-        over = with_limits(CASE, verdict, limits)
-        assert over == Verdict(
-            status=status, sentence=f"{sentence}25.0 GiB peak allocated, over its limit of 24.0 GiB {more}", limits=limits
-        )
+    better = Verdict(status="improved", sentence="it is better")
+    verdicts = {
+        "as many as allowed": with_limits(CASE, None, _counted(3)),
+        "one step has more": with_limits(CASE, None, _counted(2)),
+        "all steps have more": with_limits(CASE, None, _counted(0, SAME)),
+        "so has a second run": with_limits(CASE, better, _counted(2, again=COUNTS)),
+        "a second run has fewer": with_limits(CASE, better, _counted(2, again=NONE)),
+        "nothing was counted": with_limits(CASE, None, _counted(0, None)),
+        "nothing was counted of a measured run": with_limits(CASE, None, _against(WAITS, OVER).limits),
+        "a tiny model": with_limits(CASE, None, _counted(0, scale="tiny")),
+        "tiny scale, but own code": with_limits(CASE, None, _counted(0, scale="tiny", case=OWN)),
+        "an emulated run beside no baseline": with_limits(CASE, None, emulated),
+        **{
+            f"three runs beside {status}": with_limits(CASE, Verdict(status=status, sentence="it is so"), runs)
+            for status in ("new", "inconclusive", "regressed", "failed")
+        },
+    }
+    assert told(verdicts) == snapshot
 
 
 def test_limits_that_hold_leave_the_verdict():

@@ -397,53 +397,35 @@ def _alone(size, lines=()):
     return live_tensor(bytes=size, operator="aten.mm", phase="backward", shape=(8, 8), lines=lines)
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "said"),
-    [
-        pytest.param(
-            [_small(GiB, 3, "aten.empty", "build")],
-            [_small(GiB, 3, "aten.empty", "build"), _small(2 * GiB, 34, lines=("a.py:7",))],
-            ", all of it 2.00 GiB (34 tensors by mm in backward at a.py:7)",
-            id="all are new",
-        ),
-        pytest.param(
-            [_small(5 * GiB, 30)],
-            [_small(6 * GiB, 50, lines=("a.py:7",)), _small(GiB // 2, 9, "aten.sum")],
-            ", including 1.00 GiB (20 tensors by mm in backward at a.py:7) and 512 MiB (9 tensors by sum in backward)",
-            id="more of them",
-        ),
-        pytest.param(
-            [_small(5 * GiB, 30)],
-            [_small(7 * GiB, 30, lines=("a.py:7",))],
-            ", now 7.00 GiB (30 tensors by mm in backward at a.py:7)",
-            id="as many that are larger",
-        ),
-        pytest.param(
-            [_alone(3 * GiB), _small(2 * GiB, 30)],
-            [_small(5 * GiB, 31), _small(2 * GiB, 9, "aten.sum")],
-            ", all of it 2.00 GiB (9 tensors by sum in backward)",
-            id="one that has no row of its own any more",
-        ),
-        pytest.param(
-            [_small(2 * GiB, 30)],
-            [_alone(2 * GiB, ("a.py:9",)), _small(2 * GiB, 30)],
-            ", all of it 2.00 GiB (bfloat16[8, 8] by mm in backward at a.py:9)",
-            id="one shape",
-        ),
-        pytest.param([], [_small(2 * GiB, 34)], "", id="a baseline with the largest alone"),
-    ],
-)
-def test_small_tensors_are_told_by_their_operator_where_no_shape_explains_the_growth(before, now, said):
+GREW = {
+    "all are new": (
+        [_small(GiB, 3, "aten.empty", "build")],
+        [_small(GiB, 3, "aten.empty", "build"), _small(2 * GiB, 34, lines=("a.py:7",))],
+    ),
+    "more of them": ([_small(5 * GiB, 30)], [_small(6 * GiB, 50, lines=("a.py:7",)), _small(GiB // 2, 9, "aten.sum")]),
+    "as many that are larger": ([_small(5 * GiB, 30)], [_small(7 * GiB, 30, lines=("a.py:7",))]),
+    "one that has no row of its own any more": (
+        [_alone(3 * GiB), _small(2 * GiB, 30)],
+        [_small(5 * GiB, 31), _small(2 * GiB, 9, "aten.sum")],
+    ),
+    "one shape": ([_small(2 * GiB, 30)], [_alone(2 * GiB, ("a.py:9",)), _small(2 * GiB, 30)]),
+    "a baseline with the largest alone": ([], [_small(2 * GiB, 34)]),
+}
+"""What lived before and now beside eight larger tensors."""
+
+
+def test_small_tensors_are_told_by_their_operator_where_no_shape_explains_the_growth(snapshot):
     peaks = {"forward": 20 * GiB, "backward": 40 * GiB}
-    reply = measurement(
-        environment=CPU,
-        peak_allocated_bytes=40 * GiB,
-        phase_peak_bytes={**peaks, "forward": 22 * GiB},
-        largest={"forward": (*EIGHT, *now)},
-    )
-    verdict = _judged_phases(reply, phase_peak_bytes=peaks, largest={"forward": (*EIGHT, *before)})
-    assert verdict.status == "regressed"
-    assert f"allocated, limit 20.4 GiB{said} (baseline of" in verdict.sentence
+    reply = measurement(environment=CPU, peak_allocated_bytes=40 * GiB, phase_peak_bytes={**peaks, "forward": 22 * GiB})
+    verdicts = {
+        what: _judged_phases(
+            msgspec.structs.replace(reply, largest={"forward": (*EIGHT, *now)}),
+            phase_peak_bytes=peaks,
+            largest={"forward": (*EIGHT, *before)},
+        )
+        for what, (before, now) in GREW.items()
+    }
+    assert told(verdicts) == snapshot
 
 
 def test_three_lines_are_named_at_most():
@@ -463,60 +445,31 @@ _ON_CPU = {"peak_allocated_bytes": BASE_BYTES, "environment": CPU}
 COUNTED = _stored(CPU, counts=FEW)
 
 
+def _asked(*counts, before=FEW, **criteria):
+    return _judge([measurement(counts=one, **_ON_CPU) for one in counts], _stored(CPU, counts=before), **criteria)
+
+
+def test_what_steps_ask_of_a_cpu_is_told_beside_the_other_figures(snapshot):
+    calling = msgspec.structs.replace(FEW, kinds=(StepCounts(operators=100, python_calls=9),), python="3.12")
+    verdicts = {
+        "more": _asked(MANY),
+        "more, and a second process counts the same": _asked(MANY, MANY),
+        "more, and a second process counts more": _asked(MANY, MORE),
+        "more for fewer reads": _asked(*[_of_cpu(operators=200, reads=1)] * 2, before=_of_cpu(operators=100, reads=3)),
+        "fewer": _asked(FEW, before=MANY),
+        "as many": _asked(FEW),
+        "they are new": _asked(FEW, before=None),
+        "there are none": _asked(None, before=None),
+        **{f"they are gone: {mode}": _asked(None, counts=CountTerms(mode=mode)) for mode in ("judge", "tell", "off")},
+        "calls of Python functions are new": _asked(calling),
+        "another number of processes": _judge([measurement(counts=MANY, **_ON_CPU | {"environment": TWO_CPUS})], COUNTED),
+    }
+    assert told(verdicts) == snapshot
+
+
 @pytest.mark.parametrize(
-    ("second", "status", "settled"), [(None, "regressed", False), (MANY, "regressed", True), (MORE, "inconclusive", True)]
+    ("replies", "most", "settled"),
+    [((MANY,), 3, False), ((MANY, MANY), 3, True), ((MANY, MORE), 3, True), ((MANY,), 1, True)],
 )
-def test_more_operators_fail_once_a_second_process_counts_the_same(second, status, settled):
-    replies = [measurement(counts=counts, **_ON_CPU) for counts in (MANY, *filter(None, [second]))]
-    outcome = _outcome(replies, COUNTED, most=3)
-    assert (outcome.verdict.status, outcome.settled) == (status, settled)
-    assert "runs 200 operators a step (100 before)" in outcome.verdict.sentence
-
-
-def test_what_is_better_is_told_beside_what_is_worse():
-    before, now = _of_cpu(operators=100, reads=3), _of_cpu(operators=200, reads=1)
-    verdict = _judge([measurement(counts=now, **_ON_CPU)] * 2, _stored(CPU, counts=before))
-    assert verdict.status == "regressed"
-    assert verdict.sentence.endswith("depend on its trained weights, each a wait on a GPU, 1 time a step (3 before)")
-    assert "; but it reads values" in verdict.sentence
-
-
-def test_a_run_that_may_not_be_repeated_fails_at_once():
-    assert _outcome([measurement(counts=MANY, **_ON_CPU)], COUNTED, most=1).settled
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "status", "said"),
-    [
-        (FEW, FEW, "pass", "time on a CPU is shown"),
-        (None, FEW, "pass", "what its steps ask of a CPU was not recorded; record it again"),
-        (None, None, "pass", "time on a CPU is shown"),
-        (FEW, None, "not-comparable", ": what its steps ask of a CPU was not counted; record it"),
-        (MANY, FEW, "improved", "runs 100 operators a step (200 before)"),
-    ],
-)
-def test_counts_that_one_side_lacks_never_fail_and_never_pass_for_compared(before, now, status, said):
-    verdict = _judge([measurement(counts=now, **_ON_CPU)], _stored(CPU, counts=before))
-    assert verdict.status == status
-    assert said in verdict.sentence
-
-
-def test_calls_of_python_functions_that_one_side_lacks_are_named():
-    calling = msgspec.structs.replace(_of_cpu(operators=100, python_calls=9), python="3.12")
-    verdict = _judge([measurement(counts=calling, **_ON_CPU)], COUNTED)
-    assert "; its calls of Python functions are not compared: they were not recorded" in verdict.sentence
-
-
-def test_counts_of_another_number_of_processes_are_not_compared():
-    reply = measurement(counts=MANY, peak_allocated_bytes=BASE_BYTES, environment=TWO_CPUS)
-    assert "operators" not in _judge([reply], COUNTED).sentence
-
-
-def test_growth_that_a_second_process_does_not_confirm_is_not_laid_to_noise_of_time():
-    verdict = _judge([measurement(counts=counts, **_ON_CPU) for counts in (MANY, MORE)], COUNTED)
-    assert verdict.sentence.endswith("(100 before), which a second run in a fresh process does not confirm")
-
-
-@pytest.mark.parametrize(("mode", "status"), [("judge", "not-comparable"), ("tell", "pass"), ("off", "pass")])
-def test_counts_that_a_run_lacks_are_missed_where_they_are_judged(mode, status):
-    assert _judge(measurement(**_ON_CPU), COUNTED, counts=CountTerms(mode=mode)).status == status
+def test_more_operators_want_a_second_process_that_counts_the_same(replies, most, settled):
+    assert _outcome([measurement(counts=one, **_ON_CPU) for one in replies], COUNTED, most=most).settled is settled

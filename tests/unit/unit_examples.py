@@ -197,11 +197,14 @@ def told(verdicts):
     """All of each verdict that people and other programs read."""
 
     def shown(metric):
-        figures = ("-" if it is None else f"{it:.10g}" for it in (metric.value, metric.baseline, metric.limit))
-        return f" [{metric.metric} {metric.status}: {', '.join(figures)}]"
+        figures = (
+            "-" if it is None else f"{it:.10g}" for it in (metric.value, getattr(metric, "baseline", None), metric.limit)
+        )
+        note = metric.note and f"; {metric.note}"
+        return f" [{metric.metric} {metric.status}: {', '.join(figures)}{note}]"
 
     return {
-        name: f"{verdict.status}: {verdict.sentence}{''.join(map(shown, verdict.metrics))}"
+        name: f"{verdict.status}: {verdict.sentence}{''.join(map(shown, (*verdict.metrics, *verdict.limits)))}"
         for name, verdict in verdicts.items()
     }
 
