@@ -12,6 +12,9 @@ from pytest_gputrain.records.whole import Whole
 
 LEAST_RISE: Final = 4 * 1024
 """Bytes by which memory may rise from one step to another: losses and metrics are kept."""
+COUNTED_ROUNDS: Final = 4
+"""The rounds of own code whose tensors are counted one by one on a CPU. A round is a step, or as many as gradients are
+accumulated over."""
 _LEAST_RISES: Final = 3
 
 

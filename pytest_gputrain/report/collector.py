@@ -23,7 +23,7 @@ from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.suite_noise import whole_suite
 from pytest_gputrain.hardware.catalog import CPU
 from pytest_gputrain.records import Case, Emulated, Measured, Report, Result, Verdict
-from pytest_gputrain.report import history_lines, json_report, uncompared
+from pytest_gputrain.report import history_lines, json_report, seen, uncompared
 from pytest_gputrain.storage.baselines import BaselineError, BaselineStore, SuiteStore
 from pytest_gputrain.storage.emulated import EmulationStore
 from pytest_gputrain.storage.history import HistoryError, append
@@ -202,7 +202,7 @@ class Collector:
             self.notes.append("all runs of these baselines come from this session, so they do not show how much days differ")
         kept = () if ran else self._note_kept(is_listing)
         line = uncompared.line(self.results, skipped=skipped, left_out=left_out, unclaimed=unclaimed)
-        self.notes += filter(None, [line])
+        self.notes += filter(None, [seen.line(self.results), line])
         written = [file for file in (self.settings.json, self.settings.html) if file is not None and file not in kept]
         self.notes += filter(None, [told(sys.argv[1:]) if written else ""])
         for file, write in ((self.settings.json, json_report.write), (self.settings.html, self._write_page)):

@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_iter
 
 from pytest_gputrain.records import LiveTensor, Task
-from pytest_gputrain.records.step_memory import LEAST_RISE, rise_of
+from pytest_gputrain.records.step_memory import COUNTED_ROUNDS, LEAST_RISE, rise_of
 from pytest_gputrain.utils.units import KiB, MiB, format_bytes
 from pytest_gputrain.worker.allocations import name_of, strided_parts, wraps
 from pytest_gputrain.worker.checks import CheckFailed, local
@@ -108,13 +108,13 @@ class Growth:
         """
         self._begin_step, self._end_step = begin_step, end_step
         first = []
-        for _ in range(2):
+        for _ in range(COUNTED_ROUNDS // 2):
             first.append((yield from self._round(training, allocated)))
         if self._curve:  # whose steps all count
             return
         later = [self._collected(training, allocated)]
         training.losses.clear()  # of further rounds they would add to the peak
-        for _ in range(2):
+        for _ in range(COUNTED_ROUNDS // 2):
             later.append((yield from self._round(training, allocated, collect=True)))
         if self._any(first[1] > first[0] and self._grows(later)):
             yield from self._look_closer(training, allocated)

@@ -1,0 +1,54 @@
+"""A run says in one line which part of the programs of its cases it has seen."""
+
+import pytest
+from unit_examples import CASE, cpu_environment, emulated_run, measurement, result
+
+from pytest_gputrain.records import Counts, StepCounts, StepMemory
+from pytest_gputrain.report.seen import line
+
+OWN = CASE.replace(code="test_mine.py::train", steps=30)
+
+
+def _measured(case=OWN, *, steps=30, counted=2, **fields):
+    counts = Counts(steps=(0,) * counted, kinds=(StepCounts(),), on_cpu=True)
+    memory = (StepMemory(steps, 10, 5),) if steps else ()
+    reply = measurement(environment=cpu_environment(), memory_of_steps=memory, counts=counts, **fields)
+    return result(case, replies=(reply,))
+
+
+def _emulated(counted):
+    return result(OWN, reply=emulated_run(counts=Counts(steps=(0,) * counted, kinds=(StepCounts(),))))
+
+
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        ([_measured(counted=30)], ""),
+        ([_measured()], "this run saw operators and reads of 2 of 30 steps"),
+        ([_measured(), _measured()], "this run saw operators and reads of 2 of 30 steps"),
+        (
+            [_measured(), _measured(OWN.replace(steps=10), steps=10)],
+            "this run saw operators and reads of 4 of 40 steps in 2 cases",
+        ),
+        ([_measured(steps=0)], "this run saw memory of 4 of 30 steps and operators and reads of 2 of 30 steps"),
+        ([_measured(OWN.replace(gradient_accumulation=8), steps=0, counted=30)], ""),
+        ([_measured(CASE.replace(steps=30))], ""),
+        ([_measured(OWN.replace(method="script"))], ""),
+        ([_emulated(30)], ""),
+        ([_emulated(13)], "this run saw requests to the GPU of 13 of 30 steps"),
+    ],
+    ids=[
+        "all",
+        "some",
+        "alike",
+        "others",
+        "counted rounds",
+        "whole rounds",
+        "built-in model",
+        "script",
+        "emulated",
+        "fewer",
+    ],
+)
+def test_a_run_says_how_many_of_the_steps_were_counted(results, said):
+    assert line(results) == said
