@@ -10,6 +10,7 @@ from zoo_examples import measured, refused, run
 
 from pytest_gputrain import Case
 from pytest_gputrain.records import Crashed
+from pytest_gputrain.records.step_memory import unfolded
 
 MINE = Case(model="mine", method="custom", precision="fp32", batch_size=4, steps=3, warmup=1)
 
@@ -185,6 +186,12 @@ def test_a_trainer_that_accumulates_takes_micro_batches(llama):
     assert (len(reply.warmup_seconds), len(reply.step_seconds)) == (4, 8), "whole updates"
     # Trainer divides what it trains on; what is told is the loss.
     assert reply.losses[0] == pytest.approx(measured(MINE, lambda setup: llama()).losses[0], rel=0.2)
+
+
+def test_a_trainer_takes_as_many_steps_as_many_timed_ones_and_their_memory_need(llama):
+    many = MINE.replace(gradient_accumulation=2, steps=30)
+    reply = measured(many, lambda setup: llama(gradient_accumulation_steps=2, max_steps=1))
+    assert len([*unfolded(reply.memory_of_steps)]) == 30
 
 
 @pytest.mark.parametrize("knob", ["gradient_accumulation", "batch_size"])

@@ -21,8 +21,8 @@ from pytest_gputrain.worker.loop import Steps
 from pytest_gputrain.worker.loops import See
 
 _ROUNDS_OF_CHECKS: Final = 12
-"""Rounds of the accumulation that are taken beside those of the warm-up and the timed steps, at most: counted ones, and
-those that look for memory that is kept."""
+"""Rounds of the accumulation that are taken, at most, beside those of the warm-up, of the timed steps, and of as many whose
+memory is followed: counted ones, and those that look for memory that is kept."""
 _SILENCED: Final = ("logging_strategy", "save_strategy", "eval_strategy")
 
 
@@ -43,7 +43,7 @@ class TrainerLoop:
     def run(self, steps: Steps) -> None:
         trainer, case = self._trainer, self._case
         self._silence()
-        updates = -(-(case.warmup + case.steps) // case.gradient_accumulation) + _ROUNDS_OF_CHECKS
+        updates = -(-(case.warmup + 2 * case.steps) // case.gradient_accumulation) + _ROUNDS_OF_CHECKS
         trainer.args.max_steps = max(trainer.args.max_steps, updates)
         stepping = Stepping(case, steps, self._watch, self._note, self._see)
         trainer.add_callback(_Callback(trainer, stepping))
