@@ -37,7 +37,7 @@ _PART: Final = re.compile(r"<!-- begin ([\w.]+) -->\n.*?<!-- end \1 -->", re.DOT
 _WITH_DEFAULTS: Final = ("Case",)
 """Classes whose objects users make; they only read those of the others."""
 _RESULT: Final = "One of `Measured`, `Emulated`, `BatchSearch` and `LossStudy`"
-_INTERNAL: Final = ("identity", "idle_names", "loaders", "sides", "watched")
+_INTERNAL: Final = ("beside", "identity", "idle_names", "loaders", "sides", "watched")
 """Public members that users have no use for."""
 _SHORT_TYPES: Final = {
     "Whole": "int",

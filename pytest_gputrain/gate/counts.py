@@ -98,12 +98,13 @@ class _Finding(NamedTuple):
 
 
 def judge_counts(
-    before: Counts, now: Counts, terms: CountTerms = BY_THE_RULES, again: Counts | None = None
+    before: Counts, now: Counts, terms: CountTerms = BY_THE_RULES, again: Counts | None = None, where: str = "a step"
 ) -> JudgedCounts | None:
     """Judge the counts of a case.
 
     Args:
         again: those of a second run. A figure that would fail is in doubt where any step of it has another value.
+        where: what texts say of what all steps ask for.
 
     Returns:
         What they say; None if no step can be compared, because none updates where the step of its number did.
@@ -116,12 +117,12 @@ def judge_counts(
         terms = dataclasses.replace(terms, mode="tell")
     graphs = before.launches_graphs or now.launches_graphs
     figures = [figure for figure in _judged_figures(terms) if figure in now.figures and (graphs or figure != "gpu_work")]
-    findings = [_Rule(figure, terms, on_cpu=now.on_cpu).judge(pairs, now, again) for figure in figures]
+    findings = [_Rule(figure, terms, on_cpu=now.on_cpu, where=where).judge(pairs, now, again) for figure in figures]
     called = [pair for pair in pairs if pair.before.python_calls and pair.now.python_calls]
     uncompared = _uncompared_calls(before, now, called)
     if called and not uncompared:
         figures.append("python_calls")
-        findings.append(_Rule("python_calls", terms, on_cpu=now.on_cpu).judge(called, now, again))
+        findings.append(_Rule("python_calls", terms, on_cpu=now.on_cpu, where=where).judge(called, now, again))
     work_rose = any(pair.now.work > pair.before.work for pair in pairs)
     if work_rose:
         findings = [finding.without_fewer_bytes() for finding in findings]
@@ -156,6 +157,31 @@ def judge_counts(
         better=tuple(describe_falls(of_status("improved")).values()),
         told=tuple(notes.values()),
         work_rose=work_rose,
+    )
+
+
+def with_evaluation(
+    steps: JudgedCounts | None, before: Counts | None, now: Counts | None, terms: CountTerms, again: Counts | None = None
+) -> JudgedCounts | None:
+    """Judge what the evaluation of a case asks for by the same rules, and add it to what the steps do.
+
+    Args:
+        steps: what counts say of the steps; None if they are not compared.
+        before: the counts of the evaluation; None where there is none. The same for ``now`` and ``again``.
+    """
+    judged = judge_counts(before, now, terms, again, "in its evaluation") if before and now and terms.mode != "off" else None
+    if judged is None:
+        return steps
+    status: Status = "regressed" if judged.worse else "inconclusive" if judged.doubtful else "pass"
+    status = "improved" if status == "pass" and judged.better else status
+    metric = MetricVerdict(metric="evaluation_counts", status=status, note="; ".join(judged.told))
+    of_steps = steps or JudgedCounts((), (), (), (), (), work_rose=False)
+    return of_steps._replace(
+        metrics=(*of_steps.metrics, metric),
+        worse=(*of_steps.worse, *judged.worse),
+        doubtful=(*of_steps.doubtful, *judged.doubtful),
+        better=(*of_steps.better, *judged.better),
+        told=(*of_steps.told, *judged.told),
     )
 
 
@@ -232,8 +258,9 @@ def _uncompared_calls(before: Counts, now: Counts, called: Sequence[_Pair]) -> s
 class _Rule:
     """How one figure is judged."""
 
-    def __init__(self, figure: CountFigure, terms: CountTerms, *, on_cpu: bool) -> None:
+    def __init__(self, figure: CountFigure, terms: CountTerms, *, on_cpu: bool, where: str) -> None:
         self._figure = figure
+        self._where = where
         self._on_cpu = on_cpu
         self._tolerance = terms.tolerances.get(figure)
         self._parts: tuple[CountFigure, ...] = (figure,)
@@ -286,7 +313,7 @@ class _Rule:
         )
         if not chosen:
             return _Finding(metric, None, step=pair.step)
-        when = "a step"
+        when = self._where
         if len(chosen) < len(pairs):
             when = f"in step {pair.step + 1}" if len(chosen) == 1 else f"in {len(chosen)} of its {len(pairs)} steps"
         difference = Difference(self._figure, self._parts, pair.step, pair.before, pair.now, when)

@@ -14,10 +14,10 @@ from typing import Final, NamedTuple
 import msgspec
 
 from pytest_gputrain.cases.identity import differences
-from pytest_gputrain.gate.counts import BY_THE_RULES, have_steps_in_common, judge_counts
+from pytest_gputrain.gate.counts import BY_THE_RULES, have_steps_in_common, judge_counts, with_evaluation
 from pytest_gputrain.gate.criteria import Judged
 from pytest_gputrain.gate.expected_times import describe_slowdown
-from pytest_gputrain.gate.memory import PHASES, describe_memory, is_memory_metric
+from pytest_gputrain.gate.memory import PHASES, describe_memory, in_phase, is_memory_metric
 from pytest_gputrain.gate.messages import OtherSide, describe_checkpointing, describe_metric
 from pytest_gputrain.gate.own_training import lost_tensors, other_shapes
 from pytest_gputrain.gate.step_memory import judge_steps
@@ -32,8 +32,10 @@ from pytest_gputrain.records import (
     Rates,
     Recorded,
     Status,
+    TrainingPhase,
     Verdict,
 )
+from pytest_gputrain.records.memory import BESIDE_STEPS
 from pytest_gputrain.records.tolerance import CountTerms
 from pytest_gputrain.utils.units import format_bytes, format_percent
 
@@ -158,7 +160,11 @@ def _verdict(
     if compared.better:
         sentence = f"{case} {'; '.join(compared.better)}{switched}{told}{not_compared}"
         return Verdict(status="improved", sentence=sentence, metrics=metrics), _RECORD
-    lost = (before.bytes_per_step and not run.bytes_per_step) or (terms.mode == "judge" and _lost_counts(before, run))
+    lost = (
+        (before.bytes_per_step and not run.bytes_per_step)
+        or (terms.mode == "judge" and _lost_counts(before, run))
+        or _beside_steps_only_in(before, run)
+    )
     memory = "the recorded memory" if side.remedies else f"the memory of {side.name}"
     sentence = f"{case} takes {memory}{told}{not_compared}"
     return Verdict(status="not-comparable" if lost else "pass", sentence=sentence, metrics=metrics), ""
@@ -169,8 +175,9 @@ def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Co
     if before.counts and now.counts and before.fits and now.fits and terms.mode != "off":
         counts = judge_counts(before.counts, now.counts, terms, again)
     metrics = tuple(_metrics(before, now, work_rose=counts is not None and counts.work_rose))
+    counts = with_evaluation(counts, before.evaluation_counts, now.evaluation_counts, terms)
     worse, better = (_changes(metrics, (status,), before, now) for status in _CHANGED)
-    phases = before.phase_peak_bytes.keys() - now.phase_peak_bytes.keys() - {"between"}
+    phases = before.phase_peak_bytes.keys() - now.phase_peak_bytes.keys() - {"between"} - BESIDE_STEPS
     if gone := sorted(phases) if now.phase_peak_bytes else []:
         worse.insert(0, f"no longer trains: it has no {' and no '.join(gone)}")
     if lost := lost_tensors(now.trained, before.trained):
@@ -206,6 +213,10 @@ def _not_compared(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, side
     """Name the figures that one side lacks."""
     if now.phase_peak_bytes and not before.phase_peak_bytes:
         yield f"its peaks of phases were not recorded, so they are not compared{side.advise(_RECORD)}"
+    for phase in _beside_steps_only_in(now, before):
+        yield f"its peak {in_phase(phase)} was not recorded, so it is not compared{side.advise(_RECORD)}"
+    for phase in _beside_steps_only_in(before, now):
+        yield f"its peak {in_phase(phase)} is not compared, because this run has none"
     if before.bytes_per_step and not now.bytes_per_step:
         yield "its FLOPs and the bytes that it moves are not compared, because they were not counted"
     elif now.bytes_per_step and not before.bytes_per_step and before.phase_peak_bytes:
@@ -214,6 +225,12 @@ def _not_compared(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, side
         yield f"what its steps ask of the GPU is not compared, {reason}"
     elif terms.mode != "off" and now.counts and not before.counts and (before.phase_peak_bytes or not now.phase_peak_bytes):
         yield f"what its steps ask of the GPU was not recorded, so it is not compared{side.advise(_RECORD)}"
+
+
+def _beside_steps_only_in(one: EmulatedRun, other: EmulatedRun) -> list[TrainingPhase]:
+    """Return the phases of evaluation and checkpoints that only one of two runs has, which fit and have peaks of phases."""
+    compared = one.fits and other.fits and one.phase_peak_bytes and other.phase_peak_bytes
+    return [phase for phase in one.phase_peak_bytes if phase in BESIDE_STEPS - other.phase_peak_bytes.keys() and compared]
 
 
 def _what_does_not_fit(run: EmulatedRun, title: str, what: str) -> str:

@@ -25,6 +25,7 @@ from pytest_gputrain.records import (
     Status,
     TrainingPhase,
 )
+from pytest_gputrain.records.memory import BESIDE_STEPS, peak_phase_of
 from pytest_gputrain.records.tolerance import MemoryTolerance
 from pytest_gputrain.utils.units import format_bytes, format_percent
 
@@ -42,7 +43,17 @@ PHASES: Final[dict[MetricName, TrainingPhase]] = {
     "backward_peak_bytes": "backward",
     "between_peak_bytes": "between",
     "optimizer_peak_bytes": "optimizer",
+    "evaluate_peak_bytes": "evaluate",
+    "checkpoint_peak_bytes": "checkpoint",
+    "checkpoint_host_peak_bytes": "checkpoint_host",
 }
+_IN_PHASE: Final[dict[TrainingPhase, str]] = {
+    "between": "between backward passes",
+    "evaluate": "in evaluation",
+    "checkpoint": "while saving a checkpoint",
+    "checkpoint_host": "on the host while saving a checkpoint",
+}
+"""How sentences name a phase, where it is not by its own name."""
 
 _MOST_TENSORS_SHOWN: Final = 3
 _MOST_LINES_SHOWN: Final = 3
@@ -91,12 +102,13 @@ class _MemoryLimit(NamedTuple):
 
 
 def judge_memory(
-    measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: MemoryTolerance, most: int
+    measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: MemoryTolerance, most: int, again: str = ""
 ) -> list[Judged[MetricVerdict]]:
     """Judge the peak of training against the highest of the baseline's, and likewise those of its phases.
 
     Args:
         most: runs that there may be.
+        again: the remedy where the baseline has no evaluation, or no checkpoint, that this run has.
     """
     values = [run.peak_allocated_bytes for run in measured]
     peaks = [run.peak_allocated_bytes for run in fitted if run.peak_allocated_bytes is not None]
@@ -122,7 +134,7 @@ def judge_memory(
     if on_cpu and not alone:
         # A buffer that outlives its phase is as large in a phase that needs little.
         rule = rule._replace(ratio=0.0, slack=rule.slack + round(max(rule.ratio, _SHARED_CPU_PHASE_RATIO) * max(peaks)))
-    judged = [whole, *_phases(whole.verdict, measured, fitted, rule)]
+    judged = [whole, *_phases(whole.verdict, measured, fitted, rule, again)]
     if on_cpu and not rule.exact:  # threads, or processes, decide what lives at the end of a step
         return judged
     settled, allowed = rule.exact or len(measured) >= most, measured[0].allowed_growth
@@ -130,7 +142,7 @@ def judge_memory(
 
 
 def _phases(
-    whole: MetricVerdict, measured: Sequence[Measurement], fitted: Sequence[BaselineRun], rule: _MemoryLimit
+    whole: MetricVerdict, measured: Sequence[Measurement], fitted: Sequence[BaselineRun], rule: _MemoryLimit, again: str
 ) -> Iterator[Judged[MetricVerdict]]:
     for name, phase in PHASES.items():
         values = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
@@ -140,6 +152,10 @@ def _phases(
             # A note about the peak of training is not repeated for each phase.
             is_repeated = peak.verdict.note == whole.note
             yield peak._replace(verdict=msgspec.structs.replace(peak.verdict, note="")) if is_repeated else peak
+        elif values and phase in BESIDE_STEPS:
+            value = statistics.median_high(values)
+            note = f"it was not recorded{again}"
+            yield Judged(MetricVerdict(metric=name, status="not-comparable", value=value, note=note))
         elif values:
             value = statistics.median_high(values)
             yield Judged(MetricVerdict(metric=name, status="new", value=value, note="there was none before"))
@@ -149,8 +165,11 @@ def _phases(
 
 
 def describe_missing_phases(metrics: Sequence[MetricVerdict], status: Status) -> str:
-    """Name the phases that only one side has, which have this status then: ``no peak in forward and optimizer``."""
-    names = [PHASES[metric.metric] for metric in metrics if metric.metric in PHASES and metric.status == status]
+    """Name the phases that only one side has, which have this status then: ``no peak in forward and optimizer``.
+
+    An evaluation or a checkpoint that is new is none of them: a baseline that is older stays valid."""
+    missing = (metric for metric in metrics if metric.status == status and (status == "new" or metric.value is None))
+    names = [PHASES[metric.metric] for metric in missing if metric.metric in PHASES]
     return f"no peak {_in_phases(names)}" if names else ""
 
 
@@ -162,6 +181,8 @@ def is_memory_metric(metric: MetricVerdict) -> bool:
 def phase_prefix(metric: MetricVerdict) -> str:
     """Return ``forward ``, to begin the note of a phase with; empty for a metric of no phase."""
     phase = PHASES.get(metric.metric)
+    if phase in BESIDE_STEPS:
+        return f"its peak {in_phase(phase)} {'is not compared: ' if metric.status == 'not-comparable' else ''}"
     return f"{phase} " if phase else ""
 
 
@@ -203,8 +224,7 @@ def _main_phase(
 ) -> MetricVerdict | None:
     """Choose the changed phase to describe in full: one whose change has a cause with a name; that of the peak, else the one
     that changed most."""
-    trained = {phase: size for phase, size in now.phase_peak_bytes.items() if phase != "build"}
-    peak = max(trained, key=trained.__getitem__, default=None)
+    peak = peak_phase_of(now.phase_peak_bytes)
 
     def weight(metric: MetricVerdict) -> tuple[bool, bool, float]:
         phase = PHASES[metric.metric]
@@ -325,13 +345,13 @@ def tensor(row: LiveTensor) -> str:
 
 def in_phase(phase: TrainingPhase) -> str:
     """Return ``in forward``."""
-    return "between backward passes" if phase == "between" else f"in {phase}"
+    return _IN_PHASE.get(phase, f"in {phase}")
 
 
 def _in_phases(names: Sequence[TrainingPhase]) -> str:
-    inside = [name for name in names if name != "between"]
+    inside = [name for name in names if name not in _IN_PHASE]
     parts = [f"in {inside[0]}", *inside[1:]] if inside else []
-    return listed([*parts, *(in_phase(name) for name in names if name == "between")])
+    return listed([*parts, *(in_phase(name) for name in names if name in _IN_PHASE)])
 
 
 def _kind(row: LiveTensor) -> _Kind:

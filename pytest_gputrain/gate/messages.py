@@ -72,6 +72,9 @@ _MEMORY: Final[dict[MetricName, str]] = {
     "backward_peak_bytes": "allocated in backward",
     "between_peak_bytes": "allocated between backward passes",
     "optimizer_peak_bytes": "allocated in optimizer",
+    "evaluate_peak_bytes": "allocated in evaluation",
+    "checkpoint_peak_bytes": "allocated while saving a checkpoint",
+    "checkpoint_host_peak_bytes": "allocated on the host while saving a checkpoint",
 }
 
 

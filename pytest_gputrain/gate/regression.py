@@ -19,7 +19,7 @@ import msgspec
 
 from pytest_gputrain.cases.identity import differences
 from pytest_gputrain.gate.contention import describe_memory_shortage, describe_throttling, with_contention
-from pytest_gputrain.gate.counts import JudgedCounts, have_steps_in_common, judge_counts
+from pytest_gputrain.gate.counts import JudgedCounts, have_steps_in_common, judge_counts, with_evaluation
 from pytest_gputrain.gate.criteria import Criteria, Judged
 from pytest_gputrain.gate.host_bound import (
     COARSE_GPU_TOLERANCE,
@@ -202,7 +202,7 @@ def judge(criteria: Criteria, replies: Sequence[Reply], shift: float = 0.0, no_s
         return Judged(Verdict(status="improved", sentence=sentence))
     judged = [
         *_times(sides),
-        *judge_memory(sides.measured, sides.fitted, sides.tolerance.memory, sides.most),
+        *judge_memory(sides.measured, sides.fitted, sides.tolerance.memory, sides.most, sides.criteria.again),
         *_flops(sides),
     ]
     if no_scaling:
@@ -236,6 +236,7 @@ def first_ratio(criteria: Criteria, replies: Sequence[Reply]) -> float | None:
 
 
 _FLOPS: Final[tuple[MetricName, ...]] = ("flops_per_step", "recomputed_flops_per_step")
+_COUNTED: Final[tuple[MetricName, ...]] = (*COUNT_FIGURES, "evaluation_counts")
 _RECORD: Final = "record it with --gpu-baseline-update"
 _RECORD_NEW: Final = "record it with --gpu-baseline-new"
 """The remedy for a case without a baseline. It does not accept regressions of other cases."""
@@ -535,8 +536,10 @@ def _counts(sides: _Comparison) -> tuple[JudgedCounts | None, list[Judged[Metric
         )
         metric = MetricVerdict(metric="operators" if on_cpu else "waits", status="not-comparable", note=note)
         return None, [Judged(metric)]
-    again = measured[1].counts if len(measured) > 1 else None
-    judged = judge_counts(before, now, terms, again)
+    again, evaluated_again = (measured[1].counts, measured[1].evaluation_counts) if len(measured) > 1 else (None, None)
+    steps = judge_counts(before, now, terms, again)
+    evaluation = sides.fitted[-1].evaluation_counts, measured[0].evaluation_counts
+    judged = with_evaluation(steps, *evaluation, terms, evaluated_again)
     assert judged is not None, "they have steps in common"
     alone = len(measured) == 1 < sides.most
     return judged, [Judged(metric, not (alone and metric.status == "regressed")) for metric in judged.metrics]
@@ -544,7 +547,7 @@ def _counts(sides: _Comparison) -> tuple[JudgedCounts | None, list[Judged[Metric
 
 def _conclude(sides: _Comparison, metrics: tuple[MetricVerdict, ...], counts: JudgedCounts | None) -> Verdict:
     case, side, measured, fitted = sides.case, sides.side, sides.measured, sides.fitted
-    measures = [metric for metric in metrics if metric.metric not in (*_FLOPS, *COUNT_FIGURES)]
+    measures = [metric for metric in metrics if metric.metric not in (*_FLOPS, *_COUNTED)]
     if all(metric.status == "not-comparable" for metric in measures):
         reasons = "; ".join(dict.fromkeys(metric.note for metric in measures))
         sentence = f"{case} cannot be compared with {side.name}: {reasons}{side.advise(_RECORD)}"
@@ -560,7 +563,7 @@ def _conclude(sides: _Comparison, metrics: tuple[MetricVerdict, ...], counts: Ju
         parts = [
             f"{describe_metric(metric)}{f'; {metric.note}' if metric.note else ''}"
             for metric in chosen
-            if not is_memory_metric(metric) and metric.metric not in COUNT_FIGURES
+            if not is_memory_metric(metric) and metric.metric not in _COUNTED
         ]
         timed = bool(chosen) and chosen[0].metric == "step_seconds"
         parts[timed:timed] = describe_memory(chosen, measured[0], fitted)

@@ -11,7 +11,7 @@ from pytest_gputrain.records.case import Case, Scale
 from pytest_gputrain.records.counts import Counts
 from pytest_gputrain.records.expected import ExpectedTime
 from pytest_gputrain.records.measurement import Measurement
-from pytest_gputrain.records.memory import LiveTensor, TrainingPhase, without_lines
+from pytest_gputrain.records.memory import LiveTensor, TrainingPhase, peak_phase_of, without_lines
 from pytest_gputrain.records.own_training import BatchShapes, TrainedTensors
 from pytest_gputrain.records.step_memory import StepMemory
 from pytest_gputrain.records.whole import Whole
@@ -110,6 +110,8 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     counts: Counts | None = None
     """What each timed step asks of the GPU; of a script each of the first 50 steps after its first update. None if the case
     does not fit, and in older files."""
+    evaluation_counts: Counts | None = None
+    """What the evaluation asks of the GPU, as one step. None of a case that does not evaluate."""
     trained: TrainedTensors | None = None
     """The tensors of own code's model that get a gradient, and those that get none. This and the next field are None if the
     model is not watched, and in older files."""
@@ -141,8 +143,7 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     @property
     def peak_phase(self) -> TrainingPhase | None:
         """Return the phase of a step that has the peak; None where phases are not known."""
-        trained = {phase: peak for phase, peak in self.phase_peak_bytes.items() if phase != "build"}
-        return max(trained, key=trained.__getitem__, default=None)
+        return peak_phase_of(self.phase_peak_bytes)
 
     def as_stored(self) -> EmulatedRun:
         """Return the run as baselines keep it, without the names of lines, which move."""
@@ -153,6 +154,7 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
             operators={name: work.without_lines() for name, work in self.operators.items()},
             counts=self.counts.as_stored() if self.counts else None,
             allowed_growth=0,
+            evaluation_counts=self.evaluation_counts.as_stored() if self.evaluation_counts else None,
             peak_bytes_by_origin={},
             expected=None,
         )

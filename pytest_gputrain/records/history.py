@@ -148,6 +148,12 @@ class _Line(Struct, frozen=True, kw_only=True):
     """The peak after the first backward pass of a step, outside of backward passes and optimizers."""
     optimizer_peak_bytes: Whole | None
     """The peak of steps of optimizers."""
+    evaluate_peak_bytes: Whole | None = None
+    """The peak of the evaluation. This and the next two are null of a case without them, and in lines that are older."""
+    checkpoint_peak_bytes: Whole | None = None
+    """The peak of saving a checkpoint."""
+    checkpoint_host_peak_bytes: Whole | None = None
+    """The host's peak of saving a checkpoint of a GPU."""
     peak_reserved_bytes: Whole | None
     """The highest memory that the caching allocator held."""
     device_used_bytes: Whole | None

@@ -173,8 +173,8 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """The highest sum of live tensor storages from the first step on. On a GPU the caching allocator counts it. On a CPU it
     is counted tensor by tensor, in steps of its own."""
     phase_peak_bytes: dict[TrainingPhase, Whole] = {}
-    """The same for each phase of training, if it was counted tensor by tensor. ``build`` is the highest before the first
-    step. If several processes train, it is the largest of one."""
+    """The same for each phase of training, if it was counted tensor by tensor, and for evaluation and saving a checkpoint on
+    all devices. ``build`` is the highest before the first step. If several processes train, it is the largest of one."""
     largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = {}
     """The largest tensors at the peak of each phase."""
     memory_of_steps: tuple[StepMemory, ...] = ()
@@ -200,6 +200,8 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     counts: Counts | None = None
     """What a step asks for. On a CPU: operators, collectives, compilations and values that the program reads. On a GPU: what
     the steps of ``gpu_steps`` ask for. If several processes train, it is that of the first."""
+    evaluation_counts: Counts | None = None
+    """What the evaluation asks for, as one step. None of a case that does not evaluate, and on a GPU."""
     trained: TrainedTensors | None = None
     """The tensors of own code's model that train, and those that do not. None if the model is not watched."""
     batch_shapes: BatchShapes | None = None

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 from msgspec import Struct
 
 from pytest_gputrain.records.whole import Whole
 
-TrainingPhase = Literal["build", "forward", "backward", "between", "optimizer"]
+TrainingPhase = Literal["build", "forward", "backward", "between", "optimizer", "evaluate", "checkpoint", "checkpoint_host"]
 """``forward`` is a step before its first backward pass; recomputation of activations is part of ``backward``. ``between`` is
 what a step does after its first backward pass and outside of backward passes and optimizers: it clips gradients, or runs the
-forward pass of the second loss of a GAN."""
+forward pass of the second loss of a GAN. ``evaluate`` and ``checkpoint`` are an evaluation and the saving of a checkpoint;
+``checkpoint_host`` is the memory of the host in tensors while a checkpoint of a GPU is saved."""
+
+BESIDE_STEPS: Final[frozenset[TrainingPhase]] = frozenset({"evaluate", "checkpoint", "checkpoint_host"})
+"""The phases of what a training does beside its steps, which are no part of the peak of training."""
+
+
+def peak_phase_of(peaks: Mapping[TrainingPhase, int]) -> TrainingPhase | None:
+    """Return the phase of a step that has the highest peak; None where phases of steps are not known."""
+    of_steps = {phase: peak for phase, peak in peaks.items() if phase != "build" and phase not in BESIDE_STEPS}
+    return max(of_steps, key=of_steps.__getitem__, default=None)
 
 
 class LiveTensor(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -10,8 +10,8 @@ from pytest_gputrain.records.emulated import EmulatedRun
 from pytest_gputrain.records.measurement import Environment, Holder, Measurement
 from pytest_gputrain.records.whole import Whole
 
-Phase = Literal["start", "import", "build", "count", "warmup", "measure", "check", "profile", "reply"]
-"""The activity of a process of a case. ``count`` is the pass that counts allocations."""
+Phase = Literal["start", "import", "build", "count", "warmup", "measure", "evaluate", "save", "check", "profile", "reply"]
+"""The activity of a process of a case. ``count`` is the pass that counts allocations, and ``save`` saves a checkpoint."""
 UNPROFILED: Final = "without GPU seconds, because a step under torch's profiler failed"
 """The beginning of a note. Before the phase ``profile`` a case has all its other figures, and has passed its checks."""
 

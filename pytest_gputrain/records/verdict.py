@@ -41,6 +41,10 @@ MetricName = Literal[
     "optimizer_peak_bytes",
     "step_peak_bytes",
     "step_growth_bytes",
+    "evaluate_peak_bytes",
+    "checkpoint_peak_bytes",
+    "checkpoint_host_peak_bytes",
+    "evaluation_counts",
     "flops_per_step",
     "recomputed_flops_per_step",
     "bytes_per_step",
@@ -48,7 +52,9 @@ MetricName = Literal[
 ]
 """``step_peak_bytes`` is the peak of the step that exceeds the baseline's by most, and ``step_growth_bytes`` is what steps
 keep more each time than those of the baseline. ``mean_step_seconds`` is there if only the mean of the steps tells a change.
-A real GPU gives no peak of a phase, and only the counts that its profiler tells. Bytes are those of emulated runs."""
+A real GPU gives no peak of a phase of a step, and only the counts that its profiler tells. Bytes are those of emulated runs.
+``evaluation_counts`` stands for all
+counts of an evaluation, and has no value."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -86,6 +92,8 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How long a step waits for its batches, as in `Measurement`. None on a CPU, where it is not judged."""
     counts: Counts | None = None
     """What a step asks for, as in `Measurement`, without numbers of lines."""
+    evaluation_counts: Counts | None = None
+    """What the evaluation asks for, likewise."""
     trained: TrainedTensors | None = None
     """The tensors of own code that train, as in `Measurement`."""
     batch_shapes: BatchShapes | None = None

@@ -25,6 +25,8 @@ _PHASES: Final = {
     "build": "building",
     "count": "counting allocations",
     "warmup": "warming up",
+    "evaluate": "evaluating",
+    "save": "saving a checkpoint",
     "check": "checking",
     "profile": "profiling",
     "reply": "replying",

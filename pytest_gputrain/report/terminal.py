@@ -259,6 +259,10 @@ METRIC_NAMES: Final[dict[MetricName, str]] = {
     "optimizer_peak_bytes": "peak of the optimizer",
     "step_peak_bytes": "memory of each step",
     "step_growth_bytes": "growth of memory over steps",
+    "evaluate_peak_bytes": "peak of the evaluation",
+    "checkpoint_peak_bytes": "peak of saving a checkpoint",
+    "checkpoint_host_peak_bytes": "the host's peak of saving a checkpoint",
+    "evaluation_counts": "counts of the evaluation",
     "flops_per_step": "FLOPs",
     "recomputed_flops_per_step": "recomputed FLOPs",
     "bytes_per_step": "bytes moved",
@@ -299,7 +303,8 @@ METRIC_NAMES: Final[dict[MetricName, str]] = {
 
 def _note(metric: MetricVerdict) -> str:
     """Return what is to be told of a metric that passes. The notes of counts name the metric themselves."""
-    return metric.note if metric.metric in COUNT_FIGURES else f"{METRIC_NAMES[metric.metric]} {metric.note}"
+    of_counts = metric.metric in (*COUNT_FIGURES, "evaluation_counts")
+    return metric.note if of_counts else f"{METRIC_NAMES[metric.metric]} {metric.note}"
 
 
 def _table(results: Sequence[Measured], width: int) -> Table:

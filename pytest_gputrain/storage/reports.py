@@ -129,6 +129,7 @@ def _baseline_run(reply: Reply, *, date: str, session: str, commit: str) -> Base
         "gpu_steps": _short_steps(reply.gpu_steps) if reply.gpu_steps else None,
         "largest": without_lines(reply.largest),
         "counts": reply.counts.as_stored() if reply.counts else None,
+        "evaluation_counts": reply.evaluation_counts.as_stored() if reply.evaluation_counts else None,
         "one_worker_seconds": None if reply.one_worker_seconds is None else _short(reply.one_worker_seconds),
     }
     return BaselineRun(outcome="measured", date=date, session=session, commit=commit, **figures)

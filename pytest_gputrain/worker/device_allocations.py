@@ -186,8 +186,13 @@ class DeviceAllocations:
         self._firsts.append(len(self._trace.allocations))
         self.phases.begin_step()
 
+    def begin_beside_steps(self, phase: TrainingPhase) -> None:
+        """Take notice that something of this phase starts that is no step."""
+        self._largest = None
+        self.phases.begin_beside_steps(phase)
+
     def end_step(self) -> None:
-        """Take notice that a step has ended."""
+        """Take notice that a step has ended, or what is beside the steps."""
         self._keep_peak()
         self._read()
 

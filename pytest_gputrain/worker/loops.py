@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from inspect import isgenerator
+from pathlib import Path
 from types import GeneratorType
 from typing import Any, Final, Protocol
 
@@ -26,8 +28,24 @@ FRAMEWORKS: Final = {
 
 Note = Callable[[Any], None]
 """Called after each step with its loss, or with None."""
+MOST_BATCHES: Final = 8
+"""The batches of an evaluation that a framework's trainer takes, at most, from each of its data sets."""
+FIRST_BATCHES: Final = f"the evaluation took the first {MOST_BATCHES} batches alone"
+"""A note on an evaluation that has more."""
 See = Callable[[object], None]
 """Called with the batch of each step of a framework's trainer."""
+
+
+@dataclass
+class Beside:
+    """What a training does beside its steps."""
+
+    evaluate: Callable[[], object] | None = None
+    """Evaluates the model. None if the training does not, or nobody knows how."""
+    save: Callable[[Path], object] | None = None
+    """Saves a checkpoint in a folder, likewise."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what of the evaluation is left out."""
 
 
 class Loop(Protocol):
@@ -41,13 +59,22 @@ class Loop(Protocol):
         """
 
 
-def loop_of(built: object, case: Case, processes: int, watch: Callable[[nn.Module], None], note: Note, see: See) -> Loop:
+def loop_of(
+    built: object,
+    case: Case,
+    processes: int,
+    watch: Callable[[nn.Module], None],
+    note: Note,
+    see: See,
+    beside: Beside,
+) -> Loop:
     """Return the loop of what a user's function has built.
 
     Args:
         processes: of the case.
         watch: lets the worker know the model of a framework's trainer.
         see: lets it know the batches of one.
+        beside: gets what one does beside its steps, unless the function has told something else.
 
     Raises:
         CheckFailed: there is no way to train with it.
@@ -62,7 +89,7 @@ def loop_of(built: object, case: Case, processes: int, watch: Callable[[nn.Modul
                 "it, or write the loop with torch.distributed"
             )
         module = importlib.import_module(f"pytest_gputrain.worker.frameworks.{framework}")
-        loop: Loop = module.TrainerLoop(built, case, watch, note, see)
+        loop: Loop = module.TrainerLoop(built, case, watch, note, see, beside)
         return loop
     if not callable(built):
         raise CheckFailed(

@@ -22,6 +22,7 @@ from pytest_gputrain.records.reply import UNPROFILED
 from pytest_gputrain.records.step_memory import OfStep, folded
 from pytest_gputrain.utils.linux import CoreWait
 from pytest_gputrain.worker.allocations import AllocationCounter, strided_parts
+from pytest_gputrain.worker.beside_steps import BesideSteps
 from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, check_peak, finite_losses, local
 from pytest_gputrain.worker.compiling import CompileCalls, uncompiled
 from pytest_gputrain.worker.counted_steps import CountedSteps
@@ -139,6 +140,8 @@ class Measuring:
         loses_shards = self._case.parallel.startswith("fsdp") and torch.__version__ < "2.10"
         if self._device.type == "cpu" and self._task.counts and not self._task.curve and not loses_shards:
             self._operators = OperatorCounter(own_lines(self._task, builder) if self._own else None)
+        lines = own_lines(self._task, builder)
+        self._beside_steps = BesideSteps(self._task, self._device, self._group, self._progress, lines, self._emulated)
         self._progress.enter("build")
         self._device.reset_peaks()
         if limit := self._task.limit:
@@ -245,8 +248,7 @@ class Measuring:
             self._progress.stepped(step, seconds if device.computes else None, device.allocated_bytes())
             # What comes after a loss that is not finite is no training: the rest of a curve need not be waited for. Of
             # several processes none may end before the others.
-            last = training.losses[-1:]
-            return task.curve and group.size == 1 and bool(last) and not math.isfinite(float(last[0]))
+            return task.curve and group.size == 1 and not all(math.isfinite(float(loss)) for loss in training.losses[-1:])
 
         self._progress.enter("warmup")
         with self._noting_shapes(training):
@@ -259,19 +261,24 @@ class Measuring:
         step_seconds = yield from self._timed(training, updates, report, begin)
 
         peaks = device.peaks()
-        counting.close()
         losses = tuple(float(loss) for loss in training.losses)
         figures = self._unchecked(training, step_seconds, warmup_seconds, losses, peaks, counter)
-        figures = msgspec.structs.replace(figures, uncompiled=self._compile_calls.any and counter is not None)
         self._keep(figures)
+        if counter is None:
+            figures = self._beside_steps.behind_timed_steps(training, figures)
+        counting.close()
         self._progress.enter("check")
         check_peak(peaks, 0 if training.model is None else model_bytes(training.model, device.torch_device))
         steps = len(warmup_seconds) + len(step_seconds)
-        all_steps = steps + (0 if counter is None else len(counted_steps(case)))
-        figures = msgspec.structs.replace(figures, losses=self._checked_losses(losses, all_steps))
+        figures = msgspec.structs.replace(
+            figures, losses=self._checked_losses(losses, steps + (len(counted_steps(case)) if counter else 0))
+        )
         if self._is_profiled:
             find_gpu()
-        self._figures = yield from self._checked(training, movement, figures, steps=steps)
+        figures = yield from self._checked(training, movement, figures, steps=steps)
+        self._figures = self._beside_steps.behind_checks(
+            training, figures, counts=self._operators is not None and not self._compile_calls.any
+        )
         yield from self._python_calls()
         yield from self._gpu_steps(training, meet, updates)
 
@@ -474,6 +481,7 @@ class Measuring:
             core_wait_share=self._core_wait_share,
             counted_threads=max(1, len(counter.threads)) if self._own and counter is not None else 1,
             uncounted_memory=bool(uncounted),
+            uncompiled=self._compile_calls.any and counter is not None,
             notes=(*uncounted, *filter(None, [self._late_growth, ATTACHED if self._attached else ""])),
             environment=environment_of(device, group),
         )
@@ -550,6 +558,7 @@ class Measuring:
 
             yield from self._own.growth.count(training, lambda: counter.live_bytes, begin_step, end_step)
             beside.end(counter.trace)
+            self._beside_steps.run(training, counter)
             if not self._task.curve and self._group.size == 1:
                 yield from self._follow(self._own.growth, training, counter)
 

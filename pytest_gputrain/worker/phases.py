@@ -37,6 +37,8 @@ class Phases:
         self.thread = threading.get_ident()
         self.in_steps = False
         self.first_step_began: Callable[[], bool | None] | None = None
+        self._is_beside_steps = False
+        """Whether something runs beside the steps, all of which is one phase."""
         self._outside: TrainingPhase = "forward"
         """The phase outside of backward passes and optimizers."""
         self._task = (-1, False)
@@ -59,13 +61,19 @@ class Phases:
         """Note that a step of training starts in this thread."""
         self.thread = threading.get_ident()
         self.in_steps = True
+        self._is_beside_steps = False
         self._outside = "forward"
         self._optimizers.clear()
         self._enter("forward")
 
+    def begin_beside_steps(self, phase: TrainingPhase) -> None:
+        """Note that all that runs from now on, until another step or phase begins, is of this phase."""
+        self._is_beside_steps = True
+        self._enter(phase)
+
     def follow(self) -> None:
         """Look what runs. What another thread does belongs to the phase of the thread that trains."""
-        if not self._is_training() or (self.current == "build" and not self._has_begun()):
+        if self._is_beside_steps or not self._is_training() or (self.current == "build" and not self._has_begun()):
             return
         # It has a number for all of a backward pass, between its nodes too.
         backward = torch._C._current_graph_task_id()

@@ -11,6 +11,7 @@ from typing import Any, Final, get_args
 import msgspec
 
 from pytest_gputrain.records import LiveTensor, TrainingPhase
+from pytest_gputrain.records.memory import BESIDE_STEPS
 
 TRAINING: Final = -(2**62)
 """Among the events of a trace: training starts, and its peak is counted from there."""
@@ -143,7 +144,7 @@ class Peaks:
     """Highest sums of live allocations.
 
     Attributes:
-        bytes: since training started.
+        bytes: since training started, in its steps.
         phase: in which that was.
         by_phase: ``build`` is before training started.
         events: until the peak of each phase.
@@ -176,6 +177,6 @@ def peaks(trace: Trace) -> Peaks:
             phase = _ENTERED[event]
         if phase is not None and live > by_phase.get(phase, -1):
             by_phase[phase], events[phase] = live, place
-        if live > peak:
+        if live > peak and phase not in BESIDE_STEPS:
             peak, peak_phase = live, phase or "build"
     return Peaks(peak, peak_phase, by_phase, events)

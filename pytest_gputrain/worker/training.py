@@ -26,7 +26,7 @@ from pytest_gputrain.worker.device import is_gpu
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.loader import Loader
 from pytest_gputrain.worker.loop import Steps
-from pytest_gputrain.worker.loops import FunctionLoop, GeneratorLoop, loop_of
+from pytest_gputrain.worker.loops import Beside, FunctionLoop, GeneratorLoop, loop_of
 from pytest_gputrain.worker.methods import adapt, left_as_they_are, stored, trainable_parameters
 from pytest_gputrain.worker.optimizers import OPTIMIZERS
 from pytest_gputrain.worker.parallel import ENGINES, EngineOptions
@@ -221,6 +221,7 @@ class Setup:
     """The number of processes that train."""
     watched: list[nn.Module] = field(default_factory=list)
     idle_names: dict[str, None] = field(default_factory=dict)
+    beside: Beside = field(default_factory=Beside)
     own_work_done: Callable[[], None] = lambda: None
     """You may call it in a step before the step first needs another process. The report then shows which process is
     late."""
@@ -250,6 +251,32 @@ class Setup:
         if all(model is not watched for watched in self.watched):
             self.watched.append(model)
         self.idle_names.update(dict.fromkeys(idle))
+
+    def evaluation(self, evaluate: Callable[[], object]) -> None:
+        """Have the worker call ``evaluate`` between two steps, as the phase ``evaluate`` with its own peak of memory and
+        counts. A loop may say it in every step; the last function counts.
+
+        Raises:
+            CheckFailed: it is no function.
+        """
+        self.beside.evaluate = _function("evaluation", evaluate)
+
+    def checkpoint(self, save: Callable[[Path], object]) -> None:
+        """Have the worker call ``save`` between two steps, as the phase ``checkpoint`` with its own peak of memory. It gets
+        a temporary folder to save to, which is removed afterwards. A loop may say it in every step; the last function
+        counts.
+
+        Raises:
+            CheckFailed: it is no function.
+        """
+        self.beside.save = _function("checkpoint", save)
+
+
+def _function(said: str, given: Any) -> Callable[..., object]:
+    if not callable(given):
+        raise CheckFailed(f"setup.{said}() takes a function that the worker calls, and got {type(given).__name__}")
+    function: Callable[..., object] = given
+    return function
 
 
 StepBuilder = Callable[[Setup], Any]
@@ -282,12 +309,13 @@ class OwnCodeTraining:
         self.keeps_losses = True
         """Whether losses are copied, which is a task for the GPU that the program does not ask for."""
         self._watched = setup.watched
+        self.beside = setup.beside
         self.idle_names = setup.idle_names
         """The names of tensors that are to get no gradient: see `Setup.watch`."""
         self._shapes = ShapesNoted()
         self.optimizer_steps = Updates(case, counts=device.type == "cpu")
         with self.optimizer_steps.following():
-            self._loop = loop_of(builder(setup), case, group.size, setup.watch, self._note, self._shapes.note)
+            self._loop = loop_of(builder(setup), case, group.size, setup.watch, self._note, self._shapes.note, setup.beside)
         self.samples = case.batch_size
         self.sequence_length = case.sequence_length
         self.tokens: int | None = None

@@ -128,14 +128,24 @@ def losses(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart
 
 _SERIES: Final = range(5)
 
-_PHASES: Final[tuple[TrainingPhase, ...]] = ("build", "forward", "backward", "between", "optimizer")
+_PHASES: Final[tuple[TrainingPhase, ...]] = (
+    "build",
+    "forward",
+    "backward",
+    "between",
+    "optimizer",
+    "evaluate",
+    "checkpoint",
+)
+"""The phases that are drawn: those of memory of the GPU."""
 _ORIGINS: Final = (
     "made while building: weights",
     "in forward, or between backward passes: activations",
     "in backward: gradients",
     "by the optimizer: its state",
 )
-_COLOUR_OF: Final[dict[TrainingPhase, int]] = {"build": 0, "forward": 1, "backward": 2, "between": 1, "optimizer": 3}
+_COLOUR_OF: Final[dict[TrainingPhase, int]] = {"build": 0, "backward": 2, "optimizer": 3}
+_COLOUR_OF_OTHERS: Final = 1
 _REST: Final = 4
 
 
@@ -245,7 +255,7 @@ def _beside(
 def _stack(figures: PeaksByPhase, phase: TrainingPhase) -> Bar:
     sizes = [0.0] * (_REST + 1)
     for tensor in figures.largest.get(phase, ()):
-        sizes[_COLOUR_OF[tensor.phase]] += tensor.bytes
+        sizes[_COLOUR_OF.get(tensor.phase, _COLOUR_OF_OTHERS)] += tensor.bytes
     peak = figures.phase_peak_bytes[phase]
     sizes[_REST] = max(0.0, peak - sum(sizes))
     return Bar(parts=tuple((size, number) for number, size in enumerate(sizes) if size), text=format_bytes(peak))

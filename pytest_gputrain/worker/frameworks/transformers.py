@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 from torch import nn
+from torch.utils.data import Subset
 from transformers import (
     EarlyStoppingCallback,
     PrinterCallback,
@@ -18,7 +21,7 @@ from transformers import (
 from pytest_gputrain.records import Case
 from pytest_gputrain.worker.frameworks.stepping import Stepping, refuse_other
 from pytest_gputrain.worker.loop import Steps
-from pytest_gputrain.worker.loops import See
+from pytest_gputrain.worker.loops import FIRST_BATCHES, MOST_BATCHES, Beside, See
 
 _ROUNDS_OF_CHECKS: Final = 12
 """Rounds of the accumulation that are taken, at most, beside those of the warm-up, of the timed steps, and of as many whose
@@ -30,7 +33,13 @@ class TrainerLoop:
     """Has a Trainer take steps until no more are asked for. A step is one micro-batch."""
 
     def __init__(
-        self, trainer: Trainer, case: Case, watch: Callable[[nn.Module], None], note: Callable[[Any], None], see: See
+        self,
+        trainer: Trainer,
+        case: Case,
+        watch: Callable[[nn.Module], None],
+        note: Callable[[Any], None],
+        see: See,
+        beside: Beside,
     ) -> None:
         self._trainer, self._case, self._watch, self._note, self._see = trainer, case, watch, note, see
         arguments = trainer.args
@@ -39,6 +48,11 @@ class TrainerLoop:
             ("batch_size", arguments.per_device_train_batch_size),
         ):
             refuse_other(case, knob, theirs, f"{case.model} returned a Trainer with {knob} {theirs}")
+        self._beside = beside
+        if arguments.eval_strategy != "no" and trainer.eval_dataset is not None:
+            beside.evaluate = beside.evaluate or self._evaluate
+        if arguments.save_strategy != "no":
+            beside.save = beside.save or self._save
 
     def run(self, steps: Steps) -> None:
         trainer, case = self._trainer, self._case
@@ -51,7 +65,8 @@ class TrainerLoop:
         stepping.end()
 
     def _silence(self) -> None:
-        """Leave out what is no training: logs, checkpoints, evaluation, progress bars, and reports to other services."""
+        """Leave out of the training what is none: logs, checkpoints, evaluation, progress bars, and reports to other
+        services."""
         trainer = self._trainer
         for strategy in _SILENCED:
             setattr(trainer.args, strategy, "no")
@@ -60,6 +75,34 @@ class TrainerLoop:
             reports = type(callback).__module__.startswith("transformers.integrations")
             if reports or isinstance(callback, (PrinterCallback, ProgressCallback, EarlyStoppingCallback)):
                 trainer.remove_callback(callback)
+
+    def _evaluate(self) -> None:
+        """Evaluate as the Trainer does between two steps, on the first batches of each data set."""
+        trainer, most = self._trainer, MOST_BATCHES * self._trainer.args.eval_batch_size
+        first = _first_samples(trainer.eval_dataset, most)
+        if first is not trainer.eval_dataset:
+            self._beside.notes = (FIRST_BATCHES,)
+        with mock.patch.object(trainer, "eval_dataset", first):
+            trainer.evaluate()
+
+    def _save(self, folder: Path) -> None:
+        """Save a checkpoint as the Trainer does, in this folder."""
+        trainer = self._trainer
+        with mock.patch.multiple(trainer.args, output_dir=str(folder), push_to_hub=False):
+            trainer._save_checkpoint(trainer.model, trial=None)
+
+
+def _first_samples(dataset: Any, most: int) -> Any:
+    """Return the first samples of a data set, or of each one in a mapping; the very data set where it has no more, or if it
+    does not tell how many it has and cannot be cut."""
+    if isinstance(dataset, dict):
+        firsts = {name: _first_samples(part, most) for name, part in dataset.items()}
+        return firsts if any(firsts[name] is not part for name, part in dataset.items()) else dataset
+    if not hasattr(dataset, "__len__"):
+        return dataset.take(most) if hasattr(dataset, "take") else dataset
+    if len(dataset) <= most:
+        return dataset
+    return dataset.select(range(most)) if hasattr(dataset, "select") else Subset(dataset, range(most))
 
 
 class _Callback(TrainerCallback):  # type: ignore[misc]  # of a library without types

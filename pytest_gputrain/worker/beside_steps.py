@@ -1,0 +1,180 @@
+"""Runs what a training does beside its steps, an evaluation and the saving of a checkpoint, as phases of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy
+import torch
+from torch import nn
+
+from pytest_gputrain.records import Counts, LiveTensor, Measurement, Task, TrainingPhase
+from pytest_gputrain.utils.units import GiB, format_bytes
+from pytest_gputrain.worker.allocations import AllocationCounter
+from pytest_gputrain.worker.counted_steps import counts_of
+from pytest_gputrain.worker.device import Device
+from pytest_gputrain.worker.emulated import EmulatedFigures
+from pytest_gputrain.worker.group import Group
+from pytest_gputrain.worker.operator_counts import OperatorCounter
+from pytest_gputrain.worker.own_lines import OwnLines
+from pytest_gputrain.worker.progress import Progress
+from pytest_gputrain.worker.training import OwnCodeTraining, Trainable
+
+MOST_SAVED: Final = 4 * GiB
+"""The most memory in use at which a checkpoint is saved: it may write as much."""
+_OF_CACHES: Final = ("mallocs", "frees")
+"""What depends on what the steps before have left in the caches of allocators."""
+
+
+class BesideSteps:
+    """What a training does beside its steps. It disturbs none of them: it runs between two steps, where nothing is timed or
+    counted, and random numbers and the modes of modules are then as before.
+
+    Args:
+        lines: finds the user's own lines.
+        emulated: gets the peaks on an emulated GPU.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        device: Device,
+        group: Group,
+        progress: Progress,
+        lines: OwnLines,
+        emulated: EmulatedFigures | None,
+    ) -> None:
+        self._is_asked = not (task.curve or task.memory_only)
+        self._device, self._group, self._progress, self._lines, self._emulated = device, group, progress, lines, emulated
+        self._peaks: dict[TrainingPhase, int] = {}
+        """The peaks that neither the counter of a CPU nor an emulated GPU has."""
+        self._largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = {}
+        self._evaluation_counts: Counts | None = None
+        self._notes: tuple[str, ...] = ()
+
+    def run(self, training: Trainable, counter: AllocationCounter | None = None) -> None:
+        """Have own code evaluate and save a checkpoint, as far as it does so.
+
+        Args:
+            counter: counts the memory of a CPU, from the build on.
+        """
+        if not self._is_asked or not isinstance(training, OwnCodeTraining):
+            return
+        beside = training.beside
+        if beside.evaluate is not None:
+            self._progress.enter("evaluate")
+            with _undisturbed(training.model, self._device), self._phase("evaluate", counter), self._counting():
+                beside.evaluate()
+            self._notes = beside.notes
+        if beside.save is None:
+            return
+        in_use = counter.live_bytes if counter else self._device.allocated_bytes() or 0
+        if in_use > MOST_SAVED:
+            self._notes += (f"no checkpoint was saved, because as much as {format_bytes(in_use)} might be written",)
+            return
+        self._progress.enter("save")
+        with (
+            self._folder() as folder,
+            _undisturbed(training.model, self._device),
+            self._phase("checkpoint", counter),
+            self._host() if counter is None else contextlib.nullcontext(),
+        ):
+            beside.save(folder)
+
+    def behind_timed_steps(self, training: Trainable, figures: Measurement) -> Measurement:
+        """Run it on a GPU, where the timed steps are over, and return their figures with its peaks."""
+        self.run(training)
+        return msgspec.structs.replace(figures, phase_peak_bytes=self._peaks, largest=self._largest)
+
+    def behind_checks(self, training: Trainable, figures: Measurement, *, counts: bool) -> Measurement:
+        """Return the figures with all else that is known of it.
+
+        Args:
+            counts: whether own code is to evaluate once more, to count what that asks of a CPU.
+        """
+        evaluate = training.beside.evaluate if isinstance(training, OwnCodeTraining) and self._is_asked else None
+        if counts and evaluate is not None:
+            operators = OperatorCounter(self._lines)
+            parameters = () if training.model is None else training.model.parameters()
+            trained = (value for value in parameters if value.requires_grad)
+            with _undisturbed(training.model, self._device), operators.counting(trained, update=True):
+                evaluate()
+            self._evaluation_counts = operators.counts()
+        notes = (*figures.notes, *self._notes)
+        return msgspec.structs.replace(figures, evaluation_counts=self._evaluation_counts, notes=notes)
+
+    @contextlib.contextmanager
+    def _phase(self, phase: TrainingPhase, counter: AllocationCounter | None) -> Iterator[None]:
+        """Provide a context for a phase, whose peak is taken."""
+        gc.collect()
+        if counter is not None:
+            counter.phases.begin_beside_steps(phase)
+            yield
+            gc.collect()
+        elif self._emulated:
+            self._emulated.allocations.begin_beside_steps(phase)
+            yield
+            self._emulated.allocations.end_step()
+        else:
+            self._device.reset_peaks()
+            yield
+            self._peaks[phase] = self._device.peaks().allocated or 0
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Provide a context in which it is counted what the evaluation asks of an emulated GPU."""
+        counter = self._emulated.counter if self._emulated else None
+        if counter is None:
+            yield
+            return
+        counter.begin_step()
+        yield
+        judged = {cause: asked for cause, asked in counter.end().judged.items() if cause.what not in _OF_CACHES}
+        self._evaluation_counts = counts_of(judged, counter.lines_unknown)
+
+    @contextlib.contextmanager
+    def _host(self) -> Iterator[None]:
+        """Provide a context in which tensors on the host are counted while a checkpoint of a GPU is saved."""
+        phase: TrainingPhase = "checkpoint_host"
+        counter = AllocationCounter(self._lines.current)
+        with counter:
+            counter.begin_step()
+            counter.phases.begin_beside_steps(phase)
+            yield
+        peaks = counter.peaks()
+        self._peaks[phase] = peaks.by_phase.get(phase, 0)
+        self._largest |= {phase: counter.trace.largest_at(peaks.events[phase], 8)} if phase in peaks.events else {}
+
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[Path]:
+        """Provide a folder that all processes of the case share, and that is removed at the end."""
+        is_first = self._group.rank == 0
+        made = {tempfile.mkdtemp(prefix="gputrain-checkpoint-")} if is_first else set[str]()
+        ((path,),) = self._group.union((made,))
+        try:
+            yield Path(path)
+            self._group.barrier()
+        finally:
+            if is_first:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module | None, device: Device) -> Iterator[None]:
+    """Provide a context after which random numbers, and whether modules train, are as before."""
+    python, of_numpy = random.getstate(), numpy.random.get_state()
+    modes = [(module, module.training) for module in model.modules()] if model is not None else []
+    with torch.random.fork_rng([] if device.type == "cpu" else [device.torch_device]):
+        yield
+    random.setstate(python)
+    numpy.random.set_state(of_numpy)
+    for module, trains in modes:
+        module.training = trains

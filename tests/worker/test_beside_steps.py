@@ -1,0 +1,147 @@
+"""Evaluation and the saving of a checkpoint: phases of their own, which leave the figures of the steps as they are."""
+
+import torch
+from torch import nn
+from zoo_examples import measured, refused
+
+from pytest_gputrain import Case
+
+MINE = Case(model="mine", method="custom", precision="fp32", batch_size=4, steps=3, warmup=1)
+_LOGITS = 64 * 1000 * 4
+"""Bytes of what the model gives for one batch of the evaluation."""
+
+
+def training(told):
+    """Own code with dropout, whose evaluation draws its data; ``told`` gets the setup, the model and what evaluates it."""
+
+    def build(setup):
+        model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.5), nn.Linear(64, 1000))
+        optimizer = torch.optim.AdamW(model.parameters())
+        setup.watch(model)
+
+        def evaluate(kept=1):
+            model.eval()  # and not back
+            outputs = []
+            for _ in range(6):
+                with torch.no_grad():
+                    outputs = [*outputs, model(torch.randn(64, 32))][-kept:]
+                torch.rand(8).sum().item()
+
+        def step():
+            loss = model(torch.randn(4, 32)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        told(setup, model, evaluate)
+        return step
+
+    return build
+
+
+def test_the_figures_of_steps_are_those_without_an_evaluation_and_a_checkpoint():
+    def both(setup, model, evaluate):
+        setup.evaluation(lambda: evaluate(kept=6))
+        setup.checkpoint(
+            lambda folder: torch.save(
+                {name: value.clone() for name, value in model.state_dict().items()}, folder / "last.pt"
+            )
+        )
+
+    without, with_both = measured(MINE, training(lambda *_: None)), measured(MINE, training(both))
+    assert without.phase_peak_bytes.keys() & {"evaluate", "checkpoint"} == set()
+    assert with_both.phase_peak_bytes.keys() - without.phase_peak_bytes.keys() == {"evaluate", "checkpoint"}
+    assert with_both.phase_peak_bytes["evaluate"] > with_both.peak_allocated_bytes, "which would be its peak"
+    for figure in ("peak_allocated_bytes", "losses", "counts", "flops_per_step", "updates"):
+        assert getattr(with_both, figure) == getattr(without, figure), figure
+    assert without.phase_peak_bytes == {phase: with_both.phase_peak_bytes[phase] for phase in without.phase_peak_bytes}
+
+
+def test_outputs_that_an_evaluation_keeps_and_values_that_it_reads_are_in_its_figures():
+    def keeping(number):
+        return measured(MINE, training(lambda setup, model, evaluate: setup.evaluation(lambda: evaluate(number))))
+
+    one, all_of_them = keeping(1), keeping(6)
+    # Of one that is kept, the one before lives until the next one is there.
+    grown = all_of_them.phase_peak_bytes["evaluate"] - one.phase_peak_bytes["evaluate"]
+    assert grown == 4 * _LOGITS
+    (row,) = (row for row in all_of_them.largest["evaluate"] if row.phase == "evaluate" and row.shape == (64, 1000))
+    assert (row.count, row.bytes) == (6, 6 * _LOGITS)
+    assert "test_beside_steps.py:" in row.lines[0]
+    counts = one.evaluation_counts
+    assert (counts.kinds[0].other_reads, counts.kinds[0].reads) == (6, 0)
+    assert counts.kinds[0].operators == all_of_them.evaluation_counts.kinds[0].operators > 12
+
+
+def test_a_checkpoint_goes_to_a_folder_that_is_gone_afterwards_and_a_copy_of_the_state_is_in_its_peak():
+    folders = []
+
+    def saving(change):
+        def save(folder, model):
+            folders.append((folder, folder.is_dir()))
+            torch.save(change(model.state_dict()), folder / "last.pt")
+
+        return measured(MINE, training(lambda setup, model, _: setup.checkpoint(lambda folder: save(folder, model))))
+
+    plain = saving(lambda state: state)
+    copied = saving(lambda state: {name: value.clone() for name, value in state.items()})
+    weights = 4 * (32 * 64 + 64 + 64 * 1000 + 1000)
+    assert copied.phase_peak_bytes["checkpoint"] - plain.phase_peak_bytes["checkpoint"] == weights
+    assert [existed for _, existed in folders] == [True, True]
+    assert not any(folder.exists() for folder, _ in folders)
+
+
+def test_a_checkpoint_that_may_be_too_large_is_not_written(monkeypatch):
+    monkeypatch.setattr("pytest_gputrain.worker.beside_steps.MOST_SAVED", 1000)
+    saved = []
+    figures = measured(MINE, training(lambda setup, *_: setup.checkpoint(saved.append)))
+    assert not saved
+    assert "checkpoint" not in figures.phase_peak_bytes
+    assert figures.notes[0].startswith("no checkpoint was saved, because as much as ")
+
+
+def test_what_is_no_function_is_refused():
+    sentence = refused(MINE, training(lambda setup, *_: setup.evaluation(3)))
+    assert sentence.startswith("setup.evaluation() takes a function that the worker calls, and got int")
+
+
+def test_a_trainer_evaluates_and_saves_where_its_arguments_say_so():
+    import numpy as np
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    def trainer(rows, setup, *, picks, **arguments):
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+        drawn = torch.randint(256, (rows, 16))
+        data = [{"input_ids": row, "labels": row} for row in drawn]
+        return Trainer(
+            LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)),
+            TrainingArguments("out", per_device_train_batch_size=4, use_cpu=True, report_to=[], **arguments),
+            train_dataset=data[:64],
+            eval_dataset=data,
+            compute_metrics=lambda predicted: {"mean": float(np.mean(predicted.predictions))},
+            preprocess_logits_for_metrics=(lambda logits, labels: logits.argmax(-1)) if picks else None,
+        )
+
+    def of(rows, **options):
+        return measured(MINE, lambda setup: trainer(rows, setup, **options))
+
+    evaluating = {"eval_strategy": "steps", "eval_steps": 2}
+    neither = of(64, picks=True, save_strategy="no")
+    small, large = (of(64, picks=picks, **evaluating) for picks in (True, False))
+    assert {"evaluate", "checkpoint"} & neither.phase_peak_bytes.keys() == set()
+    assert (
+        small.phase_peak_bytes.keys()
+        == large.phase_peak_bytes.keys()
+        == {*neither.phase_peak_bytes, "evaluate", "checkpoint"}
+    )
+    for figure in ("peak_allocated_bytes", "losses", "counts"):
+        assert getattr(small, figure) == getattr(large, figure) == getattr(neither, figure), figure
+    logits = 8 * 16 * 256 * 4
+    grown = large.phase_peak_bytes["evaluate"] - small.phase_peak_bytes["evaluate"]
+    assert grown > 6 * logits, "those of 8 batches of 8 samples are kept"
+    longer = of(72, picks=True, **evaluating)
+    assert longer.phase_peak_bytes["evaluate"] == small.phase_peak_bytes["evaluate"] + 8 * 16 * 8, "data of a ninth batch"
+    assert longer.evaluation_counts.kinds == small.evaluation_counts.kinds
+    assert longer.notes[-1] == "the evaluation took the first 8 batches alone"
+    assert small.notes[-1:] != longer.notes[-1:]
