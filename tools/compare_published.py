@@ -96,7 +96,10 @@ CONDITIONS: Final = {
         updates=2,
     ),
 }
-"""The conditions of the tables that print the memory of a single GPU."""
+"""The conditions of the tables that print the memory of a single GPU.
+
+The allocator of torch 2.11 is the newest that takes the lower of two free blocks of one
+size, as those of the documents did."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
