@@ -44,6 +44,7 @@ _SHORT_TYPES: Final = {
     "TensorShapes": "tuple[tuple[int, ...], ...]",
     "StepSeconds": "tuple[float, ...]",
     " | UnsetType": "",
+    " | ": "|",
 }
 
 
@@ -65,6 +66,8 @@ def described(name: str) -> str:
     members = list(_members(node))
     rows = [member for member in members if isinstance(member, Row)]
     parts = [f"### `{own_name}`", docstring(ast.get_docstring(node) or "")]
+    if own_name not in _WITH_DEFAULTS:
+        rows = [row._replace(meaning=_first(row.meaning)) for row in rows]
     parts += [fields(rows, with_defaults=own_name in _WITH_DEFAULTS)] if rows else []
     methods = (f"#### `{member.name}()`\n\n{_function(member)}" for member in members if isinstance(member, ast.FunctionDef))
     return "\n\n".join([*parts, *methods])
@@ -256,8 +259,6 @@ def _command(parser: argparse.ArgumentParser, summary: str) -> str:
     names = (f"`{' '.join((', '.join(action.option_strings), _metavar(action))).strip()}`" for action in actions)
     helps = (_cell(str(action.help)) for action in actions)
     parts.append("\n".join(f"- {name}: {text}." for name, text in zip(names, helps, strict=True)))
-    if parser.epilog:
-        parts.append(f"```text\n{parser.epilog}\n```")
     return "\n\n".join(parts)
 
 

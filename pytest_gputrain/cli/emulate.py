@@ -23,7 +23,6 @@ import msgspec
 
 from pytest_gputrain.cli import emulate_install
 from pytest_gputrain.gate.emulated_program import judge
-from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.hardware.emulation import boards, build, libraries
 from pytest_gputrain.hardware.emulation.environment import RATES, TORCH, emulated_environment, with_startup
 from pytest_gputrain.hardware.rates import rates_of
@@ -82,7 +81,7 @@ def add_to(commands: Any) -> None:
         "is not known (incomplete). The exit status is that of the program, or 2 if the GPU cannot be emulated. "
         "Example: gputrain emulate --gpu h100 -- python train.py",
     )
-    emulate.add_argument("--gpu", metavar="MARKER", help=f"the GPU: {', '.join(PLATFORMS)}")
+    emulate.add_argument("--gpu", metavar="MARKER", help="the GPU, as h100 (pytest --markers lists all)")
     emulate.add_argument(
         "--gpus",
         type=_number_of_gpus,

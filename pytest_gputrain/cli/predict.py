@@ -74,7 +74,9 @@ def add_to(commands: Any) -> None:
         metavar="MODEL",
         help="a built-in model, a config.json or its folder, or a model in the local cache of the hub",
     )
-    predict.add_argument("--gpu", required=True, metavar="MARKER,...", help="the GPUs, as h100,rtx_4090 (docs/gpus.md)")
+    predict.add_argument(
+        "--gpu", required=True, metavar="MARKER,...", help="the GPUs, as h100,rtx_4090 (pytest --markers lists all)"
+    )
     for option, (knob, text) in _KNOBS.items():
         predict.add_argument(f"--{option}", dest=knob, metavar="A,B", help=text)
     predict.add_argument(
