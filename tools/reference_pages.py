@@ -36,6 +36,8 @@ SCHEMAS_FOLDER: Final = Path(pytest_gputrain.__file__).parent / "schemas"
 _PART: Final = re.compile(r"<!-- begin ([\w.]+) -->\n.*?<!-- end \1 -->", re.DOTALL)
 _WITH_DEFAULTS: Final = ("Case",)
 """Classes whose objects users make; they only read those of the others."""
+_AMONG_NAMES: Final = ("GpuTrain", "Setup")
+"""Classes whose members the list of public names has."""
 _RESULT: Final = "One of `Measured`, `Emulated`, `BatchSearch` and `LossStudy`"
 _INTERNAL: Final = ("beside", "identity", "idle_names", "loaders", "sides", "watched")
 """Public members that users have no use for."""
@@ -68,7 +70,8 @@ def described(name: str) -> str:
     parts = [f"### `{own_name}`", docstring(ast.get_docstring(node) or "")]
     if own_name not in _WITH_DEFAULTS:
         rows = [row._replace(meaning=_first(row.meaning)) for row in rows]
-    parts += [fields(rows, with_defaults=own_name in _WITH_DEFAULTS)] if rows else []
+    if own_name not in _AMONG_NAMES:
+        parts += [fields(rows, with_defaults=own_name in _WITH_DEFAULTS)] if rows else []
     methods = (f"#### `{member.name}()`\n\n{_function(member)}" for member in members if isinstance(member, ast.FunctionDef))
     return "\n\n".join([*parts, *methods])
 
@@ -88,12 +91,14 @@ def records() -> str:
     sections = []
     for kind in shown:
         members = list(_members(_class(kind.__module__, kind.__name__)))
-        text = _first(inspect.getdoc(kind) or "")
-        text += "".join(f" It also has the fields of `{base.__name__}`." for base in kind.__bases__ if _is_record(base))
+        about = "" if kind in public else f"{_first(inspect.getdoc(kind) or '')} "  # the list of public names has the others
+        inherited = (f"It also has the fields of `{base.__name__}`." for base in kind.__bases__ if _is_record(base))
+        text = f"{about}{' '.join(inherited)}".strip()
         rows = [row._replace(meaning=_first(row.meaning)) for row in members if isinstance(row, Row)]
         functions = (member for member in members if isinstance(member, ast.FunctionDef))
         calls = [f"- `{each.name}()`: {_first(ast.get_docstring(each) or '')}" for each in functions]
-        sections.append("\n".join([f"### `{kind.__name__}`\n\n{text}\n", fields(rows), *calls]))
+        listed = "\n".join([fields(rows), *calls])
+        sections.append("\n\n".join(part for part in (f"### `{kind.__name__}`", text, listed) if part))
     names = {kind.__name__ for kind in shown}
     others = sorted(name for name in msgspec.json.schema(pytest_gputrain.Report)["$defs"] if name not in {*names, "Case"})
     return "\n\n".join(

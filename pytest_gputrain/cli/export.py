@@ -38,7 +38,7 @@ def add_to(commands: Any) -> None:
         default="terminal",
         choices=[*dict.fromkeys((*FORMATS, *published.FORMATS))],
         metavar="FORMAT",
-        help="one of the formats below",
+        help="the format (default: terminal)",
     )
     export.add_argument(
         "-o",
