@@ -89,8 +89,11 @@ PARTS: Final = (
     Part("foreign-weekly", 20, {"cc": "gcc"}, by_name=True),
     Part("weekly", 150, {"cc": "gcc"}, by_name=True),
     Part("oldest-weekly", 20, by_name=True),
+    *(Part(f"tests-py{version.replace('.', '')}", 40, by_name=True, python=version) for version in ("3.12", "3.13", "3.14")),
+    Part("emulated-oldest", 24, {"cc": "gcc"}, by_name=True),
     # What is released tomorrow must not turn a change red today.
     Part("newest", 24, by_name=True),
+    Part("emulated-newest", 24, {"cc": "gcc"}, by_name=True),
 )
 
 

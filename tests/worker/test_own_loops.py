@@ -152,9 +152,12 @@ def llama(tmp_path):
 
 
 def assert_allocates_alike(framework, by_hand, *, ahead=0, phases=("forward", "backward", "optimizer", "between")):
-    """The counted steps of both have the same peaks, but for a batch ``ahead`` of so many bytes, and a few numbers."""
+    """The counted steps of both have the same peaks, but for a batch ``ahead`` of so many bytes, and a few numbers.
+
+    From Python 3.14 on, the numbers of some steps lie in cycles that are not collected yet.
+    """
     more = {phase: framework.phase_peak_bytes[phase] - by_hand.phase_peak_bytes[phase] for phase in phases}
-    assert all(ahead <= size <= ahead + 64 for size in more.values()), more
+    assert all(ahead <= size <= ahead + 256 for size in more.values()), more
     assert framework.parameters == by_hand.parameters
     assert framework.flops_per_step == by_hand.flops_per_step > 0
     assert (len(framework.step_seconds), len(framework.losses)) == (3, 3)

@@ -111,7 +111,7 @@ def test_model_bytes_are_two_per_parameter_in_bf16_and_the_environment_names_the
     reply, head_dim = once(PLAIN), 64 // 4
     # The rotary frequencies are fp32 buffers: the table and the original of it that transformers keeps.
     assert reply.model_bytes == 2 * reply.parameters + 2 * 4 * head_dim // 2
-    assert reply.environment.packages["torch"] == torch.__version__
+    assert torch.__version__.startswith(reply.environment.packages["torch"])  # to which it may add how it was built
     assert {"transformers", "peft"} <= reply.environment.packages.keys()
     assert (reply.environment.device_type, reply.environment.threads) == ("cpu", 1)
 
