@@ -33,7 +33,8 @@ def key_of(case: Case, scale: Scale) -> str:
 def identity_of(task: Task, inline: bool = False) -> bytes:
     """Return a digest that tells a task from tasks that measure something else, or in another environment."""
     case = task.case
-    asked = (case.identity(), case.steps, case.warmup, task.scale, task.curve, task.variables, task.growth_bytes, inline)
+    steps = case.steps, case.warmup, case.epoch
+    asked = (case.identity(), *steps, task.scale, task.curve, task.variables, task.growth_bytes, inline)
     return hashlib.sha256(msgspec.json.encode(asked)).digest()
 
 

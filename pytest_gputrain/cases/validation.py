@@ -64,6 +64,8 @@ def complaint(case: Case, markers: Sequence[str]) -> str | None:
         for field, knob in _changed(case):
             if knob.own_code:
                 return f"asks for {field}, {knob.own_code}, and leave the knob out"
+    if case.epoch and (not case.code or case.method == "script" or case.gpus > 1):
+        return "asks for epoch, which only own code in one process has an end of; leave epoch out"
     own_words = ("method", "precision") if case.code and case.method == "script" else ("method",)
     vocabulary: list[tuple[str, str, Iterable[str]]] = [
         *((name, getattr(case, name), knob.words) for name, knob in KNOBS.items() if knob.words and name not in own_words),

@@ -119,7 +119,7 @@ class ResumedReport:
 
 
 def _key(case: Case, scale: Scale, inline: bool, variables_digest: str) -> bytes:
-    return msgspec.json.encode((case.identity(), case.steps, case.warmup, scale, inline, variables_digest))
+    return msgspec.json.encode((case.identity(), case.steps, case.warmup, case.epoch, scale, inline, variables_digest))
 
 
 def _result_key(result: Result) -> tuple[str, str, str, str]:

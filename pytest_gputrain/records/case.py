@@ -227,6 +227,9 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """Timed steps."""
     warmup: Annotated[Whole, Knob(identity=False)] = 3
     """Steps before the timed ones."""
+    epoch: Annotated[bool, Knob(identity=False)] = False
+    """Whether the loop of own code runs to its end, at most 1,000 steps, and the memory of all steps is known: of an epoch,
+    for example. A Trainer without ``max_steps`` trains one epoch."""
     platforms: Annotated[tuple[str, ...], Knob(identity=False, in_history=False)] = ()
     """The markers of the GPUs that the case is declared for. Empty means any GPU."""
     code: Annotated[str, Knob(settable=False)] = ""

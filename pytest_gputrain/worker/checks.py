@@ -33,14 +33,18 @@ class CheckFailed(Exception):
     """The run is not what its case says; the message is one sentence."""
 
 
+class LoopEnded(CheckFailed):
+    """The user's loop has no more steps."""
+
+
 def described(error: Exception) -> str:
     """Return the type and the message of an error of a library, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def ended(name: str, taken: int) -> CheckFailed:
+def ended(name: str, taken: int) -> LoopEnded:
     """Return what to raise for a loop that ended while more steps were asked for."""
-    return CheckFailed(
+    return LoopEnded(
         f"the loop of {name} ended after {taken} {'step' if taken == 1 else 'steps'}, but more have to be measured; let it "
         "run for as long as it is asked to, for example with `while True:` around its epochs"
     )

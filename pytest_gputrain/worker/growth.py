@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_iter
 
 from pytest_gputrain.records import LiveTensor, Task
-from pytest_gputrain.records.step_memory import COUNTED_ROUNDS, LEAST_RISE, rise_of
+from pytest_gputrain.records.step_memory import COUNTED_ROUNDS, LEAST_RISE, Rise, rise_of
 from pytest_gputrain.utils.units import KiB, MiB, format_bytes
 from pytest_gputrain.worker.allocations import name_of, strided_parts, wraps
 from pytest_gputrain.worker.checks import CheckFailed, local
@@ -70,6 +70,8 @@ class Growth:
         """Bytes in tensors after each timed round, on a GPU."""
         self._begin_step: Callable[[], None] = lambda: None
         self._end_step: Callable[[], None] = lambda: None
+        self._last_ends: list[int] = []
+        """Bytes in tensors after each step that runs for nothing but this."""
         self._rounds = 0
         """The rounds so far, where they are trained for this."""
         self._known: tuple[int, int] = (0, 0)
@@ -130,6 +132,33 @@ class Growth:
             ends.append((yield from self._round(training, allocated, collect=True)))
         return (yield from self._look_at(ends, before - 1, training, allocated))
 
+    def note_end(self, training: Trainable, allocated: int) -> None:
+        """Take notice of the bytes in tensors after a further step, behind which there may be no other one."""
+        self._last_ends.append(self._unexpected(training, lambda: allocated))
+
+    def judge_ends(self, steps: int) -> str:
+        """Describe what the steps of `note_end` keep.
+
+        Args:
+            steps: the number of steps so far, with them.
+
+        Raises:
+            CheckFailed: each of the last ones keeps more.
+        """
+        ends = self._last_ends[self._steps - 1 :: self._steps]
+        rise = rise_of(ends, max(TENSORS, self._allowed))
+        if rise is None:
+            return ""
+        step = steps - len(self._last_ends) + rise.first * self._steps + 1
+        if rise.every == 1 and len(ends) - rise.first >= 2 * _ROUNDS:
+            raise self._kept(rise.mean, f" from step {step} on")
+        return self._told(rise, step)
+
+    def _told(self, rise: Rise, step: int) -> str:
+        every = rise.every * self._steps
+        after = f"every {every} steps" if every > 1 else "each step"
+        return f"its steps keep {format_bytes(rise.mean)} more of tensors after {after}, from step {step} on"
+
     def _look_at(
         self,
         ends: Sequence[int],
@@ -154,8 +183,7 @@ class Growth:
             since = f" from step {step} on" if rise and (rise.first > 1 or self._rounds) else ""
             yield from self._look_closer(training, allocated, kept, since)
         elif rise:
-            every = rise.every * self._steps
-            return f"its steps keep {format_bytes(rise.mean)} more of tensors every {every} steps, from step {step} on"
+            return self._told(rise, step)
         return ""
 
     def _any(self, suspicious: bool) -> bool:
@@ -287,9 +315,12 @@ class Growth:
             return
         mean = (ends[-1] - ends[0]) / _ROUNDS
         part = makers.largest(mean) if makers else _largest(known, mean, self._steps) if known else ""
+        raise self._kept(mean, f"{since}{part}")
+
+    def _kept(self, mean: float, which: str) -> CheckFailed:
         after = "step" if self._steps == 1 else f"round of {self._steps} steps"
-        raise CheckFailed(
-            f"{self._name} keeps {format_bytes(mean)} more of tensors after every {after}{since}{part}; do not "
+        return CheckFailed(
+            f"{self._name} keeps {format_bytes(mean)} more of tensors after every {after}{which}; do not "
             f"keep them "
             "(a loss that is kept without detach() keeps its graph), or, if a buffer is meant to fill, allow it with "
             f"{_marker(mean)}"

@@ -97,6 +97,11 @@ def loop_of(
             f"yield after each step of its own loop, return a Trainer of transformers, or "
             "return (trainer, module, loader) of Lightning"
         )
+    if case.epoch:
+        raise CheckFailed(
+            f"{name} returned a function that trains one step, so nothing tells where its epoch ends; yield after each step "
+            "of its loop, or leave epoch out"
+        )
     return FunctionLoop(built, note)
 
 

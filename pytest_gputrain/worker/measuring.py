@@ -23,7 +23,7 @@ from pytest_gputrain.records.step_memory import OfStep, folded
 from pytest_gputrain.utils.linux import CoreWait
 from pytest_gputrain.worker.allocations import AllocationCounter, strided_parts
 from pytest_gputrain.worker.beside_steps import BesideSteps
-from pytest_gputrain.worker.checks import CheckFailed, Movement, check_losses, check_peak, finite_losses, local
+from pytest_gputrain.worker.checks import CheckFailed, LoopEnded, Movement, check_losses, check_peak, finite_losses, local
 from pytest_gputrain.worker.compiling import CompileCalls, uncompiled
 from pytest_gputrain.worker.counted_steps import CountedSteps
 from pytest_gputrain.worker.device import Device, Peaks, peak_host_bytes
@@ -70,6 +70,8 @@ FLOPS_FAILED: Final = "FLOPs are not known, because pytest-gputrain failed to co
 COUNTS_FAILED: Final = "what a step asks for is not known, because pytest-gputrain failed to count it"
 UNCALLED: Final = "without calls of Python functions, because the step in which they are counted failed"
 
+_MOST_STEPS: Final = 1_000
+"""The steps of an epoch."""
 _COUNTED_STEPS: Final = 2
 """The steps of own code, on a CPU, in which it is counted what they ask for."""
 _COMPILING_STEPS: Final = 4
@@ -113,6 +115,8 @@ class Measuring:
         self._core_wait_share: float | None = None
         self._memory: list[OfStep] = []
         """The memory of each step so far."""
+        self._is_followed = False
+        """Whether all is known but the memory of the steps that are still to come, up to the end of the user's loop."""
         self._late_growth = ""
         """The note on what steps keep now and then."""
         self._beside = MemoryBeside(after=3 * self._case.gradient_accumulation)
@@ -197,6 +201,8 @@ class Measuring:
 
     def _why_without_step(self, error: BaseException) -> str:
         """Return the note for a counted step that ended with this error; empty where the error is no fault of counting."""
+        if self._is_followed:
+            return "the loop has ended" if isinstance(error, LoopEnded) else ""
         if self._counts_further:
             return f"{COUNTED_LESS} ({_described(error)})"
         if isinstance(error, torch.OutOfMemoryError) and self._case.compile != "off":
@@ -224,7 +230,10 @@ class Measuring:
             device.limit(task.limit.bytes)
         if counter is not None:
             yield from self._count(training, counter)
-        if not emulated:
+        followed = counter if self._runs_to_end else None
+        if followed:
+            followed.follow_sizes_only()
+        elif not emulated:
             counting.close()
         # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
         gc.collect()
@@ -233,18 +242,20 @@ class Measuring:
         # Asynchronous workers meet once: how far one runs ahead of another is their own affair.
         meet = _nobody if case.asynchronous else group.barrier
 
+        begin_step, of_step = _memory_of(followed) if followed else (device.of_step, device.of_step)
+
         # A step starts with `begin` and ends with `report`, whether it is timed or of the warm-up.
         def begin() -> None:
             meet()
             if emulated:
                 emulated.allocations.begin_step()
-            device.of_step()
+            begin_step()
 
         def report(step: int, seconds: float) -> bool:
             if emulated:
                 training.losses.clear()  # they mean nothing, and would be memory that the program does not have
                 emulated.allocations.end_step()
-            self._note_memory(device.of_step(), training)
+            self._note_memory(of_step(), training)
             self._progress.stepped(step, seconds if device.computes else None, device.allocated_bytes())
             # What comes after a loss that is not finite is no training: the rest of a curve need not be waited for. Of
             # several processes none may end before the others.
@@ -266,13 +277,34 @@ class Measuring:
         self._keep(figures)
         if counter is None:
             figures = self._beside_steps.behind_timed_steps(training, figures)
-        counting.close()
+        if not followed:
+            counting.close()
+        with followed.paused() if followed else contextlib.nullcontext():
+            yield from self._finish(training, movement, figures, losses, peaks)
+            yield from self._gpu_steps(training, meet, updates)
+        if self._runs_to_end:
+            yield from self._to_the_end(training, begin_step, of_step)
+
+    def _finish(
+        self,
+        training: Trainable,
+        movement: Movement | None,
+        figures: Measurement,
+        losses: tuple[float, ...],
+        peaks: Peaks,
+    ) -> Steps:
+        """Have the further steps run that only checks and counts need.
+
+        Args:
+            figures: of the timed steps.
+            losses: of these, and of all of a curve.
+        """
+        case, device = self._case, self._device
         self._progress.enter("check")
         check_peak(peaks, 0 if training.model is None else model_bytes(training.model, device.torch_device))
-        steps = len(warmup_seconds) + len(step_seconds)
-        figures = msgspec.structs.replace(
-            figures, losses=self._checked_losses(losses, steps + (len(counted_steps(case)) if counter else 0))
-        )
+        steps = len(figures.warmup_seconds) + len(figures.step_seconds)
+        counted = len(counted_steps(case)) if device.type == "cpu" else 0
+        figures = msgspec.structs.replace(figures, losses=self._checked_losses(losses, steps + counted))
         if self._is_profiled:
             find_gpu()
         figures = yield from self._checked(training, movement, figures, steps=steps)
@@ -280,7 +312,50 @@ class Measuring:
             training, figures, counts=self._operators is not None and not self._compile_calls.any
         )
         yield from self._python_calls()
-        yield from self._gpu_steps(training, meet, updates)
+
+    def _to_the_end(
+        self, training: Trainable, begin_step: Callable[[], object], of_step: Callable[[], OfStep | None]
+    ) -> Steps:
+        """Have all further steps of the user's loop run, for the memory that they take.
+
+        Raises:
+            CheckFailed: there are too many.
+        """
+        assert isinstance(training, OwnCodeTraining)
+        assert self._own is not None
+        training.keeps_losses = False
+        training.losses.clear()
+        self._is_followed = True
+        self._check_without_step = lambda why: self._of_epoch(training)
+        # In the steps of the checks other modes than that of the counter decide what lives.
+        self._memory += [OfStep(0, 0)] * (training.updates - len(self._memory))
+        while training.updates < _MOST_STEPS:
+            begin_step()
+            yield True
+            memory = of_step()
+            self._note_memory(memory, training)
+            self._own.growth.note_end(training, memory.end if memory else 0)
+        raise CheckFailed(
+            f"the loop of {self._case.model} has not ended after {_MOST_STEPS:,} steps, and epoch=True follows it to its "
+            "end; give it fewer batches, or leave epoch out"
+        )
+
+    def _of_epoch(self, training: OwnCodeTraining) -> Measurement:
+        """Return the figures of a loop that has ended, as it was to.
+
+        Raises:
+            CheckFailed: its steps keep more and more memory, or its optimizer steps otherwise than the case says.
+        """
+        assert self._own is not None
+        assert self._figures is not None
+        training.optimizer_steps.check()
+        growth = self._own.growth.judge_ends(len(self._memory))
+        notes = (*self._figures.notes, *filter(None, [growth]))
+        return msgspec.structs.replace(self._figures, memory_of_steps=folded(self._memory), notes=notes)
+
+    @property
+    def _runs_to_end(self) -> bool:
+        return self._case.epoch and self._own is not None and not (self._task.curve or self._task.memory_only)
 
     def _python_calls(self) -> Steps:
         """Have one more step run whose calls of Python functions are counted, where it can be compared with others."""
@@ -559,7 +634,7 @@ class Measuring:
             yield from self._own.growth.count(training, lambda: counter.live_bytes, begin_step, end_step)
             beside.end(counter.trace)
             self._beside_steps.run(training, counter)
-            if not self._task.curve and self._group.size == 1:
+            if not self._task.curve and self._group.size == 1 and not self._case.epoch:
                 yield from self._follow(self._own.growth, training, counter)
 
     def _note_memory(self, memory: OfStep | None, training: Trainable) -> None:
@@ -702,6 +777,16 @@ def own_lines(task: Task, builder: StepBuilder | None = None) -> OwnLines:
     """Make the finder of own lines: of files below the root, and in the folder of a function that was given as itself."""
     file = getattr(getattr(builder, "__code__", None), "co_filename", None)
     return OwnLines([Path(task.root), *([Path(file).parent] if file else [])])
+
+
+def _memory_of(counter: AllocationCounter) -> tuple[Callable[[], object], Callable[[], OfStep | None]]:
+    """Return what begins a step, and what tells its memory at its end, where an allocator does not."""
+
+    def of_step() -> OfStep:
+        gc.collect()
+        return counter.of_step()
+
+    return counter.begin_step, of_step
 
 
 def _nobody() -> None:

@@ -46,6 +46,15 @@ class SharedMode(TorchDispatchMode):
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
         _entered.remove(self)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Provide a context in which it sees no operators; it must be the mode that was entered last."""
+        SharedMode.__exit__(self, None, None, None)
+        try:
+            yield
+        finally:
+            SharedMode.__enter__(self)
+
     def note_thread(self) -> None:
         """Take notice that an operator runs on this thread."""
         self.threads.add(threading.get_native_id())

@@ -120,9 +120,14 @@ class Updates:
             yield update
             self._steps += 1
             self._running = None  # also of a step that has raised
-        self._check()
+        self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Check how often optimizers have stepped.
+
+        Raises:
+            CheckFailed: as of `during`.
+        """
         name, size = self._name, self._steps_of_round
         rounds = range(self._steps // size)
         if not rounds:

@@ -153,6 +153,7 @@ WRONG_TOGETHER = [
     {"lora_targets": "q_proj+lm_head", "loss_chunks": 2},
     {"model": "llava-1.6-7b", "resolution": "336x336", "lora_targets": "q_proj"},
     {"compile": "default", "warmup": 0},
+    {"epoch": True},
     {"compile": "default", "parallel": "zero3", "gpus": 2},
     {"compile": "reduce-overhead", "parallel": "zero2", "gpus": 2},
     *({**PANGU, **knob} for knob in ({"lengths": "padded"}, {"loss": "fp32"}, {"attention": "eager"})),
@@ -265,7 +266,7 @@ def test_identity_ignores_how_and_where_a_case_runs_and_knows_values_by_equality
         assert computed.identity() == Case().identity()
 
 
-@pytest.mark.parametrize("field", sorted(set(Case.__struct_fields__) - {"steps", "warmup", "platforms", "named"}))
+@pytest.mark.parametrize("field", sorted(set(Case.__struct_fields__) - {"steps", "warmup", "epoch", "platforms", "named"}))
 def test_identity_and_differences_tell_what_a_case_trains(field):
     value = {"gpus": 2, "args": {"a": 1}}.get(field, "another")
     other = CASE.replace(**{field: value})

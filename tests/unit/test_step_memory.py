@@ -107,7 +107,7 @@ def test_what_most_steps_need_more_is_told_once():
     ],
     ids=["linear", "every tenth"],
 )
-def test_growth_over_steps_names_the_step_whatever_the_steps_hold(grown, said):
+def test_growth_over_steps_names_the_step_whatever_they_hold(grown, said):
     held = [5, 9, 2, 8, 1, 7] * 5
     before = [(20, end) for end in held]
     now = [(20, end + more / 32) for end, more in zip(held, grown, strict=True)]

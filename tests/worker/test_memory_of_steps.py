@@ -8,6 +8,7 @@ from zoo_examples import MINE, measured, refused, run, stepping
 
 from pytest_gputrain.records.step_memory import OfStep, unfolded
 from pytest_gputrain.utils.units import KiB
+from pytest_gputrain.worker import measuring
 
 LARGE = 64 * KiB // 4
 
@@ -99,7 +100,7 @@ def test_what_steps_keep_from_a_later_one_on_names_step_and_line(first):
 def test_what_every_third_step_keeps_is_told():
     kept = []
     _, reply = memory_of(16, training(lambda number: number % 3 == 1 and kept.append(torch.ones(LARGE))))
-    assert reply.notes == ("its steps keep 64.0 KiB more of tensors every 3 steps, from step 7 on",)
+    assert reply.notes == ("its steps keep 64.0 KiB more of tensors after every 3 steps, from step 7 on",)
 
 
 def test_a_cache_that_fills_and_small_numbers_are_no_growth():
@@ -121,3 +122,48 @@ def test_a_test_may_allow_the_growth():
     assert (reply.notes, reply.allowed_growth) == ((), 64 * KiB)
     ends = [step.end for step in unfolded(reply.memory_of_steps)]
     assert [later - earlier for earlier, later in itertools.pairwise(ends[4:])] == [64 * KiB] * 7
+
+
+EPOCH = MINE.replace(steps=3, warmup=1, epoch=True)
+
+
+def epoch_of(steps, before_step=lambda number: None):
+    """A builder of a loop that ends."""
+
+    def build(setup):
+        loop = training(before_step)(setup)
+        for _ in range(steps + 1):
+            yield next(loop)
+
+    return build
+
+
+def test_an_epoch_is_followed_but_for_the_steps_of_checks():
+    reply = measured(EPOCH, epoch_of(40, lambda number: number == 40 and torch.ones(LARGE).sum()))
+    steps = [*unfolded(reply.memory_of_steps)]
+    assert len(steps) == 40
+    unknown = [number for number, step in enumerate(steps, start=1) if not step.peak]
+    timed, counted = 3, 4
+    assert unknown == [*range(counted + 1 + timed + 1, counted + 1 + timed + 1 + len(unknown))]
+    assert len(unknown) <= 4
+    assert (len(reply.step_seconds), reply.notes) == (3, ())
+    alike, last = steps[20], steps[-1]
+    assert {step for step in steps[4:-1] if step.peak} == {alike}
+    assert last == OfStep(max(alike.peak, alike.end + 64 * KiB + 4), alike.end)
+
+
+def test_what_the_last_steps_of_an_epoch_keep_fails():
+    kept = []
+    sentence = refused(EPOCH, epoch_of(40, lambda number: number > 30 and kept.append(torch.ones(LARGE))))
+    assert "mine keeps 64.0 KiB more of tensors after every step from step 31 on; do not keep them" in sentence
+
+
+def test_an_epoch_that_is_too_short_or_has_no_end_says_so(monkeypatch):
+    monkeypatch.setattr(measuring, "_MOST_STEPS", 30)
+    assert "the loop of mine ended after 6 steps, but more have to be measured" in refused(EPOCH, epoch_of(5))
+    assert "the loop of mine has not ended after 30 steps, and epoch=True follows it to its end; give it fewer" in (
+        refused(EPOCH, training())
+    )
+    assert "nothing tells where its epoch ends; yield after each step of its loop" in (
+        refused(EPOCH, lambda setup: stepping(torch.nn.Linear(4, 4), torch.ones(1, 4)))
+    )

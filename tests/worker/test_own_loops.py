@@ -10,7 +10,7 @@ from zoo_examples import measured, refused, run
 
 from pytest_gputrain import Case
 from pytest_gputrain.records import Crashed
-from pytest_gputrain.records.step_memory import unfolded
+from pytest_gputrain.records.step_memory import counted_steps, unfolded
 
 MINE = Case(model="mine", method="custom", precision="fp32", batch_size=4, steps=3, warmup=1)
 
@@ -277,6 +277,23 @@ def test_lightning_that_accumulates_takes_micro_batches(autoencoder):
 def test_lightning_ends_where_it_is_measured_whatever_its_own_end(autoencoder):
     callbacks = [("EarlyStopping", "val_loss"), ("LearningRateMonitor",), ("Timer", "00:00:01:00")]
     assert measured(MINE, lambda setup: autoencoder(min_steps=10**6, callbacks=callbacks)).updates < 50
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("framework", ["transformers", "lightning"])
+def test_an_epoch_of_a_trainer_is_the_whole_of_one(framework, request):
+    if framework == "transformers":
+        llama = request.getfixturevalue("llama")
+        builder, steps = lambda setup: llama(num_train_epochs=3), 16
+    else:
+        trainer, module, _ = request.getfixturevalue("autoencoder")(max_steps=3)
+        samples = torch.utils.data.TensorDataset(torch.randn(72, 32))
+        builder, steps = lambda setup: (trainer, module, torch.utils.data.DataLoader(samples, batch_size=4)), 18
+    reply = measured(MINE.replace(epoch=True), builder)
+    memory = [*unfolded(reply.memory_of_steps)]
+    assert len(memory) == steps
+    assert memory[-1].peak
+    assert counted_steps(reply.memory_of_steps) >= steps - 3
 
 
 def test_accelerate_allocates_as_a_loop_by_hand_does():

@@ -60,7 +60,7 @@ class TrainerLoop:
         self._silence(trainer)
         trainer.fit_loop.min_epochs = 0
         trainer.fit_loop.epoch_loop.min_steps = None
-        trainer.fit_loop.max_epochs = -1
+        trainer.fit_loop.max_epochs = 1 if self._case.epoch else -1
         trainer.fit_loop.epoch_loop.max_steps = -1
         stepping = Stepping(self._case, steps, self._watch, self._note, self._see)
         trainer.callbacks.append(_callback(trainer, self._case, stepping, self._begin))

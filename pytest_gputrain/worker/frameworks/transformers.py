@@ -57,7 +57,9 @@ class TrainerLoop:
     def run(self, steps: Steps) -> None:
         trainer, case = self._trainer, self._case
         self._silence()
-        updates = -(-(case.warmup + 2 * case.steps) // case.gradient_accumulation) + _ROUNDS_OF_CHECKS
+        if case.epoch:
+            trainer.args.num_train_epochs = 1
+        updates = -1 if case.epoch else -(-(case.warmup + 2 * case.steps) // case.gradient_accumulation) + _ROUNDS_OF_CHECKS
         trainer.args.max_steps = max(trainer.args.max_steps, updates)
         stepping = Stepping(case, steps, self._watch, self._note, self._see)
         trainer.add_callback(_Callback(trainer, stepping))
