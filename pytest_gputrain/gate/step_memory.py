@@ -6,6 +6,7 @@ peak of the first steps alone.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
@@ -13,11 +14,15 @@ import msgspec
 
 from pytest_gputrain.gate.criteria import Judged
 from pytest_gputrain.gate.messages import count
+from pytest_gputrain.gate.step_times import exceeds
 from pytest_gputrain.records import MetricName, MetricVerdict, StepMemory
-from pytest_gputrain.records.step_memory import LEAST_RISE, OfStep, Rise, rise_of, unfolded
+from pytest_gputrain.records.step_memory import LEAST_HEAP, LEAST_RISE, OfStep, Rise, rise_of, unfolded
 from pytest_gputrain.utils.units import format_bytes
 
-STEP_METRICS: Final[tuple[MetricName, ...]] = ("step_peak_bytes", "step_growth_bytes")
+STEP_METRICS: Final[tuple[MetricName, ...]] = ("step_peak_bytes", "step_growth_bytes", "heap_growth")
+_HEAP_RATIO: Final = 0.5
+_HEAP_RUNS: Final = 2
+"""Fresh processes that have to agree on a heap that grows."""
 
 
 class HasSteps(Protocol):
@@ -25,6 +30,13 @@ class HasSteps(Protocol):
 
     @property
     def memory_of_steps(self) -> Sequence[StepMemory]: ...
+
+
+class HasHeap(Protocol):
+    """A run in which it may be known what each step leaves on the heap of the host."""
+
+    @property
+    def heap_growth(self) -> int | None: ...
 
 
 JudgePeaks = Callable[[MetricName, Sequence[int], Sequence[int]], Judged[MetricVerdict]]
@@ -58,6 +70,38 @@ def judge_steps(
     peak = _worst_peak(whole, now, before, judge)
     if growth.status == "pass" and peak is not None:
         yield peak
+
+
+def judge_heap(
+    measured: Sequence[HasHeap], fitted: Sequence[HasHeap], *, allowed_growth: int = 0, most: int = 1
+) -> Iterator[Judged[MetricVerdict]]:
+    """Judge what steps leave on the heap of the host, where neither tensors of a GPU nor Python's objects are; nothing where
+    the baseline has no such figure.
+
+    Args:
+        allowed_growth: bytes that steps may keep each time.
+        most: runs that there may be.
+    """
+    now, before = ([run.heap_growth for run in side if run.heap_growth is not None] for side in (measured, fitted))
+    if not before:
+        return
+    highest = max(before)
+    limit = highest * (1 + _HEAP_RATIO) + max(LEAST_HEAP, allowed_growth)
+    metric = MetricVerdict(metric="heap_growth", status="pass", baseline=highest, limit=limit, runs=len(measured))
+    if not now:
+        yield Judged(msgspec.structs.replace(metric, status="not-comparable"))
+        return
+    above = exceeds(now, limit, min(most, _HEAP_RUNS))
+    value = statistics.median_high(now)
+    note = (
+        f"leaves {format_bytes(value)} more on the host's heap after each step, where the baseline left "
+        f"{format_bytes(highest)}: look for losses that are kept without detach(), and for arrays in lists and caches"
+    )
+    worse = above is not False
+    yield Judged(
+        msgspec.structs.replace(metric, status="regressed" if worse else "pass", value=value, note=note if worse else ""),
+        above is not None,
+    )
 
 
 def _growth(now: Sequence[Sequence[OfStep]], before: Sequence[OfStep], allowed: int) -> MetricVerdict:

@@ -181,6 +181,9 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """The memory of each step, from the first one on: on a CPU of as many steps as were asked for, on a GPU of the warm-up
     and the timed ones. Empty on a CPU for a built-in model, and if several processes train. Of several GPUs, each step is
     that of the GPU that needs most in it."""
+    heap_growth: Whole | None = None
+    """Bytes that each timed step of own code leaves on the heap of the host, 0 if that does not go on from step to step, and
+    None if malloc does not tell. On a CPU tensors are there, too."""
     allowed_growth: Whole = 0
     """The bytes that the test allows own code to keep after each step, or each round of its accumulation."""
     peak_host_bytes: Whole

@@ -15,6 +15,8 @@ LEAST_RISE: Final = 4 * 1024
 COUNTED_ROUNDS: Final = 4
 """The rounds of own code whose tensors are counted one by one on a CPU. A round is a step, or as many as gradients are
 accumulated over."""
+LEAST_HEAP: Final = 64 * 1024
+"""Bytes by which the heap of the host may grow in each step: what a step logs, and what a measurement keeps of it."""
 _LEAST_RISES: Final = 3
 
 

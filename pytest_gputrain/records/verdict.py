@@ -45,16 +45,17 @@ MetricName = Literal[
     "checkpoint_peak_bytes",
     "checkpoint_host_peak_bytes",
     "evaluation_counts",
+    "heap_growth",
     "flops_per_step",
     "recomputed_flops_per_step",
     "bytes_per_step",
     CountFigure,
 ]
-"""``step_peak_bytes`` is the peak of the step that exceeds the baseline's by most, and ``step_growth_bytes`` is what steps
-keep more each time than those of the baseline. ``mean_step_seconds`` is there if only the mean of the steps tells a change.
-A real GPU gives no peak of a phase of a step, and only the counts that its profiler tells. Bytes are those of emulated runs.
-``evaluation_counts`` stands for all
-counts of an evaluation, and has no value."""
+"""``step_peak_bytes`` is the peak of the step that exceeds the baseline's by most, ``step_growth_bytes`` is what steps keep
+more each time than those of the baseline, and ``heap_growth`` is what each leaves on the heap of the host.
+``mean_step_seconds`` is there if only the mean of the steps tells a change. A real GPU gives no peak of a phase of a step,
+and only the counts that its profiler tells. Bytes are those of emulated runs. ``evaluation_counts`` stands for all counts of
+an evaluation, and has no value."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -80,6 +81,7 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The largest tensors, as in `Measurement`, without lines of code, which change often."""
     memory_of_steps: tuple[StepMemory, ...] = ()
     """The memory of each step, as in `Measurement`."""
+    heap_growth: Whole | None = None
     peak_reserved_bytes: Whole | None = None
     peak_host_bytes: Whole | None = None
     model_bytes: Whole | None = None

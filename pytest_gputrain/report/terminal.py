@@ -263,6 +263,7 @@ METRIC_NAMES: Final[dict[MetricName, str]] = {
     "checkpoint_peak_bytes": "peak of saving a checkpoint",
     "checkpoint_host_peak_bytes": "the host's peak of saving a checkpoint",
     "evaluation_counts": "counts of the evaluation",
+    "heap_growth": "growth of the host's heap",
     "flops_per_step": "FLOPs",
     "recomputed_flops_per_step": "recomputed FLOPs",
     "bytes_per_step": "bytes moved",

@@ -27,6 +27,7 @@ _LEFT_OUT: Final = (
     "trained",
     "batch_shapes",
     "memory_of_steps",
+    "heap_growth",
     "allowed_growth",
     "peak_bytes_by_origin",
     "expected",

@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_iter
 
 from pytest_gputrain.records import LiveTensor, Task
-from pytest_gputrain.records.step_memory import COUNTED_ROUNDS, LEAST_RISE, Rise, rise_of
+from pytest_gputrain.records.step_memory import COUNTED_ROUNDS, LEAST_HEAP, LEAST_RISE, Rise, rise_of
 from pytest_gputrain.utils.units import KiB, MiB, format_bytes
 from pytest_gputrain.worker.allocations import name_of, strided_parts, wraps
 from pytest_gputrain.worker.checks import CheckFailed, local
@@ -243,6 +243,15 @@ class Growth:
         if mean > most:
             return f"the process grew by {format_bytes(mean)} a step on average, beside the tensors that are counted"
         return told
+
+    @property
+    def on_heap(self) -> int | None:
+        """Return the bytes that each timed step has left on the heap, 0 where that does not go on.
+
+        None where malloc does not tell, or the steps are too few.
+        """
+        ends = self._handed_out[:: self._steps]
+        return round(_steady_growth(ends, LEAST_HEAP) / self._steps) if len(ends) > _ROUNDS and not self._curve else None
 
     def _look_at_process(self) -> None:
         for sizes, now in ((self._resident, resident_bytes()), (self._handed_out, malloc_bytes())):

@@ -456,7 +456,11 @@ class Measuring:
         kept = self._emulated.allocations.kept if self._emulated else None
         before = len(figures.warmup_seconds)
         growth = (yield from own.growth.check(training, self._device.allocated_bytes, kept, before)) if own else ""
-        figures = msgspec.structs.replace(figures, notes=(*figures.notes, *training.notes, *filter(None, [growth])))
+        figures = msgspec.structs.replace(
+            figures,
+            heap_growth=own.growth.on_heap if own else None,
+            notes=(*figures.notes, *training.notes, *filter(None, [growth])),
+        )
         if self._task.memory_only:
             return figures
         if self._operators:

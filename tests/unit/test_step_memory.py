@@ -131,3 +131,28 @@ def test_a_baseline_without_memory_of_steps_is_named_once():
     assert verdict.status == "pass"
     assert [metric.status for metric in verdict.metrics if metric.metric == "step_peak_bytes"] == ["not-comparable"]
     assert not [metric for metric in _judge([], [10] * 50).metrics if metric.metric == "step_peak_bytes"]
+
+
+def _judge_heap(*now, before=0, **fields):
+    """Judge what the steps of as many processes leave on the heap, in KiB."""
+    replies = [measurement(environment=CPU, heap_growth=None if one is None else one * KiB, **fields) for one in now]
+    stored = baseline_run(environment=CPU, heap_growth=None if before is None else before * KiB)
+    judgement = judged(replies, baseline(stored), TOLERANCE)
+    return judgement, {metric.metric: metric.status for metric in judgement.verdict.metrics}.get("heap_growth")
+
+
+def test_a_heap_that_grows_more_than_in_the_baseline_fails_once_two_processes_agree():
+    assert _judge_heap(133)[0].settled is False
+    judgement, status = _judge_heap(133, 133)
+    assert (judgement.settled, status) == (True, "regressed")
+    assert "leaves 133 KiB more on the host's heap after each step, where the baseline left 0 B: look" in (
+        judgement.verdict.sentence
+    )
+    assert _judge_heap(133, 0)[1] == "pass"
+    assert _judge_heap(64)[1] == _judge_heap(200, before=100)[1] == _judge_heap(133, allowed_growth=MiB)[1] == "pass"
+    assert _judge_heap(215, 215, before=100)[1] == "regressed"
+
+
+def test_a_heap_that_one_side_does_not_tell_of_is_named_only_where_the_baseline_does():
+    assert _judge_heap(133, before=None)[1] is None
+    assert _judge_heap(None)[1] == "not-comparable"

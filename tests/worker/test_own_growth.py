@@ -286,6 +286,15 @@ def test_growth_goes_on_where_both_halves_of_the_steps_have_it(ends, growth):
     assert _steady_growth(ends, 4) == growth
 
 
+def test_what_each_step_leaves_on_the_heap_of_the_host_is_known_in_bytes():
+    kept = measured(MINE.replace(steps=10), keeping(lambda: bytearray(100 * KiB))).heap_growth
+    if kept is None:
+        pytest.skip("malloc is not that of glibc from 2.33 on")
+    assert kept == pytest.approx(100 * KiB, rel=0.1)
+    assert measured(MINE.replace(steps=10), keeping(lambda: bytearray(1 * KiB))).heap_growth == 0
+    assert measured(MINE.replace(steps=10), keeping(Once(lambda: bytearray(200 * KiB), 10))).heap_growth == 0
+
+
 def test_malloc_tells_exactly_what_it_has_handed_out():
     before = malloc_bytes()
     if before is None:
