@@ -141,45 +141,34 @@ def slowdown(before, now, *grown, case=TUNED, rates=H200):
     return describe_slowdown(case, grown or ("bytes_per_step",), before, now, rates)
 
 
-def test_more_work_is_told_as_a_share_of_the_step():
-    told = slowdown(running(copy_=1), running(copy_=5))
-    assert told == "a step is expected to take about 9 % longer (4 to 15 %)"  # 80 of the 920 ms before
-    assert slowdown(running(copy_=1), running(copy_=1.2)) == "a step is expected to take less than 1 % longer"
-
-
-def test_more_kernels_are_told_by_their_starts():
-    """12,000 of 2.5 microseconds, where a kernel moves too much for the cache."""
-    before, now = (
+def test_what_the_growth_of_each_kind_of_work_costs_is_told_where_that_is_known():
+    many, few = (
         msgspec.structs.replace(running(), operators={"copy_": OperatorWork(calls=calls, flops=0, bytes=20 * MOVED)})
-        for calls in (1000, 13_000)
+        for calls in (13_000, 1000)  # of 2.5 microseconds, where a kernel moves too much for the cache
     )
-    assert slowdown(before, now, "work", "launches") == "a step is expected to take about 3 % longer (2 to 5 %)"
-
-
-def test_products_that_move_to_fp32_are_told_by_their_rates():
     flops = int(0.1 / (1 / (67e12 * H200.kinds["products_fp32"]) - 1 / (989.4e12 * H200.kinds["products_16bit"])))
-    counts = [Counts(steps=(0,), kinds=(StepCounts(slow_flops={"fp32": number}),)) for number in (0, flops)]
-    told = slowdown(running(mm=1, counts=counts[0]), running(mm=1, counts=counts[1]), "fp32_flops")
-    assert told == "a step is expected to take about 11 % longer (6 to 19 %)"
-
-
-@pytest.mark.parametrize(
-    ("fields", "grown"),
-    [
-        ({}, ("waits",)),  # whose cost is not that of an operator
-        ({}, ("bytes_per_step", "d2h")),
-        ({"now": running(copy_=1, _cudnn_rnn=1)}, ()),  # which computes, and nobody knows how much
-        ({"rates": None}, ()),
-        ({"case": TUNED.replace(precision="fp32")}, ("bytes_per_step", "flops_per_step")),  # in TF32 or not
-        ({"before": running()}, ()),
-        ({"now": running(copy_=5, expected=HOST_BOUND)}, ()),
-        ({"now": running(copy_=5, expected=NONE)}, ()),
-        ({"now": running(copy_=1, mul=2), "before": running(copy_=2)}, ()),  # by less than its error
-    ],
-)
-def test_where_the_cost_is_not_known_nothing_is_said(fields, grown):
-    given = {"before": running(copy_=1), "now": running(copy_=5)} | fields
-    assert slowdown(given.pop("before"), given.pop("now"), *grown, **given) == ""
+    tf32, fp32 = (
+        running(mm=1, counts=Counts(steps=(0,), kinds=(StepCounts(slow_flops={"fp32": number}),))) for number in (0, flops)
+    )
+    one, five, both = running(copy_=1), running(copy_=5), ("bytes_per_step", "flops_per_step")
+    told = {
+        "a step is expected to take about 9 % longer (4 to 15 %)": [slowdown(one, five)],  # 80 of the 920 ms before
+        "a step is expected to take less than 1 % longer": [slowdown(one, running(copy_=1.2))],
+        "a step is expected to take about 3 % longer (2 to 5 %)": [slowdown(few, many, "work", "launches")],
+        "a step is expected to take about 11 % longer (6 to 19 %)": [slowdown(tf32, fp32, "fp32_flops")],
+        "": [
+            slowdown(one, five, "waits"),  # whose cost is not that of an operator
+            slowdown(one, five, "bytes_per_step", "d2h"),
+            slowdown(one, running(copy_=1, _cudnn_rnn=1)),  # which computes, and nobody knows how much
+            slowdown(one, five, rates=None),
+            slowdown(one, five, *both, case=TUNED.replace(precision="fp32")),  # in TF32 or not
+            slowdown(running(), five),
+            slowdown(one, running(copy_=5, expected=HOST_BOUND)),
+            slowdown(one, running(copy_=5, expected=NONE)),
+            slowdown(running(copy_=2), running(copy_=1, mul=2)),  # by less than its error
+        ],
+    }
+    assert {sentence: [sentence] * len(said) for sentence, said in told.items()} == told
 
 
 def test_a_failing_case_says_what_its_growth_costs():
