@@ -26,6 +26,7 @@ _LEFT_OUT: Final = (
     "counts",
     "trained",
     "batch_shapes",
+    "evaluation_counts",
     "memory_of_steps",
     "heap_growth",
     "allowed_growth",
