@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from pytest_gputrain.cli import ab, check_baselines, compare, doctor, emulate, export, node, predict, trend
+from pytest_gputrain.cli import ab, check_baselines, comment, compare, doctor, emulate, export, node, predict, trend
 
 COMMANDS: Final = {
     "ab": ab,
     "check-baselines": check_baselines,
+    "comment": comment,
     "compare": compare,
     "doctor": doctor,
     "emulate": emulate,

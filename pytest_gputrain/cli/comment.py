@@ -1,0 +1,185 @@
+"""Runs the command ``gputrain comment``, which puts summaries of runs on the pull request of the CI job that it runs in.
+
+Interfaces: https://docs.github.com/rest/issues/comments and https://docs.gitlab.com/api/notes, whose comments have the same
+two fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from pytest_gputrain.report.summary import fitted
+
+_PAGE: Final = 100
+"""The comments that are asked for at a time, which is the most that both hosts give."""
+_SECONDS: Final = 30.0
+_FORBIDDEN: Final = (401, 403, 404)
+
+
+class _Host(NamedTuple):
+    """Where the comments of a pull request are."""
+
+    comments: str
+    """The URL that lists comments and takes a new one."""
+    comment: str
+    """That of one comment, without its number."""
+    replaces: str
+    """The method that replaces one."""
+    headers: Mapping[str, str]
+    job: str
+    """The page of the job."""
+    most_bytes: int
+    """The longest comment."""
+
+
+class _NoPullRequest(Exception):
+    """This job has no pull request, or may not comment on it; the text says so."""
+
+
+class _Failed(Exception):
+    """The host did not take the comment; the text says why."""
+
+
+def add_to(commands: Any) -> None:
+    comment = commands.add_parser(
+        "comment",
+        help="put summaries of runs on the pull request of this CI job, as one comment that later runs replace",
+        description="In a job of GitHub or GitLab, put files that --gpu-summary has written on the pull request of the job. "
+        "A later run replaces the comment. GITHUB_TOKEN has to hold a token with the permission pull-requests: write, or "
+        "GPUTRAIN_GITLAB_TOKEN one of the project with the scope api. A job without a pull request, or of one from a fork, "
+        "whose token may only read, says so and succeeds.",
+    )
+    comment.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a summary, in Markdown")
+    comment.add_argument(
+        "--name", default="gputrain", help="tells several comments on one pull request apart (default: %(default)s)"
+    )
+    comment.add_argument("--accept", default="", metavar="TEXT", help="how to accept the new figures, as the last line")
+
+
+def main(options: argparse.Namespace) -> int:
+    try:
+        host = _host(os.environ)
+        marker = f"<!-- gputrain comment: {options.name.replace('--', '-')} -->"
+        print(_put(host, marker, _body(marker, options.files, options.accept, host)))
+    except _NoPullRequest as reason:
+        print(f"gputrain comment: nothing was posted: {reason}")
+    except _Failed as error:
+        print(f"gputrain comment: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _host(environ: Mapping[str, str]) -> _Host:
+    """Return where this job's comments are.
+
+    Raises:
+        _NoPullRequest: it has none.
+        _Failed: a variable is missing.
+    """
+    if environ.get("GITHUB_ACTIONS") == "true":
+        try:
+            event = json.loads(Path(environ["GITHUB_EVENT_PATH"]).read_bytes())
+        except (KeyError, OSError, ValueError) as error:
+            raise _Failed(f"GITHUB_EVENT_PATH names no event of GitHub: {error}") from None
+        number = event.get("pull_request", {}).get("number")
+        if number is None:
+            raise _NoPullRequest("this job does not run for a pull request")
+        repository = f"{_set(environ, 'GITHUB_API_URL')}/repos/{_set(environ, 'GITHUB_REPOSITORY')}"
+        return _Host(
+            comments=f"{repository}/issues/{number}/comments",
+            comment=f"{repository}/issues/comments",
+            replaces="PATCH",
+            headers={
+                "Authorization": f"Bearer {_set(environ, 'GITHUB_TOKEN')}",
+                "Accept": "application/vnd.github+json",
+                "X-GitHub-Api-Version": "2022-11-28",
+            },
+            job="/".join(
+                (
+                    environ.get("GITHUB_SERVER_URL", ""),
+                    environ["GITHUB_REPOSITORY"],
+                    "actions/runs",
+                    environ.get("GITHUB_RUN_ID", ""),
+                )
+            ),
+            most_bytes=65_536,
+        )
+    if environ.get("GITLAB_CI") == "true":
+        number = environ.get("CI_MERGE_REQUEST_IID")
+        if not number:
+            raise _NoPullRequest("this job does not run for a merge request")
+        notes = f"{_set(environ, 'CI_API_V4_URL')}/projects/{_set(environ, 'CI_PROJECT_ID')}/merge_requests/{number}/notes"
+        if not environ.get("GPUTRAIN_GITLAB_TOKEN"):
+            raise _NoPullRequest("GPUTRAIN_GITLAB_TOKEN is not set, as in a merge request from a fork")
+        headers = {"PRIVATE-TOKEN": environ["GPUTRAIN_GITLAB_TOKEN"]}
+        return _Host(notes, notes, "PUT", headers, environ.get("CI_JOB_URL", ""), 1_000_000)
+    raise _Failed("this is no job of GitHub or GitLab; the command is for CI")
+
+
+def _set(environ: Mapping[str, str], name: str) -> str:
+    value = environ.get(name)
+    if not value:
+        raise _Failed(f"{name} is not set; give it to the step, as docs/ci.md shows")
+    return value
+
+
+def _body(marker: str, files: list[Path], accept: str, host: _Host) -> str:
+    """Return the comment: the summaries, those that are missing, how to accept the figures, and a link to the job."""
+    lines = [marker]
+    for file in files:
+        try:
+            lines += [*file.read_text(encoding="utf-8").splitlines(), ""]
+        except (OSError, UnicodeDecodeError):
+            lines += [f"**{file.name}: the run ended before it could write a summary; the job has its log.**", ""]
+    last = "\n".join(filter(None, [accept, f"[The job]({host.job})" if host.job else ""]))
+    return f"{fitted(lines, host.most_bytes - len(last.encode()) - 2)}\n\n{last}".rstrip()
+
+
+def _put(host: _Host, marker: str, body: str) -> str:
+    """Replace the comment that has the marker, or make one, and say which."""
+    number = next((comment["id"] for comment in _comments(host) if str(comment.get("body", "")).startswith(marker)), None)
+    if number is None:
+        _ask(host, "POST", host.comments, {"body": body})
+        return "gputrain comment: posted"
+    _ask(host, host.replaces, f"{host.comment}/{number}", {"body": body})
+    return f"gputrain comment: replaced comment {number}"
+
+
+def _comments(host: _Host) -> Iterator[Any]:
+    page = 1
+    while found := _ask(host, "GET", f"{host.comments}?per_page={_PAGE}&page={page}"):
+        yield from found
+        if len(found) < _PAGE:
+            return
+        page += 1
+
+
+def _ask(host: _Host, method: str, url: str, sent: object = None) -> Any:
+    """Return what the host answers.
+
+    Raises:
+        _NoPullRequest: the token may not do this.
+        _Failed: the host cannot be reached, or refuses.
+    """
+    headers = {**host.headers, "Content-Type": "application/json", "User-Agent": "pytest-gputrain"}
+    data = None if sent is None else json.dumps(sent).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=_SECONDS) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        if error.code in _FORBIDDEN:
+            raise _NoPullRequest(
+                f"the token may not comment ({error.code} {error.reason}), as in a pull request from a fork; the summary of "
+                "the job has the same"
+            ) from None
+        raise _Failed(f"{method} {url} failed: {error.code} {error.reason}") from None
+    except (OSError, ValueError) as error:
+        raise _Failed(f"{method} {url} failed: {error}") from None
