@@ -1,6 +1,8 @@
 """Tests that GitHub and pre-commit accept what docs/ci.md shows; test_documented_commands.py runs its commands."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -17,8 +19,12 @@ WORKFLOWS = [
 STEPS = [step for page in PAGES_OF_CI for step in workflow_steps(page)]
 
 
+ACTIONS = {path.parent.name: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "ci").glob("*/action.yml"))}
+MAY_WRITE = {"charts": "contents", "comment": "pull-requests", "accept": "contents"}
+
+
 def test_there_is_a_workflow_with_a_gpu_and_one_without():
-    assert [sorted(workflow["jobs"]) for workflow in WORKFLOWS] == [["cpu"], ["charts", "h100"]]
+    assert [sorted(workflow["jobs"]) for workflow in WORKFLOWS] == [["accept", "comment", "cpu"], ["charts", "h100"]]
     without, with_one = WORKFLOWS
     assert without["jobs"]["cpu"]["runs-on"] == "ubuntu-latest"
     assert "self-hosted" in with_one["jobs"]["h100"]["runs-on"]
@@ -32,14 +38,19 @@ def test_no_job_that_runs_a_pull_request_may_write_or_keeps_a_token():
         assert "pull_request_target" not in workflow[True]
         for name, job in workflow["jobs"].items():
             text = yaml.safe_dump(job)
-            if name == "charts":
-                assert "refs/heads/main" in job["if"]
+            if name in MAY_WRITE:
                 assert "pytest " not in text.replace("tool: pytest ", "")
                 continue
             assert "secrets." not in text
             assert "permissions" not in job
             (checkout,) = [step for step in job["steps"] if step.get("uses", "").startswith("actions/checkout")]
             assert checkout["with"]["persist-credentials"] is False
+    jobs = WORKFLOWS[0]["jobs"]
+    assert "refs/heads/main" in WORKFLOWS[1]["jobs"]["charts"]["if"]
+    assert jobs["accept"]["if"] == "github.event_name == 'workflow_dispatch'", "who starts it may push, unlike a fork"
+    assert {name: job["permissions"] for name, job in jobs.items() if name in MAY_WRITE} == {
+        name: {what: "write"} for name, what in MAY_WRITE.items() if name in jobs
+    }
 
 
 def test_every_step_runs_something_that_github_takes():
@@ -47,10 +58,79 @@ def test_every_step_runs_something_that_github_takes():
     for step in STEPS:
         assert ("run" in step) != ("uses" in step)
         assert set(step) <= {"name", "run", "uses", "with", "if", "env"}
-        assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step.get("uses", "a/b@v1"))
+        own = re.fullmatch(r"OWNER/pytest-gputrain/ci/(\w+)@v[\d.]+", step.get("uses", ""))
+        assert own or re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step.get("uses", "a/b@v1"))
+        if own:
+            assert set(step.get("with", ())) <= set(ACTIONS[own[1]]["inputs"])
     for workflow in WORKFLOWS:
         assert workflow[True], "the key `on`, which YAML 1.1 reads as true"
         assert set(workflow) == {"name", True, "permissions", "concurrency", "jobs"}
+
+
+def test_actions_pin_others_and_put_no_input_into_a_script():
+    assert set(ACTIONS) == {"gate", "comment", "accept"}
+    for action in ACTIONS.values():
+        assert action["runs"]["using"] == "composite"
+        for step in action["runs"]["steps"]:
+            assert ("run" in step) != ("uses" in step)
+            assert step.get("shell") == ("bash" if "run" in step else None)
+            assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step.get("uses", f"actions/a@{'0' * 40}"))
+            assert "${{" not in step.get("run", ""), "a value that is put into a script may be a command"
+
+
+RECORDS = """#!/bin/sh
+echo "$@" >> arguments
+echo "## 1 regressed" > gputrain-out/cpu.md
+mkdir -p suite/baselines/cpu
+echo '{}' > suite/baselines/cpu/llm.json
+echo changed > code.py
+exit 1
+"""
+
+
+def test_figures_of_a_branch_are_judged_or_committed_to_it(tmp_path, monkeypatch):
+    """The first job runs pytest, and the last one commits baselines alone, whatever the first job has changed."""
+    for name in ("HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    for variable in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{variable}_NAME", "tester")
+        monkeypatch.setenv(f"GIT_{variable}_EMAIL", "tester@localhost")
+
+    def run(folder, *command, **variables):
+        return subprocess.run(
+            command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, check=False, timeout=60
+        )
+
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "pytest").write_text(RECORDS)
+    (tmp_path / "bin" / "pytest").chmod(0o755)
+    first, last = tmp_path / "first", tmp_path / "last"
+    run(tmp_path, "git", "init", "--quiet", "--bare", "--initial-branch=main", "origin")
+    run(tmp_path, "git", "clone", "--quiet", "origin", "first")
+    (first / "code.py").write_text("before\n")
+    run(first, "git", "add", "code.py")
+    run(first, "git", "commit", "--quiet", "-m", "before")
+    run(first, "git", "push", "--quiet", "origin", "HEAD:main")
+    given = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "TESTS": "suite", "ARGUMENTS": "-k 'a b'"}
+    given |= {"GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md")}
+    gate = ("bash", str(ROOT / "ci" / "gate.sh"))
+    assert run(first, *gate, "cpu", **given, RECORD="false").returncode == 1
+    assert (tmp_path / "summary.md").read_text() == "## 1 regressed\n"
+    assert run(first, *gate, "h100", **given, RECORD="true").returncode == 1
+    judged, recorded = (first / "arguments").read_text().splitlines()
+    assert judged.startswith("suite -n 2 --gpu-platform=cpu --gpu-json=gputrain-out/cpu.json")
+    assert "--gpu-emulate --gpu-baseline-update" in recorded
+    assert "update" not in judged
+    run(tmp_path, "git", "clone", "--quiet", "origin", "last")
+    shutil.copytree(first / "gputrain-out", last / "gputrain-out")
+    commit = ACTIONS["accept"]["runs"]["steps"][-1]["run"]
+    done = run(last, "bash", "-e", "-c", commit, MESSAGE="accepted; $(false)")
+    assert done.returncode == 0, done.stderr
+    told = run(tmp_path / "origin", "git", "show", "--stat", "--format=%s", "main").stdout
+    assert told.splitlines()[0] == "accepted; $(false)"
+    assert re.findall(r"^ (\S+) +\|", told, re.MULTILINE) == ["suite/baselines/cpu/llm.json"]
+    (last / "gputrain-out" / "recorded.patch").write_text("")
+    assert "the figures are those of the baselines" in run(last, "bash", "-e", "-c", commit, MESSAGE="again").stdout
 
 
 def test_own_workflows_pin_actions_and_may_only_read():
