@@ -118,8 +118,10 @@ def _growth(now: Sequence[Sequence[OfStep]], before: Sequence[OfStep], allowed: 
 
 
 def _rise(now: Sequence[OfStep], before: Sequence[OfStep], least: int) -> Rise | None:
-    pairs = zip(now, before, strict=False)
-    return rise_of([ours.end - theirs.end for ours, theirs in pairs if ours.peak and theirs.peak], least)
+    more = [0]
+    for ours, theirs in zip(now, before, strict=False):
+        more.append(ours.end - theirs.end if ours.peak and theirs.peak else more[-1])
+    return rise_of(more[1:], least)
 
 
 def _worst_peak(

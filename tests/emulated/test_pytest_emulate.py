@@ -349,3 +349,43 @@ def test_own_cases_are_forked_and_take_what_they_take_in_fresh_processes(run_tes
         return {test: result["reply"] for test, result in results.items()}
 
     assert replies("auto") == replies("process")
+
+
+SPIKE = """
+    import torch
+
+    ROWS, KEPT = {rows}, {kept}
+
+    def train(setup):
+        model = torch.nn.Linear(64, 64, device=setup.device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        kept = []
+        for number in range(40):
+            batch = torch.ones(ROWS if number == 9 else 64, 64, device=setup.device)
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number >= KEPT and number % 3 == 0:
+                kept.append(torch.ones(1 << 18, device=setup.device))
+            yield
+            del batch
+
+    def test_train(gputrain):
+        gputrain.check(train, precision="fp32", steps=12, epoch={epoch})
+"""
+
+
+def test_a_later_step_that_needs_more_or_keeps_it_is_named(run_tests, tmp_path):
+    def judged(*arguments, rows=64, kept=99, epoch=False):
+        program = SPIKE.format(rows=rows, kept=kept, epoch=epoch)
+        (tmp_path / "test_own.py").write_text(textwrap.dedent(program))
+        [result] = run_tests(*arguments)[1].values()
+        return result
+
+    recorded = judged("--gpu-baseline-update", epoch=True)
+    assert recorded["verdict"]["status"] == "recorded"
+    assert sum(steps for steps, _, _ in recorded["reply"]["memory_of_steps"]) == 39
+    assert judged(epoch=True)["verdict"]["status"] == "pass"
+    assert " in step 9, where the baseline had " in judged(rows=1 << 14)["verdict"]["sentence"]
+    kept = "keeps 1.00 MiB more of tensors after every 3 steps from step 21 on, which the baseline does not"
+    assert kept in judged(kept=20, epoch=True)["verdict"]["sentence"]
