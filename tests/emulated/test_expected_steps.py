@@ -128,6 +128,7 @@ runpy.run_path({tools!r} + "/calibrate.py", run_name="__main__")
 """
 
 
+@pytest.mark.weekly
 def test_a_dry_run_of_the_calibration_measures_all_and_writes_nothing(emulate):
     before = FILE.read_bytes()
     tools = str(Path(__file__).parents[2] / "tools")

@@ -309,6 +309,7 @@ for number in range(8):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_a_checkpoint_learns_from_files(project, monkeypatch):
     (project.path / "samples").mkdir()
     subprocess.run([sys.executable, "-c", A_SMALL_FLUX], cwd=project.path, check=True, timeout=300)

@@ -24,6 +24,7 @@ def test_a_call_goes_on_where_the_last_one_ended_and_begins_nothing_that_may_not
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_a_session_on_the_cpu_records_case_after_case(tmp_path, monkeypatch):
     """The whole of it, but for the cases' processes: those are of a suite that trains in an instant."""
     pytest.importorskip("torch", reason="the cases train")
