@@ -1,6 +1,6 @@
 """Programs that look whether unknown values changed, on an emulated GPU. Needs a CUDA build of torch, and no GPU."""
 
-import textwrap
+import pytest
 
 LOOKS = """
     import copy, io, torch
@@ -40,201 +40,151 @@ LOOKS = """
 """
 
 
-def looked(emulate, code):
-    done, _ = emulate(textwrap.dedent(LOOKS) + textwrap.dedent(code))
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def look(emulate_parts):
+    """Run code after ``LOOKS``, and return what it prints."""
+    return lambda code: emulate_parts(LOOKS, code)[0]
 
 
-def test_what_a_step_wrote_to_differs_in_each_way_to_look_at_it_and_its_numbers_are_others(emulate):
-    assert (
-        looked(
-            emulate,
-            """
-            losses = [step() for _ in range(20)]
-            assert losses[-1] < losses[0] and all(0 < loss < 1 for loss in losses)
-            after = numbers()
-            assert all(one != other for one, other in zip(before.pop("norms"), after.pop("norms")))
-            print(*(name for name in before if before[name] == after[name]))
-            print(*(number for pair in zip(weights, clones) for number, yes in enumerate(differ(*pair)) if not yes))
-            try:
-                torch.testing.assert_close(weights[0].detach(), clones[0])
-            except AssertionError:
-                print("not close")
-            """,
-        )
-        == "\n\nnot close\n"
-    )
-
-
-def test_what_nothing_was_written_to_is_equal_and_its_numbers_are_the_same(emulate):
-    assert (
-        looked(
-            emulate,
-            """
-            layers(torch.randn(4, 512, device="cuda")).sum().backward()
-            assert numbers() == before
-            pairs = [*zip(weights, clones), *zip(weights, copy.deepcopy(weights)), (weights[0], weights[0])]
-            print(*(number for one, other in pairs for number, yes in enumerate(differ(one, other)) if yes))
+def test_what_a_step_wrote_to_differs_in_each_way_to_look_at_it_and_its_numbers_are_others(look):
+    printed = look("""
+        losses = [step() for _ in range(20)]
+        assert losses[-1] < losses[0] and all(0 < loss < 1 for loss in losses)
+        after = numbers()
+        assert all(one != other for one, other in zip(before.pop("norms"), after.pop("norms")))
+        print(*(name for name in before if before[name] == after[name]))
+        print(*(number for pair in zip(weights, clones) for number, yes in enumerate(differ(*pair)) if not yes))
+        try:
             torch.testing.assert_close(weights[0].detach(), clones[0])
-            """,
-        )
-        == "\n"
-    )
+        except AssertionError:
+            print("not close")
+    """)
+    assert printed == "\n\nnot close\n"
 
 
-def test_inside_of_a_module_weights_read_the_same_each_time_and_a_result_is_equal_to_its_clone(emulate):
-    assert (
-        looked(
-            emulate,
-            """
-            class Looks(torch.nn.Module):
-                def forward(self, x):
-                    y = weights[0].square() @ x
-                    print(torch.equal(y, y.clone()), (y == y.clone()).all().item(), torch.equal(y, y + y))
-                    return weights[0].norm().item(), torch.cat([w.flatten() for w in weights]).sum().item()
-
-            x = torch.randn(512, 512, device="cuda") @ weights[0]
-            with torch.no_grad():
-                first = Looks()(x)
-            print(first == Looks()(x))
-            """,
-        )
-        == "True True False\nTrue True False\nTrue\n"
-    )
+def test_what_nothing_was_written_to_is_equal_and_its_numbers_are_the_same(look):
+    printed = look("""
+        layers(torch.randn(4, 512, device="cuda")).sum().backward()
+        assert numbers() == before
+        pairs = [*zip(weights, clones), *zip(weights, copy.deepcopy(weights)), (weights[0], weights[0])]
+        print(*(number for one, other in pairs for number, yes in enumerate(differ(one, other)) if yes))
+        torch.testing.assert_close(weights[0].detach(), clones[0])
+    """)
+    assert printed == "\n"
 
 
-def test_only_what_was_written_to_differs(emulate):
-    assert (
-        looked(
-            emulate,
-            """
-            with torch.no_grad():
-                weights[0][3].mul_(2)
-            one, other = weights[0], clones[0]
-            print(torch.equal(one, other), torch.equal(one[3], other[3]), torch.equal(one[4:], other[4:]))
-            """,
-        )
-        == "False False True\n"
-    )
+def test_inside_of_a_module_weights_read_the_same_each_time_and_a_result_is_equal_to_its_clone(look):
+    printed = look("""
+        class Looks(torch.nn.Module):
+            def forward(self, x):
+                y = weights[0].square() @ x
+                print(torch.equal(y, y.clone()), (y == y.clone()).all().item(), torch.equal(y, y + y))
+                return weights[0].norm().item(), torch.cat([w.flatten() for w in weights]).sum().item()
+
+        x = torch.randn(512, 512, device="cuda") @ weights[0]
+        with torch.no_grad():
+            first = Looks()(x)
+        print(first == Looks()(x))
+    """)
+    assert printed == "True True False\nTrue True False\nTrue\n"
 
 
-def test_weights_that_were_saved_and_loaded_are_equal_until_they_are_trained(emulate):
-    assert (
-        looked(
-            emulate,
-            """
-            file = io.BytesIO()
-            torch.save(layers.state_dict(), file)
+def test_only_what_was_written_to_differs(look):
+    printed = look("""
+        with torch.no_grad():
+            weights[0][3].mul_(2)
+        one, other = weights[0], clones[0]
+        print(torch.equal(one, other), torch.equal(one[3], other[3]), torch.equal(one[4:], other[4:]))
+    """)
+    assert printed == "False False True\n"
+
+
+def test_weights_that_were_saved_and_loaded_are_equal_until_they_are_trained(look):
+    printed = look("""
+        file = io.BytesIO()
+        torch.save(layers.state_dict(), file)
+        file.seek(0)
+        loaded = copy.deepcopy(layers)
+        torch.nn.init.normal_(loaded[0].weight)
+        print(torch.equal(loaded[0].weight, weights[0]))
+        loaded.load_state_dict(torch.load(file, map_location="cpu"))
+        print(all(torch.equal(one, other) for one, other in zip(loaded.parameters(), weights)))
+        step()
+        print(any(torch.equal(one, other) for one, other in zip(loaded.parameters(), weights)))
+    """)
+    assert printed == "False\nTrue\nFalse\n"
+
+
+def test_what_was_saved_equals_what_is_loaded_on_the_host_and_on_the_gpu_however_large_it_is(look):
+    printed = look("""
+        layers.register_parameter("scale", torch.nn.Parameter(torch.ones((), device="cuda") * weights[0].norm()))
+        held = layers.bfloat16().state_dict()
+        file = io.BytesIO()
+        torch.save(held, file)
+        for device in ("cpu", "cuda"):
             file.seek(0)
-            loaded = copy.deepcopy(layers)
-            torch.nn.init.normal_(loaded[0].weight)
-            print(torch.equal(loaded[0].weight, weights[0]))
-            loaded.load_state_dict(torch.load(file, map_location="cpu"))
-            print(all(torch.equal(one, other) for one, other in zip(loaded.parameters(), weights)))
-            step()
-            print(any(torch.equal(one, other) for one, other in zip(loaded.parameters(), weights)))
-            """,
-        )
-        == "False\nTrue\nFalse\n"
-    )
+            loaded = torch.load(file, map_location=device)
+            print({torch.equal(loaded[name], held[name].to(device)) for name in held})
+            print({torch.equal(loaded[name].cpu(), held[name].cpu()) for name in held})
+        print(loaded["scale"].item() == held["scale"].item() == held["scale"].cpu().item())
+    """)
+    assert printed == "{True}\n{True}\n{True}\n{True}\nTrue\n"
 
 
-def test_what_was_saved_equals_what_is_loaded_on_the_host_and_on_the_gpu_however_large_it_is(emulate):
-    assert (
-        looked(
-            emulate,
-            """
-            layers.register_parameter("scale", torch.nn.Parameter(torch.ones((), device="cuda") * weights[0].norm()))
-            held = layers.bfloat16().state_dict()
-            file = io.BytesIO()
-            torch.save(held, file)
-            for device in ("cpu", "cuda"):
-                file.seek(0)
-                loaded = torch.load(file, map_location=device)
-                print({torch.equal(loaded[name], held[name].to(device)) for name in held})
-                print({torch.equal(loaded[name].cpu(), held[name].cpu()) for name in held})
-            print(loaded["scale"].item() == held["scale"].item() == held["scale"].cpu().item())
-            """,
-        )
-        == "{True}\n{True}\n{True}\n{True}\nTrue\n"
-    )
+def test_large_tensors_of_the_host_count_as_different_if_one_element_or_their_order_differs(look):
+    printed = look("""
+        host = torch.randn(1000, 1001)
+        other = host.clone()
+        other[3, 7] += 1
+        last = host.clone()
+        last[-1, -1] += 1
+        print([torch.equal(host.cuda(), one.cuda()) for one in (host.clone(), other, last, host.flip(1))])
+    """)
+    assert printed == "[True, False, False, False]\n"
 
 
-def test_large_tensors_of_the_host_count_as_different_if_one_element_or_their_order_differs(emulate):
-    assert (
-        looked(
-            emulate,
-            """
-            host = torch.randn(1000, 1001)
-            other = host.clone()
-            other[3, 7] += 1
-            last = host.clone()
-            last[-1, -1] += 1
-            print([torch.equal(host.cuda(), one.cuda()) for one in (host.clone(), other, last, host.flip(1))])
-            """,
-        )
-        == "[True, False, False, False]\n"
-    )
+def test_large_random_tensors_are_equal_if_they_are_drawn_from_the_same_state(look):
+    printed = look("""
+        def drawn(seed, draw):
+            torch.manual_seed(seed)
+            return draw(torch.empty(1000, 1000, device="cuda"))
+
+        for draw in (torch.randn_like, torch.nn.init.kaiming_uniform_, lambda tensor: tensor.bernoulli_(0.5)):
+            print(torch.equal(drawn(1, draw), drawn(1, draw)), torch.equal(drawn(1, draw), drawn(2, draw)))
+        print(torch.equal(drawn(1, lambda one: one.uniform_(0, 1)), drawn(1, lambda one: one.uniform_(0, 2))))
+    """)
+    assert printed == "True False\n" * 3 + "False\n"
 
 
-def test_large_random_tensors_are_equal_if_they_are_drawn_from_the_same_state(emulate):
-    assert (
-        looked(
-            emulate,
-            """
-            def drawn(seed, draw):
-                torch.manual_seed(seed)
-                return draw(torch.empty(1000, 1000, device="cuda"))
-
-            for draw in (torch.randn_like, torch.nn.init.kaiming_uniform_, lambda tensor: tensor.bernoulli_(0.5)):
-                print(torch.equal(drawn(1, draw), drawn(1, draw)), torch.equal(drawn(1, draw), drawn(2, draw)))
-            print(torch.equal(drawn(1, lambda one: one.uniform_(0, 1)), drawn(1, lambda one: one.uniform_(0, 2))))
-            """,
-        )
-        == "True False\n" * 3 + "False\n"
-    )
-
-
-def test_batch_normalization_changes_its_running_statistics_in_training_and_not_in_evaluation(emulate):
-    assert (
-        looked(
-            emulate,
-            """
-            images = torch.randn(4, 3, 8, 8, device="cuda")
-            for run in (
-                torch.nn.BatchNorm2d(3).cuda(), torch.nn.BatchNorm2d(3, dtype=torch.float64).cuda(),
-                torch.nn.InstanceNorm2d(3, track_running_stats=True).cuda(),
-            ):
-                for training in (False, True):
-                    run.train(training)
-                    mean, variance = run.running_mean.clone(), run.running_var.clone()
-                    run(images.to(mean.dtype))
-                    print(torch.equal(run.running_mean, mean), torch.equal(run.running_var, variance))
-            mean = torch.zeros(3, device="cuda")
-            torch.batch_norm_update_stats(images, mean, torch.ones_like(mean), 0.1)
-            print((mean == 0).all().item())
-            """,
-        )
-        == "True True\nFalse False\n" * 3 + "False\n"
-    )
+def test_batch_normalization_changes_its_running_statistics_in_training_and_not_in_evaluation(look):
+    printed = look("""
+        images = torch.randn(4, 3, 8, 8, device="cuda")
+        for run in (
+            torch.nn.BatchNorm2d(3).cuda(), torch.nn.BatchNorm2d(3, dtype=torch.float64).cuda(),
+            torch.nn.InstanceNorm2d(3, track_running_stats=True).cuda(),
+        ):
+            for training in (False, True):
+                run.train(training)
+                mean, variance = run.running_mean.clone(), run.running_var.clone()
+                run(images.to(mean.dtype))
+                print(torch.equal(run.running_mean, mean), torch.equal(run.running_var, variance))
+        mean = torch.zeros(3, device="cuda")
+        torch.batch_norm_update_stats(images, mean, torch.ones_like(mean), 0.1)
+        print((mean == 0).all().item())
+    """)
+    assert printed == "True True\nFalse False\n" * 3 + "False\n"
 
 
-def test_a_loop_that_waits_for_a_small_number_ends(emulate):
-    assert (
-        looked(
-            emulate,
-            """
-            while True:
-                optimizer.zero_grad()
-                weights[0].data.mul_(0.9)
-                if weights[0].norm().item() < 1e-3:
-                    break
-            print("small")
-            """,
-        )
-        == "small\n"
-    )
+def test_a_loop_that_waits_for_a_small_number_ends(look):
+    printed = look("""
+        while True:
+            optimizer.zero_grad()
+            weights[0].data.mul_(0.9)
+            if weights[0].norm().item() < 1e-3:
+                break
+        print("small")
+    """)
+    assert printed == "small\n"
 
 
 def test_sharded_weights_differ_after_a_step_and_not_before(emulate):

@@ -11,16 +11,18 @@ MIB = 1 << 20
 needs_triton = pytest.mark.skipif(importlib.machinery.PathFinder.find_spec("triton") is None, reason="needs Triton")
 
 
-def printed(emulate, code, *arguments, **options):
-    done, report = emulate(code, *arguments, **options)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr, report
+@pytest.fixture
+def run(emulate_parts):
+    """Run a program: what its last line has, what was told at the end, and the report of its process."""
+
+    def run(code):
+        printed, told, process = emulate_parts("import json\nimport torch", code)
+        return json.loads(printed.splitlines()[-1]), told, process
+
+    return run
 
 
 WHOLE_NETWORK = """
-    import json
-    import torch
-
     def pools():
         sizes = {}
         for segment in torch.cuda.memory_snapshot():
@@ -69,26 +71,22 @@ WHOLE_NETWORK = """
 """
 
 
-def test_a_whole_network_takes_the_memory_of_its_pool_and_trains_at_each_replay(emulate):
-    found, told, report = printed(emulate, WHOLE_NETWORK)
+def test_a_whole_network_takes_the_memory_of_its_pool_and_trains_at_each_replay(run):
+    found, told, process = run(WHOLE_NETWORK)
     assert (found["after the capture"], found["after 10 replays"], found["offset"]) == (3, 13, 120)
     allocated, peak, reserved, pools = found["captured"]
-    assert reserved == sum(pools.values()) == report["processes"][0]["devices"][0]["peak_reserved_bytes"]
+    assert reserved == sum(pools.values()) == process["devices"][0]["peak_reserved_bytes"]
     assert pools["(1, 0)"] == 170 * MIB
     assert found["replayed"] == [allocated, peak, reserved, pools], "a replay allocates nothing"
-    assert peak == report["processes"][0]["devices"][0]["peak_allocated_bytes"]
+    assert peak == process["devices"][0]["peak_allocated_bytes"]
     assert "(1, 0)" not in found["gone"][3]
     lines = [line for line in told.splitlines() if line.startswith("gputrain:   peak")]
     assert [("at least" in line) for line in lines] == [False, False, True], "the driver's part of a graph is not known"
     assert "not counted: the driver's buffers for CUDA graphs" in told
 
 
-def test_a_replay_computes_what_is_small_and_known_and_forgets_the_rest(emulate):
-    found, told, _ = printed(
-        emulate,
-        """
-        import json
-        import torch
+def test_a_replay_computes_what_is_small_and_known_and_forgets_the_rest(run):
+    found, told, _ = run("""
         count = torch.zeros((), dtype=torch.int64, device="cuda")
         table, places = torch.arange(8, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
         pinned, back = (torch.zeros(4, dtype=torch.int64).pin_memory() for _ in range(2))
@@ -114,8 +112,7 @@ def test_a_replay_computes_what_is_small_and_known_and_forgets_the_rest(emulate)
         same = large.clone()
         found += [torch.equal(same, large), graph.replay(), torch.equal(same, large), 0 < large.tolist()[0] < 1]
         print(json.dumps(found))
-        """,
-    )
+    """)
     assert found[:3] == [0, [0] * 4, [0.0] * 4], "a capture writes nothing"
     for number, replay in enumerate(found[3:6], 1):
         assert replay == [number, [3 * number] * 4, [3 * number > 8] * 4, [3 * number] * 4]
@@ -141,12 +138,8 @@ def test_what_an_asserting_kernel_of_a_graph_finds_is_raised_by_the_replay(emula
     assert "a CUDA graph asserts in index at train.py:6 in <module>: index 9 is out of range for 8 elements" in done.stderr
 
 
-def test_the_body_of_a_conditional_node_is_forgotten_and_not_run(emulate):
-    found, _, _ = printed(
-        emulate,
-        """
-        import json
-        import torch
+def test_the_body_of_a_conditional_node_is_forgotten_and_not_run(run):
+    found, _, _ = run("""
         x, y = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
         truth, graph = torch.tensor(True, device="cuda"), torch.cuda.CUDAGraph()
         if not hasattr(graph, "begin_capture_to_if_node"):
@@ -161,19 +154,15 @@ def test_the_body_of_a_conditional_node_is_forgotten_and_not_run(emulate):
         before = y.tolist()
         graph.replay()
         print(json.dumps([x.tolist(), before, y.tolist()[0] not in (1, 7)]))
-        """,
-    )
+    """)
     if found is None:
         pytest.skip("this torch captures no conditional nodes")
     assert found == [[3.0] * 4, [1.0] * 4, True]
 
 
-def test_captures_end_with_the_errors_of_cuda(emulate):
-    found, _, _ = printed(
-        emulate,
-        """
-        import ctypes, json
-        import torch
+def test_captures_end_with_the_errors_of_cuda(run):
+    found, _, _ = run("""
+        import ctypes
         x, pinned, side = torch.ones(1000, device="cuda"), torch.ones(1000).pin_memory(), torch.cuda.Stream()
         outside = torch.cuda.Event()
         outside.record()
@@ -211,8 +200,7 @@ def test_captures_end_with_the_errors_of_cuda(emulate):
             found[function.__name__] = [first, last]
             x.sum().item()  # all goes on afterwards
         print(json.dumps(found))
-        """,
-    )
+    """)
     refused, invalid = (
         f"CUDA error: operation {what}"
         for what in ("not permitted when stream is capturing", "failed due to a previous error during capture")
@@ -231,12 +219,9 @@ def test_captures_end_with_the_errors_of_cuda(emulate):
     }
 
 
-def test_pools_are_shared_given_back_with_the_last_graph_and_kept_by_a_capture_that_failed(emulate):
-    found, _, _ = printed(
-        emulate,
-        """
-        import gc, json
-        import torch
+def test_pools_are_shared_given_back_with_the_last_graph_and_kept_by_a_capture_that_failed(run):
+    found, _, _ = run("""
+        import gc
         x = torch.randn(1 << 20, device="cuda")
         def reserved():
             gc.collect()
@@ -260,8 +245,7 @@ def test_pools_are_shared_given_back_with_the_last_graph_and_kept_by_a_capture_t
             pass
         del graph, y
         print(json.dumps([size - before for size in (own, shared, one, both, reserved())]))
-        """,
-    )
+    """)
     own, shared, one, both, failed = found
     assert own > 0
     assert (shared, one, both) == (own, own, 0)
@@ -269,12 +253,8 @@ def test_pools_are_shared_given_back_with_the_last_graph_and_kept_by_a_capture_t
 
 
 @needs_triton
-def test_compiled_code_with_reduced_overhead_is_recorded_and_replayed(emulate):
-    found, told, report = printed(
-        emulate,
-        """
-        import json
-        import torch
+def test_compiled_code_with_reduced_overhead_is_recorded_and_replayed(run):
+    found, told, process = run("""
         model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).cuda()
         optimizer = torch.optim.AdamW(model.parameters())
         compiled = torch.compile(model, mode="reduce-overhead")
@@ -284,11 +264,10 @@ def test_compiled_code_with_reduced_overhead_is_recorded_and_replayed(emulate):
             optimizer.zero_grad(set_to_none=True)
         pools = sum(one["total_size"] for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) != (0, 0))
         print(json.dumps([torch.cuda.memory_reserved(), pools]))
-        """,
-    )
+    """)
     reserved, pools = found
-    assert 0 < pools < reserved == report["processes"][0]["devices"][0]["peak_reserved_bytes"]
-    graphs = report["processes"][0]["graphs"]
+    assert 0 < pools < reserved == process["devices"][0]["peak_reserved_bytes"]
+    graphs = process["graphs"]
     assert (graphs["launched"], graphs["most_kernels"], graphs["most_in_pools"]) == (6, 11, pools)
     assert f"launched 6 times; at most {graphs['most']} at a time with 11 kernels" in told
 
