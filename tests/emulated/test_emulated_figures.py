@@ -1,5 +1,6 @@
 """What an emulated run tells beside its peak: peaks of phases, the tensors there and their lines, and the bytes moved."""
 
+import shutil
 import textwrap
 
 import pytest
@@ -43,15 +44,22 @@ def line_of(what):
     return next(number for number, line in enumerate(lines, start=1) if line.endswith(f"# line {what}"))
 
 
-@pytest.fixture
-def planted(run_tests, tmp_path):
-    """Record the program, and run it again with something planted: its result."""
-    (tmp_path / "test_own.py").write_text(textwrap.dedent(PROGRAM))
+@pytest.fixture(scope="module")
+def recorded(run_tests_in, tmp_path_factory):
+    """A folder with the program and its baseline."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "test_own.py").write_text(textwrap.dedent(PROGRAM))
+    done, _ = run_tests_in(folder, "--gpu-baseline-update")
+    assert done.returncode == 0, done.stdout
+    return folder
 
-    def run(what, **variables):
-        done, _ = run_tests("--gpu-baseline-update")
-        assert done.returncode == 0, done.stdout
-        done, results = run_tests("--gpu-strict", PLANTED=what, **variables)
+
+@pytest.fixture
+def planted(recorded, run_tests_in):
+    """Run the program beside its baseline with something planted: its result."""
+
+    def run(what, *arguments):
+        done, results = run_tests_in(recorded, "--gpu-strict", *arguments, PLANTED=what)
         return done, results["test_train"]
 
     return run
@@ -107,8 +115,8 @@ def test_three_percent_more_bytes_moved_fail_with_the_operator_and_its_line(plan
     }
 
 
-def test_lines_that_move_change_nothing_that_is_recorded(planted, run_tests, tmp_path):
-    planted("")
+def test_lines_that_move_change_nothing_that_is_recorded(recorded, run_tests, tmp_path):
+    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
     stored = (tmp_path / "baselines/emulated/h100/own.json").read_text()
     assert "test_own.py:1" not in stored
     (tmp_path / "test_own.py").write_text("\n\n\n" + textwrap.dedent(PROGRAM))
@@ -150,8 +158,9 @@ def test_a_compiled_model_has_peaks_of_all_phases_and_flops(run_tests, tmp_path)
     assert reply["flops_per_step"] == 5 * 2 * 4096 * 1024 * 1024
 
 
-def own(run_tests, tmp_path, steps):
-    """Run a loop whose steps are these lines."""
+@pytest.fixture
+def own(run_tests, tmp_path):
+    """Run a loop whose steps have these lines: its reply."""
     source = textwrap.dedent("""
         import os
 
@@ -171,23 +180,23 @@ def own(run_tests, tmp_path, steps):
         def test_train(gputrain):
             gputrain.check(train, precision="fp32")
     """)
-    (tmp_path / "test_own.py").write_text(source.replace("STEPS", textwrap.indent(textwrap.dedent(steps), " " * 8)))
-    done, results = run_tests()
-    assert done.returncode == 0, done.stdout
-    return results["test_train"]["reply"]
+
+    def run(steps):
+        (tmp_path / "test_own.py").write_text(source.replace("STEPS", textwrap.indent(textwrap.dedent(steps), " " * 8)))
+        done, results = run_tests()
+        assert done.returncode == 0, done.stdout
+        return results["test_train"]["reply"]
+
+    return run
 
 
-def test_a_step_that_fails_only_where_flops_are_counted_keeps_its_figures(run_tests, tmp_path):
+def test_a_step_that_fails_only_where_flops_are_counted_keeps_its_figures(own):
     """A GPU computes ``ctc_loss`` of lengths on the host, and torch refuses them under any dispatch mode."""
-    reply = own(
-        run_tests,
-        tmp_path,
-        """
+    reply = own("""
         scores = torch.randn(50, 4, 20, device=setup.device, requires_grad=True).log_softmax(2)
         labels = torch.randint(1, 20, (4, 10), dtype=torch.int)
         loss = loss + torch.nn.functional.ctc_loss(scores, labels, torch.tensor([50] * 4), torch.tensor([10] * 4))
-        """,
-    )
+    """)
     assert reply["fits"]
     assert reply["flops_per_step"] is None
     assert reply["bytes_per_step"] is None
@@ -195,42 +204,34 @@ def test_a_step_that_fails_only_where_flops_are_counted_keeps_its_figures(run_te
     assert any(note.startswith("without FLOPs and bytes moved, because") for note in reply["notes"])
 
 
-def test_a_program_that_records_its_memory_itself_keeps_peaks_of_phases_without_tensors(run_tests, tmp_path):
-    reply = own(run_tests, tmp_path, "torch.cuda.memory._record_memory_history(max_entries=1000)")
+def test_a_program_that_records_its_memory_itself_keeps_peaks_of_phases_without_tensors(own):
+    reply = own("torch.cuda.memory._record_memory_history(max_entries=1000)")
     assert reply["phase_peak_bytes"]["backward"] >= 3 * 4 * 1024**2
     assert reply["largest"] == {}
     assert any("the program itself records torch's memory history" in note for note in reply["notes"])
 
 
-def test_a_step_of_more_allocations_than_torch_keeps_says_that_tensors_are_not_named(run_tests, tmp_path):
-    reply = own(
-        run_tests,
-        tmp_path,
-        """
+def test_a_step_of_more_allocations_than_torch_keeps_says_that_tensors_are_not_named(own):
+    reply = own("""
         from pytest_gputrain.worker import device_allocations
         device_allocations.MOST_EVENTS = 1000
         for _ in range(400):
             torch.empty(1024, device=setup.device)
-        """,
-    )
+    """)
     assert reply["largest"] == {}
     assert reply["phase_peak_bytes"]["backward"] > 0
     assert any("a step made about 333 allocations or more" in note for note in reply["notes"])
 
 
-def test_forward_passes_in_other_threads_give_no_wrong_lines(run_tests, tmp_path):
+def test_forward_passes_in_other_threads_give_no_wrong_lines(own, tmp_path):
     """Each thread counts its own nodes, so a number tells no line once two threads have counted."""
-    reply = own(
-        run_tests,
-        tmp_path,
-        """
+    reply = own("""
         import threading
         other = torch.ones(64, 64, device=setup.device, requires_grad=True)
         thread = threading.Thread(target=lambda: [other * 2 for _ in range(200)])
         thread.start()
         thread.join()
-        """,
-    )
+    """)
     made = [row for row in reply["largest"]["backward"] if row["phase"] == "backward"]
     backward = next(
         number for number, line in enumerate((tmp_path / "test_own.py").read_text().splitlines(), 1) if "backward()" in line
@@ -259,11 +260,8 @@ def test_code_that_lies_in_no_file_is_named_as_such(emulate_text, variant, where
     assert where in emulate_text(variant, "import torch\nx = torch.ones(1 << 20, device='cuda')\n")
 
 
-def test_programs_that_run_out_of_memory_or_use_nested_tensors_keep_their_figures(run_tests, tmp_path):
-    reply = own(
-        run_tests,
-        tmp_path,
-        """
+def test_programs_that_run_out_of_memory_or_use_nested_tensors_keep_their_figures(own):
+    reply = own("""
         try:
             torch.empty(1 << 40, device=setup.device)
         except torch.OutOfMemoryError:
@@ -275,8 +273,7 @@ def test_programs_that_run_out_of_memory_or_use_nested_tensors_keep_their_figure
         encoder = torch.nn.TransformerEncoder(layer, 1).to(setup.device).eval()
         with torch.no_grad():
             encoder(torch.ones(1, 8, 16).to(setup.device), src_key_padding_mask=torch.arange(8).to(setup.device)[None] > 5)
-        """,
-    )
+    """)
     assert reply["largest"]["backward"]
 
 
@@ -317,25 +314,19 @@ def test_a_step_that_only_moves_bytes_is_judged_by_them(run_tests, tmp_path):
     assert results["test_train"]["reply"]["bytes_per_step"] >= 4 * 4 * 1024**2
 
 
-def test_more_steps_take_no_more_memory(run_tests, tmp_path):
+def test_more_steps_take_no_more_memory(planted):
     """The losses that a worker would keep of each step are no memory of the program."""
-    (tmp_path / "test_own.py").write_text(textwrap.dedent(PROGRAM))
-    assert run_tests("--gpu-baseline-update")[0].returncode == 0
-    done, _ = run_tests("--gpu-strict", "--gpu-steps=20")
+    done, _ = planted("", "--gpu-steps=20")
     assert done.returncode == 0, done.stdout
 
 
-def test_a_backward_pass_of_another_thread_is_no_phase_of_the_training(run_tests, tmp_path):
-    reply = own(
-        run_tests,
-        tmp_path,
-        """
+def test_a_backward_pass_of_another_thread_is_no_phase_of_the_training(own):
+    reply = own("""
         import threading
         side = torch.ones(4096, 4096, device=setup.device, requires_grad=True)
         thread = threading.Thread(target=lambda: (side * 2).exp().sum().backward())
         thread.start()
         thread.join()
         del side
-        """,
-    )
+    """)
     assert reply["phase_peak_bytes"]["backward"] < 3 * 4 * 4096**2 < reply["phase_peak_bytes"]["forward"]
