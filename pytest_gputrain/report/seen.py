@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from pytest_gputrain.gate.messages import count, listed
-from pytest_gputrain.records import Emulated, EmulatedRun, Measured, Measurement, Result
+from pytest_gputrain.records import Case, Emulated, EmulatedRun, Measured, Measurement, Result, TrainingPhase
 from pytest_gputrain.records.step_memory import COUNTED_ROUNDS, counted_steps
+
+_BESIDE_STEPS: Final[dict[TrainingPhase, str]] = {"evaluate": "no evaluation", "checkpoint": "no checkpoint saved"}
 
 
 def line(results: Sequence[Result]) -> str:
@@ -16,17 +19,25 @@ def line(results: Sequence[Result]) -> str:
 
 
 def phrases(results: Sequence[Result]) -> list[str]:
-    """Return what a run saw of the programs of its cases, where that is not all: ``memory of 4 of 30 steps``.
+    """Return what a run saw of the programs of its cases, where that is not all: ``memory of 4 of 30 steps``, ``no
+    evaluation``.
 
     Steps of a built-in model are alike, so that the first ones tell of all.
     """
     counted: dict[str, list[tuple[int, int]]] = {}
-    for result in results:
-        asked = result.case.steps
-        for what, steps in _counted(result):
-            if steps < asked:
-                counted.setdefault(what, []).append((steps, asked))
-    return [f"{what} of {_steps(pairs)}" for what, pairs in counted.items()]
+    of_own_code = [(result.case, run) for result in results if (run := _run_of_own_code(result)) is not None]
+    for case, run in of_own_code:
+        for what, steps in _counted(case, run):
+            if steps < case.steps:
+                counted.setdefault(what, []).append((steps, case.steps))
+    return [*(f"{what} of {_steps(pairs)}" for what, pairs in counted.items()), *_left_out([run for _, run in of_own_code])]
+
+
+def _left_out(runs: Sequence[Measurement | EmulatedRun]) -> Iterator[str]:
+    """Yield what programs may do beside their steps, and what these runs have not."""
+    for phase, said in _BESIDE_STEPS.items():
+        if without := sum(phase not in run.phase_peak_bytes for run in runs):
+            yield said if without == len(runs) else f"{said} in {without} of {count(len(runs), 'case')}"
 
 
 def _steps(pairs: Sequence[tuple[int, int]]) -> str:
@@ -37,15 +48,19 @@ def _steps(pairs: Sequence[tuple[int, int]]) -> str:
     return f"{steps} of {asked} steps in {len(pairs)} cases"
 
 
-def _counted(result: Result) -> Iterator[tuple[str, int]]:
-    """Yield what was counted of a case of own code, and in how many of its steps. Nobody asks a script for a number."""
+def _run_of_own_code(result: Result) -> Measurement | EmulatedRun | None:
+    """Return a run of a case of own code that has figures. Nobody asks a script for a number of steps."""
+    if not result.case.code or result.case.method == "script":
+        return None
     runs = result.replies if isinstance(result, Measured) else [result.figures] if isinstance(result, Emulated) else ()
-    run = next((run for run in runs if isinstance(run, Measurement | EmulatedRun)), None)
-    if run is None or not result.case.code or result.case.method == "script":
-        return
+    return next((run for run in runs if isinstance(run, Measurement) or (isinstance(run, EmulatedRun) and run.fits)), None)
+
+
+def _counted(case: Case, run: Measurement | EmulatedRun) -> Iterator[tuple[str, int]]:
+    """Yield what was counted of a run, and in how many of its steps."""
     if run.memory_of_steps:
         yield "memory", counted_steps(run.memory_of_steps)
     elif isinstance(run, Measurement) and run.environment.device_type == "cpu":
-        yield "memory", COUNTED_ROUNDS * result.case.gradient_accumulation
+        yield "memory", COUNTED_ROUNDS * case.gradient_accumulation
     if run.counts is not None:
         yield "operators and reads" if run.counts.on_cpu else "requests to the GPU", len(run.counts.steps)

@@ -90,3 +90,83 @@ def test_a_phase_that_only_one_side_has_is_told(cpu, before, now):
     cpu.answer({**recorded("cpu_measured"), "phase_peak_bytes": dict.fromkeys(now.split(), 2_500_000)})
     sentence = only_sentence(cpu.run("--gpu-strict", "-k", "gemma"), f"test_tuning[{GEMMA}]")
     assert f"{GEMMA} has no peak in optimizer{', as' if len(before) > len(now) else ' in'} its baseline of 20" in sentence
+
+
+EVALUATES = """
+def build(setup):
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    changed = (Path(__file__).parent / "changed.txt").read_text()
+    model = nn.Linear(32, 1000)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def evaluate():
+        outputs = []
+        with torch.no_grad():
+            for _ in range(6):
+                output = model(torch.ones(64, 32))  # in evaluate
+                outputs.append(output if "keeps" in changed else output.argmax(-1))
+                "reads" in changed and output.sum().item()  # reads
+
+    def save(folder):
+        state = model.state_dict()
+        if "copies" in changed:
+            state = {name: value.clone() for name, value in state.items()}  # in checkpoint
+        torch.save(state, folder / "last.pt")
+
+    if "neither" not in changed:
+        setup.evaluation(evaluate)
+        setup.checkpoint(save)
+
+    def step():
+        model(torch.ones(4, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_evaluating(gputrain):
+    gputrain.check(build, precision="fp32", steps=2, warmup=1)
+"""
+
+
+def test_what_an_evaluation_and_a_checkpoint_need_and_read_is_judged(project):
+    changed, test = project.path / "changed.txt", "test_evaluating"
+    project.write(test_mine=EVALUATES)
+    lines = enumerate((project.path / "test_mine.py").read_text().splitlines(), start=1)
+    line_of = {text.partition("# ")[2]: number for number, text in lines if "# " in text}
+    changed.write_text("nothing")
+    project.run("--gpu-baseline-update").assert_outcomes(passed=1)
+    project.run("--gpu-strict").assert_outcomes(passed=1)
+    changed.write_text("keeps")
+    sentence = only_sentence(project.run(), test)
+    assert sentence.startswith("build-fp32 needs ")
+    at = f"(6 x float32[64, 1000] by addmm in evaluation at test_mine.py:{line_of['in evaluate']})"
+    assert " more in evaluation, 1.60 MiB against 639 KiB allocated, limit 652 KiB, now 1.46 MiB " + at in sentence
+    changed.write_text("copies")
+    sentence = only_sentence(project.run(), test)
+    at = f"(float32[1000, 32] by clone while saving a checkpoint at test_mine.py:{line_of['in checkpoint']})"
+    assert " more while saving a checkpoint, " in sentence
+    assert f"most of it 125 KiB {at}" in sentence
+    changed.write_text("reads")
+    sentence = only_sentence(project.run(), test)
+    assert sentence.startswith("build-fp32 runs 24 operators in its evaluation (18 before): 6 more at test_mine.py:")
+    assert f"test_mine.py:{line_of['reads']} in build.evaluate" in sentence
+    changed.write_text("neither")
+    sentence = only_sentence(project.run("--gpu-strict"), test)
+    assert sentence.startswith("build-fp32 has no peak in evaluation and while saving a checkpoint, as its baseline of 20")
+
+
+def test_a_baseline_without_an_evaluation_and_a_checkpoint_stays_valid(project):
+    project.write(test_mine=EVALUATES)
+    (project.path / "changed.txt").write_text("neither")
+    project.run("--gpu-baseline-update").assert_outcomes(passed=1)
+    (project.path / "changed.txt").write_text("nothing")
+    result = project.run("--gpu-strict")
+    result.assert_outcomes(passed=1)
+    told = "*peak of the evaluation not compared: it was not recorded; record it again"
+    result.stdout.fnmatch_lines_random([told, "not compared: *peak of the evaluation of 1 case*"])

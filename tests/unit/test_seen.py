@@ -6,18 +6,19 @@ from unit_examples import CASE, cpu_environment, emulated_run, measurement, resu
 from pytest_gputrain.records import Counts, StepCounts, StepMemory
 from pytest_gputrain.report.seen import line
 
+BOTH = {"evaluate": 7, "checkpoint": 7}
 OWN = CASE.replace(code="test_mine.py::train", steps=30)
 
 
-def _measured(case=OWN, *, steps=30, counted=2, **fields):
+def _measured(case=OWN, *, steps=30, counted=2, phases=BOTH):
     counts = Counts(steps=(0,) * counted, kinds=(StepCounts(),), on_cpu=True)
     memory = (StepMemory(steps, 10, 5),) if steps else ()
-    reply = measurement(environment=cpu_environment(), memory_of_steps=memory, counts=counts, **fields)
+    reply = measurement(environment=cpu_environment(), memory_of_steps=memory, counts=counts, phase_peak_bytes=phases)
     return result(case, replies=(reply,))
 
 
 def _emulated(counted):
-    return result(OWN, reply=emulated_run(counts=Counts(steps=(0,) * counted, kinds=(StepCounts(),))))
+    return result(OWN, reply=emulated_run(phase_peak_bytes=BOTH, counts=Counts(steps=(0,) * counted, kinds=(StepCounts(),))))
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,19 @@ def _emulated(counted):
 )
 def test_a_run_says_how_many_of_the_steps_were_counted(results, said):
     assert line(results) == said
+
+
+@pytest.mark.parametrize(
+    ("phases", "said"),
+    [
+        ([{}], "no evaluation and no checkpoint saved"),
+        ([BOTH, {"evaluate": 7}, {"evaluate": 7}], "no checkpoint saved in 2 of 3 cases"),
+        ([BOTH], ""),
+    ],
+)
+def test_a_run_says_where_nothing_was_evaluated_or_saved(phases, said):
+    built_in = result(CASE, replies=(measurement(),))
+    seen = line([built_in, *(_measured(counted=30, phases=of_case) for of_case in phases)])
+    assert seen == (said and f"this run saw {said}")
+    everything = [_measured(phases={})]
+    assert line(everything) == "this run saw operators and reads of 2 of 30 steps, no evaluation and no checkpoint saved"
