@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pytest_gputrain.report.summary import fitted
+from pytest_gputrain.utils.reading import read_whole
 
 _PAGE: Final = 100
 """The comments that are asked for at a time, which is the most that both hosts give."""
@@ -86,7 +87,7 @@ def _host(environ: Mapping[str, str]) -> _Host:
     """
     if environ.get("GITHUB_ACTIONS") == "true":
         try:
-            event = json.loads(Path(environ["GITHUB_EVENT_PATH"]).read_bytes())
+            event = json.loads(read_whole(Path(environ["GITHUB_EVENT_PATH"])))
         except (KeyError, OSError, ValueError) as error:
             raise _Failed(f"GITHUB_EVENT_PATH names no event of GitHub: {error}") from None
         number = event.get("pull_request", {}).get("number")
@@ -136,7 +137,9 @@ def _body(marker: str, files: list[Path], accept: str, host: _Host) -> str:
     lines = [marker]
     for file in files:
         try:
-            lines += [*file.read_text(encoding="utf-8").splitlines(), ""]
+            if file.is_symlink():  # which code of a pull request may have made, to a file with the token
+                raise FileNotFoundError
+            lines += [*read_whole(file).decode().splitlines(), ""]
         except (OSError, UnicodeDecodeError):
             lines += [f"**{file.name}: the run ended before it could write a summary; the job has its log.**", ""]
     last = "\n".join(filter(None, [accept, f"[The job]({host.job})" if host.job else ""]))

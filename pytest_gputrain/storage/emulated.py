@@ -22,6 +22,7 @@ EMULATED: Final = "emulated"
 MOST_CONDITIONS: Final = 4
 """Figures that are kept of a case, for test environments that differ in their libraries."""
 
+_NO_GROWTH: Final = {"allowed_growth": 0}
 _LEFT_OUT: Final = (
     "counts",
     "trained",
@@ -77,7 +78,11 @@ class EmulationStore(SuiteStore[Recorded, EmulatedRun]):
 
     def _own(self, entry: EmulatedRun) -> dict[str, Any]:
         fields, shared = msgspec.to_builtins(entry), self.shared_type.__struct_fields__
-        return {name: value for name, value in fields.items() if name not in shared and (value or name not in _LEFT_OUT)}
+        return {
+            name: value
+            for name, value in fields.items()
+            if name not in shared and (name not in _LEFT_OUT or value not in (None, (), [], {}, _NO_GROWTH.get(name)))
+        }
 
     def _stored(self, entries: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
         return dict(entries)

@@ -125,6 +125,14 @@ def test_a_long_summary_is_cut_and_keeps_how_to_accept_it(job, host, tmp_path):
     assert "Accept it." in host.texts[130].splitlines()[-2]
 
 
+@pytest.mark.parametrize("job", ["GitLab"], indirect=True)
+def test_a_link_to_a_file_of_the_host_is_not_posted(job, host, tmp_path):
+    (tmp_path / "secret").write_text("the token")
+    (tmp_path / "cpu.md").symlink_to("secret")
+    assert main(["comment", "cpu.md"]) == 0
+    assert "the token" not in host.texts[130]
+
+
 @pytest.mark.parametrize(
     ("changed", "status", "said"),
     [
