@@ -16,7 +16,7 @@ def train(setup):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    config = Qwen2Config(vocab_size=1000, num_key_value_heads=2, **sizes)
+    config = Qwen2Config(vocab_size=1000, **sizes)
     model, reference = Qwen2ForCausalLM(config), Qwen2ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), **FOREACH)
     arguments = DPOConfig(

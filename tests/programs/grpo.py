@@ -20,7 +20,7 @@ def train(setup):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=1000, num_key_value_heads=2, **sizes))
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=1000, **sizes))
     optimizer = torch.optim.AdamW(model.parameters(), **FOREACH)
     arguments = GRPOConfig(
         output_dir="out",

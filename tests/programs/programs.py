@@ -18,7 +18,7 @@ PROGRAMS = {
     "sharded": {"batch_size": 4, "parallel": "fsdp", "gpus": 2},
     "grpo": {"batch_size": 8},
     "trainer": {"batch_size": 4, "gradient_accumulation": 2},
-    "scaler": {"batch_size": 16, "precision": "bf16-amp"},
+    "scaler": {"batch_size": 16},
     "whisper": {"batch_size": 4},
     "yolo": {"batch_size": 2},
     "dpo": {"batch_size": 4},
@@ -35,4 +35,7 @@ def program(setup, name):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(gputrain, name):
-    gputrain.check(program, args={"name": name}, **{"precision": "fp32", **PROGRAMS[name]})
+    precision = "fp32"
+    if name == "scaler":
+        precision = "fp16-amp" if gputrain.scale == "full" else "bf16-amp"  # nothing scales a loss on a CPU
+    gputrain.check(program, args={"name": name}, precision=precision, **PROGRAMS[name])
