@@ -134,7 +134,7 @@ def test_evaluating(gputrain):
 """
 
 
-def test_what_an_evaluation_and_a_checkpoint_need_and_read_is_judged(project):
+def test_evaluation_and_checkpoints_are_judged(project):
     changed, test = project.path / "changed.txt", "test_evaluating"
     project.write(test_mine=EVALUATES)
     lines = enumerate((project.path / "test_mine.py").read_text().splitlines(), start=1)
@@ -161,7 +161,7 @@ def test_what_an_evaluation_and_a_checkpoint_need_and_read_is_judged(project):
     assert sentence.startswith("build-fp32 has no peak in evaluation and while saving a checkpoint, as its baseline of 20")
 
 
-def test_a_baseline_without_an_evaluation_and_a_checkpoint_stays_valid(project):
+def test_a_baseline_without_an_evaluation_stays_valid(project):
     project.write(test_mine=EVALUATES)
     (project.path / "changed.txt").write_text("neither")
     project.run("--gpu-baseline-update").assert_outcomes(passed=1)

@@ -40,7 +40,7 @@ def training(told):
     return build
 
 
-def test_the_figures_of_steps_are_those_without_an_evaluation_and_a_checkpoint():
+def test_an_evaluation_changes_no_figure_of_steps():
     def both(setup, model, evaluate):
         setup.evaluation(lambda: evaluate(kept=6))
         setup.checkpoint(
@@ -58,7 +58,7 @@ def test_the_figures_of_steps_are_those_without_an_evaluation_and_a_checkpoint()
     assert without.phase_peak_bytes == {phase: with_both.phase_peak_bytes[phase] for phase in without.phase_peak_bytes}
 
 
-def test_outputs_that_an_evaluation_keeps_and_values_that_it_reads_are_in_its_figures():
+def test_an_evaluation_has_a_peak_and_counts():
     def keeping(number):
         return measured(MINE, training(lambda setup, model, evaluate: setup.evaluation(lambda: evaluate(number))))
 
@@ -74,7 +74,7 @@ def test_outputs_that_an_evaluation_keeps_and_values_that_it_reads_are_in_its_fi
     assert counts.kinds[0].operators == all_of_them.evaluation_counts.kinds[0].operators > 12
 
 
-def test_a_checkpoint_goes_to_a_folder_that_is_gone_afterwards_and_a_copy_of_the_state_is_in_its_peak():
+def test_a_copy_of_the_state_is_in_the_peak_of_a_checkpoint():
     folders = []
 
     def saving(change):
@@ -106,7 +106,7 @@ def test_what_is_no_function_is_refused():
     assert sentence.startswith("setup.evaluation() takes a function that the worker calls, and got int")
 
 
-def test_a_trainer_evaluates_and_saves_where_its_arguments_say_so():
+def test_a_trainer_evaluates_and_saves_as_it_is_told():
     import numpy as np
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
