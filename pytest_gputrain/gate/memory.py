@@ -14,7 +14,7 @@ import msgspec
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.criteria import Judged
 from pytest_gputrain.gate.messages import count, describe_metric, describe_process_count, listed
-from pytest_gputrain.gate.step_memory import STEP_METRICS, judge_heap, judge_steps
+from pytest_gputrain.gate.step_memory import STEP_METRICS, judge_kept, judge_steps
 from pytest_gputrain.gate.step_times import exceeds
 from pytest_gputrain.records import (
     BaselineRun,
@@ -139,7 +139,7 @@ def judge_memory(
         return judged
     settled, allowed = rule.exact or len(measured) >= most, measured[0].allowed_growth
     judged += judge_steps(whole.verdict, measured, fitted, rule.judge, allowed_growth=allowed, settled=settled)
-    return [*judged, *judge_heap(measured, fitted, allowed_growth=allowed, most=most)]
+    return [*judged, *judge_kept(measured, fitted, allowed_growth=allowed, most=most)]
 
 
 def _phases(

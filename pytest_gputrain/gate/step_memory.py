@@ -7,7 +7,7 @@ peak of the first steps alone.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -15,14 +15,18 @@ import msgspec
 from pytest_gputrain.gate.criteria import Judged
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.gate.step_times import exceeds
-from pytest_gputrain.records import MetricName, MetricVerdict, StepMemory
+from pytest_gputrain.records import MetricName, MetricVerdict, StepMemory, TrainingPhase
 from pytest_gputrain.records.step_memory import LEAST_HEAP, LEAST_RISE, OfStep, Rise, rise_of, unfolded
 from pytest_gputrain.utils.units import format_bytes
 
-STEP_METRICS: Final[tuple[MetricName, ...]] = ("step_peak_bytes", "step_growth_bytes", "heap_growth")
+_KEPT: Final[dict[MetricName, tuple[TrainingPhase, str]]] = {
+    "evaluate_kept_bytes": ("evaluate", "its evaluation"),
+    "checkpoint_kept_bytes": ("checkpoint", "a checkpoint"),
+}
+STEP_METRICS: Final[tuple[MetricName, ...]] = ("step_peak_bytes", "step_growth_bytes", "heap_growth", *_KEPT)
 _HEAP_RATIO: Final = 0.5
-_HEAP_RUNS: Final = 2
-"""Fresh processes that have to agree on a heap that grows."""
+_KEPT_RUNS: Final = 2
+"""Fresh processes that have to agree on memory that is left behind."""
 
 
 class HasSteps(Protocol):
@@ -32,11 +36,13 @@ class HasSteps(Protocol):
     def memory_of_steps(self) -> Sequence[StepMemory]: ...
 
 
-class HasHeap(Protocol):
-    """A run in which it may be known what each step leaves on the heap of the host."""
+class KeepsMemory(Protocol):
+    """A run of which it may be known what its steps, and what runs beside them, leave behind."""
 
     @property
     def heap_growth(self) -> int | None: ...
+    @property
+    def kept_behind(self) -> Mapping[TrainingPhase, int]: ...
 
 
 JudgePeaks = Callable[[MetricName, Sequence[int], Sequence[int]], Judged[MetricVerdict]]
@@ -72,36 +78,45 @@ def judge_steps(
         yield peak
 
 
-def judge_heap(
-    measured: Sequence[HasHeap], fitted: Sequence[HasHeap], *, allowed_growth: int = 0, most: int = 1
+def judge_kept(
+    measured: Sequence[KeepsMemory], fitted: Sequence[KeepsMemory], *, allowed_growth: int = 0, most: int = 1
 ) -> Iterator[Judged[MetricVerdict]]:
-    """Judge what steps leave on the heap of the host, where neither tensors of a GPU nor Python's objects are; nothing where
-    the baseline has no such figure.
+    """Judge what steps leave on the heap of the host, where no tensors of a GPU are, and the tensors that an evaluation or
+    saving a checkpoint leaves behind; nothing where the baseline has no such figure.
 
     Args:
         allowed_growth: bytes that steps may keep each time.
         most: runs that there may be.
     """
     now, before = ([run.heap_growth for run in side if run.heap_growth is not None] for side in (measured, fitted))
-    if not before:
+    note = (
+        "leaves {} more on the host's heap after each step, where the baseline left {}: look for losses that are kept "
+        "without detach(), and for arrays in lists and caches"
+    )
+    limit = max(before, default=0) * (1 + _HEAP_RATIO) + max(LEAST_HEAP, allowed_growth)
+    yield from _judge_kept("heap_growth", now, before, limit, note, most)
+    for name, (phase, what) in _KEPT.items():
+        now, before = ([run.kept_behind[phase] for run in side if phase in run.kept_behind] for side in (measured, fitted))
+        note = f"leaves {{}} of tensors behind {what}, where the baseline left {{}}"
+        yield from _judge_kept(name, now, before, max(before, default=0) + LEAST_RISE, note, most)
+
+
+def _judge_kept(
+    name: MetricName, now: Sequence[int], before: Sequence[int], limit: float, note: str, most: int
+) -> Iterator[Judged[MetricVerdict]]:
+    # A run that does not evaluate any more is told so of its peak.
+    if not before or (not now and name in _KEPT):
         return
-    highest = max(before)
-    limit = highest * (1 + _HEAP_RATIO) + max(LEAST_HEAP, allowed_growth)
-    metric = MetricVerdict(metric="heap_growth", status="pass", baseline=highest, limit=limit, runs=len(measured))
+    metric = MetricVerdict(metric=name, status="pass", baseline=max(before), limit=limit, runs=len(now))
     if not now:
         yield Judged(msgspec.structs.replace(metric, status="not-comparable"))
         return
-    above = exceeds(now, limit, min(most, _HEAP_RUNS))
-    value = statistics.median_high(now)
-    note = (
-        f"leaves {format_bytes(value)} more on the host's heap after each step, where the baseline left "
-        f"{format_bytes(highest)}: look for losses that are kept without detach(), and for arrays in lists and caches"
-    )
-    worse = above is not False
-    yield Judged(
-        msgspec.structs.replace(metric, status="regressed" if worse else "pass", value=value, note=note if worse else ""),
-        above is not None,
-    )
+    above, value = exceeds(now, limit, min(most, _KEPT_RUNS)), statistics.median_high(now)
+    metric = msgspec.structs.replace(metric, value=value)
+    if above is not False:
+        note = note.format(format_bytes(value), format_bytes(max(before)))
+        metric = msgspec.structs.replace(metric, status="regressed", note=note)
+    yield Judged(metric, above is not None)
 
 
 def _growth(now: Sequence[Sequence[OfStep]], before: Sequence[OfStep], allowed: int) -> MetricVerdict:

@@ -85,6 +85,8 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     """The largest tensors at the peak of each phase."""
     memory_of_steps: tuple[StepMemory, ...] = ()
     """The memory of each step, those of the warm-up included; of several processes that of the one that needs most in it."""
+    kept_behind: dict[TrainingPhase, Whole] = field(default_factory=dict)
+    """Bytes in tensors that an evaluation, or saving a checkpoint, leaves behind."""
     heap_growth: Whole | None = None
     """Bytes that each timed step of own code leaves on the heap of the host, as in `Measurement`."""
     allowed_growth: Whole = 0

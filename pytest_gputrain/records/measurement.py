@@ -181,6 +181,8 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """The memory of each step, from the first one on: on a CPU of as many steps as were asked for, on a GPU of the warm-up
     and the timed ones. Empty on a CPU for a built-in model, and if several processes train. Of several GPUs, each step is
     that of the GPU that needs most in it."""
+    kept_behind: dict[TrainingPhase, Whole] = {}
+    """Bytes in tensors that an evaluation, or saving a checkpoint, leaves behind."""
     heap_growth: Whole | None = None
     """Bytes that each timed step of own code leaves on the heap of the host, 0 if that does not go on from step to step, and
     None if malloc does not tell. On a CPU tensors are there, too."""

@@ -45,6 +45,8 @@ MetricName = Literal[
     "checkpoint_peak_bytes",
     "checkpoint_host_peak_bytes",
     "evaluation_counts",
+    "evaluate_kept_bytes",
+    "checkpoint_kept_bytes",
     "heap_growth",
     "flops_per_step",
     "recomputed_flops_per_step",
@@ -55,7 +57,8 @@ MetricName = Literal[
 more each time than those of the baseline, and ``heap_growth`` is what each leaves on the heap of the host.
 ``mean_step_seconds`` is there if only the mean of the steps tells a change. A real GPU gives no peak of a phase of a step,
 and only the counts that its profiler tells. Bytes are those of emulated runs. ``evaluation_counts`` stands for all counts of
-an evaluation, and has no value."""
+an evaluation, and has no value. Kept bytes are those of tensors that an evaluation, or saving a checkpoint, leaves
+behind."""
 
 
 class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -81,7 +84,10 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The largest tensors, as in `Measurement`, without lines of code, which change often."""
     memory_of_steps: tuple[StepMemory, ...] = ()
     """The memory of each step, as in `Measurement`."""
+    kept_behind: dict[TrainingPhase, Whole] = {}
+    """What an evaluation, or saving a checkpoint, leaves behind, as in `Measurement`."""
     heap_growth: Whole | None = None
+    """What each step leaves on the heap of the host, likewise."""
     peak_reserved_bytes: Whole | None = None
     peak_host_bytes: Whole | None = None
     model_bytes: Whole | None = None

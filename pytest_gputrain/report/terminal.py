@@ -263,6 +263,8 @@ METRIC_NAMES: Final[dict[MetricName, str]] = {
     "checkpoint_peak_bytes": "peak of saving a checkpoint",
     "checkpoint_host_peak_bytes": "the host's peak of saving a checkpoint",
     "evaluation_counts": "counts of the evaluation",
+    "evaluate_kept_bytes": "memory that the evaluation leaves behind",
+    "checkpoint_kept_bytes": "memory that saving a checkpoint leaves behind",
     "heap_growth": "growth of the host's heap",
     "flops_per_step": "FLOPs",
     "recomputed_flops_per_step": "recomputed FLOPs",

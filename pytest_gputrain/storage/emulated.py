@@ -29,6 +29,7 @@ _LEFT_OUT: Final = (
     "batch_shapes",
     "evaluation_counts",
     "memory_of_steps",
+    "kept_behind",
     "heap_growth",
     "allowed_growth",
     "peak_bytes_by_origin",

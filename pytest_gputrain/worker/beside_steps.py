@@ -57,6 +57,8 @@ class BesideSteps:
         self._peaks: dict[TrainingPhase, int] = {}
         """The peaks that neither the counter of a CPU nor an emulated GPU has."""
         self._largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = {}
+        self._kept: dict[TrainingPhase, int] = {}
+        """The bytes that each leaves behind."""
         self._evaluation_counts: Counts | None = None
         self._notes: tuple[str, ...] = ()
 
@@ -76,7 +78,7 @@ class BesideSteps:
             self._notes = beside.notes
         if beside.save is None:
             return
-        in_use = counter.live_bytes if counter else self._device.allocated_bytes() or 0
+        in_use = self._in_use(counter)
         if in_use > MOST_SAVED:
             self._notes += (f"no checkpoint was saved, because as much as {format_bytes(in_use)} might be written",)
             return
@@ -109,16 +111,22 @@ class BesideSteps:
                 evaluate()
             self._evaluation_counts = operators.counts()
         notes = (*figures.notes, *self._notes)
-        return msgspec.structs.replace(figures, evaluation_counts=self._evaluation_counts, notes=notes)
+        return msgspec.structs.replace(
+            figures, kept_behind=self._kept, evaluation_counts=self._evaluation_counts, notes=notes
+        )
+
+    def _in_use(self, counter: AllocationCounter | None) -> int:
+        """Return the bytes in tensors now."""
+        return counter.live_bytes if counter else self._device.allocated_bytes() or 0
 
     @contextlib.contextmanager
     def _phase(self, phase: TrainingPhase, counter: AllocationCounter | None) -> Iterator[None]:
         """Provide a context for a phase, whose peak is taken."""
         gc.collect()
+        before = self._in_use(counter)
         if counter is not None:
             counter.phases.begin_beside_steps(phase)
             yield
-            gc.collect()
         elif self._emulated:
             self._emulated.allocations.begin_beside_steps(phase)
             yield
@@ -127,6 +135,8 @@ class BesideSteps:
             self._device.reset_peaks()
             yield
             self._peaks[phase] = self._device.peaks().allocated or 0
+        gc.collect()
+        self._kept[phase] = max(0, self._in_use(counter) - before)
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:

@@ -228,6 +228,7 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
         peak_reserved_bytes=measured.peak_reserved_bytes or 0,
         device_used_bytes=measured.device_used_bytes or 0,
         memory_of_steps=measured.memory_of_steps,
+        kept_behind=measured.kept_behind,
         heap_growth=measured.heap_growth,
         allowed_growth=measured.allowed_growth,
         phase_peak_bytes={**allocations.phase_peak_bytes, **measured.phase_peak_bytes},

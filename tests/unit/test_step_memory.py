@@ -158,3 +158,19 @@ def test_a_heap_that_grows_more_than_in_the_baseline_fails_once_two_processes_ag
 def test_a_heap_that_one_side_does_not_tell_of_is_named_only_where_the_baseline_does():
     assert _judge_heap(133, before=None)[1] is None
     assert _judge_heap(None)[1] == "not-comparable"
+
+
+@pytest.mark.parametrize(("phase", "said"), [("evaluate", "its evaluation"), ("checkpoint", "a checkpoint")])
+def test_what_is_left_behind_beside_the_steps_fails_where_the_baseline_left_less(phase, said):
+    def judge(now, before):
+        reply = measurement(environment=CPU, kept_behind={phase: now} if now is not None else {})
+        stored = baseline_run(environment=CPU, kept_behind={phase: before} if before is not None else {})
+        verdict = judged([reply] * 2, baseline(stored), TOLERANCE).verdict
+        return verdict.sentence, {metric.metric: metric.status for metric in verdict.metrics}.get(f"{phase}_kept_bytes")
+
+    sentence, status = judge(384 * KiB, 100)
+    assert status == "regressed"
+    assert f"leaves 384 KiB of tensors behind {said}, where the baseline left 100 B (" in sentence
+    assert judge(100 + LEAST_RISE, 100)[1] == "pass"
+    assert judge(384 * KiB, None)[1] is None
+    assert judge(None, 100)[1] is None

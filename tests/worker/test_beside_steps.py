@@ -74,6 +74,19 @@ def test_an_evaluation_has_a_peak_and_counts():
     assert counts.kinds[0].operators == all_of_them.evaluation_counts.kinds[0].operators > 12
 
 
+def test_tensors_that_outlive_an_evaluation_and_a_checkpoint_are_known():
+    kept = []
+
+    def leaving(setup, model, evaluate):
+        setup.evaluation(lambda: (evaluate(), kept.append(torch.ones(1000))))
+        setup.checkpoint(lambda folder: kept.append([value.clone() for value in model.parameters()]))
+
+    weights = 4 * (32 * 64 + 64 + 64 * 1000 + 1000)
+    assert measured(MINE, training(leaving)).kept_behind == {"evaluate": 4000, "checkpoint": weights}
+    sound = measured(MINE, training(lambda setup, model, evaluate: setup.evaluation(evaluate)))
+    assert sound.kept_behind == {"evaluate": 0}
+
+
 def test_a_copy_of_the_state_is_in_the_peak_of_a_checkpoint():
     folders = []
 

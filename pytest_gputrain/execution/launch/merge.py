@@ -22,6 +22,7 @@ from pytest_gputrain.records import (
     SlowClass,
     StepCounts,
     TrainedTensors,
+    TrainingPhase,
 )
 from pytest_gputrain.records.counts import added_up
 from pytest_gputrain.records.expected import slowest
@@ -56,6 +57,7 @@ def merge(replies: Sequence[Reply | Served | EmulatedRun]) -> Measurement:
         peak_allocated_bytes=max(reply.peak_allocated_bytes for reply in figures),
         **_phases(measured),
         memory_of_steps=_steps(measured),
+        kept_behind=_kept(measured),
         heap_growth=_largest(reply.heap_growth for reply in measured),
         peak_reserved_bytes=_largest(reply.peak_reserved_bytes for reply in measured),
         device_used_bytes=_largest(reply.device_used_bytes for reply in measured),
@@ -83,6 +85,7 @@ def merge_emulated(replies: Sequence[EmulatedRun]) -> EmulatedRun:
         replies[most],
         **_phases(replies),
         memory_of_steps=_steps(replies),
+        kept_behind=_kept(replies),
         heap_growth=_largest(reply.heap_growth for reply in replies),
         bytes_per_step=_total(reply.bytes_per_step for reply in replies),
         operators=_work_of_all(replies),
@@ -109,6 +112,12 @@ def _slowest_gpu(steps: Sequence[GpuSteps | None]) -> GpuSteps | None:
     of_ranks = (zip(of_rank.seconds, of_rank.collective_seconds, strict=True) for of_rank in known)
     seconds, collective_seconds = zip(*map(max, zip(*of_ranks, strict=True)), strict=True)
     return GpuSteps(seconds=seconds, collective_seconds=collective_seconds)
+
+
+def _kept(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> dict[TrainingPhase, int]:
+    """Return what the rank that leaves most behind leaves."""
+    phases = dict.fromkeys(phase for reply in replies for phase in reply.kept_behind)
+    return {phase: max(reply.kept_behind.get(phase, 0) for reply in replies) for phase in phases}
 
 
 def _steps(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> tuple[StepMemory, ...]:
