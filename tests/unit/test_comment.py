@@ -84,7 +84,7 @@ def job(request, host, monkeypatch, tmp_path):
     return request.param
 
 
-def test_a_later_run_replaces_the_comment_and_leaves_those_of_others(job, host, tmp_path, capsys):
+def test_a_later_run_replaces_the_comment_and_no_other(job, host, tmp_path, capsys):
     assert main(["comment", "tiny.md", "full.md", "--accept", "Run the workflow accept."]) == 0
     assert len(host.texts) == 131
     posted = host.texts[130].splitlines()

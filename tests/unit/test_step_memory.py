@@ -143,7 +143,7 @@ def _judge_heap(*now, before=0, **fields):
     return judgement, {metric.metric: metric.status for metric in judgement.verdict.metrics}.get("heap_growth")
 
 
-def test_a_heap_that_grows_more_than_in_the_baseline_fails_once_two_processes_agree():
+def test_a_heap_that_grows_more_fails_once_two_processes_agree():
     assert _judge_heap(133)[0].settled is False
     judgement, status = _judge_heap(133, 133)
     assert (judgement.settled, status) == (True, "regressed")
@@ -155,13 +155,13 @@ def test_a_heap_that_grows_more_than_in_the_baseline_fails_once_two_processes_ag
     assert _judge_heap(215, 215, before=100)[1] == "regressed"
 
 
-def test_a_heap_that_one_side_does_not_tell_of_is_named_only_where_the_baseline_does():
+def test_a_heap_that_one_side_lacks_is_named_if_the_baseline_has_it():
     assert _judge_heap(133, before=None)[1] is None
     assert _judge_heap(None)[1] == "not-comparable"
 
 
 @pytest.mark.parametrize(("phase", "said"), [("evaluate", "its evaluation"), ("checkpoint", "a checkpoint")])
-def test_what_is_left_behind_beside_the_steps_fails_where_the_baseline_left_less(phase, said):
+def test_more_left_behind_beside_the_steps_fails(phase, said):
     def judge(now, before):
         reply = measurement(environment=CPU, kept_behind={phase: now} if now is not None else {})
         stored = baseline_run(environment=CPU, kept_behind={phase: before} if before is not None else {})

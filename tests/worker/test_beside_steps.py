@@ -74,7 +74,7 @@ def test_an_evaluation_has_a_peak_and_counts():
     assert counts.kinds[0].operators == all_of_them.evaluation_counts.kinds[0].operators > 12
 
 
-def test_tensors_that_outlive_an_evaluation_and_a_checkpoint_are_known():
+def test_what_outlives_an_evaluation_and_a_checkpoint_is_known():
     kept = []
 
     def leaving(setup, model, evaluate):

@@ -49,7 +49,7 @@ def test_a_larger_sample_shows_in_its_step_alone_by_its_bytes():
     assert max(step.peak for step in spiked) > reply.peak_allocated_bytes, "which is that of the first steps"
 
 
-def test_tensors_of_all_origins_are_counted_as_in_the_first_steps():
+def test_tensors_of_all_origins_count_as_in_the_first_steps():
     def odd(number):
         given = torch.frombuffer(bytearray(40 * KiB), dtype=torch.uint8)
         half = given[: 20 * KiB].view(torch.float32).clone()

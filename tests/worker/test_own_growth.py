@@ -286,7 +286,7 @@ def test_growth_goes_on_where_both_halves_of_the_steps_have_it(ends, growth):
     assert _steady_growth(ends, 4) == growth
 
 
-def test_what_each_step_leaves_on_the_heap_of_the_host_is_known_in_bytes():
+def test_what_a_step_leaves_on_the_heap_is_known_in_bytes():
     kept = measured(MINE.replace(steps=10), keeping(lambda: bytearray(100 * KiB))).heap_growth
     if kept is None:
         pytest.skip("malloc is not that of glibc from 2.33 on")

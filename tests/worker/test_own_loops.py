@@ -191,7 +191,7 @@ def test_a_trainer_that_accumulates_takes_micro_batches(llama):
     assert reply.losses[0] == pytest.approx(measured(MINE, lambda setup: llama()).losses[0], rel=0.2)
 
 
-def test_a_trainer_takes_as_many_steps_as_many_timed_ones_and_their_memory_need(llama):
+def test_a_trainer_takes_the_steps_that_timing_and_memory_need(llama):
     many = MINE.replace(gradient_accumulation=2, steps=30)
     reply = measured(many, lambda setup: llama(gradient_accumulation_steps=2, max_steps=1))
     assert len([*unfolded(reply.memory_of_steps)]) == 30
