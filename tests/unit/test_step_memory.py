@@ -120,6 +120,12 @@ def test_growth_over_steps_names_the_step_whatever_they_hold(grown, said):
     assert _judge(now, now).status == "pass"
 
 
+def test_growth_is_found_across_steps_that_were_not_counted():
+    now = [(20, 1 + (step // 10) / 32) for step in range(1, 31)]
+    now[14:16] = [(0, 0)] * 2
+    assert "after every 10 steps from step 10 on" in _judge(now, [20] * 30).sentence
+
+
 def test_more_at_each_end_and_small_numbers_are_no_growth():
     held = [5, 9, 2, 8, 1, 7] * 5
     before = [(20, end) for end in held]
