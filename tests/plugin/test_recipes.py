@@ -10,10 +10,11 @@ from documents import PAGES, ROOT
 from plugin_project import TESTS
 from recipes import patched
 
+_TEXTS = [text for page, text in PAGES.items() if page.startswith("docs/own-loops")]
+_TEXTS.append((ROOT / "tests/plugin/recipes_without_page.md").read_text())
 OWN_LOOPS = {
     re.sub(r"[^a-z]+", "-", section.partition("\n")[0].lower()): section
-    for page, text in PAGES.items()
-    if page.startswith("docs/own-loops")
+    for text in _TEXTS
     for section in text.split("\n## ")[1:]
 }
 """The sections of the pages by their headings."""
