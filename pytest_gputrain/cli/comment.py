@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pytest_gputrain.report.summary import fitted
+from pytest_gputrain.utils import console
 from pytest_gputrain.utils.reading import read_whole
 
 _PAGE: Final = 100
@@ -67,13 +68,15 @@ def add_to(commands: Any) -> None:
 
 def main(options: argparse.Namespace) -> int:
     try:
+        if not re.fullmatch(r"[\w .-]*\w", options.name):
+            raise _Failed(f"--name {options.name!r} has something else than letters, digits, dots, hyphens and spaces")
         host = _host(os.environ)
-        marker = f"<!-- gputrain comment: {options.name.replace('--', '-')} -->"
-        print(_put(host, marker, _body(marker, options.files, options.accept, host)))
+        marker = f"<!-- gputrain comment: {options.name} -->"
+        console.put(_put(host, marker, _body(marker, options.files, options.accept, host)))
     except _NoPullRequest as reason:
-        print(f"gputrain comment: nothing was posted: {reason}")
+        console.put(f"nothing was posted: {reason}")
     except _Failed as error:
-        print(f"gputrain comment: {error}", file=sys.stderr)
+        console.say(error)
         return 2
     return 0
 
@@ -151,9 +154,9 @@ def _put(host: _Host, marker: str, body: str) -> str:
     number = next((comment["id"] for comment in _comments(host) if str(comment.get("body", "")).startswith(marker)), None)
     if number is None:
         _ask(host, "POST", host.comments, {"body": body})
-        return "gputrain comment: posted"
+        return "posted a comment"
     _ask(host, host.replaces, f"{host.comment}/{number}", {"body": body})
-    return f"gputrain comment: replaced comment {number}"
+    return f"replaced comment {number}"
 
 
 def _comments(host: _Host) -> Iterator[Any]:

@@ -99,7 +99,7 @@ def test_a_later_run_replaces_the_comment_and_no_other(job, host, tmp_path, caps
     assert main(["comment", "tiny.md", "--name=nightly"]) == 0
     assert len(host.texts) == 132
     assert [host.texts[number] for number in range(130)] == [f"comment {number}" for number in range(130)]
-    assert capsys.readouterr().out.splitlines()[1:] == ["gputrain comment: replaced comment 130", "gputrain comment: posted"]
+    assert capsys.readouterr().out.splitlines()[1:] == ["replaced comment 130", "posted a comment"]
     assert all("secret" in (headers["Authorization"] or headers["Private-Token"]) for *_, headers in host.asked)
 
 

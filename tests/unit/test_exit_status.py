@@ -25,6 +25,7 @@ RECORDING = Path(__file__).parent / "recordings" / "nvidia-h100-x2.json"
 STATUSES = {
     "ab": ("ab --base=same", "ab --base=faster", "ab --base=none"),
     "check-baselines": ("check-baselines sound", "check-baselines damaged", "check-baselines gone"),
+    "comment": ("comment report.json", None, "comment report.json --name=a/b"),
     "compare": ("compare report.json report.json", "compare report.json slower.json", "compare report.json gone.json"),
     "doctor": ("doctor --replay driver.json", "doctor --replay failing.json", "doctor --replay gone.json"),
     "emulate": ("emulate --list", "emulate --verify", "emulate --gpu=h101 -- python"),
@@ -56,6 +57,10 @@ def files(tmp_path, monkeypatch):
     Path("driver.json").write_text(json.dumps(driver))
     driver["calls"]["nvmlInit()"] = [{"error": 18, "says": "Driver/library version mismatch"}]
     Path("failing.json").write_text(json.dumps(driver))
+    # A job of GitLab's without a merge request.
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
+    monkeypatch.delenv("CI_MERGE_REQUEST_IID", raising=False)
+    monkeypatch.setenv("GITLAB_CI", "true")
 
 
 class DamagedBuild:

@@ -11,6 +11,7 @@ ARGUMENTS = {"ab": ["--base=main"], "compare": ["a.json", "b.json"], "trend": ["
 """What each subcommand that judges cannot do without."""
 OTHERS = {
     "check-baselines": [],
+    "comment": ["cpu.md"],
     "doctor": [],
     "emulate": ["--gpu=h100"],
     "export": ["report.json"],
