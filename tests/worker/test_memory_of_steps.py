@@ -55,9 +55,18 @@ def test_tensors_of_all_origins_count_as_in_the_first_steps():
         half = given[: 20 * KiB].view(torch.float32).clone()
         half.untyped_storage().resize_(80 * KiB)
         torch.sparse_coo_tensor(torch.tensor([[1, 2]]), torch.ones(2), (4,), check_invariants=False).coalesce()
+        torch.frombuffer(bytearray(200 * KiB), dtype=torch.float32).sum()  # which no operator returns
 
     steps, _ = memory_of(9, training(odd))
     assert len({step.peak for step in steps[1:]}) == 1, steps
+
+
+def test_what_is_between_two_steps_is_of_none():
+    def evaluated(setup):
+        setup.evaluation(lambda: torch.ones(1024 * KiB // 4).sum())
+        return training()(setup)
+
+    assert memory_of(9, evaluated)[0] == memory_of(9, training())[0]
 
 
 def test_gradients_are_accumulated_in_whole_rounds():
