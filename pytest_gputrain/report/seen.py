@@ -27,9 +27,10 @@ def phrases(results: Sequence[Result]) -> list[str]:
     counted: dict[str, list[tuple[int, int]]] = {}
     of_own_code = [(result.case, run) for result in results if (run := _run_of_own_code(result)) is not None]
     for case, run in of_own_code:
+        asked = sum(alike.steps for alike in run.memory_of_steps) if case.epoch else case.steps
         for what, steps in _counted(case, run):
-            if steps < case.steps:
-                counted.setdefault(what, []).append((steps, case.steps))
+            if steps < asked:
+                counted.setdefault(what, []).append((steps, asked))
     return [*(f"{what} of {_steps(pairs)}" for what, pairs in counted.items()), *_left_out([run for _, run in of_own_code])]
 
 
