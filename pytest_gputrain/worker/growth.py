@@ -251,7 +251,10 @@ class Growth:
         None where malloc does not tell, or the steps are too few.
         """
         ends = self._handed_out[:: self._steps]
-        return round(_steady_growth(ends, LEAST_HEAP) / self._steps) if len(ends) > _ROUNDS and not self._curve else None
+        if len(ends) <= _ROUNDS or self._curve:
+            return None
+        last = ends[len(ends) // 2 :]  # the first steps make what is made once
+        return (last[-1] - last[0]) // (len(last) - 1) // self._steps if _steady_growth(ends, LEAST_HEAP) else 0
 
     def _look_at_process(self) -> None:
         for sizes, now in ((self._resident, resident_bytes()), (self._handed_out, malloc_bytes())):
