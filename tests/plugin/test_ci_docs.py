@@ -133,6 +133,13 @@ def test_figures_of_a_branch_are_judged_or_committed_to_it(tmp_path, monkeypatch
     assert "the figures are those of the baselines" in run(last, "bash", "-e", "-c", commit, MESSAGE="again").stdout
 
 
+def test_gitlab_pushes_to_no_branch_that_has_the_name_of_one_of_a_fork():
+    jobs = yaml.safe_load((ROOT / "ci" / "gitlab.yml").read_text())
+    for name in ("gputrain-record", "gputrain-accept"):
+        (rule,) = jobs[name]["rules"]
+        assert rule["if"].endswith(" && $CI_MERGE_REQUEST_SOURCE_PROJECT_ID == $CI_PROJECT_ID")
+
+
 def test_own_workflows_pin_actions_and_may_only_read():
     own = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
     assert len(own) == 3
