@@ -108,7 +108,7 @@ def judge_memory(
 
     Args:
         most: runs that there may be.
-        again: the remedy where the baseline has no evaluation, or no checkpoint, that this run has.
+        again: the remedy where the baseline lacks an evaluation, a checkpoint or steps that this run has.
     """
     values = [run.peak_allocated_bytes for run in measured]
     peaks = [run.peak_allocated_bytes for run in fitted if run.peak_allocated_bytes is not None]
@@ -138,7 +138,7 @@ def judge_memory(
     if on_cpu and not rule.exact:  # threads, or processes, decide what lives at the end of a step
         return judged
     settled, allowed = rule.exact or len(measured) >= most, measured[0].allowed_growth
-    judged += judge_steps(whole.verdict, measured, fitted, rule.judge, allowed_growth=allowed, settled=settled)
+    judged += judge_steps(whole.verdict, measured, fitted, rule.judge, allowed_growth=allowed, settled=settled, again=again)
     return [*judged, *judge_kept(measured, fitted, allowed_growth=allowed, most=most)]
 
 

@@ -57,6 +57,7 @@ def judge_steps(
     *,
     allowed_growth: int = 0,
     settled: bool = True,
+    again: str = "",
 ) -> Iterator[Judged[MetricVerdict]]:
     """Judge the memory of steps; nothing where neither side has it.
 
@@ -64,12 +65,14 @@ def judge_steps(
         whole: the verdict on the peak of the case.
         allowed_growth: bytes that steps may keep each time.
         settled: whether another process could not show that growth is none.
+        again: the remedy where the baseline has no memory of steps.
     """
     if not any(run.memory_of_steps for run in measured):
         return
     now, before = ([[*unfolded(run.memory_of_steps)] for run in side] for side in (measured, fitted))
     if not (all(now) and all(before)):
-        yield Judged(MetricVerdict(metric="step_peak_bytes", status="not-comparable"))
+        note = "this run does not know it" if all(before) else f"it was not recorded{again}"
+        yield Judged(MetricVerdict(metric="step_peak_bytes", status="not-comparable", note=note))
         return
     growth = _growth(now, before[-1], allowed_growth)
     yield Judged(growth, settled or growth.status == "pass")
@@ -109,7 +112,7 @@ def _judge_kept(
         return
     metric = MetricVerdict(metric=name, status="pass", baseline=max(before), limit=limit, runs=len(now))
     if not now:
-        yield Judged(msgspec.structs.replace(metric, status="not-comparable"))
+        yield Judged(msgspec.structs.replace(metric, status="not-comparable", note="this run does not know it"))
         return
     above, value = exceeds(now, limit, min(most, _KEPT_RUNS)), statistics.median_high(now)
     metric = msgspec.structs.replace(metric, value=value)
