@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import shared_cache
 from torch.utils._pytree import tree_iter
 
+from pytest_gputrain.records import TrainingPhase
 from pytest_gputrain.records.step_memory import OfStep
 from pytest_gputrain.worker.phases import Phases
 from pytest_gputrain.worker.storages import Storages
@@ -53,12 +54,17 @@ class AllocationCounter(SharedMode):
         self.trace = Trace()
         self._storages = Storages(self.trace, line, self.lock)
         self._knows = self._storages.knows
-        self.phases = Phases(lambda phase: self.trace.enter(phase if self.phases.in_steps else None))
+        self.phases = Phases(self._enter)
 
     @property
     def live_bytes(self) -> int:
         """Sum over the live storages."""
         return self._storages.live_bytes
+
+    def _enter(self, phase: TrainingPhase) -> None:
+        """Note a phase in the trace, while that gets what is made: what an evaluation keeps is no peak of later steps."""
+        if self._storages.traced:
+            self.trace.enter(phase if self.phases.in_steps else None)
 
     def follow_sizes_only(self) -> None:
         """Follow from now on how much memory steps take, and no longer what lives and in which phase."""

@@ -76,10 +76,11 @@ class BesideSteps:
             with _undisturbed(training.model, self._device), self._phase("evaluate", counter), self._counting():
                 beside.evaluate()
             self._notes = beside.notes
-        if beside.save is None:
+        # All processes share the folder, also where only the first one saves or only one of them has too much in use.
+        saving, sizes = self._group.union(({"this"} if beside.save else set[str](), {str(self._in_use(counter))}))
+        if not saving:
             return
-        in_use = self._in_use(counter)
-        if in_use > MOST_SAVED:
+        if (in_use := max(map(int, sizes))) > MOST_SAVED:
             self._notes += (f"no checkpoint was saved, because as much as {format_bytes(in_use)} might be written",)
             return
         self._progress.enter("save")
@@ -89,7 +90,8 @@ class BesideSteps:
             self._phase("checkpoint", counter),
             self._host() if counter is None else contextlib.nullcontext(),
         ):
-            beside.save(folder)
+            if beside.save is not None:
+                beside.save(folder)
 
     def behind_timed_steps(self, training: Trainable, figures: Measurement) -> Measurement:
         """Run it on a GPU, where the timed steps are over, and return their figures with its peaks."""

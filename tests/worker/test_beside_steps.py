@@ -1,10 +1,21 @@
 """Evaluation and the saving of a checkpoint: phases of their own, which leave the figures of the steps as they are."""
 
+import itertools
+from unittest import mock
+
+import pytest
 import torch
 from torch import nn
-from zoo_examples import measured, refused
+from torch.utils.data import IterableDataset
+from zoo_examples import measured, refused, task_of
 
 from pytest_gputrain import Case
+from pytest_gputrain.worker.allocations import AllocationCounter
+from pytest_gputrain.worker.beside_steps import MOST_SAVED, BesideSteps
+from pytest_gputrain.worker.device import Cpu
+from pytest_gputrain.worker.group import Group
+from pytest_gputrain.worker.loops import Beside
+from pytest_gputrain.worker.training import OwnCodeTraining
 
 MINE = Case(model="mine", method="custom", precision="fp32", batch_size=4, steps=3, warmup=1)
 _LOGITS = 64 * 1000 * 4
@@ -87,6 +98,37 @@ def test_what_outlives_an_evaluation_and_a_checkpoint_is_known():
     assert sound.kept_behind == {"evaluate": 0}
 
 
+def test_what_an_evaluation_keeps_is_no_peak_of_steps():
+    kept = []
+
+    def keeping(setup, model, evaluate):
+        setup.evaluation(lambda: kept.append(torch.ones(10_000_000)))
+
+    without, with_it = (measured(MINE.replace(steps=8), training(told)) for told in (lambda *_: None, keeping))
+    assert kept
+    assert with_it.peak_allocated_bytes == without.peak_allocated_bytes
+    assert with_it.phase_peak_bytes.items() >= without.phase_peak_bytes.items()
+
+
+@pytest.mark.parametrize("in_use", [0, MOST_SAVED + 1], ids=["small", "too large"])
+def test_processes_agree_on_a_checkpoint(in_use):
+    """Otherwise one of them waits in its folder for the others, which go on."""
+    asked = []
+
+    class Two(Group):
+        def union(self, names):
+            asked.append(names)
+            return (names[0] | {"this"}, names[1] | {str(in_use)}) if len(names) == 2 else names
+
+        def barrier(self):
+            asked.append("barrier")
+
+    own = object.__new__(OwnCodeTraining)
+    own.__dict__ |= {"model": None, "beside": Beside()}
+    BesideSteps(task_of(MINE), Cpu(), Two(size=2), mock.Mock(), mock.Mock(), None).run(own, AllocationCounter(str))
+    assert len(asked) == (1 if in_use else 3), "a folder and a barrier, though this process has nothing to save"
+
+
 def test_a_copy_of_the_state_is_in_the_peak_of_a_checkpoint():
     folders = []
 
@@ -117,6 +159,19 @@ def test_a_checkpoint_that_may_be_too_large_is_not_written(monkeypatch):
 def test_what_is_no_function_is_refused():
     sentence = refused(MINE, training(lambda setup, *_: setup.evaluation(3)))
     assert sentence.startswith("setup.evaluation() takes a function that the worker calls, and got int")
+
+
+def test_only_the_first_samples_of_a_stream_are_evaluated():
+    from pytest_gputrain.worker.frameworks.transformers import _first_samples
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return itertools.count()
+
+        def __len__(self):
+            return 10**9
+
+    assert [*_first_samples(Stream(), 3)] == [0, 1, 2]
 
 
 def test_a_trainer_evaluates_and_saves_as_it_is_told():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
 from torch import nn
-from torch.utils.data import Subset
+from torch.utils.data import IterableDataset, Subset
 from transformers import (
     EarlyStoppingCallback,
     PrinterCallback,
@@ -100,11 +101,23 @@ def _first_samples(dataset: Any, most: int) -> Any:
     if isinstance(dataset, dict):
         firsts = {name: _first_samples(part, most) for name, part in dataset.items()}
         return firsts if any(firsts[name] is not part for name, part in dataset.items()) else dataset
-    if not hasattr(dataset, "__len__"):
-        return dataset.take(most) if hasattr(dataset, "take") else dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        if hasattr(dataset, "take"):
+            return dataset.take(most)
+        return _First(dataset, most) if isinstance(dataset, IterableDataset) else dataset
     if len(dataset) <= most:
         return dataset
     return dataset.select(range(most)) if hasattr(dataset, "select") else Subset(dataset, range(most))
+
+
+class _First(IterableDataset):  # type: ignore[type-arg]
+    """The first samples of a data set that can only be iterated over."""
+
+    def __init__(self, dataset: Any, most: int) -> None:
+        self._dataset, self._most = dataset, most
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self._dataset, self._most)
 
 
 class _Callback(TrainerCallback):  # type: ignore[misc]  # of a library without types
