@@ -93,14 +93,14 @@ def judge_kept(
     """
     now, before = ([run.heap_growth for run in side if run.heap_growth is not None] for side in (measured, fitted))
     note = (
-        "leaves {} more on the host's heap after each step, where the baseline left {}: look for losses that are kept "
+        "leaves {} more on the host's heap after each step ({} before): look for losses that are kept "
         "without detach(), and for arrays in lists and caches"
     )
     limit = max(before, default=0) * (1 + _HEAP_RATIO) + max(LEAST_HEAP, allowed_growth)
     yield from _judge_kept("heap_growth", now, before, limit, note, most)
     for name, (phase, what) in _KEPT.items():
         now, before = ([run.kept_behind[phase] for run in side if phase in run.kept_behind] for side in (measured, fitted))
-        note = f"leaves {{}} of tensors behind {what}, where the baseline left {{}}"
+        note = f"leaves {{}} of tensors behind {what} ({{}} before)"
         yield from _judge_kept(name, now, before, max(before, default=0) + LEAST_RISE, note, most)
 
 
@@ -131,7 +131,7 @@ def _growth(now: Sequence[Sequence[OfStep]], before: Sequence[OfStep], allowed: 
         return metric
     first, every, mean = found[0]
     after = "each step" if every == 1 else f"every {every} steps"
-    note = f"keeps {format_bytes(mean)} more of tensors after {after} from step {first + 1} on, which the baseline does not"
+    note = f"keeps {format_bytes(mean)} more of tensors after {after} from step {first + 1} on, which it did not before"
     return msgspec.structs.replace(metric, status="regressed", value=mean, note=note)
 
 
@@ -164,7 +164,7 @@ def _worst_peak(
         return None
     value, baseline = found.verdict.value or 0, found.verdict.baseline or 0
     others = f", and needs more in {count(len(exceeding) - 1, 'other step')}" if len(exceeding) > 1 else ""
-    note = f"peaks at {format_bytes(value)} in step {worst + 1}, where the baseline had {format_bytes(baseline)}{others}"
+    note = f"peaks at {format_bytes(value)} in step {worst + 1} ({format_bytes(baseline)} before){others}"
     return found._replace(verdict=msgspec.structs.replace(found.verdict, note=note))
 
 

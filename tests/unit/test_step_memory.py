@@ -72,7 +72,7 @@ def _judge(now, before, environment=CPU, **fields):
 def test_a_spike_names_its_step():
     verdict = _judge([10] * 39 + [14] + [10] * 10, [10] * 50)
     assert verdict.status == "regressed"
-    assert "peaks at 14.0 MiB in step 40, where the baseline had 10.0 MiB (" in verdict.sentence
+    assert "peaks at 14.0 MiB in step 40 (10.0 MiB before) (" in verdict.sentence
     assert _judge([10] * 39 + [10.1] + [10] * 10, [10] * 50).status == "pass", "the tolerance of memory holds for steps"
 
 
@@ -81,7 +81,7 @@ def test_steps_are_compared_with_those_of_their_own_number():
     assert _judge(shapes, shapes).status == "pass"
     assert _judge(shapes[:5], shapes).status == "pass", "the steps that both have"
     verdict = _judge([5, 9, 2, 8, 3, 7, 3, 6], shapes)
-    assert "peaks at 3.00 MiB in step 5, where the baseline had 1.00 MiB (" in verdict.sentence
+    assert "peaks at 3.00 MiB in step 5 (1.00 MiB before) (" in verdict.sentence
 
 
 def test_a_step_that_was_not_counted_is_not_compared():
@@ -94,9 +94,7 @@ def test_what_most_steps_need_more_is_told_once():
     assert verdict.status == "regressed"
     assert "in step" not in verdict.sentence
     verdict = _judge([11] * 39 + [12] + [11] * 10, [10] * 50, peak_allocated_bytes=11 * MiB)
-    assert "and peaks at 12.0 MiB in step 40, where the baseline had 10.0 MiB, and needs more in 49 other steps (" in (
-        verdict.sentence
-    )
+    assert "and peaks at 12.0 MiB in step 40 (10.0 MiB before), and needs more in 49 other steps (" in (verdict.sentence)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +111,7 @@ def test_growth_over_steps_names_the_step_whatever_they_hold(grown, said):
     now = [(20, end + more / 32) for end, more in zip(held, grown, strict=True)]
     verdict = _judge(now, before)
     assert verdict.status == "regressed"
-    assert f"keeps 32.0 KiB more of tensors {said}, which the baseline does not (" in verdict.sentence
+    assert f"keeps 32.0 KiB more of tensors {said}, which it did not before (" in verdict.sentence
     unknown = [*now[:3], (0, 0), (0, 0), *now[5:]]
     assert f"more of tensors {said}, which" in _judge(unknown, before).sentence, "steps keep their numbers"
     assert _judge(now, before, allowed_growth=32 * KiB).status == "pass"
@@ -154,9 +152,7 @@ def test_a_heap_that_grows_more_fails_once_two_processes_agree():
     assert _judge_heap(133)[0].settled is False
     judgement, status = _judge_heap(133, 133)
     assert (judgement.settled, status) == (True, "regressed")
-    assert "leaves 133 KiB more on the host's heap after each step, where the baseline left 0 B: look" in (
-        judgement.verdict.sentence
-    )
+    assert "leaves 133 KiB more on the host's heap after each step (0 B before): look" in (judgement.verdict.sentence)
     assert _judge_heap(133, 0)[1] == "pass"
     assert _judge_heap(64)[1] == _judge_heap(200, before=100)[1] == _judge_heap(133, allowed_growth=MiB)[1] == "pass"
     assert _judge_heap(215, 215, before=100)[1] == "regressed"
@@ -177,7 +173,7 @@ def test_more_left_behind_beside_the_steps_fails(phase, said):
 
     sentence, status = judge(384 * KiB, 100)
     assert status == "regressed"
-    assert f"leaves 384 KiB of tensors behind {said}, where the baseline left 100 B (" in sentence
+    assert f"leaves 384 KiB of tensors behind {said} (100 B before) (" in sentence
     assert judge(100 + LEAST_RISE, 100)[1] == "pass"
     assert judge(384 * KiB, None)[1] is None
     assert judge(None, 100)[1] is None
