@@ -7,10 +7,11 @@ import re
 import tomllib
 from pathlib import Path
 
-import ci
 import pytest
 import pythons
 from leftovers import has_ended, wait_until
+
+import ci
 
 ROOT = ci.ROOT
 RAY = ci.Part("ray", 12)
