@@ -285,6 +285,7 @@ int cuMemSetAccess(const void *start, size_t bytes) { return bytes && gputrain_h
 int cuModuleLoad(void **module) { return give(module); }
 int cuModuleLoadData(void **module) { return give(module); }
 int cuModuleLoadDataEx(void **module) { return give(module); }
+int cuModuleUnload(void *module) { return OK; } // Triton's from 3.9 on; what functions it has is not asked again
 static int give_named(void **out, const char *name) {
   give(out);
   gputrain_name(*out, strdup(name));
@@ -355,6 +356,10 @@ static int wait(const char *function, int status) {
 int cuStreamSynchronize(void *stream) {
   int status = gputrain_waits(stream);
   return wait("cuStreamSynchronize", status ? status : gputrain_unsafe());
+}
+int cuStreamIsCapturing(void *stream, int *status) { // which Triton calls from 3.9 on
+  *status = gputrain_capture_info(stream, NULL, NULL, NULL, NULL);
+  return OK;
 }
 int cuCtxSynchronize(void) { return wait("cuCtxSynchronize", gputrain_waits(WHOLE_DEVICE)); }
 int cuEventSynchronize(void *event) {
