@@ -18,7 +18,7 @@ from pytest_gputrain.records.counts import COUNT_FIGURES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-LONG_NAMES = 708
+LONG_NAMES = 678
 """The number of tests whose names are older than their limit. It may only fall."""
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 
