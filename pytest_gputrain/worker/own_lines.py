@@ -20,9 +20,10 @@ _OTHERS: Final = (*_PYTHON, *(folder.resolve() for folder in _PYTHON))
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 _PACKAGE: Final = Path(__file__).resolve().parents[1]
 _BETWEEN: Final = tuple(
-    Path(__file__).resolve().with_name(name) for name in ("batches_in_turn.py", "loads_and_updates.py", "threads.py")
+    Path(__file__).resolve().with_name(name)
+    for name in ("allocations.py", "batches_in_turn.py", "loads_and_updates.py", "threads.py")
 )
-"""Files that loops over torch's DataLoader and operators of the user's threads call: the line further out is the user's."""
+"""Files that operators, loops over torch's DataLoader and the user's threads call: the line further out is the user's."""
 
 MOST_TEXT: Final = 120
 """Characters of a line that are kept."""
