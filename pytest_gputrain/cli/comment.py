@@ -32,9 +32,9 @@ class _Host(NamedTuple):
     comments: str
     """The URL that lists comments and takes a new one."""
     comment: str
-    """That of one comment, without its number."""
+    """The URL of one comment, without its number."""
     replaces: str
-    """The method that replaces one."""
+    """The HTTP method that replaces a comment."""
     headers: Mapping[str, str]
     job: str
     """The page of the job."""

@@ -83,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _replay(path: Path) -> int:
-    """List the GPUs of a recording; of its machine, neither network cards nor cores are known here."""
+    """List the GPUs of a recording, which does not have the network cards and the cores of its machine."""
     with recording.replayed(path):
         try:
             console.put(doctor_gpus.describe(topology.Sysfs(Path(os.devnull))) or f"no GPU is recorded in {path}")

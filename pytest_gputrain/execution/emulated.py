@@ -46,7 +46,7 @@ _STANDS_FOR_ALL: Final = {
     "zero2": _PARTITIONED,
     "zero3": _PARTITIONED,
 }
-"""Why no process of an engine needs more memory than the first, which alone runs."""
+"""The reason, by engine, why the first process needs most memory. It alone runs."""
 
 
 class EmulatingExecutor(Executor[EmulatedReply]):

@@ -334,8 +334,8 @@ def _has_all(phase: TrainingPhase, run: PeaksByPhase) -> bool:
 
 
 def tensor(row: LiveTensor) -> str:
-    """Describe tensors: ``14.0 GiB (224 x bfloat16[4096, 4096] by mm in backward at train.py:41)``, shorter where it is one
-    or nameless."""
+    """Describe tensors: ``14.0 GiB (224 x bfloat16[4096, 4096] by mm in backward at train.py:41)``. A single
+    tensor has no number, and what is not known is left out."""
     times = f"{row.count} x " if row.count > 1 and row.dtype else ""
     shape = f"{row.dtype}{list(row.shape)}" if row.shape else row.dtype or count(row.count, "tensor")
     more = len(row.lines) - _MOST_LINES_SHOWN

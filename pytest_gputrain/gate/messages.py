@@ -237,9 +237,9 @@ class OtherSide(NamedTuple):
     """What sentences call the side that a case is compared with, and what they advise."""
 
     name: str
-    """As in ``it was measured by ...``."""
+    """The full name: ``its baseline of 2026-11-29``."""
     short: str
-    """As in ``needs 8 MiB more (...)``."""
+    """The name in brackets and tables: ``baseline of 2026-11-29``."""
     remedies: bool
     """Whether that side is a stored baseline, which can be recorded again."""
 

@@ -74,7 +74,7 @@ class Decision:
     settled: bool
     """Whether further runs would be of no use; if not, `outcome` is what they mean if there are to be none."""
     suspicious: bool
-    """Whether it was not plain at a glance."""
+    """Whether a run looked slow, or was faster than the limit, so that further runs have to decide."""
     centre: float
     """The centre of the baseline's runs, in their unit: the exponential of c."""
     ratios: tuple[float, ...]
@@ -143,7 +143,7 @@ def decide(
     elif below >= needed:
         outcome = "improved"
     else:
-        # What only the suite's shift explains is no pass either.
+        # A case that is slower only because the whole suite is does not pass either.
         outcome = "inconclusive" if middle > (within if looks_slow else limit) else "pass"
     decided = max(above, below, len(ratios) - above - below) >= needed
     settled = decided or not suspicious or len(ratios) >= most

@@ -22,7 +22,7 @@ class SuiteNoise:
 
     @property
     def lacking(self) -> int:
-        """Cases that are missing until the shift is known."""
+        """The number of further cases without which the shift cannot be told."""
         return max(0, MANY_CASES - len(self._first))
 
     @property

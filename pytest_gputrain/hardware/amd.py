@@ -74,8 +74,8 @@ class Amd:
         self._violations_read: dict[str, tuple[float, Any]] = {}
         self._left_out: list[str] = []
         self._devices: dict[str, _Device] | None = None
-        """The devices by `Gpu.uuid`, in HIP's order, which need not be amd-smi's: it follows the kernel's nodes, amd-smi's
-        the bus."""
+        """The devices by `Gpu.uuid`, in HIP's order, which is that of the kernel's nodes. That of amd-smi may differ: it is
+        the order on the bus."""
 
     def gpus(self) -> tuple[Gpu, ...]:
         with _lock:

@@ -69,8 +69,8 @@ def lease_cores(count: int, folder: Path | None = None) -> Iterator[None]:
 def lease_emulated(count: int = 1, folder: Path | None = None) -> Iterator[None]:
     """Lease ``count`` emulated GPUs, or all where there are fewer; waits until they are free.
 
-    There are as many as the host's cores and memory allow. Their locks are no real GPU's, and each takes a core, like a case
-    on a CPU.
+    The host's cores and memory decide how many there are. Each also takes a core, like a case on a CPU. Their locks are
+    not those of real GPUs.
     """
     names = [f"emulated-{number}" for number in range(emulated_gpus())]
     with lease_cores(count, folder), _lock_devices("emulated", names, min(count, len(names)), folder):

@@ -139,7 +139,7 @@ def _unclaimed(
     for path in files.paths:
         paths[suite_of(path)].append(path)
     claimed = _claimed(results)
-    abandoned -= {result.suite for result in results}  # whose tests ask while they run
+    abandoned -= {result.suite for result in results}  # their tests ask for cases only while they run
     whole: Set[str] = {suite for suite in paths if not any(map(files.is_a_part, paths[suite]))} | abandoned
     seen = {(store_type, device, is_tiny) for store_type, device, _, is_tiny in claimed}
     expected: Set[str] = whole & {*map(suite_of, files.with_cases), *abandoned}  # also if no test asked for a case of it

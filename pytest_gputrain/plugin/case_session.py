@@ -94,7 +94,7 @@ class CaseSession:
     def gputrain(self, item: pytest.Item, overridden: Mapping[str, Any]) -> GpuTrain:
         """Return what the fixture ``gputrain`` is in this test, or skip a test that a marker leaves out of this run."""
         if item.get_closest_marker(ONLY_ON):
-            with contextlib.suppress(BadCase):  # its test will fail with it
+            with contextlib.suppress(BadCase):  # the test itself will fail with it
                 kind = "emulated" if self.runner.settings.emulate else "gpu" if self.runner.executor.host.gpus else "cpu"
                 if reason := why_left_out(item, kind):
                     raise skipped(shown(reason), "left out")
@@ -377,12 +377,12 @@ def _with_knobs(item: pytest.Item, case: Case, knobs: Mapping[str, Any]) -> Case
     case = sweep.override(case, knobs)
     try:
         return with_model(case, item.path.parent)
-    except BadCase:  # its test will fail with it
+    except BadCase:  # the test itself will fail with it
         return case
 
 
 def _terms_of(item: pytest.Item) -> Terms:
     try:
         return terms_of(item)
-    except BadCase:  # its test will fail with it
+    except BadCase:  # the test itself will fail with it
         return NO_TERMS

@@ -198,7 +198,7 @@ class GpuTrainPlugin:
         if self.cases_so_far:
             self.cases_so_far.expect(session.items)
 
-    @pytest.hookimpl(trylast=True)  # what other plugins set when they begin, no test has changed
+    @pytest.hookimpl(trylast=True)  # no test changes what other plugins set when they begin
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self.environment.begin()
 

@@ -26,7 +26,7 @@ class FilesWithoutCases:
         """The files by their ids, which do not lead to a file outside of the root."""
         self._with_cases: set[str] = set()
         self._undecided: dict[str, str] = {}
-        """The files of tests that show only while they run whether they have cases, by the ids of the tests."""
+        """The files of tests that may ask for a case while they run, by the ids of the tests."""
         self.paths: set[Path] = set()
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:

@@ -51,7 +51,8 @@ def _is_resolution(text: str) -> bool:
 class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The model to train and how to train it: model x method x precision x parallelism x knobs.
 
-    Nothing is checked when you make a case, so that a misspelt case fails its own test and not the whole file.
+    Nothing is checked when you make a case, so that a misspelt case fails its own test and not the whole file. A field that
+    the model, the method, the parallelism or own code does not have fails the test, too.
     """
 
     model: Annotated[str, Knob(in_every_id=True)] = ""
@@ -221,8 +222,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     deepspeed_config: Annotated[
         str, Knob(parallel=_ZERO, own_code="but own code configures DeepSpeed itself; read the file there")
     ] = ""
-    """A JSON file with further options of DeepSpeed, relative to the root of the project. Results show it as
-    ``FILE#DIGEST``, because other contents make another case."""
+    """A JSON file with further options of DeepSpeed, relative to the root of the project. It may not contradict the case.
+    Results show it as ``FILE#DIGEST``, because other contents make another case."""
     steps: Annotated[Whole, Knob(least=1, identity=False)] = 10
     """Timed steps."""
     warmup: Annotated[Whole, Knob(identity=False)] = 3

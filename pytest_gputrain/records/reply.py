@@ -109,7 +109,7 @@ Cause = Literal[
 
 
 class Lost(Struct, frozen=True, kw_only=True, tag="lost", tag_field="outcome"):
-    """The fleet did not run the case to its end. The code is not to blame, and nothing is known of the case."""
+    """Slurm or Ray did not run the case to its end. The code is not to blame, and nothing is known of the case."""
 
     cause: Cause
     """Why."""

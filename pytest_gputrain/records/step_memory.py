@@ -60,7 +60,7 @@ class Rise(NamedTuple):
     first: int
     """The index of the first value that is higher than the one before."""
     every: int
-    """The distance from one such value to the next: 1 if each is higher."""
+    """The number of values from one rise to the next: 1 if each value is higher than the one before."""
     mean: float
     """By how much they rise each time, on average."""
 

@@ -224,8 +224,8 @@ class LimitVerdict(Struct, frozen=True, kw_only=True):
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """The meaning of the runs of a case. ``failed`` stands for a case that gave no figures, because it crashed or timed
-    out."""
+    """The status of a case, such as ``regressed``, and the sentence that says why. ``failed`` stands for a case that gave no
+    figures, because it crashed or timed out."""
 
     status: Status
     """The verdict of the case, which is that of its worst metric."""

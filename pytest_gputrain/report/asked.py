@@ -21,10 +21,10 @@ Figures = dict[CountFigure, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """The table of a process."""
+    """The table of what a step of one process asks for, by line."""
 
     about: str
-    """What it is of: ``in a step, from one update to the next (3 of 5 steps ask for the same)``."""
+    """The steps that it shows: ``in a step, from one update to the next (3 of 5 steps ask for the same)``."""
     columns: tuple[CountFigure, ...]
     lines: tuple[tuple[str, Figures], ...]
     """Lines of the program with what each asks for, the largest share of any figure first; then the sum of all others."""

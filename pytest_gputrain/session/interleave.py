@@ -37,11 +37,11 @@ class Interleaver:
         self._waiting: list[_Waiting] = []
 
     def add(self, result: Measured, task: Task, wanted: int, again: Callable[[int], Measured]) -> Measured:
-        """Take in the first runs of a case, and return them with how many are to come.
+        """Take over a case after its first runs, and return its result with the number of runs that are still to come.
 
         Args:
-            wanted: runs of the baseline.
-            again: measures until there are so many runs, and judges them.
+            wanted: the number of runs that its baseline needs.
+            again: measures the case until it has the given number of runs, and judges them all.
         """
         waiting = _Waiting(result=_with_runs_to_come(result, wanted), task=task, wanted=wanted, again=again)
         if waiting.result.to_come:

@@ -149,7 +149,7 @@ class Replies:
         return reply
 
     def _begin(self) -> None:
-        """Submit what tests will ask for: they find it done, or under way."""
+        """Start the cases that tests will ask for, so that they are done or running by then."""
         if self._make_prefetcher is None or self._prefetcher is not None:
             return
         self._prefetcher = self._make_prefetcher()

@@ -107,7 +107,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         self.unknown: dict[Path, set[str]] = {}
         """Names of fields that this version does not know, in the files that were read."""
         self._as_read: dict[int, _AsRead] = {}
-        """By `id`, which is the entry's as long as it is held here."""
+        """Entries as they were read, by `id`. It stays theirs because they are held here."""
         self._beside: dict[tuple[Path, str], dict[str, Any]] = {}
         """Unknown fields beside those of a file, or of the case of a key in it."""
 

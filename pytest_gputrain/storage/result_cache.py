@@ -20,7 +20,7 @@ from pytest_gputrain.utils.files import write_atomically
 from pytest_gputrain.utils.reading import UNREADABLE, read_message
 
 KEPT_SECONDS: Final = 30 * 24 * 3600.0
-"""Since a run was last asked for."""
+"""The time after which a run that nobody asked for is removed."""
 
 _READ_BY_LIBRARIES: Final = (
     *("TORCH", "PYTORCH_", "CUBLAS", "DISABLE_ADDMM_CUDA_LT", "TRITON_"),  # torch reads those of cuBLAS itself

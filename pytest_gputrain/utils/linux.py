@@ -41,7 +41,7 @@ def adopt_orphans() -> None:
 
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        import ctypes  # pytest reads the name of the variable above in every project
+        import ctypes  # only here, because pytest imports this module in every project
 
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(option, value)

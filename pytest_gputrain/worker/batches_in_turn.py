@@ -39,7 +39,7 @@ def batches_in_turn() -> Iterator[None]:
             # If the CPU of a machine with a GPU is measured, a thread would take the batches as they arrive, and pin them.
             loader._pin_memory = False
 
-        for kind in _subclasses(_BaseDataLoaderIter):  # of which a loader may be in use
+        for kind in _subclasses(_BaseDataLoaderIter):  # a loader of any of them may be in use already
             follow(kind)
         # The iterator of torchdata's loader is another class, and code may import it only when it builds its loader.
         stack.enter_context(mock.patch.object(_BaseDataLoaderIter, "__init__", follow_and_initialize))

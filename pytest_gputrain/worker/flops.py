@@ -187,7 +187,7 @@ def type_of(args: Any) -> torch.dtype | None:
 
 @functools.cache
 def is_composite(func: Any, device: str) -> bool:
-    """Tell if an operator is made of others: `torch.inference_mode` passes these on without what autograd does before."""
+    """Tell whether an operator is made of others. Under `torch.inference_mode` autograd does not take these apart."""
     if func.namespace == "prim" or not func._can_decompose():  # torch's dispatcher does not know `prim.layout`
         return False
     key = torch._C._dispatch_key_for_device(device)

@@ -125,8 +125,8 @@ class FunctionLoop:
 
 
 class GeneratorLoop:
-    """Resumes a generator that yields after each of its steps. All up to its first yield is its build and a first step, of
-    which nothing is judged."""
+    """Resumes a generator that yields after each of its steps. Up to its first yield it builds everything and takes a first
+    step, which is not judged."""
 
     def __init__(self, generator: GeneratorType[object, Any, Any], name: str, note: Note) -> None:
         self._generator, self._name, self._note = generator, name, note

@@ -778,7 +778,7 @@ def _steps_to_time(task: Task, training: Trainable, group: Group) -> int:
 
 
 def own_lines(task: Task, builder: StepBuilder | None = None) -> OwnLines:
-    """Make the finder of own lines: of files below the root, and in the folder of a function that was given as itself."""
+    """Make the finder of own lines: those of files below the root, or in the folder of ``builder``."""
     file = getattr(getattr(builder, "__code__", None), "co_filename", None)
     return OwnLines([Path(task.root), *([Path(file).parent] if file else [])])
 

@@ -130,7 +130,7 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
     finally:
         flush_output()
     if is_own_code:
-        sys.exit(code)  # it may have functions that are called when an interpreter ends
+        sys.exit(code)  # own code may have registered functions by atexit
     os._exit(code)
 
 

@@ -66,11 +66,11 @@ _WHOLE: Final = -1
 
 # Origins that are no instruction.
 _LINE: Final = (0, 1)
-"""Of what an own function calls: the instruction that it is at."""
+"""The origin of what an own function calls, in place of the instruction that it runs."""
 _NOWHERE: Final = (0, 2)
-"""Of what no own line has led to."""
+"""The origin of calls that no own line has led to."""
 _UNCOUNTED: Final = (0, 3)
-"""Of what is left out."""
+"""The origin of calls that are not counted."""
 
 
 class CannotCount(Exception):

@@ -81,7 +81,7 @@ class Trace:
         return [allocation.bytes for allocation in self.allocations]
 
     def peak_of(self, operators: Set[str], since: int) -> int:
-        """Return the most bytes that operators made after so many events, and that lived at once."""
+        """Return the most bytes that existed at once of what these operators allocated after the first ``since`` events."""
         live = peak = 0
         made: set[int] = set()
         for event in self.events[since:]:

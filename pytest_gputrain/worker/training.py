@@ -216,14 +216,14 @@ class Setup:
     precision: Precision
     """The case's precision."""
     rank: int = 0
-    """The number of this process among those of the case. If there are several, torch.distributed is initialised."""
+    """The number of this process among those of the case; if there are several, torch.distributed is initialised."""
     processes: int = 1
     """The number of processes that train."""
     watched: list[nn.Module] = field(default_factory=list)
     idle_names: dict[str, None] = field(default_factory=dict)
     beside: Beside = field(default_factory=Beside)
     own_work_done: Callable[[], None] = lambda: None
-    """You may call it in a step before the step first needs another process. The report then shows which process is
+    """You may call it in a step before the step first needs another process; the report then shows which process is
     late."""
 
     @property
@@ -244,7 +244,7 @@ class Setup:
                 ``*`` stands for any part of a name.
 
         Raises:
-            CheckFailed: ``idle`` is no list of names.
+            CheckFailed: ``idle`` is not a list of names.
         """
         if isinstance(idle, str) or not all(isinstance(name, str) for name in idle):
             raise CheckFailed(f"setup.watch() takes a list of names as idle, such as idle=['pooler.*'], and got {idle!r}")
@@ -254,20 +254,20 @@ class Setup:
 
     def evaluation(self, evaluate: Callable[[], object]) -> None:
         """Have the worker call ``evaluate`` between two steps, as the phase ``evaluate`` with its own peak of memory and
-        counts. A loop may say it in every step; the last function counts.
+        counts. A loop may call this in every step; the last function counts.
 
         Raises:
-            CheckFailed: it is no function.
+            CheckFailed: ``evaluate`` is not a function.
         """
         self.beside.evaluate = _function("evaluation", evaluate)
 
     def checkpoint(self, save: Callable[[Path], object]) -> None:
         """Have the worker call ``save`` between two steps, as the phase ``checkpoint`` with its own peak of memory. It gets
-        a temporary folder to save to, which is removed afterwards. A loop may say it in every step; the last function
+        a temporary folder to save to, which is removed afterwards. A loop may call this in every step; the last function
         counts.
 
         Raises:
-            CheckFailed: it is no function.
+            CheckFailed: ``save`` is not a function.
         """
         self.beside.save = _function("checkpoint", save)
 

@@ -190,7 +190,7 @@ def _sum_of_steps(steps: Sequence[StepCounts]) -> StepCounts:
     for step in steps:
         slow.update(step.slow_flops)
     sums = {name: sum(getattr(step, name) for step in steps) for name in numbers}
-    if not all(step.python_calls for step in steps):  # which one process has counted in another step
+    if not all(step.python_calls for step in steps):  # processes count calls in different steps
         sums["python_calls"] = 0
     return StepCounts(update=steps[0].update, slow_flops=dict(sorted(slow.items())), **sums)
 

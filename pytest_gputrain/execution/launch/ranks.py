@@ -274,7 +274,7 @@ class _Output:
                 os.truncate(self._path, 0)
 
     def end(self) -> str:
-        """Return the end of the output, without what libraries print that says nothing of the case."""
+        """Return the end of the output, without lines of libraries that have nothing to do with the case."""
         return _OF_LIBRARIES.sub("", (self._before + tail(self._path)))[-TAIL_BYTES:]
 
 

@@ -173,7 +173,7 @@ def _build(folder: Path, torch: Torch, users: Iterable[Path]) -> StandIns:
         (target / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
         # Triton 3.5, which torch 2.9 brings, links what it compiles with -lcuda.
         (target / "libcuda.so").symlink_to(next(name for name in digests if name.startswith("libcuda.so.")))
-        with contextlib.suppress(FileNotFoundError):  # what is damaged, though a process may use it
+        with contextlib.suppress(FileNotFoundError):  # move damaged files away: a process may still use them
             folder.rename(Path(made) / "damaged")
         target.rename(folder)
     return StandIns(folder)

@@ -225,7 +225,7 @@ class _Putting:
     """Downloads wheels, one after the other, and unpacks them into one folder.
 
     Attributes:
-        versions, wheels, files: what was put, for the manifest.
+        versions, wheels, files: what was unpacked so far, for the manifest.
     """
 
     def __init__(self, cache: Path, part: Path, site: Path, source: Source, say: Say) -> None:

@@ -50,7 +50,7 @@ def _json(document: Callable[[Report], object]) -> Export:
 
 
 def _terminal(reports: Sequence[Report]) -> str:
-    """Return what pytest prints at the end of a run."""
+    """Return the tables that pytest prints at the end of a run."""
     width, colour = console.standard_output()
     return "\n".join(f"{terminal.render(report.results, width=width, colour=colour)}\n" for report in reports)
 

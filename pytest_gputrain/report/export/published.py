@@ -30,7 +30,7 @@ _ByRow = Mapping[tuple[str, str, str, str], Result]
 
 
 def _row(of: Published | Result) -> tuple[str, str, str, str]:
-    """Return platform, suite, key and knobs: at tiny scale a case has another key, changed under its id other knobs."""
+    """Return platform, suite, key and knobs. The key tells the tiny scale, and the knobs tell a case that was changed."""
     return of.platform, of.suite, of.key if isinstance(of, Result) else str(of.case), repr(of.case.identity())
 
 

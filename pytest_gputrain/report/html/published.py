@@ -130,7 +130,7 @@ class _Printed(NamedTuple):
 
     @property
     def sides(self) -> dict[str, str]:
-        """Return the properties in which it may differ from others of its group."""
+        """Return the properties in which this figure may differ from others of its group."""
         sizes = [(name, size) for knob, name in _BUCKETS.items() if (size := getattr(self.row.case, knob))]
         return {
             "platform": title_of(self.row.platform),

@@ -72,7 +72,7 @@ class Exchanges:
         of_nccl = name.startswith("_nccl")
 
         def run(first: Any, second: Any, *others: Any, **keywords: Any) -> Any:
-            # torch sends from the first, whatever root it is told.
+            # torch broadcasts the first tensor, whichever root the call names.
             sent = [first[0]] if name == "_nccl_broadcast" else list(flat([first]))
             addresses = {tensor.data_ptr() for tensor in sent}
 

@@ -161,7 +161,7 @@ class Contents:
         self._note(tensor, None, dealt=dealt)
 
     def filled(self, tensor: Tensor, value: Tensor) -> None:
-        """Note that all elements of this tensor are this one, which has no dimensions and is on the host."""
+        """Note that all elements of this tensor equal ``value``, a scalar tensor on the host."""
         self._note(tensor, _turned(tensor, value), dealt=None)
 
     def _note(self, tensor: Tensor, value: Tensor | None, *, dealt: Dealt | None) -> None:
@@ -179,7 +179,7 @@ class Contents:
         if before is not None and before.low <= low and high <= before.high:
             before.dealt = joined((before.dealt, dealt))
             return
-        if bytes_ != tensor.numel() * tensor.itemsize:  # with gaps that were not written
+        if bytes_ != tensor.numel() * tensor.itemsize:  # there are gaps between its elements
             self._blocks.pop(base, None)
             return
         if before is not None and low <= before.high and before.low <= high:

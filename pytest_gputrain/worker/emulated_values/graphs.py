@@ -71,8 +71,11 @@ class Graphs:
         graph.capture_end = end_and_note
 
     def report(self) -> dict[str, int]:
-        """Tell how many graphs were captured and launched, the most of them and of their kernels that existed at a time, and
-        the most memory that was reserved in private pools after a capture; nothing if none was captured."""
+        """Return the numbers of CUDA graphs of this process; none if nothing was captured.
+
+        They are the graphs that were captured, the launches, the most graphs and the most of their kernels at a time, and
+        the most bytes that private pools held after a capture.
+        """
         numbers = (ctypes.c_uint64 * 4)()
         self._stand_ins.gputrain_graphs(numbers)
         captured, launched, most, kernels = numbers

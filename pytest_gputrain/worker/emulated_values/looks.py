@@ -59,7 +59,7 @@ _SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 512
 
 _SAVE: Final = frozenset((torch.serialization._save.__code__, torch.serialization._legacy_save.__code__))
-"""Python code that copies the bytes of a storage, and holds the types of its tensors."""
+"""Functions of torch.save, which copy the bytes of a storage and know the types of its tensors."""
 
 _CALL: Final = torch.nn.Module._call_impl.__code__
 _CLIP: Final = inspect.unwrap(torch.nn.utils.clip_grad_norm_).__code__

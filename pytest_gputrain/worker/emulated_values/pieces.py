@@ -48,7 +48,7 @@ class Pieces:
         return True
 
     def fresh(self) -> int:
-        """Return the number of an origin that is no other's."""
+        """Return the number of a new origin."""
         return next(self._fresh)
 
     def of(self, tensor: Tensor, bytes_: int) -> tuple[Origin, ...]:

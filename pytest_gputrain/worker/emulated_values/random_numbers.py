@@ -57,7 +57,7 @@ def _has_launched(blocks: int) -> bool:
 
 
 class OtherLaunch(LookupError):
-    """torch has launched no kernel of as many blocks as expected, so that its threads draw for other elements."""
+    """torch launched a kernel of another size than expected, so it is not known which random numbers its elements get."""
 
 
 class Stream(NamedTuple):

@@ -35,7 +35,7 @@ class FullySharded(Single):
         for unit in (*blocks, model):
             fully_shard(unit, mp_policy=policy, offload_policy=offload, **asked)
         if options.case.cpu_offload:
-            for buffer in model.buffers():  # which FSDP leaves where they were built
+            for buffer in model.buffers():  # FSDP leaves buffers where they were built
                 buffer.data = buffer.to(options.device)
         return model
 

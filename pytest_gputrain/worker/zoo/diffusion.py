@@ -22,7 +22,7 @@ and keys no gradient."""
 TINY_TEXT_TOKENS: Final = 16
 
 TINY_BATCH_SIZE: Final = 4
-"""Samples above it are left out at tiny scale, where 96 of them would take seconds a step."""
+"""The most samples of a batch at tiny scale, because 96 of them would take seconds a step."""
 
 PIXELS_PER_LATENT: Final = 8
 """The scale of all autoencoders: they halve an image's sides three times."""

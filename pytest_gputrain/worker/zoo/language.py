@@ -163,7 +163,7 @@ def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def transformers_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the same loss by transformers, in fp32."""
+    """Return the cross entropy as transformers computes it, from a copy of the logits in fp32."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     # Any labels beside the shifted ones are not looked at.
