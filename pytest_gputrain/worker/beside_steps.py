@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,7 @@ from torch import nn
 from pytest_gputrain.records import Counts, LiveTensor, Measurement, Task, TrainingPhase
 from pytest_gputrain.utils.units import GiB, format_bytes
 from pytest_gputrain.worker.allocations import AllocationCounter
+from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.counted_steps import counts_of
 from pytest_gputrain.worker.device import Device
 from pytest_gputrain.worker.emulated import EmulatedFigures
@@ -74,14 +76,19 @@ class BesideSteps:
         if beside.evaluate is not None:
             self._progress.enter("evaluate")
             with _undisturbed(training.model, self._device), self._phase("evaluate", counter), self._counting():
-                beside.evaluate()
+                _call("evaluation", beside.evaluate)
             self._notes = beside.notes
         # All processes share the folder, also where only the first one saves or only one of them has too much in use.
-        saving, sizes = self._group.union(({"this"} if beside.save else set[str](), {str(self._in_use(counter))}))
+        in_use = self._in_use(counter)
+        too_much = in_use > min(MOST_SAVED, shutil.disk_usage(tempfile.gettempdir()).free // 2)
+        saving, sizes = self._group.union(
+            ({"this"} if beside.save else set[str](), {str(in_use)} if too_much else set[str]())
+        )
         if not saving:
             return
-        if (in_use := max(map(int, sizes))) > MOST_SAVED:
-            self._notes += (f"no checkpoint was saved, because as much as {format_bytes(in_use)} might be written",)
+        if sizes:
+            size = format_bytes(max(map(int, sizes)))
+            self._notes += (f"no checkpoint was saved, because as much as {size} might be written to the temporary folder",)
             return
         self._progress.enter("save")
         with (
@@ -90,8 +97,8 @@ class BesideSteps:
             self._phase("checkpoint", counter),
             self._host() if counter is None else contextlib.nullcontext(),
         ):
-            if beside.save is not None:
-                beside.save(folder)
+            if (save := beside.save) is not None:
+                _call("checkpoint", functools.partial(save, folder))
 
     def behind_timed_steps(self, training: Trainable, figures: Measurement) -> Measurement:
         """Run it on a GPU, where the timed steps are over, and return their figures with its peaks."""
@@ -109,9 +116,14 @@ class BesideSteps:
             operators = OperatorCounter(self._lines)
             parameters = () if training.model is None else training.model.parameters()
             trained = (value for value in parameters if value.requires_grad)
-            with _undisturbed(training.model, self._device), operators.counting(trained, update=True):
-                evaluate()
-            self._evaluation_counts = operators.counts()
+            try:
+                with _undisturbed(training.model, self._device), operators.counting(trained, update=True):
+                    evaluate()
+            except Exception as error:
+                why = f"which failed the second time ({type(error).__name__})"
+                self._notes += (f"without counts of the evaluation, {why}",)
+            else:
+                self._evaluation_counts = operators.counts()
         notes = (*figures.notes, *self._notes)
         return msgspec.structs.replace(
             figures, kept_behind=self._kept, evaluation_counts=self._evaluation_counts, notes=notes
@@ -179,14 +191,26 @@ class BesideSteps:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def _call(said: str, function: Callable[[], object]) -> None:
+    """Call what own code named, out of a generator, where `StopIteration` would mean something else."""
+    try:
+        function()
+    except StopIteration:
+        raise CheckFailed(
+            f"the function of setup.{said}() reads an iterator that is used up; make it anew in each call"
+        ) from None
+
+
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module | None, device: Device) -> Iterator[None]:
     """Provide a context after which random numbers, and whether modules train, are as before."""
     python, of_numpy = random.getstate(), numpy.random.get_state()
     modes = [(module, module.training) for module in model.modules()] if model is not None else []
-    with torch.random.fork_rng([] if device.type == "cpu" else [device.torch_device]):
-        yield
-    random.setstate(python)
-    numpy.random.set_state(of_numpy)
-    for module, trains in modes:
-        module.training = trains
+    try:
+        with torch.random.fork_rng([] if device.type == "cpu" else [device.torch_device]):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(of_numpy)
+        for module, trains in modes:
+            module.training = trains

@@ -118,7 +118,7 @@ def test_processes_agree_on_a_checkpoint(in_use):
     class Two(Group):
         def union(self, names):
             asked.append(names)
-            return (names[0] | {"this"}, names[1] | {str(in_use)}) if len(names) == 2 else names
+            return (names[0] | {"this"}, names[1] | ({str(in_use)} if in_use else set())) if len(names) == 2 else names
 
         def barrier(self):
             asked.append("barrier")
@@ -213,3 +213,17 @@ def test_a_trainer_evaluates_and_saves_as_it_is_told():
     assert longer.evaluation_counts.kinds == small.evaluation_counts.kinds
     assert longer.notes[-1] == "the evaluation took the first 8 batches alone"
     assert small.notes[-1:] != longer.notes[-1:]
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_an_evaluation_of_an_iterator_that_is_used_up_is_told(times):
+    def once(setup, model, evaluate):
+        batches = iter(range(times))
+        setup.evaluation(lambda: next(batches))
+
+    if not times:
+        assert "setup.evaluation() reads an iterator that is used up" in refused(MINE, training(once))
+        return
+    found = measured(MINE, training(once))
+    assert found.evaluation_counts is None
+    assert "without counts of the evaluation, which failed the second time (StopIteration)" in found.notes

@@ -161,10 +161,10 @@ def test_an_epoch_is_followed_but_for_the_steps_of_checks():
     assert last == OfStep(max(alike.peak, alike.end + 64 * KiB + 4), alike.end)
 
 
-def test_what_the_last_steps_of_an_epoch_keep_fails():
+def test_what_the_last_steps_of_an_epoch_keep_is_told():
     kept = []
-    sentence = refused(EPOCH, epoch_of(40, lambda number: number > 30 and kept.append(torch.ones(LARGE))))
-    assert "mine keeps 64.0 KiB more of tensors after every step from step 31 on; do not keep them" in sentence
+    figures = measured(EPOCH, epoch_of(40, lambda number: number > 30 and kept.append(torch.ones(LARGE))))
+    assert "its steps keep 64.0 KiB more of tensors after each step, from step 31 on" in figures.notes
 
 
 def test_an_epoch_that_is_too_short_or_has_no_end_says_so(monkeypatch):

@@ -64,6 +64,13 @@ class Sound:
             batch.add_(1)
 
     @staticmethod
+    def batches_sorted_by_length(setup):
+        for length in range(1, 99):
+            batch = torch.ones(length, 4 * KiB)
+            yield
+            batch.add_(1)
+
+    @staticmethod
     def a_cache_that_fills(setup):
         cache = {}
         while True:
