@@ -154,8 +154,9 @@ def test_evaluation_and_checkpoints_are_judged(project):
     assert f"most of it 125 KiB {at}" in sentence
     changed.write_text("reads")
     sentence = only_sentence(project.run(), test)
-    assert sentence.startswith("build-fp32 runs 24 operators in its evaluation (18 before): 6 more at test_mine.py:")
-    assert f"test_mine.py:{line_of['reads']} in build.evaluate" in sentence
+    assert sentence.startswith("build-fp32 runs 24 operators in its evaluation (18 before) and reads values ")
+    at = f"more of each at test_mine.py:{line_of['reads']} in build.<locals>.evaluate, "
+    assert f" 6 times in its evaluation (0 before): {at}" in sentence
     changed.write_text("neither")
     sentence = only_sentence(project.run("--gpu-strict"), test)
     assert sentence.startswith("build-fp32 has no peak in evaluation and while saving a checkpoint, as its baseline of 20")
