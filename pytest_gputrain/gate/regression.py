@@ -440,7 +440,7 @@ def _ruled(
         tolerance=sides.tolerance.time,
         prior=sides.prior,
         most=most,
-        shift=0.0 if name == "scaling_efficiency" else sides.shift,  # one worker is as slow as several, that day
+        shift=0.0 if name == "scaling_efficiency" else sides.shift,  # a slow day slows one worker as much as several
         doubted_from=sides.doubted_from,
         paired=sides.criteria.paired,
     )

@@ -69,7 +69,7 @@ class Nvidia:
                     listed.append(_silent(index, driver, fault))
                 else:
                     listed += self._described(index, handle, driver)
-            except self._nvml.NVMLError as error:  # of this one: the others may be well
+            except self._nvml.NVMLError as error:  # only of this GPU: the others may work
                 listed.append(_silent(index, driver, str(error)))
         return tuple(listed)
 
@@ -88,7 +88,7 @@ class Nvidia:
     def _described(self, index: int, handle: Any, driver: str) -> list[Gpu]:
         """Describe a GPU, or the parts of one that is partitioned."""
         mode = self._ask("nvmlDeviceGetMigMode", handle)
-        partitioned = bool(mode and mode[0])  # it may have no part yet, and is no device then
+        partitioned = bool(mode and mode[0])  # without any part yet, it is no device
         limit = None if partitioned else self._ask("nvmlDeviceGetEnforcedPowerLimit", handle)
         address, minor = self._ask("nvmlDeviceGetPciInfo", handle), self._ask("nvmlDeviceGetMinorNumber", handle)
         described = []

@@ -63,7 +63,7 @@ class Watch:
             if now >= look:
                 look = now + _LOOK_AROUND_SECONDS
                 self._look_for_others(driver, own())
-        self._read(driver)  # after the end, for what the counters counted up to there
+        self._read(driver)  # a last sample, for what was counted since the one before
 
     def _read(self, driver: Driver) -> float:
         """Take a sample, and return when that was."""

@@ -220,7 +220,7 @@ class CaseSession:
             report.gputrain_endings = [*endings]  # type: ignore[attr-defined]
             endings.clear()
         if results or hasattr(report, "gputrain_endings") or has_cases(item):  # of whatever phase: a fixture may measure too
-            # An attribute of plain JSON travels from an xdist worker with the report.
+            # As JSON, because xdist sends only plain attributes of a report from its workers.
             report.gputrain = [msgspec.json.encode(result).decode() for result in results]  # type: ignore[attr-defined]
             results.clear()
 

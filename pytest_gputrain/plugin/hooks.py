@@ -74,7 +74,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     except CannotEmulate:
         return  # the session says so
     if torch.environment is not None:
-        return  # pytest and its tests import the user's own, which needs none of them
+        return  # tests import the user's own CPU build of torch, which needs no stand-ins
     try:
         importable.make_importable(torch)
     except CannotEmulate as error:

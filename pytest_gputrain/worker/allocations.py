@@ -108,7 +108,7 @@ class AllocationCounter(SharedMode):
             if name_of(func) != LIFT:
                 for value in tensors_of((args, kwargs.values())):
                     self._look_at(value, GIVEN)
-        except Exception as error:  # a fault of counting is none of the program
+        except Exception as error:  # a program must not fail because counting does
             self.note_trouble(error)
         if wraps(types):  # as their look has told
             return NotImplemented
@@ -127,7 +127,7 @@ class AllocationCounter(SharedMode):
         try:
             if name_of(func) != LIFT:
                 self._glance_at((args, kwargs.values()) if kwargs else args)
-        except Exception as error:  # a fault of counting is none of the program
+        except Exception as error:  # a program must not fail because counting does
             self.note_trouble(error)
         if types and wraps(types):  # as their look has told
             return NotImplemented

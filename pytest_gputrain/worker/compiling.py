@@ -30,7 +30,7 @@ def compile_in_place(parts: Sequence[nn.Module], mode: str, device: torch.device
         mode: of torch.compile. On a CPU its graphs are traced, forward and backward, and run as they are: making code for a
             CPU needs a compiler and takes longer than a tiny model trains.
     """
-    # Its first name, which later versions of torch keep.
+    # The old name of recompile_limit, which newer versions of torch keep.
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, _RECOMPILATIONS)
     # The middle of a UNet is lists of blocks, which do nothing themselves.
     for inner in (inner for part in parts for inner in (part if isinstance(part, nn.ModuleList) else [part])):

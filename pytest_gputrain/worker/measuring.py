@@ -175,7 +175,7 @@ class Measuring:
                     else:
                         check = functools.partial(self._check_without_step, why)
             if check is not None:
-                self._device.reset_peaks()  # only here, where the exception is gone with all that its frames held
+                self._device.reset_peaks()  # only here: the exception and what its frames held are freed
                 self._figures = check()
         if self._is_profiled:
             self._progress.enter("check")

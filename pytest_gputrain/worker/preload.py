@@ -83,7 +83,7 @@ def _end_orphans() -> None:
 def _holds_gpu() -> bool:
     """Return whether a driver was asked for its GPUs: it keeps files open, and no fork of this process could ask again."""
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the folder's own, which is closed by now
+        with contextlib.suppress(OSError):  # the descriptor by which the folder was read is closed by now
             if os.readlink(descriptor).startswith(_OF_DRIVERS):
                 return True
     return False

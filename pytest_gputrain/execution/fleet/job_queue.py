@@ -148,7 +148,7 @@ class Fleet:
         if not ticket.job and ticket.outcome is None:
             with contextlib.suppress(ValueError):
                 self._to_submit.remove(ticket)
-            self._to_submit.appendleft(ticket)  # a test waits
+            self._to_submit.appendleft(ticket)  # first in the queue: a test waits for it
         while True:
             self.step()
             while self._arrivals:

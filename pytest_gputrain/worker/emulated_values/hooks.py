@@ -59,8 +59,8 @@ def follow_triton(contents: Contents, graphs: Graphs) -> None:
     def follow_padding(module: Any) -> None:
         module.get_cached_should_pad = lambda key: False
 
-    # Times mean nothing here: a choice by them would differ between two runs of a case. So Inductor takes the first of its
-    # choices, and does not take the buffers that it would measure them with.
+    # Times mean nothing here, and a choice by them would differ between two runs of a case. So Inductor takes its first
+    # choice, and does not allocate the buffers for measuring all choices.
     after_import("torch._inductor.runtime.triton_heuristics", follow_compiled)
     after_import("torch._inductor.select_algorithm", follow_templates)
     after_import("torch._inductor.fx_passes.pad_mm", follow_padding)

@@ -130,7 +130,7 @@ class Denoiser(Workload):
         for key, values in step.get("only", {}).items():
             if (value := facts.get(key)) not in values:
                 raise CheckFailed(f"{case.model} has {key}={value!r} in its config.json, a condition that is not known")
-        # What the model takes beside noisy latents: a first image, of those that make a video of one.
+        # Channels beside the noisy latents: those of the first image, if a model makes a video from an image.
         self._condition = taken - self._channels if step.get("takes_condition") else 0
         if self._condition < 0:
             raise CheckFailed(
@@ -148,7 +148,7 @@ class Denoiser(Workload):
             # A parameter that a constructor makes by torch.Tensor is on the host whatever the default device.
             if any(value.device != device for value in module.parameters(recurse=False)):
                 module.to(device)
-        if self._sizes.step.get("keeps_fp32"):  # what does not run in another type, and is loaded so by diffusers
+        if self._sizes.step.get("keeps_fp32"):  # diffusers keeps these modules in fp32, too: they run in no other type
             for path, module in model.named_modules():
                 if path.rpartition(".")[2] in model._keep_in_fp32_modules:
                     module.float()

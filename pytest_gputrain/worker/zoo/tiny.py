@@ -227,7 +227,7 @@ def tiny_denoiser(like: Part, facts: dict[str, Any]) -> dict[str, Any]:
             if value is not None:
                 tiny[key] = [min(count, most) for count in value] if isinstance(value, list | tuple) else min(value, most)
         if facts.get("addition_embed_type") == "text_time":
-            # Six sizes beside 32 numbers of the text.
+            # 80 inputs: 32 numbers of the text, and six sizes of 8 numbers each.
             tiny |= {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 80}
     return tiny
 
