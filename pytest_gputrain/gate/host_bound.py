@@ -25,7 +25,7 @@ largest noise that `tools/measure_gate.py` assumes. Without it a GPU that become
 GPU_BOUND: Final = 0.95
 """The busy share from which on wall seconds are judged by the time tolerance."""
 _CHANGED_BELOW: Final = 0.85
-"""A step that was busier than `GPU_BOUND` has changed below this share, and the other way round."""
+"""A step has changed if one of the baseline and today is at or above `GPU_BOUND`, and the other below this share."""
 LEAST_HOST_TOLERANCE: Final = 0.10
 """By how much wall seconds of a step that waits for the host may grow at least, on the machine of its baseline."""
 _HELD_UP: Final = 0.05

@@ -163,7 +163,7 @@ class Runner(CaseRunner):
         return LossStudy(loss_curves=curves, **self._studied(request, task, studied, reply))
 
     def _studied(self, request: Request, task: Task, studied: Task, reply: Reply) -> dict[str, Any]:
-        """Return the fields of a study, whose figures are those of another task than the case is declared with."""
+        """Return the fields of the result of a study. Its figures are those of ``studied``, not of the declared case."""
         host = self._replies.host_of(studied)
         return {
             **result_fields(request, task, host, None),

@@ -243,7 +243,7 @@ class PythonCalls:
     # --- Places
 
     def _kind_of(self, code: CodeType) -> _Kind:
-        """Find out the kind of a function, and keep both."""
+        """Return the kind of a function, and remember it with the function's code, whose `id` is the key."""
         self._codes[id(code)] = code
         kind = self._kinds[id(code)] = self._found_kind(code.co_filename, code.co_qualname)
         return kind

@@ -77,7 +77,7 @@ class _Recorder:
         part.rename(path)
 
     def track_values(self) -> None:
-        """Track values from now on: the GPU that the script begins to use computes none."""
+        """Track values from now on, because the script begins to use an emulated GPU, which computes none."""
         if "GPUTRAIN_SCRIPT_COUNTS" in os.environ:
             self._counter = self._memory_recorder.program_counter()
         self._values = self._memory_recorder.tracked_values(self._counter)

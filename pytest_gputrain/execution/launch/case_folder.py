@@ -25,7 +25,7 @@ _LOCK: Final = "owner.lock"
 _running: Final[dict[Path, int]] = {}
 """Folders of cases that are not over, with the descriptors of their locks."""
 _swept: Final[set[Path]] = set()
-"""Folders for temporary files in which this process has looked for what others left."""
+"""Folders for temporary files from which this process has removed what ended processes left."""
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ _SECONDS: Final = 120.0
 
 
 _UNUSED_SECONDS: Final = 30 * 86400.0
-"""After which a build is removed by the next one. Each use of it makes it new."""
+"""The time after which an unused build is removed by the next build."""
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True):

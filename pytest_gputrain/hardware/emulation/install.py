@@ -135,7 +135,7 @@ def _check_index(source: Source) -> None:
 
 @contextlib.contextmanager
 def _alone_in(cache: Path, say: Say) -> Iterator[None]:
-    """Make the folder, and enter a context that one process at a time is in, of all that share it."""
+    """Make the folder, and lock it: one process at a time may install into it."""
     import fcntl
 
     make_own(cache)

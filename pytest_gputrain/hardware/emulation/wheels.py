@@ -43,7 +43,7 @@ class Wheel(NamedTuple):
     project: str
     version: str
     sha256: str = ""
-    """Empty where the user gave hashes, of which this has one."""
+    """Empty if the user gave the hashes; the wheel must then have one of them."""
     filename: str = ""
     """Empty likewise."""
     size: int = 0

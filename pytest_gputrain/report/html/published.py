@@ -25,7 +25,7 @@ def beside_measured(results: Sequence[Result], store: PublishedStore | None, cha
     """Prepare, for every published table and figure in it, the bars of what was printed and of what was measured.
 
     Args:
-        store: rows for reports that were not compared with them; None for none.
+        store: published rows for results that were not compared with any; None for none.
     """
     pairs_by_table: defaultdict[tuple[str, str], list[tuple[Published, Result]]] = defaultdict(list)
     for result in latest(of_kind(results, Measured)):

@@ -738,7 +738,7 @@ def _with_tensors(arguments: Any, places: list[int]) -> Any:
 
 
 def _leave_to_python(function: _Kernel) -> None:
-    """Keep torch.compile from compiling what runs when an operator is called from Python that it runs."""
+    """Keep torch.compile from compiling this replacement of an operator if compiled code calls the operator from Python."""
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     frames.set_code_exec_strategy(function.__code__, skip)
