@@ -43,7 +43,7 @@ synchronize, and a list of arrays takes time alone."""
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("emulated", [False, True], ids=["cpu", "emulated"])
-def test_each_regression_that_can_be_seen_fails_by_its_own_figure(run_tests_in, tmp_path, emulated):
+def test_each_regression_fails_by_its_own_figure(run_tests_in, tmp_path, emulated):
     (tmp_path / "test_regressions.py").write_text(PROGRAMS)
     options = ["-n2", *([] if emulated else ["--gpu-platform=cpu"])]
     done, _ = run_tests_in(tmp_path, "--gpu-baseline-update", *options, emulated=emulated)

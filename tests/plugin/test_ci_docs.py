@@ -133,7 +133,7 @@ def test_figures_of_a_branch_are_judged_or_committed_to_it(tmp_path, monkeypatch
     assert "the figures are those of the baselines" in run(last, "bash", "-e", "-c", commit, MESSAGE="again").stdout
 
 
-def test_gitlab_pushes_to_no_branch_that_has_the_name_of_one_of_a_fork():
+def test_gitlab_pushes_to_no_branch_for_a_fork():
     jobs = yaml.safe_load((ROOT / "ci" / "gitlab.yml").read_text())
     for name in ("gputrain-record", "gputrain-accept"):
         (rule,) = jobs[name]["rules"]

@@ -41,7 +41,7 @@ def test_an_update_replaces_the_same_conditions_and_keeps_others(tmp_path):
     assert set(stored["b"]) == {f"2.{n}.0" for n in range(2, MOST_CONDITIONS + 2)}, "the oldest conditions make room"
 
 
-def test_a_heap_that_does_not_grow_is_stored_as_none_that_was_not_looked_at_is_not(tmp_path):
+def test_a_heap_that_does_not_grow_is_stored(tmp_path):
     def stored(growth):
         store = EmulationStore(tmp_path)
         store.update("h100", "llm", {"a": recorded(msgspec.structs.replace(versions(1), heap_growth=growth))})
