@@ -181,11 +181,12 @@ def _ask(host: _Host, method: str, url: str, sent: object = None) -> Any:
         with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=_SECONDS) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
+        error.close()
+        told = f"{error.code} {error.reason}"
         if error.code in _FORBIDDEN:
             raise _NoPullRequest(
-                f"the token may not comment ({error.code} {error.reason}), as in a pull request from a fork; the summary of "
-                "the job has the same"
+                f"the token may not comment ({told}), as in a pull request from a fork; the summary of the job has the same"
             ) from None
-        raise _Failed(f"{method} {url} failed: {error.code} {error.reason}") from None
+        raise _Failed(f"{method} {url} failed: {told}") from None
     except (OSError, ValueError) as error:
         raise _Failed(f"{method} {url} failed: {error}") from None

@@ -90,7 +90,8 @@ def test_without_the_cause_it_passes_and_asks_for_what_it_asked_for(results, nam
     good, _ = results
     verdict = good[name]["verdict"]
     assert verdict["status"] == "pass"
-    assert not [metric for metric in verdict["metrics"] if metric["value"] != metric["baseline"]]
+    differing = {metric["metric"] for metric in verdict["metrics"] if metric["value"] != metric["baseline"]}
+    assert differing <= {"heap_growth"}  # some bytes of Python's
 
 
 @mechanisms(*BY_COUNTS)

@@ -257,7 +257,7 @@ def test_a_training_is_profiled_behind_its_checks_and_loses_nothing_if_that_fail
     for case, note in (
         (
             "ends",
-            f"{failed} (CheckFailed: the loop of own ended after 9 steps, but more have to be measured; let it run for",
+            f"{failed} (LoopEnded: the loop of own ended after 9 steps, but more have to be measured; let it run for",
         ),
         ("fails", f"{failed} (OSError: no space is left)"),
         ("profiles_itself", "without GPU seconds, because torch's profiler saw no work of the GPU; end other profilers"),
