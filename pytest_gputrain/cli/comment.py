@@ -27,7 +27,7 @@ _FORBIDDEN: Final = (401, 403, 404)
 
 
 class _Host(NamedTuple):
-    """Where the comments of a pull request are."""
+    """The place of the comments of a pull request, and what its host asks for."""
 
     comments: str
     """The URL that lists comments and takes a new one."""

@@ -30,7 +30,7 @@ from pytest_gputrain.worker.group import Group
 from pytest_gputrain.worker.loop import Steps
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.threads import SharedMode
-from pytest_gputrain.worker.trace import BLOCK
+from pytest_gputrain.worker.trace import taken
 from pytest_gputrain.worker.training import Trainable
 
 TENSORS: Final = LEAST_RISE
@@ -295,7 +295,7 @@ class Growth:
         tensors = (local(value) for value in (*training.losses, *states, *gradients) if isinstance(value, Tensor))
         storages = (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
         sizes = {storage._cdata: storage.nbytes() for storage in storages if storage.device.type == self._device}
-        return sum(size if self._device == "cpu" else -(-size // BLOCK) * BLOCK for size in sizes.values())
+        return sum(taken(size, self._device) for size in sizes.values())
 
     def _grows(self, ends: Sequence[int]) -> bool:
         growth = [later - earlier for earlier, later in itertools.pairwise(ends)]
@@ -376,9 +376,8 @@ class _Makers(SharedMode):
 
     def latest_bytes(self) -> int:
         """Return the bytes of what the latest round has made and that still lives: a later batch may only be longer."""
-        block = 1 if self._device == "cpu" else BLOCK
         living = (made.bytes for storage, made in self._rounds[-1].values() if storage() is not None)
-        return sum(-(-size // block) * block for size in living)
+        return sum(taken(size, self._device) for size in living)
 
     def largest(self, growth: float) -> str:
         """Describe the largest part of what a round leaves over. Tensors of the last round may still be in use.

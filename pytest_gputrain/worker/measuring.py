@@ -43,7 +43,7 @@ from pytest_gputrain.worker.profiled_steps import StepProfile, find_gpu, steps_t
 from pytest_gputrain.worker.progress import Progress
 from pytest_gputrain.worker.python_calls import CannotCount, PythonCalls
 from pytest_gputrain.worker.straggler_clock import StragglerClock
-from pytest_gputrain.worker.trace import BLOCK
+from pytest_gputrain.worker.trace import taken
 from pytest_gputrain.worker.training import OwnCodeTraining, StepBuilder, Trainable, Training, load_builder
 
 Keep = Callable[[Measurement | Served | EmulatedRun], None]
@@ -140,25 +140,25 @@ class Measuring:
         Raises:
             CheckFailed: the case does not train as it says, or ends before it is measured.
         """
+        lines = own_lines(self._task, builder)
         # Up to torch 2.9 FSDP loses the local parts of its gradients below a dispatch mode that keeps their storages.
         loses_shards = self._case.parallel.startswith("fsdp") and torch.__version__ < "2.10"
         if self._device.type == "cpu" and self._task.counts and not self._task.curve and not loses_shards:
-            self._operators = OperatorCounter(own_lines(self._task, builder) if self._own else None)
-        lines = own_lines(self._task, builder)
+            self._operators = OperatorCounter(lines if self._own else None)
         self._beside_steps = BesideSteps(self._task, self._device, self._group, self._progress, lines, self._emulated)
         self._progress.enter("build")
         self._device.reset_peaks()
         if limit := self._task.limit:
             self._device.limit(0 if limit.of_steps else limit.bytes)
         with contextlib.ExitStack() as counting, contextlib.ExitStack() as noting:
-            counter = counting.enter_context(self._device.counting(own_lines(self._task, builder).current))
+            counter = counting.enter_context(self._device.counting(lines.current))
             if self._emulated:
                 counting.enter_context(self._emulated.allocations.following())
             if self._own:
                 # On a CPU nothing is to be compiled in any later step, either.
                 (noting if self._device.type == "cpu" else counting).enter_context(self._compile_calls.noted())
                 if counter is not None:
-                    counting.enter_context(self._beside.noting(own_lines(self._task, builder)))
+                    counting.enter_context(self._beside.noting(lines))
             training = build(self._task, self._device.torch_device, builder, self._group, self._own_work.done)
             if self._own:
                 self._ask(self._own, training, counter)
@@ -645,8 +645,7 @@ class Measuring:
         """Note the memory of a step that is over, without the losses that the worker keeps; None where nobody knows it."""
         if memory is None:
             return
-        block = 1 if self._device.type == "cpu" else BLOCK
-        kept = [-(-loss.nbytes // block) * block for loss in training.losses if isinstance(loss, Tensor)]
+        kept = [taken(loss.nbytes, self._device.type) for loss in training.losses if isinstance(loss, Tensor)]
         # That of the step itself is made at its end.
         self._memory.append(OfStep(memory.peak - sum(kept[:-1]), memory.end - sum(kept)))
 

@@ -28,6 +28,11 @@ SHOWN: Final = 8
 _ENTERED: Final = {event: phase for phase, event in ENTER.items()}
 
 
+def taken(size: int, device: str) -> int:
+    """Return the bytes of memory that a storage of so many bytes takes on a device of this type, such as ``cuda``."""
+    return size if device == "cpu" else -(-size // BLOCK) * BLOCK
+
+
 @dataclass(slots=True)
 class Trace:
     """Records what was allocated and freed in one memory.
