@@ -1,7 +1,8 @@
 """Runs the command ``gputrain comment``, which puts summaries of runs on the pull request of the CI job that it runs in.
 
 Interfaces: https://docs.github.com/rest/issues/comments and https://docs.gitlab.com/api/notes, whose comments have the same
-two fields.
+two fields, and https://docs.github.com/graphql/reference/queries and https://docs.gitlab.com/api/users for whom a token is
+of. The token of a job of GitHub may not ask for that by REST.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pytest_gputrain.report.summary import fitted
-from pytest_gputrain.utils import console
+from pytest_gputrain.utils import console, markdown
 from pytest_gputrain.utils.reading import read_whole
 
 _PAGE: Final = 100
@@ -40,6 +41,10 @@ class _Host(NamedTuple):
     """The page of the job."""
     most_bytes: int
     """The longest comment."""
+    me: tuple[str, str, object]
+    """How to ask for the number of the user whose token it is: the method, the URL, and what is sent."""
+    author: str
+    """The field of a comment that has its author."""
 
 
 class _NoPullRequest(Exception):
@@ -115,6 +120,8 @@ def _host(environ: Mapping[str, str]) -> _Host:
                 )
             ),
             most_bytes=65_536,
+            me=("POST", _set(environ, "GITHUB_GRAPHQL_URL"), {"query": "{viewer{id:databaseId}}"}),
+            author="user",
         )
     if environ.get("GITLAB_CI") == "true":
         number = environ.get("CI_MERGE_REQUEST_IID")
@@ -124,7 +131,8 @@ def _host(environ: Mapping[str, str]) -> _Host:
         if not environ.get("GPUTRAIN_GITLAB_TOKEN"):
             raise _NoPullRequest("GPUTRAIN_GITLAB_TOKEN is not set, as in a merge request from a fork")
         headers = {"PRIVATE-TOKEN": environ["GPUTRAIN_GITLAB_TOKEN"]}
-        return _Host(notes, notes, "PUT", headers, environ.get("CI_JOB_URL", ""), 1_000_000)
+        me = ("GET", f"{environ['CI_API_V4_URL']}/user", None)
+        return _Host(notes, notes, "PUT", headers, environ.get("CI_JOB_URL", ""), 1_000_000, me, "author")
     raise _Failed("this is no job of GitHub or GitLab; the command is for CI")
 
 
@@ -136,22 +144,42 @@ def _set(environ: Mapping[str, str], name: str) -> str:
 
 
 def _body(marker: str, files: list[Path], accept: str, host: _Host) -> str:
-    """Return the comment: the summaries, those that are missing, how to accept the figures, and a link to the job."""
-    lines = [marker]
+    """Return the comment: the summaries, those that are missing, how to accept the figures, and a link to the job.
+
+    Code of a pull request may have written the summaries. So nothing in them mentions anybody, and no line is a command to
+    GitLab, which would begin with a slash.
+    """
+    lines: list[str] = []
     for file in files:
         try:
             if file.is_symlink():  # which code of a pull request may have made, to a file with the token
                 raise FileNotFoundError
             lines += [*read_whole(file).decode().splitlines(), ""]
         except (OSError, UnicodeDecodeError):
-            lines += [f"**{file.name}: the run ended before it could write a summary; the job has its log.**", ""]
+            name = markdown.escaped(file.name)
+            lines += [f"**{name}: the run ended before it could write a summary; the job has its log.**", ""]
+    lines = [marker, *(re.sub(r"^(\s*)/", r"\1\\/", markdown.unlinked(line)) for line in lines)]
     last = "\n".join(filter(None, [accept, f"[The job]({host.job})" if host.job else ""]))
     return f"{fitted(lines, host.most_bytes - len(last.encode()) - 2)}\n\n{last}".rstrip()
 
 
 def _put(host: _Host, marker: str, body: str) -> str:
-    """Replace the comment that has the marker, or make one, and say which."""
-    number = next((comment["id"] for comment in _comments(host) if str(comment.get("body", "")).startswith(marker)), None)
+    """Replace the comment that has the marker and the author of this token, or make one, and say which.
+
+    Raises:
+        _Failed: the host does not tell whose token it is.
+    """
+    answer = _ask(host, *host.me)
+    try:
+        me = answer.get("data", {}).get("viewer", answer)["id"]
+    except (AttributeError, KeyError, TypeError):
+        raise _Failed(f"{host.me[1]} does not tell whose token this is: {json.dumps(answer)}") from None
+
+    def is_ours(comment: Any) -> bool:
+        author = comment.get(host.author) or {}  # of an account that was deleted there is none
+        return author.get("id") == me and str(comment.get("body", "")).startswith(marker)
+
+    number = next((comment["id"] for comment in _comments(host) if is_ours(comment)), None)
     if number is None:
         _ask(host, "POST", host.comments, {"body": body})
         return "posted a comment"

@@ -8,15 +8,19 @@ from typing import Final
 
 from pytest_gputrain.utils.sanitize import shown
 
-_MENTION: Final = re.compile(r"(?<![A-Za-z0-9_])@(?=[A-Za-z0-9])")
-"""Text that GitHub takes for a mention of somebody, or of a team; not an address, nor ``gemma-7b@tiny``."""
+_REFERENCE: Final = re.compile(r"(?<![A-Za-z0-9])@(?=[A-Za-z0-9])|[#!](?=\d)|(?<=\bGH)-(?=\d)|&(?=#|commat;|num;|excl;)")
+"""Text that GitHub or GitLab takes for a mention of somebody, of a team, an issue or a merge request, and what may begin an
+entity that stands for such a character; not an address, nor ``gemma-7b@tiny``."""
+
+
+def unlinked(text: str) -> str:
+    """Return ``text`` in which nobody is mentioned, and no issue: hosts look for names and numbers when markup is gone."""
+    return _REFERENCE.sub("\\g<0>\N{ZERO WIDTH SPACE}", text)
 
 
 def escaped(text: str) -> str:
-    """Escape ``text`` in one line, none of it markup, and nobody in it mentioned: GitHub looks for names when markup is
-    gone."""
-    line = _MENTION.sub("@\N{ZERO WIDTH SPACE}", " ".join(shown(text).split()))
-    line = re.sub(r"([\\`*_{}\[\]<>#|~&])", r"\\\1", line)
+    """Escape ``text`` in one line, none of it markup, and without mentions."""
+    line = re.sub(r"([\\`*_{}\[\]<>#|~&])", r"\\\1", unlinked(" ".join(shown(text).split())))
     # What would begin a list or be a rule.
     return re.sub(r"^(\d*)([-+.)])(?=\s|-|$)", r"\1\\\2", line)
 

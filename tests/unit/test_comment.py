@@ -24,13 +24,22 @@ class Comments(BaseHTTPRequestHandler):
         server, (path, _, query) = self.server, self.path.partition("?")
         server.asked.append((self.command, path, self.headers))
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
-        if self.command in server.refused:
+        own = {"id": 7, "login": "github-actions[bot]"}
+        if path == "/user":
+            self.answer(own)
+        elif path == "/graphql":
+            self.answer({"data": {"viewer": {"id": own["id"]}} if "{viewer{id:databaseId}}" in body["query"] else None})
+        elif self.command in server.refused:
             self.answer({"message": "Resource not accessible"}, server.refused[self.command])
         elif self.command == "GET":
             page = int(query.rpartition("page=")[2])
-            self.answer(
-                [{"id": number, "body": text} for number, text in server.texts.items()][page * 100 - 100 : page * 100]
-            )
+            author = "author" if "Private-Token" in self.headers else "user"
+            of_me = range(len(server.strangers), len(server.texts))
+            comments = [
+                {"id": number, "body": text, author: own if number in of_me else {"id": 8}}
+                for number, text in server.texts.items()
+            ]
+            self.answer(comments[page * 100 - 100 : page * 100])
         elif self.command == "POST":
             server.texts[len(server.texts)] = body["body"]
             self.answer({}, 201)
@@ -44,7 +53,9 @@ class Comments(BaseHTTPRequestHandler):
 @pytest.fixture
 def host():
     with ThreadingHTTPServer(("127.0.0.1", 0), Comments) as server:
-        server.texts, server.asked, server.refused = {number: f"comment {number}" for number in range(130)}, [], {}
+        # A stranger may write a comment that begins as ours do.
+        server.strangers = [f"comment {number}" for number in range(129)] + ["<!-- gputrain comment: gputrain -->"]
+        server.texts, server.asked, server.refused = dict(enumerate(server.strangers)), [], {}
         server.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -63,6 +74,7 @@ def job(request, host, monkeypatch, tmp_path):
             "GITHUB_ACTIONS": "true",
             "GITHUB_EVENT_PATH": str(tmp_path / "event.json"),
             "GITHUB_API_URL": host.url,
+            "GITHUB_GRAPHQL_URL": f"{host.url}/graphql",
             "GITHUB_REPOSITORY": "ours/models",
             "GITHUB_TOKEN": "secret",
             "GITHUB_SERVER_URL": "https://host",
@@ -98,7 +110,7 @@ def test_a_later_run_replaces_the_comment_and_no_other(job, host, tmp_path, caps
     assert (len(host.texts), host.texts[130].splitlines()[1]) == (131, "## gputrain: 1 passed")
     assert main(["comment", "tiny.md", "--name=nightly"]) == 0
     assert len(host.texts) == 132
-    assert [host.texts[number] for number in range(130)] == [f"comment {number}" for number in range(130)]
+    assert [host.texts[number] for number in range(130)] == host.strangers
     assert capsys.readouterr().out.splitlines()[1:] == ["replaced comment 130", "posted a comment"]
     assert all("secret" in (headers["Authorization"] or headers["Private-Token"]) for *_, headers in host.asked)
 
@@ -108,6 +120,19 @@ def test_a_token_that_may_only_read_fails_nothing(job, host, capsys):
     host.refused = {"POST": 403}
     assert main(["comment", "tiny.md"]) == 0
     assert "the token may not comment (403" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("job", ["GitLab"], indirect=True)
+def test_a_summary_mentions_nobody_and_commands_nothing(job, host, tmp_path):
+    told = (
+        "/merge\n- of @pytest.mark and _@someone_ in ours/models#12, !3, GH-4 and &#64;someone, not gemma-7b@tiny or #fast\n"
+    )
+    (tmp_path / "tiny.md").write_text(told)
+    assert main(["comment", "tiny.md", "/@someone.md"]) == 0
+    hidden = host.texts[130].replace("\N{ZERO WIDTH SPACE}", "|")
+    assert "\n\\/merge\n- of @|pytest.mark and _@|someone_ in ours/models#|12, !|3, GH-|4 and &|#|64;" in hidden
+    assert "not gemma-7b@tiny or #fast" in hidden
+    assert "**@|someone.md: the run ended" in hidden
 
 
 @pytest.mark.parametrize("job", ["GitHub"], indirect=True)
