@@ -13,6 +13,7 @@ import gc
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 import msgspec
@@ -63,8 +64,9 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
         from pytest_gputrain.worker.measuring import own_lines
         from pytest_gputrain.worker.run import crash, run
         from pytest_gputrain.worker.seeds import seed_python
-    except ImportError as error:
-        reply = Crashed(sentence=_cannot_import(task, error), phase="import")
+    except Exception as error:  # torch raises a ValueError or an OSError where it does not find a library of CUDA
+        detail = "" if isinstance(error, ImportError) else traceback.format_exc()
+        reply = Crashed(sentence=_cannot_import(task, error), phase="import", detail=detail)
     else:
         seed_python()
         if task.case.method == "script":
@@ -100,10 +102,13 @@ def _prepared(task: Task) -> Task:
     return task
 
 
-def _cannot_import(task: Task, error: ImportError) -> str:
+def _cannot_import(task: Task, error: Exception) -> str:
     """Say which libraries are not installed, all at once; or which one is broken."""
     if isinstance(error, WrongTorch):
         return str(error)
+    if not isinstance(error, ImportError):
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return f"{sys.executable} cannot import the libraries of this case ({why})"
     if names := missing([task.case]):
         return f"{sys.executable} cannot import {' and '.join(names)}; {how_to_install(names)} (or pytest-gputrain[suite])"
     return f"{sys.executable} cannot import {error.name or 'torch'} ({error}); install it, or pytest-gputrain[suite]"

@@ -40,3 +40,12 @@ def test_fails_with_what_to_install(pytester):
     result = pytester.runpytest("--gpu-platform=cpu")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*cannot import torch*pytest-gputrain?suite?*"])
+
+
+def test_a_torch_that_fails_as_it_is_imported_is_told(pytester, monkeypatch):
+    pytester.makepyfile("def train(setup): ...\n\ndef test_own(gputrain):\n    gputrain.check(train, precision='fp32')")
+    (pytester.mkdir("broken") / "torch.py").write_text("raise ValueError('libcublas.so is not found')")
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path / "broken"), prepend=":")
+    result = pytester.runpytest("--gpu-platform=cpu")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*cannot import the libraries of this case (ValueError: libcublas.so is not found)*"])

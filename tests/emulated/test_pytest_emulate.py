@@ -286,7 +286,7 @@ def test_a_test_that_takes_the_stand_ins_away_gets_no_figures(run, tmp_path):
     assert done.returncode == 1
     sentence = results["test_own"]["reply"]["sentence"]
     # Without NVIDIA's packages, torch cannot even be imported.
-    assert "this worker did not find the stand-ins" in sentence or "libcudnn" in sentence
+    assert "this worker did not find the stand-ins" in sentence or ("cannot import" in sentence and ".so" in sentence)
 
 
 def test_real_bindings_of_nvml_read_the_emulated_gpu(stand_ins):
