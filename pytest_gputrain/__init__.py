@@ -46,7 +46,7 @@ __all__ = [
     "grid",
 ]
 
-if not TYPE_CHECKING:  # for which any name would be one
+if not TYPE_CHECKING:  # A type checker would take any name for one of this package.
 
     def __getattr__(name):
         """Import a public name when it is asked for: pytest imports this package in every project that has it installed."""
@@ -55,7 +55,7 @@ if not TYPE_CHECKING:  # for which any name would be one
         module = {"grid": "cases.grid", "Script": "cases.script"}.get(name) or (
             "utils.units" if name in ("GiB", "KiB", "MiB") else "records"
         )
-        # Not kept: pytester forgets the modules that a run has imported, and the next run has other classes.
+        # The name is not kept: pytester forgets the modules that a run has imported, and the next run makes other classes.
         return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
     def __dir__():

@@ -127,7 +127,8 @@ def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run both sides and print; 0, 1 where a verdict is one of ``--fail-on``, 2 for nothing to judge, 130 if Ctrl-C or
     SIGTERM came before there was anything to judge.
     """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that worktrees go
+    # SIGTERM must act like Ctrl-C, so that worktrees are removed.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with contextlib.ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gputrain-ab-")))
@@ -197,7 +198,7 @@ def _alternate(
     complete, interrupted = 0, ""
     try:
         for number in range(rounds):
-            # Base first, then head first: a machine that gets slower all the time is so for both.
+            # The order of both sides changes with each round, so a machine that gets slower all the time is slower for both.
             for side in (base, head) if number % 2 == 0 else (head, base):
                 if len(reports[side.name]) > number:
                     continue
@@ -226,7 +227,7 @@ def _left_out(reports: Sequence[Report], settled: Container[tuple[str, str]]) ->
     for result in (result for report in reports for result in report.results):
         is_settled = (result.suite, result.key) in settled
         (closed_tests if is_settled else open_tests).add(result.nodeid)
-    # pytest leaves out every test whose id begins so.
+    # pytest leaves out every test whose id begins with the given text.
     return [
         f"--deselect={nodeid}"
         for nodeid in sorted(closed_tests)

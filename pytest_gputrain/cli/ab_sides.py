@@ -144,7 +144,7 @@ def run(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that Ctrl-C reaches it once: a second one would cut its cleaning up short
+            start_new_session=True,  # Ctrl-C must reach it only once: a second one would end its cleaning up.
         )
         try:
             status = _wait(child, log, watch)
@@ -185,7 +185,7 @@ def measures_time(arguments: Sequence[str]) -> bool:
         return False
     try:
         return bool(drivers.gpus())
-    except HardwareError:  # a driver is there
+    except HardwareError:  # Only a driver that is there can fail.
         return True
 
 

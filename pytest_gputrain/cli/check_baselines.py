@@ -124,7 +124,7 @@ def check(folder: Path) -> Iterator[Problem]:
     if tables_are_sound and any(tables.glob("*.json")):
         try:
             published.PublishedStore(tables)
-        except BaselineError as error:  # of one table beside another
+        except BaselineError as error:  # One table contradicts another one.
             yield _refused(tables, error)
 
 
@@ -181,7 +181,8 @@ def _damage(path: Path) -> list[Problem]:
         return [Problem(path, line, f"it is not UTF-8 ({error.reason}: {data[error.start]:#x}); {_RECORD_AGAIN}")]
     except json.JSONDecodeError as error:
         return [Problem(path, error.lineno, f"not JSON: {error.msg} in column {error.colno}; {_RECORD_AGAIN}")]
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+    # It has a number of thousands of digits, or lists that are nested too deeply.
+    except (ValueError, RecursionError) as error:
         return [Problem(path, 1, f"JSON that cannot be read: {error}; {_RECORD_AGAIN}")]
     return [
         Problem(path, _line_of_name(data, name, last=True), f"{name} occurs here a second time; delete one of them")

@@ -152,7 +152,7 @@ def _body(marker: str, files: list[Path], accept: str, host: _Host) -> str:
     lines: list[str] = []
     for file in files:
         try:
-            if file.is_symlink():  # which code of a pull request may have made, to a file with the token
+            if file.is_symlink():  # Code of a pull request could have made a link to a file with the token.
                 raise FileNotFoundError
             lines += [*read_whole(file).decode().splitlines(), ""]
         except (OSError, UnicodeDecodeError):

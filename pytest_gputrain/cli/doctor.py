@@ -119,7 +119,7 @@ def examine() -> list[Check]:
     gpus: list[Gpu] = []
     for vendor_checks in (_nvidia(gpus), _amd(gpus)):
         checks += vendor_checks
-    if all(check.status != "problem" for check in checks):  # else no run gets as far
+    if all(check.status != "problem" for check in checks):  # A problem before this stops every run.
         checks += _visible(gpus)
     for more in (_torch(gpus), _compiler(), _lock_folder()):
         checks += more
@@ -146,7 +146,7 @@ def _nvidia(gpus: list[Gpu]) -> Iterator[Check]:
     for gpu in silent:
         yield Check(
             "gpus",
-            "warning" if found else "problem",  # all others are used without it
+            "warning" if found else "problem",  # runs use all other GPUs without it
             f"GPU {gpu.index} is not described by its driver ({gpu.fault})",
             "see what nvidia-smi says",
         )
@@ -178,7 +178,7 @@ def _amd(gpus: list[Gpu]) -> Iterator[Check]:
             found = None if driver is None else driver.gpus()
             left_out = () if driver is None else driver.left_out()
     except HardwareError as error:
-        yield Check("amd", "problem", str(error))  # which stops every run
+        yield Check("amd", "problem", str(error))  # this stops every run
         return
     if found is None:
         yield Check("amd", "ok", "no AMD driver on this host")
@@ -301,7 +301,7 @@ def _torch_for_nvidia(torch: Torch, found: str) -> Check:
     if most is None:
         return Check("torch", "ok", found)
     beside = f"{found}, the driver supports CUDA up to {most[0]}.{most[1]}"
-    if _release(torch.cuda)[:1] > most[:1]:  # within one of CUDA's major releases older drivers do
+    if _release(torch.cuda)[:1] > most[:1]:  # An older driver works if CUDA's major release is the same.
         return Check("torch", "problem", beside, f"update the driver, or for CUDA {most[0]} {_GET_TORCH}")
     return Check("torch", "ok", beside)
 

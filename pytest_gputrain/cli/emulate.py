@@ -190,7 +190,7 @@ def _folder_of_program() -> Iterator[Path]:
     temporary = Path(tempfile.gettempdir())
     with contextlib.ExitStack() as stack:
         try:
-            make_own(own_locks())  # which nobody else can hold
+            make_own(own_locks())  # Nobody else can hold locks in a folder of one's own.
             with locked(own_locks() / _FOLDERS):
                 for left in temporary.glob(f"{_FOLDERS}*"):
                     with contextlib.suppress(OSError), FileLock(left / _IN_USE, timeout=0):
@@ -218,7 +218,7 @@ def _run(program: list[str], environ: dict[str, str]) -> int:
     def pass_on(number: int, _: object) -> None:
         process.send_signal(number)
 
-    # Ctrl-C reaches the program from the terminal. Whoever ends this process means the program, too.
+    # The terminal sends Ctrl-C to the program as well. Other signals reach only this process, and are meant for both.
     before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
     before |= {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -239,7 +239,7 @@ def _processes(state: Path) -> Iterator[EmulatedProcess]:
 
 def _use(state: Path) -> Iterator[DeviceUse]:
     for path in sorted(state.iterdir()):
-        # The program may leave files and folders of its own.
+        # The program may also leave files and folders of its own here.
         status = path.lstat()
         if _PROCESS.fullmatch(path.name) and stat.S_ISREG(status.st_mode) and status.st_size == _STATE.size:
             figures = _STATE.unpack(read_message(path))

@@ -116,7 +116,8 @@ def main(options: argparse.Namespace) -> int:
             raise ValueError(
                 f"--set {min(wrong)} is not accepted; give the model as the first argument, and the GPUs with --gpu"
             )
-        axes = {knob: axes[knob] for knob in sorted(axes, key="batch_size".__eq__)}  # batches below each other
+        # The rows of several batch sizes stand below each other.
+        axes = {knob: axes[knob] for knob in sorted(axes, key="batch_size".__eq__)}
         named = tuple(knob for knob, values in axes.items() if len(values) > 1 and knob not in IN_EVERY_ID)
         parts = set(axes.get("part", (_DEFAULTS.part,))) & {*KNOBS["part"].words}
         bases = {part: _model(options.model, part) for part in parts}
@@ -172,14 +173,14 @@ def _path(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         return path if path.exists() else snapshot(name, os.environ)
-    except (OSError, RuntimeError, ValueError):  # no name that a file could have
+    except (OSError, RuntimeError, ValueError):  # No file can have this name.
         return None
 
 
 def _unknown(name: str) -> str:
     """Say that there is no such model, and which was meant."""
     zoo = architectures()
-    # The hub's names have an organisation before them, and capitals.
+    # Names on the hub begin with an organisation, and have capitals.
     near = did_you_mean(name, cached_models(os.environ)) or did_you_mean(name.rpartition("/")[2].lower(), zoo)
     known = "" if near else f"; the built-in models are {', '.join(zoo)}"
     return (
@@ -221,7 +222,7 @@ def _knobs(options: argparse.Namespace, base: Case) -> str:
     if lacking := [f"--set {knob}={SIZES[knob].size}" for knob in SIZES if knob in needed - {"sequence_length"}]:
         raise ValueError(f"{base.model.partition('#')[0]} has inputs whose size you choose; add {' '.join(lacking)}")
     if "loss" not in given and architecture.family in _LANGUAGE and architecture.trained_part.library == "transformers":
-        lines.append("loss=fp32")  # of transformers and its Trainer
+        lines.append("loss=fp32")  # transformers and its Trainer compute the loss so
     return "\n".join(lines)
 
 

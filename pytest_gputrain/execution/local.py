@@ -68,7 +68,7 @@ class LocalExecutor(Executor[Reply]):
             return ""
         try:
             return self.machine.unseen
-        except HardwareError:  # every case fails with it
+        except HardwareError:  # Every case fails with this error.
             return ""
 
     @property
@@ -101,8 +101,8 @@ class LocalExecutor(Executor[Reply]):
             if len(gpus) > 1 and any(gpu.uuid.startswith("MIG-") for gpu in gpus):
                 raise BadCase(f"{task.case} takes several GPUs, and parts of one GPU cannot exchange data")
             between, before = drivers.paths(gpus), self._before(task.case, gpus, inline)
-            # An inline case has no events, and trains in this process, where the thread that watches would take its time; of
-            # several nodes the others cannot be seen from here.
+            # An inline case trains in this process, whose time the watching thread would take. Of several nodes, the others
+            # cannot be watched from here.
             with watching(() if inline or nodes > 1 else gpus, _process_tree) as watched:
                 timeout_seconds = self._conditions.timeout_seconds
                 if inline:
@@ -134,12 +134,12 @@ class LocalExecutor(Executor[Reply]):
         if not gpus:
             return Occupancy(None, None)
         before = drivers.occupancy(gpus, _process_tree())
-        if inline:  # on a GPU that this process may have used before, under a number that it does not know
+        if inline:  # This process may have used the GPU before, and does not know its number there.
             return Occupancy(before.free_bytes, None)
         for _ in range(_SETTLING_LOOKS):
             if not before.holders or self._conditions.foreign == "ignore":
                 break
-            time.sleep(_SETTLING_SECONDS)  # a process that has just ended is listed for a moment
+            time.sleep(_SETTLING_SECONDS)  # the driver lists a process for a moment after its end
             before = drivers.occupancy(gpus, _process_tree())
         if before.holders is None and self._conditions.foreign == "error":
             raise BadCase(
@@ -172,7 +172,7 @@ class LocalExecutor(Executor[Reply]):
         reply = msgspec.structs.replace(reply, environment=environment, free_bytes=before.free_bytes)
         counts = self._conditions.foreign != "ignore"
         if counts and before.holders is not None:
-            # Who came later may have taken the memory that ran out.
+            # Programs that came during the case may have taken the memory.
             holders = before.holders if isinstance(reply, Measurement) else (*before.holders, *watched.others)
             pids = {holder.pid for holder in holders} - {None}
             reply = msgspec.structs.replace(reply, other_processes=len(pids), holders=holders)

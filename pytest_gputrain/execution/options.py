@@ -146,7 +146,8 @@ def parse_path(text: str) -> Path:
 
 
 def parse_memory_tolerance(text: str) -> object:
-    from pytest_gputrain.records.tolerance import parse_memory_tolerance  # a project without cases needs no records
+    # A project without cases needs no records, whose import takes time.
+    from pytest_gputrain.records.tolerance import parse_memory_tolerance
 
     return parse_memory_tolerance(text)
 

@@ -81,7 +81,7 @@ def compare(base: Sequence[Report], head: Sequence[Report], base_name: str, roun
     baselines = {key: _baseline(key, base, before) for key in keys}
     sides = {key: _level(baselines[key], [round_[key] for round_ in after if key in round_]) for key in keys}
     prior = prior_of(baseline for baseline, _ in sides.values() if baseline and baseline.runs)
-    # Time on a CPU is judged, too: both sides are of one host and of the same minutes.
+    # Time on a CPU is judged here, because both sides ran on one host in the same minutes.
     tolerance = dataclasses.replace(tolerance_of(head[-1].settings), cpu_time=True)
     if rounds >= tolerance.cpu_runs:
         tolerance = dataclasses.replace(tolerance, cpu_runs=_LEAST_ROUNDS)

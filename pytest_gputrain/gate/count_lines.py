@@ -264,7 +264,7 @@ def count_changes(before: Counts, now: Counts, *, only_more: bool = False) -> It
     calling = [pair for pair in in_common if all(step.python_calls for step in pair)] if before.python == now.python else []
     for figure in COUNT_FIGURES:
         pairs = calling if figure == "python_calls" else in_common
-        if figure == "work" or not pairs:  # the parts of the work are named
+        if figure == "work" or not pairs:  # The parts of the work are named instead.
             continue
         if figure == "gpu_work" and not (before.launches_graphs or now.launches_graphs):
             continue

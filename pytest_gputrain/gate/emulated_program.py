@@ -59,7 +59,7 @@ def judge(
 
 
 def _missing(refused: Refused) -> int:
-    # Free memory in pieces does not serve a request.
+    # Free memory in pieces cannot serve a request, so this may be zero.
     return max(refused.bytes - refused.free, 0)
 
 

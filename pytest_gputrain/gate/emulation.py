@@ -85,7 +85,7 @@ def judge(
         before = recorded.like(run) or recorded.nearest(run)
         verdict, remedy = _verdict(case, run, before, title, terms, again, rates, side)
         said = [verdict.sentence]
-        # Other conditions forgive no growth, and figures that are no higher pass.
+        # Other versions of libraries excuse no growth, but a figure that is no higher passes.
         if changed := ", ".join(_changed_conditions(before, run)):
             said.append(f"{'it was recorded' if side.remedies else f'{side.name} ran'} under other conditions ({changed})")
             remedy = _IF_EXPECTED if verdict.status in FAILING else _RECORD
@@ -266,7 +266,7 @@ def _metrics(before: EmulatedRun, now: EmulatedRun, *, work_rose: bool) -> Itera
         if value is not None and baseline is not None:
             metric = _compared(name, baseline, value, _MOVED_RATIO if name == "bytes_per_step" else 0.0)
             if work_rose and name == "bytes_per_step" and metric.status == "improved":
-                # More and smaller kernels that move fewer bytes are no improvement by that alone.
+                # Fewer bytes are no improvement if more kernels move them.
                 note = f"fell by {format_percent(1 - value / baseline, signed=False)} while the number of its kernels rose"
                 metric = msgspec.structs.replace(metric, status="pass", note=note)
             yield metric

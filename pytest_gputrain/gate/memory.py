@@ -92,7 +92,7 @@ class _MemoryLimit(NamedTuple):
             status = "regressed"
         elif all(peak < lowest / (1 + self.ratio) - self.slack for peak in values):
             status = "improved"
-        # Where the peak is an exact count, within the limit a change still says that something changed.
+        # Exact bytes change only if something has changed, which is told even within the limit.
         changed = self.exact and status == "pass" and not lowest <= value <= highest
         note = f"changed by {value - highest:+,} bytes, within the limit" if changed else ""
         metric = MetricVerdict(
@@ -132,10 +132,10 @@ def judge_memory(
     )
     whole = rule.judge("peak_allocated_bytes", values, peaks)
     if on_cpu and not alone:
-        # A buffer that outlives its phase is as large in a phase that needs little.
+        # A buffer that outlives its phase adds the same bytes to a small phase, so the tolerance is in bytes of the largest.
         rule = rule._replace(ratio=0.0, slack=rule.slack + round(max(rule.ratio, _SHARED_CPU_PHASE_RATIO) * max(peaks)))
     judged = [whole, *_phases(whole.verdict, measured, fitted, rule, again)]
-    if on_cpu and not rule.exact:  # threads, or processes, decide what lives at the end of a step
+    if on_cpu and not rule.exact:  # Threads or processes decide what is still alive at the end of a step.
         return judged
     settled, allowed = rule.exact or len(measured) >= most, measured[0].allowed_growth
     judged += judge_steps(whole.verdict, measured, fitted, rule.judge, allowed_growth=allowed, settled=settled, again=again)
@@ -258,12 +258,12 @@ def _describe_phase(metric: MetricVerdict) -> str:
 def _describe_tensors(phase: TrainingPhase, now: PeaksByPhase, before: PeaksByPhase) -> str:
     """Describe the tensors at the phase's peak that are new there, or gone."""
     if phase in before.phase_peak_bytes and not before.largest.get(phase):
-        return ""  # nobody knows which ones were there
+        return ""  # the baseline has no tensors of this phase
     change = now.phase_peak_bytes.get(phase, 0) - before.phase_peak_bytes.get(phase, 0)
     sign = 1 if change > 0 else -1
     whole = _has_all(phase, now) and _has_all(phase, before)
     old, new = ([row for row in run.largest.get(phase, ()) if row.dtype or whole] for run in (before, now))
-    # Of as many bytes those of one shape come first.
+    # Among tensors of the same size, those with a known shape come first.
     moved = sorted(
         _moved(old, new, sign, whole=whole), key=lambda one: (one.bytes, bool(one.row.dtype), _kind(one.row)), reverse=True
     )
@@ -271,7 +271,7 @@ def _describe_tensors(phase: TrainingPhase, now: PeaksByPhase, before: PeaksByPh
         return ""
     first = moved[0]
     instead = "now" if first.is_there else "before"
-    if first.row.bytes > abs(change):  # it took the place of something else, or grew
+    if first.row.bytes > abs(change):  # The tensor grew, or took the place of another one.
         return f", {instead} {tensor(first.row)}"
     if 2 * first.bytes > abs(change):
         share = "all" if format_bytes(first.bytes) == format_bytes(abs(change)) else "most"

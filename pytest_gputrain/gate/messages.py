@@ -125,7 +125,7 @@ def describe_metric(metric: MetricVerdict) -> str:
             word, change = "more" if more else "less", abs(metric.value - metric.baseline)
             ends = format_bytes(metric.value), format_bytes(metric.baseline)
             needed = f"{format_bytes(change)} ({size})"
-            if ends[0] == ends[1]:  # exact counts of which a few bytes have changed
+            if ends[0] == ends[1]:  # Both ends would print alike, so the exact bytes are shown.
                 ends, needed = (f"{metric.value:,.0f}", f"{metric.baseline:,.0f} bytes"), count(round(change), "byte")
             return f"needs {needed} {word} memory: {ends[0]} against {ends[1]} {_MEMORY[metric.metric]}{of}{limit}"
 
@@ -207,7 +207,7 @@ def describe_changes(here: Environment | None, runs: Sequence[BaselineRun], vari
     for name in Environment.__struct_fields__:
         before, after = getattr(there, name), getattr(here, name)
         if UNSET in (before, after) or (name == "power_limit_watts" and None in (before, after)):
-            continue  # unknown is no change
+            continue  # an unknown value is no change
         if name == "gpu_digests":
             changes += [] if {*before} & {*after} else ["another machine"]
         elif name == "packages":

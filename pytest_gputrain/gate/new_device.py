@@ -42,7 +42,7 @@ def judge_by_emulated(verdict: Verdict, case: Case, measured: Sequence[Measureme
         return verdict
     metrics = [_memory("peak_allocated_bytes", measured, run.peak_allocated_bytes)]
     if measured[0].flops_per_step and run.flops_per_step:
-        # Where the first process stands for all, each of them computes as much.
+        # If only the first process was recorded, each of the others computes as much.
         processes = 1 if run.allocated_by_rank else run.processes
         metrics.append(_flops(measured[0].flops_per_step, run.flops_per_step * processes))
     return _conclude(verdict, case, tuple(metrics), "emulated", f"recorded on an emulated {run.device_name}")

@@ -107,7 +107,7 @@ def judge_kept(
 def _judge_kept(
     name: MetricName, now: Sequence[int], before: Sequence[int], limit: float, note: str, most: int
 ) -> Iterator[Judged[MetricVerdict]]:
-    # If a run does not evaluate any more, the verdict on the peak of its evaluation says so.
+    # If a run no longer evaluates, the verdict on the peak of the evaluation tells it.
     if not before or (not now and name in _KEPT):
         return
     metric = MetricVerdict(metric=name, status="pass", baseline=max(before), limit=limit, runs=len(now))

@@ -126,7 +126,7 @@ def decide(
     within = math.log1p(tolerance) + ROUNDING
     limit = max(within, bound)
     counted = shift if abs(shift) > LEAST_SHIFT else 0.0
-    # Of what all cases share and what this one has for itself, the one that says less.
+    # The smaller one counts: the case's own slowdown, or what is left of it without that of the whole suite.
     slower = [min(ratio, ratio - counted) for ratio in ratios]
     faster = [max(ratio, ratio - counted) for ratio in ratios]
     above, below = sum(ratio > limit for ratio in slower), sum(ratio < -limit for ratio in faster)
@@ -153,7 +153,7 @@ def decide(
         outcome=outcome,
         settled=settled,
         suspicious=suspicious,
-        centre=float(f"{math.exp(centre):.12g}"),  # so that equal times differ by nothing
+        centre=float(f"{math.exp(centre):.12g}"),  # rounded, so that equal times have no difference
         ratios=ratios,
         sd=sd,
         limit=limit,

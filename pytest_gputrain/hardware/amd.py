@@ -96,7 +96,7 @@ class Amd:
             order = sorted(range(len(handles)), key=lambda at: (self._number(handles[at], at), at))
             usable = [at for at in order if self._is_usable(handles[at])]
             names = [self._uuid(handles[at]) for at in usable]
-            # Parts of a partitioned GPU may share its UUID, or have none; ROCm takes their number as well.
+            # Parts of a partitioned GPU may have the same UUID or none. ROCm also takes their number.
             counts = Counter(names)
             unique = [name if name and counts[name] == 1 else str(index) for index, name in enumerate(names)]
             self._devices = {
@@ -174,7 +174,7 @@ class Amd:
             memory_bytes=int(total or 0),
             driver=self._value(self._ask("amdsmi_get_gpu_driver_info", handle), "driver_version") or "unknown",
             vendor="amd",
-            # Microwatts; some releases gave watts.
+            # The unit is microwatts, but watts in some releases.
             power_limit_watts=None if cap is None or device.partition else cap / 1e6 if cap > 10_000 else float(cap),
             compute_units=self._value(asic, "num_compute_units"),
             pci_address=str(self._ask("amdsmi_get_gpu_device_bdf", handle) or "").lower(),
@@ -216,7 +216,7 @@ class Amd:
     def read(self, gpu: Gpu) -> Reading:
         with _lock:
             device = self._device_of(gpu)
-            if device.partition:  # the counters are the whole GPU's
+            if device.partition:  # The counters would be those of the whole GPU.
                 return Reading()
             handle = device.handle
             energy = self._ask("amdsmi_get_energy_count", handle) or {}
@@ -224,7 +224,7 @@ class Amd:
             clock = self._ask("amdsmi_get_clock_info", handle, self._library.AmdSmiClkType.GFX)
             activity = self._value(self._ask("amdsmi_get_gpu_activity", handle), "gfx_activity")
             violations = self._violations(gpu, handle)
-        # Names of ROCm 6.2 and after, and of before.
+        # The first name is that of ROCm 6.2 and later, the second one older.
         ticks = self._first_value(energy, "energy_accumulator", "power")
         resolution = self._value(energy, "counter_resolution")
         mhz = self._first_value(clock, "clk", "cur_clk")
@@ -256,8 +256,8 @@ class Amd:
             )
 
     def _path(self, handle: Any, other: Any) -> str:
-        # The library answers in the numbers of "IO" links. ROCm 6.3 and 6.4 have another enumeration beside these, in which
-        # PCIe and XGMI are exchanged; ROCm 7 has only that one, with the numbers of the first.
+        # The answer is a number of the enumeration of "IO" links. ROCm 6.3 and 6.4 have a second one, in which PCIe and XGMI
+        # are exchanged. ROCm 7 has only the second name, with the numbers of the first.
         types = getattr(self._library, "AmdSmiIoLinkType", None) or getattr(self._library, "AmdSmiLinkType", None)
         kind = self._value(self._ask("amdsmi_topo_get_link_type", handle, other), "type")
         if types is None or kind is None:

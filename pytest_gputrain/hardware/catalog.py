@@ -95,7 +95,7 @@ _AMD_CAPABILITY: Final = (9, 0)
 
 
 def _platforms() -> Iterator[Platform]:
-    # Without msgspec: every project loads this module for its markers.
+    # msgspec is not used, because every project loads this module for its markers.
     file = tomllib.loads(BOARDS.read_text(encoding="utf-8"))
     for marker, board in file["boards"].items():
         figures: dict[str, Any] = {}

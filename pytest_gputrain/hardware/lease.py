@@ -93,7 +93,7 @@ def _lock_devices(pool: str, names: Sequence[str], count: int, folder: Path | No
     _make_common(folder)
     taken: dict[str, int] = {}
     try:
-        # Who gathers several devices goes first: two cases taking one each of two GPUs would wait for each other.
+        # Only one process at a time gathers devices: two cases that have one of two GPUs each would wait for each other.
         queue = _lock(folder / f"{pool}-queue.lock", wait=True)
         assert queue is not None
         try:
@@ -142,12 +142,12 @@ def _make_common(folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        # By its descriptor: through a link, another folder would be opened to all.
+        # A path could be replaced by a link to another folder, which would then be opened to all users.
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise HardwareError(f"{folder} is not a folder of leases ({error.strerror}); remove it") from None
     try:
-        with contextlib.suppress(PermissionError):  # another user made it, for all
+        with contextlib.suppress(PermissionError):  # Another user has already made it for all.
             os.fchmod(descriptor, 0o1777)
     finally:
         os.close(descriptor)
@@ -158,12 +158,12 @@ def _lock(path: Path, *, wait: bool = False) -> int | None:
     import fcntl
 
     try:
-        # Without O_CREAT first: Linux refuses it for another user's file in a folder like /tmp.
+        # In a folder like /tmp Linux refuses O_CREAT for another user's file, so the first try goes without it.
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         with contextlib.suppress(PermissionError):
-            os.fchmod(descriptor, 0o666)  # whatever the umask says: the lock is every user's
+            os.fchmod(descriptor, 0o666)  # every user takes this lock, whatever the umask is
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException as error:

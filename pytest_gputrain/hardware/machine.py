@@ -34,7 +34,7 @@ class Machine:
     @property
     def slug(self) -> str:
         """Folder of this machine's baselines."""
-        # Releases of ROCm name one board differently, and two boards alike.
+        # Releases of ROCm give one board several names, and two boards the same one.
         if self.gpus and self.gpus[0].vendor == "amd" and (marker := marker_of(self.gpus[0])) is not None:
             return catalog.slug(f"AMD Instinct {catalog.PLATFORMS[marker].title}")
         return catalog.slug(self.device_name)
@@ -74,7 +74,7 @@ def detect(
     kinds = {(gpu.name, marker_of(gpu)) for gpu in gpus}
     if len(kinds) > 1:
         names = sorted({name for name, _ in kinds})
-        if len(names) == 1:  # of several sizes
+        if len(names) == 1:  # The boards differ only in their memory.
             names = sorted(f"{name} ({marker or 'of no marker'})" for name, marker in kinds)
         raise HardwareError(f"GPUs of several kinds are visible ({', '.join(names)}); choose those of one with --gpu-ids")
     ((name, marker),) = kinds
@@ -120,8 +120,8 @@ def _visible(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mapping[str, s
     else:
         nvidias = _allocated_by_slurm(of_vendor["nvidia"], environ)
     amd_gpus = _visible_by(of_vendor["amd"], "ROCR_VISIBLE_DEVICES", environ, by_index)
-    # HIP counts what ROCm left to it. It heeds CUDA's name for its own variable, which is another vendor's beside NVIDIA's
-    # GPUs, and takes an empty one for unset.
+    # HIP counts the GPUs that ROCm's variable has left. It also reads CUDA's variable, which belongs to NVIDIA's GPUs if
+    # there are any, and takes an empty one for unset.
     name = "HIP_VISIBLE_DEVICES" if environ.get("HIP_VISIBLE_DEVICES") or nvidias else "CUDA_VISIBLE_DEVICES"
     set_variables = {key: value for key, value in environ.items() if value}
     return (
@@ -168,7 +168,7 @@ def _allocated_by_slurm(gpus: list[Gpu], environ: Mapping[str, str]) -> list[Gpu
     indices = environ.get(name)
     if not indices or not gpus:
         return gpus
-    # Slurm counts device files, also where a container shows only some of them.
+    # Slurm numbers device files, even if a container shows only some of them.
     chosen = [gpu for gpu in gpus if str(gpu.index if gpu.minor is None else gpu.minor) in indices.split(",")]
     if not chosen:
         raise HardwareError(

@@ -69,7 +69,7 @@ class Nvidia:
                     listed.append(_silent(index, driver, fault))
                 else:
                     listed += self._described(index, handle, driver)
-            except self._nvml.NVMLError as error:  # only of this GPU: the others may work
+            except self._nvml.NVMLError as error:  # Other GPUs may work.
                 listed.append(_silent(index, driver, str(error)))
         return tuple(listed)
 
@@ -88,7 +88,7 @@ class Nvidia:
     def _described(self, index: int, handle: Any, driver: str) -> list[Gpu]:
         """Describe a GPU, or the parts of one that is partitioned."""
         mode = self._ask("nvmlDeviceGetMigMode", handle)
-        partitioned = bool(mode and mode[0])  # without any part yet, it is no device
+        partitioned = bool(mode and mode[0])  # such a GPU is no device, even if it has no parts yet
         limit = None if partitioned else self._ask("nvmlDeviceGetEnforcedPowerLimit", handle)
         address, minor = self._ask("nvmlDeviceGetPciInfo", handle), self._ask("nvmlDeviceGetMinorNumber", handle)
         described = []
@@ -118,7 +118,7 @@ class Nvidia:
         handle = self._handle(gpu)
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
         running = self._ask("nvmlDeviceGetComputeRunningProcesses", handle)
-        if running is None:  # the driver is of before 510
+        if running is None:  # Drivers before 510 have only the older function.
             running = self._ask("nvmlDeviceGetComputeRunningProcesses_v2", handle)
         holders = None
         if running is not None:
@@ -128,14 +128,14 @@ class Nvidia:
         return Occupancy(None if memory is None else int(memory.free), holders)
 
     def read(self, gpu: Gpu) -> Reading:
-        if gpu.uuid.startswith("MIG-"):  # the counters are the whole GPU's
+        if gpu.uuid.startswith("MIG-"):  # The counters would be those of the whole GPU.
             return Reading()
         handle = self._handle(gpu)
         energy = self._ask("nvmlDeviceGetTotalEnergyConsumption", handle)
         power = self._power(handle)
         used = self._ask("nvmlDeviceGetUtilizationRates", handle)
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        if reasons is None:  # its name before driver 535
+        if reasons is None:  # Drivers before 535 have the older name.
             reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         return Reading(
             energy_joules=None if energy is None else energy / 1000,
@@ -161,7 +161,7 @@ class Nvidia:
         """
         known = []
         for _, handle, _ in self._each():
-            with contextlib.suppress(self._nvml.NVMLError):  # of a GPU that is none of these
+            with contextlib.suppress(self._nvml.NVMLError):  # This GPU cannot be at the end of a link.
                 known += [] if handle is None else [self._nvml.nvmlDeviceGetPciInfo(handle)]
         ends = [_LinkEnd(self._nvml, self._ask, self._handle(gpu), known) for gpu in gpus]
         return tuple(tuple(SELF if end is other else end.path(other) for other in ends) for end in ends)
@@ -176,7 +176,7 @@ class Nvidia:
         function: Callable[..., Any] | None = getattr(self._nvml, name, None)
         if function is None:
             return None
-        # Since binding 12.560, for a driver without the newest version of a function; no NVMLError.
+        # Bindings since 12.560 raise this for an old driver, and it is no NVMLError.
         mismatch = getattr(self._nvml, "NVMLLibraryMismatchError", self._nvml.NVMLError)
         try:
             return function(*arguments)
@@ -205,8 +205,7 @@ class _LinkEnd:
                 continue
             kind = ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
             remote = ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
-            # A container may hide the GPU at the other end. A virtual machine never shows its switches, and says nothing
-            # of what they are.
+            # A container may hide the GPU at the other end. A virtual machine never shows its switches, nor their type.
             is_seen = any(_same_address(remote, address) for address in known)
             is_hidden = kind in _LINK_DEVICES and remote is not None and remote.bus != _NO_BUS
             if kind != nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH and (is_seen or is_hidden):
@@ -216,7 +215,7 @@ class _LinkEnd:
 
     def path(self, other: _LinkEnd) -> str:
         links = sum(_same_address(address, other._address) for address in self._direct)
-        # Switches join all GPUs that have links into them.
+        # Any two GPUs with links into switches reach each other.
         links += min(self._into_switches, other._into_switches)
         if links:
             return f"NV{links}"
@@ -238,7 +237,7 @@ def opened() -> Iterator[Nvidia | None]:
         HardwareError: the driver is there but does not answer, now or while it is open.
     """
     try:
-        # Imported here: most runs of pytest never ask.
+        # Most runs of pytest never ask for GPUs.
         import pynvml
     except ImportError:
         yield None
@@ -246,7 +245,7 @@ def opened() -> Iterator[Nvidia | None]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        # Anything else is a GPU host with a fault, which must not pass for a host without GPUs.
+        # Any other error is a fault of a host with GPUs, which must not be taken for a host without.
         absent = error.value in _NO_DRIVER and not any(DEVICE_FILES.glob("nvidia[0-9]*"))
         if error.value != _NO_GPU and not absent:
             raise _fault(error) from error

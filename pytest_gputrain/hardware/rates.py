@@ -43,7 +43,7 @@ def rates_of(marker: str, like: str = "") -> Rates | None:
     platform, board = PLATFORMS[marker], file["boards"].get(marker, {"like": like} if like else None)
     if board is None:
         return None
-    tf32 = platform.tf32_flops if not platform.lacks("bf16") else None  # earlier tensor cores have neither
+    tf32 = platform.tf32_flops if not platform.lacks("bf16") else None  # Tensor cores that lack bf16 lack TF32 as well.
     sources = [file["sources"][source] for source in board.get("from", {})]
     return Rates(
         board=marker,

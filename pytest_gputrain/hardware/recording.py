@@ -49,12 +49,13 @@ class Recorder:
         self.document = {"library": name, "constants": self.constants, "calls": self.calls}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of the import machinery
+        if name.startswith("__"):  # The import system asks for these names.
             raise AttributeError(name)
         attribute = getattr(self._library, name)
         if isinstance(attribute, type):
             if issubclass(attribute, enum.Enum):
-                self.constants[name] = {member: item.value for member, item in attribute.__members__.items()}  # aliases, too
+                # this has aliases, too
+                self.constants[name] = {member: item.value for member, item in attribute.__members__.items()}
             return attribute
         if not callable(attribute):
             self.constants[name] = attribute
@@ -160,7 +161,7 @@ class Replay(types.ModuleType):
         replies = self._left.get(key)
         if not replies:
             self._unrecorded += 1
-            if self._unrecorded > _MOST_UNRECORDED:  # a damaged count, which a driver's caller would count up to
+            if self._unrecorded > _MOST_UNRECORDED:  # The count is damaged, and a caller would loop up to it.
                 raise ValueError(f"{self._unrecorded} calls that follow from it, as {key}, were not recorded")
             raise self._error(self._unsupported, f"{key} was not recorded")
         said = replies.pop(0) if len(replies) > 1 else replies[0]

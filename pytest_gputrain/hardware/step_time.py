@@ -197,7 +197,8 @@ class Board:
     def _computing(self, call: TracedCall, kind: str) -> float:
         """Return the seconds of the arithmetic of a call, by the rate of a kind of kernel as rates.toml names it."""
         peaks, name = self._rates.flops, call.dtype
-        if "tf32" in call.flags and name == "fp32" and "tf32" in peaks and "attention" not in kind:  # which ignores it
+        # Attention kernels ignore the switch for TF32.
+        if "tf32" in call.flags and name == "fp32" and "tf32" in peaks and "attention" not in kind:
             name = "tf32"
         ends = "16bit" if name in ("bf16", "fp16") else name
         share = self._rates.kinds[kind if ends == "16bit" and "attention" in kind else f"{kind}_{ends}"]
@@ -216,7 +217,7 @@ class Board:
         if name.startswith(_GATHERING):
             kind = "gathers"
             if call.written and "backward" not in name and "put" not in name:
-                moved = 2 * call.written  # and not the whole table
+                moved = 2 * call.written  # only these rows move, not the whole table
         elif name.startswith(_REDUCING):
             kind = "reductions"
         elif name in _OVERWRITING:
@@ -228,7 +229,7 @@ class Board:
     def _product(self, call: TracedCall) -> float:
         computing = self._computing(call, "products")
         matrices = [shape for shape in call.shapes if len(shape) > 1][-2:]
-        if len(matrices) < 2:  # the weight's is empty where ZeRO has divided it
+        if len(matrices) < 2:  # ZeRO leaves an empty weight where it has divided it.
             return max(computing, self._moving(call))
         left, right = matrices
         batch = left[0] if len(left) == 3 else 1
@@ -236,13 +237,14 @@ class Board:
         if min(rows, columns, inner) < _THIN:
             return max(computing, self._moving(call, "thin_products"))
         cores = self._rates.multiprocessors
-        of_core = computing * cores / (batch * rows * columns)  # the seconds in which one computes an element of the result
+        # seconds in which one multiprocessor computes an element of the result
+        of_core = computing * cores / (batch * rows * columns)
         fastest = math.inf
         for tile_rows, tile_columns, share in _TILES:
             tiles = batch * math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
             split = 1
             if tiles * 2 <= cores and inner > 1024:
-                split = max(1, min(8, cores // tiles, inner // 512))  # several multiprocessors share out the sums of a tile
+                split = max(1, min(8, cores // tiles, inner // 512))  # several multiprocessors share the sums of a tile
             of_wave = tile_rows * tile_columns * of_core / (split * share) + self._rates.kinds["wave_us"] * 1e-6
             fastest = min(fastest, math.ceil(tiles * split / cores) * of_wave)
         return max(fastest, self._moving(call))
@@ -269,5 +271,5 @@ class Board:
             if call.shapes[backward + 1][1] > 1:
                 raise UnknownKernel("grouped convolutions")
             return start + 3 * moving
-        moving *= 1 if "channels_last" in call.flags else 2  # copied to channels last, and back
+        moving *= 1 if "channels_last" in call.flags else 2  # other layouts are copied to channels last and back
         return start + self._computing(call, "convolutions") + moving

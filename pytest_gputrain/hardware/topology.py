@@ -45,7 +45,7 @@ class Sysfs:
         if not address or not device.exists():
             return Place()
         node = text_of(device / "numa_node")
-        return Place(text_of(device / "local_cpulist"), int(node) if node.isdecimal() else None)  # -1 for none
+        return Place(text_of(device / "local_cpulist"), int(node) if node.isdecimal() else None)  # -1 means none
 
     def cards(self) -> dict[str, str]:
         """Return the PCI addresses of network cards, by name: of those that have RDMA or, where none has, of all."""
@@ -56,14 +56,14 @@ class Sysfs:
         ways = self._way(address), self._way(other)
         if not all(ways):
             return UNKNOWN
-        # Host bridge, root port, ports of switches, device.
+        # A way has host bridge, root port, ports of switches and device, in this order.
         common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*ways, strict=False))))
         if common == 0:
             nodes = self.place(address).numa_node, self.place(other).numa_node
             return "NODE" if nodes[0] == nodes[1] else "SYS"
         if common == 1:
             return "PHB"
-        # One switch is two bridges, of which the upper is common; behind a root port without a switch it is one.
+        # Behind one switch only its lower bridges differ. Without a switch below the root port, there is one step less.
         return "PIX" if max(map(len, ways)) - common <= 2 else "PXB"
 
     def _way(self, address: str) -> list[str]:
@@ -76,7 +76,7 @@ class Sysfs:
 
     def _cards(self, kind: str) -> Iterator[tuple[str, str]]:
         for card in sorted((self._root / "class" / kind).glob("*")):
-            # Bridges, tunnels and the like have no device. That of a virtual card is a child of the one on PCIe.
+            # Bridges and tunnels have no device. A virtual card's device is a child of the one on PCIe.
             functions = [part for part in (card / "device").resolve().parts if _FUNCTION.fullmatch(part)]
             if (card / "device").exists() and functions:
                 yield card.name, functions[-1]

@@ -63,7 +63,7 @@ class Watch:
             if now >= look:
                 look = now + _LOOK_AROUND_SECONDS
                 self._look_for_others(driver, own())
-        self._read(driver)  # a last sample, for what was counted since the one before
+        self._read(driver)  # it counts what came after the sample before
 
     def _read(self, driver: Driver) -> float:
         """Take a sample, and return when that was."""
@@ -74,7 +74,7 @@ class Watch:
     def _look_for_others(self, driver: Driver, own: set[int]) -> None:
         for gpu in self._gpus:
             holders = driver.occupancy(gpu).holders or ()
-            # In a container the driver may tell the host's numbers of processes, by which nobody here knows his own.
+            # In a container the driver may list processes by the host's numbers, by which nobody knows its own.
             if any(holder.pid in own for holder in holders):
                 self._others |= {(holder.pid, gpu.index): holder for holder in drivers.other_processes(holders, own)}
 
@@ -134,7 +134,7 @@ def watching(gpus: Sequence[Gpu], own: Callable[[], set[int]]) -> Iterator[Watch
 
 
 def _watch(watch: Watch, gpus: Sequence[Gpu], own: Callable[[], set[int]]) -> None:
-    # A driver that fails here is no reason to lose what the case measures: what was not read is not told.
+    # A driver that fails here must not end the case. Its figures are then missing.
     with contextlib.suppress(HardwareError), drivers.driver(gpus[0].vendor) as driver:
         if driver is not None:
             watch.sample(driver, own)

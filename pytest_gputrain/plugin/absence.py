@@ -48,7 +48,7 @@ def note_missing(collector: Collector, tests: CaseTests, expression: str, *, end
         verb = "emulated" if settings.emulate else "measured"
         notes.append(f"nothing was {verb}: every case was skipped ({tests.why_missed()})")
         is_asked_for = settings.emulate or bool(platforms_named(expression))
-        # What a project skips by itself, as slow tests, is its own affair, unless somebody asked for strictness.
+        # A project may skip tests for its own reasons, such as slow ones; this fails only if somebody asked for strictness.
         collector.failed |= (strict and is_asked_for) or (settings.strict is True and tests.are_skipped_by_others)
     elif tests.outcomes and all(result.figures is None for result in results):
         notes.append(f"no case gave figures: {tests.counted()}")
@@ -139,10 +139,11 @@ def _unclaimed(
     for path in files.paths:
         paths[suite_of(path)].append(path)
     claimed = _claimed(results)
-    abandoned -= {result.suite for result in results}  # their tests ask for cases only while they run
+    abandoned -= {result.suite for result in results}  # These tests ask for cases only while they run.
     whole: Set[str] = {suite for suite in paths if not any(map(files.is_a_part, paths[suite]))} | abandoned
     seen = {(store_type, device, is_tiny) for store_type, device, _, is_tiny in claimed}
-    expected: Set[str] = whole & {*map(suite_of, files.with_cases), *abandoned}  # also if no test asked for a case of it
+    # This also finds files of which no test asked for a case.
+    expected: Set[str] = whole & {*map(suite_of, files.with_cases), *abandoned}
     if not seen:
         expected = {suite for suite in expected if not any(map(files.is_for_others, paths[suite]))}
     if expected and not seen and (machine := host()) is not None:
@@ -157,14 +158,14 @@ def _unclaimed(
         try:
             stored = store.suite(device, suite)
         except BaselineError:
-            continue  # the tests have told it
+            continue  # the tests have told this error
         unknown = []
         for end, cases in (test for path in paths[suite] for test in files.not_passed(path)):
             asked = {key for case in cases for key in (case, f"{case}@tiny") if key in stored}
             keys.update(asked)
-            if not asked:  # what it would have asked for is not known
+            if not asked:  # Nobody knows which cases it would have asked for.
                 unknown.append(end)
-        # A file may declare cases for as many GPUs as it finds, so those of more GPUs are other machines'.
+        # A file may declare cases for as many GPUs as it finds, so cases of more GPUs belong to other machines.
         most = max((result.case.gpus for result in results if result.suite == suite), default=1)
         gone = tuple(
             sorted(
@@ -207,4 +208,4 @@ def _asks_for_every_case(settings: Settings) -> bool:
     own."""
     if settings.sweep or settings.find_batch or settings.loss_steps is not None or settings.baseline != "measured":
         return False
-    return settings.steps is None and settings.warmup is None  # which a case may have in its id
+    return settings.steps is None and settings.warmup is None  # a case may name its steps in its id

@@ -94,7 +94,7 @@ class CaseSession:
     def gputrain(self, item: pytest.Item, overridden: Mapping[str, Any]) -> GpuTrain:
         """Return what the fixture ``gputrain`` is in this test, or skip a test that a marker leaves out of this run."""
         if item.get_closest_marker(ONLY_ON):
-            with contextlib.suppress(BadCase):  # the test itself will fail with it
+            with contextlib.suppress(BadCase):  # The test itself fails with this error.
                 kind = "emulated" if self.runner.settings.emulate else "gpu" if self.runner.executor.host.gpus else "cpu"
                 if reason := why_left_out(item, kind):
                     raise skipped(shown(reason), "left out")
@@ -158,7 +158,7 @@ class CaseSession:
                 suite = suite_of(item.path)
                 terms = NO_TERMS if self.runner.settings.fleet is None else _terms_of(item)
                 expected += [ExpectedCase(suite, case, markers, expression, terms) for case in _cases_of(item)]
-        self.runner.expect(expected, submit=self.collector is not None)  # a worker of xdist submits what it runs
+        self.runner.expect(expected, submit=self.collector is not None)  # under xdist its workers submit what they run
 
     def _watch(self, case: Case, event: Event, run: int) -> None:
         """Draw what the running case does, where there is a terminal to draw on."""
@@ -219,7 +219,8 @@ class CaseSession:
         if endings:
             report.gputrain_endings = [*endings]  # type: ignore[attr-defined]
             endings.clear()
-        if results or hasattr(report, "gputrain_endings") or has_cases(item):  # of whatever phase: a fixture may measure too
+        # Every phase counts, because a fixture may measure, too.
+        if results or hasattr(report, "gputrain_endings") or has_cases(item):
             # As JSON, because xdist sends only plain attributes of a report from its workers.
             report.gputrain = [msgspec.json.encode(result).decode() for result in results]  # type: ignore[attr-defined]
             results.clear()
@@ -260,7 +261,7 @@ class CaseSession:
         """
         collector = self.collector
         assert collector is not None, "a worker of xdist keeps no results"
-        for results in self._measured.values():  # of tests that did not come to their end
+        for results in self._measured.values():  # These tests did not come to their end.
             for result in results:
                 collector.add(result, passed=False)
         ended = not interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
@@ -268,11 +269,11 @@ class CaseSession:
         ran = bool(self._tests.outcomes or collector.results)
         if (ran or self._failures) and self._unseen:
             collector.notes.append(self._unseen)
-            # CI alone is no reason: the file of a driver may be there for the graphics of a processor.
+            # A run does not fail for this because of CI alone: a driver's file may be there for the graphics of a CPU.
             collector.failed |= self.runner.settings.strict is True
         left = absence.note_unclaimed(collector, self._files, without_cases, self._host if ended else lambda: None)
         collector.notes += notes
-        # What somebody chose by pytest.exit stays.
+        # A status that somebody chose by pytest.exit stays.
         cut_short = interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         collector.close(
             int(pytest.ExitCode.INTERRUPTED if cut_short else exitstatus),
@@ -322,7 +323,7 @@ class CaseSession:
         writer = self.config.get_terminal_writer()
         terminalreporter.section("gputrain")
         notes = self._notes(self.collector)
-        # What to do first stands where it is read first: the end of a long table is not.
+        # What to do first stands above the table, because the end of a long table is read last.
         first = terminal.advice(self.collector.results)
         for line in filter(None, [first]):
             terminalreporter.write_line(shown(line))
@@ -377,12 +378,12 @@ def _with_knobs(item: pytest.Item, case: Case, knobs: Mapping[str, Any]) -> Case
     case = sweep.override(case, knobs)
     try:
         return with_model(case, item.path.parent)
-    except BadCase:  # the test itself will fail with it
+    except BadCase:  # The test itself fails with this error.
         return case
 
 
 def _terms_of(item: pytest.Item) -> Terms:
     try:
         return terms_of(item)
-    except BadCase:  # the test itself will fail with it
+    except BadCase:  # The test itself fails with this error.
         return NO_TERMS

@@ -63,7 +63,7 @@ class CaseTests:
     def note(self, report: pytest.TestReport) -> None:
         """Take in a report of a phase of a test with cases."""
         if report.when == "setup" and report.passed:
-            return  # a run that is ended now has no outcome of this test
+            return  # if the run ends now, this test has no outcome
         before = self.outcomes.get(report.nodeid, "passed")
         outcome = before
         if report.failed:
@@ -152,7 +152,7 @@ class WholeFiles:
             if chosen:
                 self._partial.setdefault(item.path, "only some of its tests were chosen")
         for path, collected in self._collected.items():
-            if collected - self._tests.get(path, set()):  # a conftest need not tell what it takes out
+            if collected - self._tests.get(path, set()):  # A conftest may take tests out without telling pytest.
                 self._partial.setdefault(path, "tests of it were left out")
         if not on_controller(session.config):
             session.config.workeroutput[_FILES] = {  # type: ignore[attr-defined]

@@ -28,7 +28,8 @@ class DeselectedTests:
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         with_cases = [item for item in items if has_cases(item)] if self._expression else []
         if with_cases:
-            from pytest_gputrain.session.selection import platforms_missed  # the first test with cases that is heard of
+            # It is imported only if there are tests with cases.
+            from pytest_gputrain.session.selection import platforms_missed
 
             for item in with_cases:
                 for platform in platforms_missed(self._expression, {mark.name for mark in item.iter_markers()})[:1]:
@@ -37,10 +38,10 @@ class DeselectedTests:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         selected = {file_of(item) for item in session.items if has_cases(item)}
         if selected and session.config.getoption("keyword", ""):
-            selected |= self._platforms.keys()  # which may be what -k left out
+            selected |= self._platforms.keys()  # -k may have left these out, not the marker
         for file in selected:
             self._platforms.pop(file, None)
-        if hasattr(session.config, "workeroutput"):  # of xdist
+        if hasattr(session.config, "workeroutput"):  # This is a worker of xdist.
             session.config.workeroutput[_OUTPUT] = self._platforms
 
     @pytest.hookimpl(optionalhook=True)

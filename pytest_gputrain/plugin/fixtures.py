@@ -168,7 +168,7 @@ class GpuTrain:
     def _passed(self, result: Result) -> Result:
         """Fail the test where the result does not pass."""
         verdict = result.verdict
-        if verdict is None:  # of a search or of loss curves, which no baseline knows
+        if verdict is None:  # A search and loss curves have no baseline, so they have no verdict.
             curves = result.loss_curves if isinstance(result, LossStudy) else ()
             failure = failure_of(result) or describe_divergence(result.case, curves)
             if failure:
@@ -207,7 +207,7 @@ class GpuTrain:
         except CannotRun as reason:
             raise skipped(shown(str(reason)), "platform" if isinstance(reason, OtherPlatform) else "unfit") from None
         except BadCase as error:
-            # Without the cause: pytest would print the sentence twice.
+            # With its cause, pytest would print the sentence twice.
             raise _failed(error) from None
         self._note(result)
         return _to_be_read(result, is_strict(self._runner.settings))
@@ -229,7 +229,7 @@ class GpuTrain:
             raise BadCase(f"{', '.join(unknown)} is not a field of a case{hint}; known: {', '.join(Case.__struct_fields__)}")
         if isinstance(what, Case):
             return what.replace(**knobs)
-        called: object = what  # of any type, where no type checker has seen the test
+        called: object = what  # A test that no type checker has seen can pass any type.
         if inspect.isgenerator(called):
             function = called.__name__
             raise BadCase(f"{function}(...) was called before; pass the function {function} itself, and args={{...}}")
@@ -237,7 +237,7 @@ class GpuTrain:
             raise BadCase(f"{what!r} is neither a Case, a Script, nor a function that builds a step")
         name = getattr(what, "__name__", type(what).__name__)
         if inline:
-            # A closure is known by its test: nothing else tells those of a parametrized test apart.
+            # A closure has the name of its test, because nothing else differs between those of a parametrized test.
             code, callspec = f"inline:{self._item.nodeid}", getattr(self._item, "callspec", None)
             name += f"[{callspec.id}]" if callspec else ""
         else:

@@ -57,7 +57,7 @@ class _IniOnly(argparse.Action):
         raise pytest.UsageError(option.refused_flag(None if value is None else str(value)))
 
 
-@pytest.hookimpl(tryfirst=True)  # before conftest.py files import torch
+@pytest.hookimpl(tryfirst=True)  # conftest.py files may import torch
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Make torch importable under ``--gpu-emulate``, which needs none of NVIDIA's libraries.
 
@@ -72,9 +72,9 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     try:
         torch = libraries.find_torch()
     except CannotEmulate:
-        return  # the session says so
+        return  # the session tells the error
     if torch.environment is not None:
-        return  # tests import the user's own CPU build of torch, which needs no stand-ins
+        return  # tests import the user's CPU build of torch, which needs no stand-ins
     try:
         importable.make_importable(torch)
     except CannotEmulate as error:
@@ -87,7 +87,7 @@ def _emulates(config: pytest.Config) -> bool:
     try:
         return bool(option.parse(str(typed) if typed is not None else config.getini(option.ini) or "false"))
     except ValueError:
-        return False  # the session says so
+        return False  # the session tells the error
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,7 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
     plugin = GpuTrainPlugin(config)
     given = [config.getoption(option.flag) is not None for option in OPTIONS if not option.ini_only]
     if any(given) or any(config.getini(option.ini) for option in OPTIONS):
-        settings = plugin.cases.runner.settings  # a wrong value is refused before any test runs
+        settings = plugin.cases.runner.settings  # reading them refuses a wrong value before any test runs
         plugin.without_cases = FilesWithoutCases(settings.baseline_dir)
     config.stash[_PLUGIN] = plugin
     config.pluginmanager.register(plugin, "gputrain-manager")
@@ -153,7 +153,7 @@ class GpuTrainPlugin:
         self.environment = SessionEnvironment()
         self.deselected = DeselectedTests(expression_of(config))
         beside = config.rootpath if config.inipath is None else config.inipath.parent
-        self.without_cases = FilesWithoutCases(beside / "baselines")  # where no option names another folder
+        self.without_cases = FilesWithoutCases(beside / "baselines")  # the default, if no option names another folder
         self.ending = contextlib.ExitStack()
         self._is_terminable = False
         self._is_ending = False
@@ -175,7 +175,7 @@ class GpuTrainPlugin:
         """`cases`, where something has asked for them."""
         return self.__dict__.get("cases")
 
-    @pytest.hookimpl(trylast=True)  # ids end in what the command line adds
+    @pytest.hookimpl(trylast=True)  # ids end with what the command line adds
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if self.cases_so_far and "gputrain" in metafunc.fixturenames:
             self.cases_so_far.parametrize(metafunc)
@@ -184,7 +184,7 @@ class GpuTrainPlugin:
         if has_cases(item) or has_parameters(item):
             self.cases.declare(item)
 
-    @pytest.hookimpl(tryfirst=True)  # --stepwise goes on from the place in the order where the last run stopped
+    @pytest.hookimpl(tryfirst=True)  # --stepwise continues at a place in this order
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self.cases_so_far:
             self.cases_so_far.order(items)
@@ -198,21 +198,21 @@ class GpuTrainPlugin:
         if self.cases_so_far:
             self.cases_so_far.expect(session.items)
 
-    @pytest.hookimpl(trylast=True)  # no test changes what other plugins set when they begin
+    @pytest.hookimpl(trylast=True)  # what other plugins set at their start must not look like a change by a test
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self.environment.begin()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         ended = yield
-        is_stopped = session.shouldfail or session.shouldstop  # a worker of xdist was told to stop
+        is_stopped = session.shouldfail or session.shouldstop  # xdist tells its workers to stop so
         if self.cases_so_far and not is_stopped:
             self.cases_so_far.complete()
         return ended
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        if self.cases_so_far:  # there have been reports of cases, if the worker has run any
+        if self.cases_so_far:  # Cases of a worker have sent reports before.
             self.cases_so_far.take_over(node)
 
     @pytest.hookimpl(wrapper=True)
@@ -235,7 +235,7 @@ class GpuTrainPlugin:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        is_ours = hasattr(report, "gputrain")  # under xdist, the first that is heard of a case
+        is_ours = hasattr(report, "gputrain")  # Under xdist a report is the first sign of a case.
         if is_ours and on_controller(self.config):
             self._be_terminable()
         if self.cases_so_far or is_ours:
@@ -255,10 +255,10 @@ class GpuTrainPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self) -> None:
-        self._interrupted = True  # pytest notes it later, and not at all if a second one comes meanwhile
+        self._interrupted = True  # pytest notes it only later, and never if a second Ctrl-C comes
         self._end_undisturbed()
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-benchmark saves, which is a wrapper, too
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # pytest-benchmark saves in a wrapper, too, and this one comes before it
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Generator[None, object, object]:
         self._end_undisturbed()
         if on_controller(self.config):

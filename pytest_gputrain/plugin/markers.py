@@ -115,7 +115,7 @@ def _levels(item: pytest.Item) -> Iterator[tuple[str, list[pytest.Mark]]]:
         if not isinstance(node, pytest.Class):
             yield f"in {node.name}", node.own_markers
             continue
-        # pytest takes those of base classes for the class's own.
+        # pytest itself adds the markers of base classes to those of the class.
         for kind in node.obj.__mro__:
             marks = vars(kind).get("pytestmark", [])
             yield f"on the class {kind.__name__}", marks if isinstance(marks, list) else [marks]

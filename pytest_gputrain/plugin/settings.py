@@ -95,7 +95,7 @@ def _refuse_outputs(settings: Settings) -> None:
             raise ValueError(
                 f"{other} and --gpu-{name} contradict each other: both name {path}; give each a file of its own"
             )
-        if path.suffix == ".py":  # after --gpu-json without a value
+        if path.suffix == ".py":  # Without a value, --gpu-json takes the test file that follows it.
             raise ValueError(f"--gpu-{name}: {path} is code, which it would replace; write the option as --gpu-{name}=FILE")
 
 

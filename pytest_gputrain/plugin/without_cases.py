@@ -53,7 +53,7 @@ class FilesWithoutCases:
             deselected = {file for nodeid, file in self._undecided.items() if nodeid not in selected}
             found = {self._paths[file] for file in self._collected - self._with_cases - deselected}
             self.paths = {path for path in found if suite_of(path) in suites}
-        if hasattr(session.config, "workeroutput"):  # of xdist
+        if hasattr(session.config, "workeroutput"):  # This is a worker of xdist.
             session.config.workeroutput[_OUTPUT] = [str(path) for path in self.paths]
 
     @pytest.hookimpl(optionalhook=True)

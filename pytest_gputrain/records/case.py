@@ -241,7 +241,7 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """The fields that appear in the id because a grid varies them."""
 
     def __str__(self) -> str:
-        # Fields of a wrong type are shown too: this is also how the sentence that tells of them names the case.
+        # This also names a case in the sentence that refuses a field of a wrong type, so it shows any type.
         parts = [self.model] if self.method in ("custom", "script") else [self.model, self.method]
         parts += [] if self.method == "script" else [self.precision]
         if self.parallel != "single":
@@ -284,7 +284,7 @@ _READABLE: Final = re.compile(r"[\w.,:/=+@-]{1,48}")
 
 def _arguments_text(args: str) -> str:
     """Return the arguments as ids show them: ``width=64-depth=2``, or ``args=4f8b21c9`` of what is long or hard to read."""
-    with contextlib.suppress(msgspec.MsgspecError, TypeError):  # of a case that somebody wrote
+    with contextlib.suppress(msgspec.MsgspecError, TypeError):  # Somebody may have written the case by hand.
         given = msgspec.json.decode(args, type=dict[str, Any] | list[str])
         words = [f"{name}={_plain(value)}" for name, value in given.items()] if isinstance(given, dict) else given
         text = "-".join(word.lstrip("-") for word in words)

@@ -352,7 +352,7 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
                 by="" if cause.what in ("launches", "kernels", "operators") else cause.by,
                 own=_without_line(cause.own),
                 library=_without_line(cause.library),
-                bytes=cause.bytes if cause.what != "launches" else (),  # nothing is said of the lines of blocks
+                bytes=cause.bytes if cause.what != "launches" else (),  # blocks are not told by line
             )
             for cause in self.causes
         )

@@ -153,7 +153,7 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
         """Return the run as baselines keep it, without the names of lines, which move."""
         return msgspec.structs.replace(
             self,
-            torch_build=UNSET,  # other builds of the version have the same figures
+            torch_build=UNSET,  # other builds of the same version have the same figures
             largest=without_lines(self.largest),
             operators={name: work.without_lines() for name, work in self.operators.items()},
             counts=self.counts.as_stored() if self.counts else None,

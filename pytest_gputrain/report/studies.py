@@ -71,7 +71,7 @@ def _table(*figures: str, last: str) -> Table:
 
 
 def _add_row(table: Table, *cells: str) -> None:
-    # Text throughout: names come from users, and rich would take their brackets for markup.
+    # Cells are Text, because rich would take brackets in a user's name for markup.
     *leading, last = cells
     table.add_row(*map(rich_text.text, leading), rich_text.text(last, style=_STYLES.get(last, "red")))
 

@@ -85,7 +85,7 @@ def _rows(results: Sequence[Result]) -> dict[int, int]:
     return {
         index: BY_ATTENTION.index(verdict_of(result))
         for index, result in enumerate(results)
-        # A case that another test only measured, too, is no news.
+        # A case is not listed twice if another test only measured it.
         if result.verdict or (result.suite, result.key, result.variables_digest) not in judged_keys
     }
 
@@ -108,7 +108,7 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
             uncompiled[str(result.case)] = None
         if result.verdict:
             held_to = result.verdict.held_to if result.verdict.status == "new" else None
-            accepted = result.verdict.before == "regressed"  # what fails without a baseline is worse than none
+            accepted = result.verdict.before == "regressed"  # other failures need no baseline
             other = "other-conditions" if result.verdict.status == "pass" and result.verdict.other_conditions else ""
             doubts["accepted" if accepted else held_to or other or result.verdict.status].append(result.verdict.sentence)
         for metric in result.verdict.metrics if result.verdict else ():
@@ -324,7 +324,7 @@ def _table(results: Sequence[Measured], width: int) -> Table:
     shown = {header: [show(result) for result in results] for header, show in (figures | compared).items()}
     shown = {header: cells for header, cells in shown.items() if any(cells)}
     verdicts = [_verdict(result) for result in results]
-    # Text throughout: names come from users, and rich would take their brackets for markup.
+    # Cells are Text, because rich would take brackets in a user's name for markup.
     table = rich_text.table()
     names = dict(zip(("Model", "Method", "Setting"), zip(*map(_names, results), strict=True), strict=True))
     names = {header: cells for header, cells in names.items() if any(cells)}
@@ -335,7 +335,7 @@ def _table(results: Sequence[Measured], width: int) -> Table:
     if rich_text.natural_width(table) <= width:
         return table
     if compared and width < _WIDTH_OF_ALL_COLUMNS:
-        # The Δ of what is left out is in the sentence of a regression and in the JSON report.
+        # A change that is left out is in the sentence of a regression and in the JSON report.
         shown = {
             header: cells for header, cells in shown.items() if header not in ("(Model)", _CHANGES["scaling_efficiency"])
         }
@@ -382,7 +382,7 @@ def change(name: MetricName, result: Result) -> str:
     """Return ``+0.4 %`` where the metric was compared, or ``+18.3 % backward`` where the peak of a phase alone has grown."""
     metric, where = result.verdict.metric(name) if result.verdict else None, ""
     if name == "peak_allocated_bytes" and result.verdict and (metric is None or metric.status != "regressed"):
-        # Where only a phase has grown, that is what the verdict is about.
+        # If only a phase has grown, the row shows that phase.
         worse = [other for other in result.verdict.metrics if is_memory_metric(other) and other.status == "regressed"]
         if worse:
             metric = max(worse, key=lambda other: other.change or 0.0)

@@ -40,7 +40,7 @@ def is_strict(settings: Settings) -> bool:
     """Tell whether a case without a comparable baseline fails."""
     if settings.strict is not None:
         return settings.strict
-    # By itself only for figures that somebody forgot to record; nobody records published ones.
+    # Being strict by default is for figures that somebody forgot to record, and nobody records published ones.
     return in_ci() and settings.baseline != "published" and not settings.baseline_update
 
 
@@ -168,7 +168,8 @@ class CriteriaLookup:
         """The published tables; None where they cannot be read."""
         try:
             return PublishedStore.beside(self.settings.baseline_dir)
-        except BaselineError:  # --gpu-baseline=published tells of it; a comparison with baselines can do without
+        # --gpu-baseline=published tells this error; a comparison with baselines does not need the tables.
+        except BaselineError:
             return None
 
     def _forecast(self, platform: str) -> Forecast:

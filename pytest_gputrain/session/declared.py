@@ -46,7 +46,7 @@ class DeclaredCases:
         theirs, ours = (
             "" if owner is None else owner.code.partition("::")[0].removeprefix("inline:") for owner in (baseline_case, case)
         )
-        # Code of a module that a test imports may move.
+        # A case's code may move between modules that tests import, but not between test files of one name.
         are_tests = suite_of(Path(theirs)) == suite == suite_of(Path(ours))
         if are_tests and theirs != ours and (self._root / theirs).is_file():
             raise BadCase(

@@ -127,7 +127,8 @@ class EmulatingRunner(CaseRunner):
             verdict = judge_with(again=self._counts_again(task))
         if case.method != "script" or verdict.status != "regressed":
             return verdict
-        # A worker that runs a script sees the allocator's peaks alone, not what holds them.
+        # A worker that runs a script knows only the allocator's peaks, not the tensors, so the sentence names the command
+        # that does.
         command = shlex.join(["python", case.code, *msgspec.json.decode(case.args or "[]", type=list[str])])
         emulate = f"gputrain emulate --gpu {self.executor.host.platform} -- {command}"
         sentence = f"{verdict.sentence}; {emulate} shows what each line allocates and asks of the GPU"

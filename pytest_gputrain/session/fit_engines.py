@@ -68,7 +68,7 @@ class EmulatedCells:
         if case.servers:
             raise BadCase(f"{case} {NO_SERVERS}")
         task = msgspec.structs.replace(
-            # The second step has all that later ones have: gradients of its own, and the optimizer's state.
+            # From the second step on, memory has gradients and the optimizer's state.
             full_size_task(case.replace(steps=1, warmup=1), self._root, gpu),
             counts=False,
             limit=Limit(bytes=memory_bytes, of_steps=loads_in_parts(case)),
@@ -77,7 +77,7 @@ class EmulatedCells:
         kept = self._caches[gpu].get(task)
         reply = kept or self._executors[gpu].run(task, watch=lambda event: None)
         if isinstance(reply, Crashed) and reply.refused:
-            raise BadCase(reply.sentence)  # which names the model, and is the same for all of its cases
+            raise BadCase(reply.sentence)  # the sentence names the model, and is the same for all of its cases
         if not isinstance(reply, EmulatedRun):
             raise BadCase(f"{case} {describe_failure(reply, _UNCOMPUTED)}")
         if kept is None:

@@ -87,7 +87,8 @@ class Prefetcher:
             return WantedRuns(expected.suite, expected.task, criteria.wanted)
         if criteria.records or judge(criteria, replies, self._suite_noise.shift).settled:
             return None
-        # Slower today may be all of them. A test in doubt looks at so many others, too, if there are as many.
+        # If a case looks slower, the whole suite may be. So others are measured before it is measured again, if there are
+        # enough.
         is_compared = first_ratio(criteria, replies) is not None
         if is_compared and 0 < self._suite_noise.lacking <= len(self._to_come):
             self._put_off[identity_of(expected.task)] = host_replies
@@ -99,4 +100,4 @@ class Prefetcher:
             try:
                 yield expected, self._lookup.of(expected.suite, expected.task, host, expected.terms)
             except BadCase:
-                continue  # its test will tell
+                continue  # its test tells the error

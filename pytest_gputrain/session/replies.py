@@ -60,7 +60,7 @@ class Replies:
             BadCase: no process can be started, or the machine that was to run it refuses the case.
         """
         identity = identity_of(task, inline)
-        # An inline function has no address to be known by again.
+        # An inline function has no name by which it could be found again.
         earlier = before
         if not earlier and builder is None and (kept := self._kept.get(identity)):
             earlier = msgspec.msgpack.decode(kept, type=tuple[Reply, ...])
@@ -169,10 +169,10 @@ class Replies:
             return
         resumed = self.resumed(task)
         replies = [*resumed.replies, *asked, *self._executor.arrived(task)]
-        if not replies:  # a later run came before the first
+        if not replies:  # A later run has come before the first one.
             return
         figures = [reply for reply in replies if isinstance(reply, Measurement | OutOfMemory)]
-        if len(figures) < len(replies):  # no test asks for more
+        if len(figures) < len(replies):  # After a failed run no test asks for more.
             self._executor.drop(task)
             figures = []
         host = resumed.host or self._executor.host_of(task)

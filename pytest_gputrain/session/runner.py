@@ -85,9 +85,9 @@ class Runner(CaseRunner):
             request = dataclasses.replace(request, inline=True)
         task = self._tasks.make(case, request.module, growth_bytes=request.terms.growth_bytes, inline=inline)
         request = self._answered_before(request, task)
-        # What a study runs on is known when it has: the case as it is declared would be measured for nothing.
+        # A study runs other cases than the declared one, so their host is known only afterwards.
         host = host if self._is_study else self._replies.host_of(task, inline)
-        # Read before the case has run for minutes, where its machine is known: a broken file is better told at once.
+        # The baseline is read before the case runs for minutes, so that a broken file is told at once.
         judged = request.judged and not self._is_study
         criteria = self._lookup.of(request.suite, task, host, request.terms, judged=judged)
         self._declared.refuse_namesake(request.suite, case, criteria.baseline.case if criteria.baseline else None)
@@ -95,7 +95,7 @@ class Runner(CaseRunner):
             return self._study(request, task)
         if criteria.wanted > 1:
             self._replies.want(request.suite, task, criteria.wanted)
-        # A closure may be of no use when its test is over.
+        # A closure may not work any more when its test is over.
         if not criteria.records or inline:
             return self._measure(request, task, criteria, criteria.wanted)
         again = functools.partial(self._measure, request, task, criteria)
@@ -135,7 +135,7 @@ class Runner(CaseRunner):
                 looked = True
                 self._measure_other_cases()
                 continue
-            # Not those of the replies with one worker's seconds: these are found anew.
+            # These replies lack the seconds of one worker, which are added below.
             self._replies.want(request.suite, task, criteria.next_runs(len(replies)), soon=True)
             replies = take(len(replies) + 1, before=replies)
         host = self._replies.host_of(task, request.inline)
@@ -190,7 +190,7 @@ class Runner(CaseRunner):
             try:
                 criteria = self._lookup.of(suite, task, self._replies.host_of(task), terms)
             except BadCase:
-                continue  # its own test will tell
+                continue  # its own test tells the error
             if criteria.baseline is not None and criteria.baseline.case.identity() == task.case.identity():
                 replies = self._replies.take(task, criteria.wanted)
                 noise.add(suite, key_of(task.case, task.scale), first_ratio(criteria, replies))

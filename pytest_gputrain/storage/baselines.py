@@ -261,7 +261,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError:
-            pass  # such as a folder that may not be entered, of which the next line tells
+            pass  # the next line raises for a folder that may not be entered
         beside = self._beside[path, ""] = {}
         file = decode(path, self.file_type, self.what, unknown=beside)
         self.unknown[path] = set(beside)
@@ -314,7 +314,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         shared = {_digest(part): part for record in records.values() for part in map(self._part, self._entries(record))}
         frame = msgspec.structs.asdict(self.file_type(FORMAT, device, suite, dict(sorted(shared.items())), {}))
         *_, cases_name = frame
-        frame |= {**self._beside.get((path, ""), {}), cases_name: frame.pop(cases_name)}  # which stay the last
+        frame |= {**self._beside.get((path, ""), {}), cases_name: frame.pop(cases_name)}  # the cases stay the last
         stored = ({**self._stored_case(records[key]), **self._beside.get((path, key), {})} for key in sorted(records))
         cases = map(json_text.item, stored, sorted(records))
         return (json_text.short_rows(json_text.short_lists(part)) for part in json_text.document(frame, cases))
@@ -397,7 +397,7 @@ def _judged(baseline: Baseline) -> tuple[object, ...]:
     them."""
     on_cpu = all(run.environment.device_type == "cpu" for run in baseline.runs)
     left_out = {"peak_host_bytes", "free_bytes", "date", "session", "commit", "core_wait_share"}
-    # Memory on a CPU does not depend on the host; on a GPU a verdict names what changed there since the baseline.
+    # Memory on a CPU does not depend on the host. On a GPU a verdict names what has changed on the host.
     left_out |= {"environment"} if on_cpu else set()
     left_out |= (
         {"step_seconds", "one_worker_seconds", "warmup"} if on_cpu and len(baseline.runs) < LEAST_RUNS_ON_A_CPU else set()

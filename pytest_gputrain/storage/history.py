@@ -54,7 +54,8 @@ def append(path: Path, lines: Iterable[HistoryLine]) -> str:
                 raise OSError(errno.EINVAL, "it is not a regular file")
             size = status.st_size
             torn = _torn_end(descriptor, size)
-            begins = (os.pread(descriptor, 2, 0), torn.lstrip(b"\0")[:2])  # zeros: a file system lost what was there
+            # A file system may have left zeros for lost bytes.
+            begins = (os.pread(descriptor, 2, 0), torn.lstrip(b"\0")[:2])
             if len(torn) >= _LONGEST_END or not all(map(_BEGIN.startswith, begins)):
                 raise HistoryError(f"{path} is no history, or its last line is none of one; give another file, or mend it")
             whole = size - len(torn)

@@ -21,7 +21,7 @@ def snapshot(model: str, environ: Mapping[str, str]) -> Path | None:
     snapshots = folder / "snapshots"
     try:
         return snapshots / read_whole(folder / "refs" / "main").decode().strip()
-    except (OSError, UnicodeDecodeError):  # fetched by the name of a revision
+    except (OSError, UnicodeDecodeError):  # The model was fetched by the name of a revision.
         return max(snapshots.glob("*/"), key=lambda revision: revision.stat().st_mtime, default=None)
 
 

@@ -50,12 +50,12 @@ class ReportStore:
         self._recorded: dict[tuple[str, str, str, str], Recorded] = {}
         for result in sorted(
             report.results, key=lambda result: not result.variables
-        ):  # the case in its own environment counts
+        ):  # The last one counts, which is the case with unchanged variables.
             if isinstance(result, Emulated) and (recorded := to_recorded(result)) is not None:
                 for digest in ("", result.variables_digest):
                     self._recorded[result.platform, result.suite, result.key, digest] = recorded
             if not isinstance(result, Measured):
-                continue  # emulated, or of another batch than the case's, or of other steps
+                continue  # it was emulated, or has another batch or other steps than the case
             baseline = to_baseline(result, date=report.created, session=report.session, commit=report.commit)
             if baseline.runs:
                 self._suites.setdefault(result.suite, {})[result.key] = baseline
@@ -102,7 +102,7 @@ def to_baseline(result: Measured | Emulated, *, date: str, session: str, commit:
         for reply, origin in itertools.zip_longest(replies, earlier)
     )
     baseline_runs = tuple(msgspec.structs.replace(run, variables=result.variables) for run in runs if run is not None)
-    # How many steps were run and what the case is declared for may change without the figures meaning something else.
+    # Figures mean the same if only the number of steps or the declared platforms differ, so the baseline's case lacks these.
     return Baseline(device=result.device, case=Case(**result.case.identity()), scale=result.scale, runs=baseline_runs)
 
 

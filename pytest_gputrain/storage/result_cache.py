@@ -23,7 +23,7 @@ KEPT_SECONDS: Final = 30 * 24 * 3600.0
 """The time after which a run that nobody asked for is removed."""
 
 _READ_BY_LIBRARIES: Final = (
-    *("TORCH", "PYTORCH_", "CUBLAS", "DISABLE_ADDMM_CUDA_LT", "TRITON_"),  # torch reads those of cuBLAS itself
+    *("TORCH", "PYTORCH_", "CUBLAS", "DISABLE_ADDMM_CUDA_LT", "TRITON_"),  # torch itself reads cuBLAS's variables
     *("TRANSFORMERS_", "DIFFUSERS_", "HF_", "PEFT_", "BNB_", "DS_"),
 )
 """The beginnings of environment variables that change libraries."""
@@ -56,7 +56,7 @@ class ResultCache:
     def put(self, task: Task, run: EmulatedRun) -> None:
         path = self._path(task)
         if path is not None:
-            with contextlib.suppress(OSError):  # slower next time, and nothing else
+            with contextlib.suppress(OSError):  # Without the file the next run is only slower.
                 write_atomically(path, msgspec.json.encode(run))
                 self._forget_old(path.parent)
 
@@ -92,7 +92,8 @@ def _are_released(case: Case) -> bool:
 
 @functools.cache
 def _is_local(name: str) -> bool:
-    # https://packaging.python.org/en/latest/specifications/direct-url/
+    # pip writes this file only for a package from a path or a URL, see
+    # https://packaging.python.org/en/latest/specifications/direct-url/.
     origin = metadata.distribution(name).read_text("direct_url.json")
     return origin is not None
 

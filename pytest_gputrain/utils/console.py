@@ -30,7 +30,7 @@ def put(text: str, *, end: str = "\n") -> None:
     """Print, to a reader that may stop early."""
     try:
         print(text, end=end, flush=True)
-    except BrokenPipeError:  # the reader has closed the pipe, as head does
+    except BrokenPipeError:  # The reader, such as head, has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -44,14 +44,14 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
         return
     path = path.resolve()
     if status is not None and not status.st_mode & _WRITABLE:
-        raise PermissionError(errno.EACCES, "it is read-only")  # a rename would not ask
+        raise PermissionError(errno.EACCES, "it is read-only")  # replacing the file would ignore its rights
     descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PART)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(beside, 0o644)  # mkstemp's 0600 is for secrets
+        os.chmod(beside, 0o644)  # mkstemp makes files for their owner only
         os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -110,7 +110,7 @@ def _is_foreign(status: os.stat_result) -> bool:
 def _printed_to(status: os.stat_result) -> int | None:
     """Return the standard output or error, if it leads to this file: replaced, the file would lose what was printed."""
     for descriptor in (1, 2):
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # The descriptor is closed.
             if os.path.samestat(status, os.fstat(descriptor)):
                 return descriptor
     return None
@@ -148,9 +148,9 @@ def within(folder: Path, *names: str) -> Path:
     try:
         target = Path(os.path.realpath(path, strict=True))
     except OSError as error:
-        if error.errno == errno.ELOOP:  # which `Path.resolve` takes from Python 3.13 on
+        if error.errno == errno.ELOOP:  # From Python 3.13 on `Path.resolve` does not raise for this.
             raise ValueError(f"{path} leads nowhere ({error.strerror})") from None
-        target = Path(os.path.realpath(path))  # whoever opens it tells what is wrong
+        target = Path(os.path.realpath(path))  # opening the file raises the right error
     if not target.is_relative_to(folder.resolve()):
         raise ValueError(f"{path} is a link to {target}, which is not in {folder}")
     return path
@@ -248,7 +248,7 @@ def locked(path: Path, patience_seconds: float = _PATIENCE_SECONDS) -> Iterator[
                     sentence = f"another process has held the lock of {folder} for {patience_seconds:g} s"
                     raise TimeoutError(errno.ETIMEDOUT, sentence) from None
                 time.sleep(_POLL_SECONDS)
-            except OSError:  # a network file system that does not lock folders
+            except OSError:  # A network file system may not lock folders.
                 with _locked_elsewhere(path, patience_seconds):
                     yield
                 return

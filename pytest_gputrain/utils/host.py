@@ -18,7 +18,7 @@ def usable_cores(cgroup: Path = CGROUP) -> list[int]:
     """Return the numbers of as many cores as the affinity of this process and the CPU quota of its container allow."""
     cores = sorted(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
-        # Microseconds that may be computed in each period, and the period; "max" where there is no limit.
+        # The file has the microseconds of computing in each period, or "max" for no limit, and the period.
         quota, period = (cgroup / "cpu.max").read_text().split()
         return cores[: max(1, int(quota) // int(period))]
     return cores
@@ -54,7 +54,7 @@ def _ethernet(sys: Path) -> Iterator[str]:
         device = interface / "device"
         if not device.exists() or device.resolve() in named_already:
             continue
-        speed = text_of(interface / "speed")  # of a virtual card -1, and of one without a link an error
+        speed = text_of(interface / "speed")  # a virtual card has -1, and one without a link raises
         megabits = int(speed) if speed.isdecimal() else 0
         rate = "down" if text_of(interface / "operstate") == "down" else f"{megabits / 1000:g} Gb/s" if megabits else ""
         yield f"{_driver(interface)} {rate}".strip()

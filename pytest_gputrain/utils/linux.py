@@ -41,7 +41,7 @@ def adopt_orphans() -> None:
 
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        import ctypes  # only here, because pytest imports this module in every project
+        import ctypes  # pytest imports this module in every project, and most never need ctypes.
 
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(option, value)
@@ -74,10 +74,10 @@ class CoreWait:
         each: dict[str, int] = {}
         with contextlib.suppress(OSError):
             for task in self._tasks.iterdir():
-                with contextlib.suppress(OSError, ValueError):  # a thread that has ended meanwhile
+                with contextlib.suppress(OSError, ValueError):  # The thread has ended meanwhile.
                     if task.name == self._thread or (task / "comm").read_text().startswith(_AUTOGRAD):
                         ran, waited, _ = map(int, (task / "schedstat").read_text().split())
-                        each |= {task.name: waited} if ran else {}  # a kernel that does not count writes zeros
+                        each |= {task.name: waited} if ran else {}  # a kernel that does not count these times writes zeros
         return sum(each.values()) if self._thread in each else None
 
 
@@ -97,10 +97,11 @@ class Child:
             raise ValueError(f"{pid} is no process that this one may end")
         self.pid, self._parent = pid, parent
         self._descriptor: int | None = None
-        with contextlib.suppress(OSError, AttributeError):  # a kernel or a system without it, or a process that has ended
+        # The kernel or the system has no pidfd, or the process has ended.
+        with contextlib.suppress(OSError, AttributeError):
             self._descriptor = os.pidfd_open(pid)
             weakref.finalize(self, os.close, self._descriptor)
-        # Only now: while the descriptor is open, no other process gets the number.
+        # The parent is checked after opening: from then on no other process gets the number.
         if _parent_of(pid) not in (parent, None):
             raise ValueError(f"process {pid} is not a child of {parent}")
 

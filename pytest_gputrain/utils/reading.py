@@ -33,7 +33,7 @@ def opened(path: Path, *, pipe: bool = False) -> Iterator[BinaryIO]:
     Raises:
         OSError: the file cannot be opened, or it is a device, a FIFO or a folder.
     """
-    _refuse_device(os.stat(path).st_mode)  # to open one may start something
+    _refuse_device(os.stat(path).st_mode)  # opening a device may start something
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         mode = os.fstat(descriptor).st_mode
@@ -75,7 +75,7 @@ def read_message(path: Path) -> bytes:
 
 def _read(path: Path, most: int, pipe: bool) -> bytes:
     with opened(path, pipe=pipe) as file:
-        data = file.read(most + 1) or b""  # none from a file of the kernel's that others would wait for
+        data = file.read(most + 1) or b""  # a file of the kernel may have nothing to read yet
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most >> 20:,} MiB")
     return data

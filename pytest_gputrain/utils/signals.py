@@ -33,7 +33,7 @@ def terminable() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         if os.getpid() == mine:
             raise Terminated(f"ended by {signal.Signals(number).name}")
-        # A process that was forked from this one ends as it would have without us.
+        # A process that was forked from this one ends as if there were no handler.
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
@@ -59,7 +59,7 @@ def undisturbed(*, to_the_end: bool = False) -> Iterator[None]:
     came: list[int] = []
     with _held():
         before = {number: signal.getsignal(number) for number in _ENDING}
-        # Who ignores a signal, as under nohup, goes on to.
+        # A signal that is ignored, as under nohup, stays ignored.
         handlers = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
         for number in handlers:
             signal.signal(number, lambda number, frame: came.append(number))

@@ -46,11 +46,11 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     progress.enter("start")
     task = _prepared(msgspec.json.decode(read_message(case_folder / CASE), type=Task))
     if task.emulated:
-        # Compiling allocates on the GPU, and code from the disk does not: each run finds the same, an empty folder.
+        # Compiling allocates on the GPU, and compiled code from the disk does not. So each run starts with an empty folder.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
     if task.emulated and not task.simulated:
-        os.environ["GPUTRAIN_EMULATED_STATE"] = str(case_folder)  # through which the stand-in of NCCL exchanges
-        # Otherwise a thread of torch keeps the tensors of a collective until it next looks, which differs between two runs.
+        os.environ["GPUTRAIN_EMULATED_STATE"] = str(case_folder)  # the stand-in of NCCL exchanges data through this folder
+        # Otherwise a thread of torch keeps the tensors of a collective for a while, which differs between two runs.
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     progress.enter("import")
     reply: Reply | Served | EmulatedRun
@@ -58,7 +58,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
         from pytest_gputrain.worker.libraries import load_for
 
         load_for(task)
-        # None of what imports left becomes garbage, and each collection would look through all of it.
+        # Objects of imports never become garbage, and without this each collection would look at all of them.
         gc.freeze()
         from pytest_gputrain.worker.group import Group
         from pytest_gputrain.worker.measuring import own_lines
@@ -79,17 +79,17 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
             group = Group(rank, task.processes, local_rank, meeting, task.servers, simulated=task.simulated)
 
             def keep(figures: Measurement | Served | EmulatedRun) -> None:
-                with contextlib.suppress(OSError):  # a disk that is full for a while must not end the case
+                with contextlib.suppress(OSError):  # A full disk must not end the case.
                     write_record(folder / FIGURES, figures)
 
             try:
                 reply = run(task, progress, group=group, keep=keep)
-            except BaseException as error:  # such as a KeyboardInterrupt of the code that trains: nobody else ends it so
+            except BaseException as error:  # The code that trains may raise KeyboardInterrupt itself.
                 reply = crash(error, progress, own_lines(task))
     progress.enter("reply")
     write_record(folder / REPLY, {**msgspec.to_builtins(reply), "format": FORMAT})
     if task.processes + task.servers > 1:
-        # A process group that lost a rank may wait for it for ever while it is torn down.
+        # If a rank is lost, ending the process group in the normal way may wait for ever.
         flush_output()
         os._exit(0)
 
@@ -97,7 +97,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
 def _prepared(task: Task) -> Task:
     """Give this process the import path and the command line of the task's own code."""
     sys.path += [path for path in task.import_paths if path not in sys.path]
-    # Whatever reads it, such as argparse, finds no arguments, and names the user's file.
+    # Own code that reads the command line, for example by argparse, finds no arguments and the name of its own file.
     sys.argv[:] = [str(Path(task.root, task.case.code.partition("::")[0]))] if task.case.code else sys.argv[:1]
     return task
 

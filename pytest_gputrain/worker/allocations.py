@@ -108,9 +108,9 @@ class AllocationCounter(SharedMode):
             if name_of(func) != LIFT:
                 for value in tensors_of((args, kwargs.values())):
                     self._look_at(value, GIVEN)
-        except Exception as error:  # a program must not fail because counting does
+        except Exception as error:  # Counting must not fail a program.
             self.note_trouble(error)
-        if wraps(types):  # as their look has told
+        if wraps(types):  # The look may have found that a type is such a wrapper.
             return NotImplemented
         self.note_thread()
         result = func(*args, **kwargs)
@@ -118,7 +118,7 @@ class AllocationCounter(SharedMode):
             for value in tree_iter(result):
                 if isinstance(value, torch.Tensor):
                     self._look_at(value, name_of(func))
-        except Exception as error:  # as above
+        except Exception as error:  # Counting must not fail a program.
             self.note_trouble(error)
         return result
 
@@ -127,14 +127,14 @@ class AllocationCounter(SharedMode):
         try:
             if name_of(func) != LIFT:
                 self._glance_at((args, kwargs.values()) if kwargs else args)
-        except Exception as error:  # a program must not fail because counting does
+        except Exception as error:  # Counting must not fail a program.
             self.note_trouble(error)
-        if types and wraps(types):  # as their look has told
+        if types and wraps(types):  # The look may have found that a type is such a wrapper.
             return NotImplemented
         result = func(*args, **kwargs)
         try:
             self._glance_at((result,))
-        except Exception as error:  # as above
+        except Exception as error:  # Counting must not fail a program.
             self.note_trouble(error)
         return result
 
@@ -167,7 +167,7 @@ class AllocationCounter(SharedMode):
         super().__exit__(*exc_info)
         self.phases.__exit__(*exc_info)
         self._noting.__exit__(*exc_info)
-        # No callbacks into a counter that nobody reads any more: they would disturb what is timed next.
+        # Callbacks into a counter that nobody reads any more would disturb the timed steps that follow.
         self._storages.leave()
 
     def _see(self, storage: torch.UntypedStorage, operator: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:

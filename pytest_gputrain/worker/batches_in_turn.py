@@ -36,12 +36,12 @@ def batches_in_turn() -> Iterator[None]:
             for kind in type(loader).__mro__:
                 follow(kind)
             initialize(loader, *args, **kwargs)
-            # If the CPU of a machine with a GPU is measured, a thread would take the batches as they arrive, and pin them.
+            # On a machine with a GPU whose CPU is measured, a thread would pin the batches in the order of their arrival.
             loader._pin_memory = False
 
-        for kind in _subclasses(_BaseDataLoaderIter):  # a loader of any of them may be in use already
+        for kind in _subclasses(_BaseDataLoaderIter):  # A loader of any of these classes may be in use already.
             follow(kind)
-        # The iterator of torchdata's loader is another class, and code may import it only when it builds its loader.
+        # torchdata's iterator is another class, which may be imported only later, so classes are found when one is made.
         stack.enter_context(mock.patch.object(_BaseDataLoaderIter, "__init__", follow_and_initialize))
         yield
 
@@ -65,7 +65,8 @@ def _in_turn(kind: Any) -> Iterator[None]:
             success, data = receive(loader, *args, **kwargs)
         if success and rebuilding.made:
             _, sent = data
-            if with_state and not isinstance(sent, tuple):  # a process has started, and sends the state of its data set
+            # A process has started, and sends the state of its data set instead of a batch.
+            if with_state and not isinstance(sent, tuple):
                 for rebuilt in rebuilding.made:
                     rebuilt.show()
             else:

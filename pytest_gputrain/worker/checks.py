@@ -157,7 +157,7 @@ class Movement:
         def note_gradient_of(name: str) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
                 gradient = None if parameter.grad is None else local(parameter.grad)
-                # Operators for own code would be counted with those of its step on an emulated GPU.
+                # Further operators for own code would be counted as those of its step on an emulated GPU.
                 if gradient is not None and gradient.is_sparse and not self._accepts_zeros:
                     gradient = gradient.coalesce().values()
                 if gradient is None or not gradient.numel():
@@ -169,7 +169,7 @@ class Movement:
 
         hooks = [value.register_post_accumulate_grad_hook(note_gradient_of(name)) for name, value in self._trained.items()]
         for value in self._trained.values():
-            # Behind this one, because the others may take the gradient away. torch calls them as a plain dict orders them.
+            # This hook comes first, because others may take the gradient away. torch calls hooks in the order of this dict.
             others: dict[int, Any] = value._post_accumulate_grad_hooks
             for number in [*others][:-1]:
                 others[number] = others.pop(number)
@@ -299,13 +299,13 @@ def _without_numbers(name: str) -> str:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor that is sharded over several; the tensor itself otherwise."""
-    # torch's DTensor; DeepSpeed's stage 3.
+    # The first attribute is that of torch's DTensor, the second that of DeepSpeed's stage 3.
     shard: Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
     return shard
 
 
 def _shape(parameter: Tensor) -> tuple[int, ...]:
-    # DeepSpeed's stage 3 leaves an empty vector where the parameter was.
+    # DeepSpeed's stage 3 leaves an empty vector in place of the parameter.
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

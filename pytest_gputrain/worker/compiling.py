@@ -30,9 +30,9 @@ def compile_in_place(parts: Sequence[nn.Module], mode: str, device: torch.device
         mode: of torch.compile. On a CPU its graphs are traced, forward and backward, and run as they are: making code for a
             CPU needs a compiler and takes longer than a tiny model trains.
     """
-    # The old name of recompile_limit, which newer versions of torch keep.
+    # This is the old name of recompile_limit, and newer versions of torch have it, too.
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, _RECOMPILATIONS)
-    # The middle of a UNet is lists of blocks, which do nothing themselves.
+    # A UNet's blocks are lists of modules, which are never called themselves.
     for inner in (inner for part in parts for inner in (part if isinstance(part, nn.ModuleList) else [part])):
         if device.type == "cpu":
             inner.compile(backend="aot_eager")

@@ -176,9 +176,9 @@ class CountedSteps:
         """Yield a cause for each function that torch.compile has compiled in the step, and for each graph break."""
         before = self.compiled
         frames, breaks = compiled()
-        if (added := frames - before[0]) > 0:  # a program may clear torch's counters
+        if (added := frames - before[0]) > 0:  # If a program has cleared torch's counters, this is negative.
             utils: Any = sys.modules["torch._dynamo.utils"]
-            # Backward graphs are compiled, too, but have no function of their own.
+            # Compiled backward graphs have metrics, but no function of their own.
             named = [one for one in getattr(utils, "get_compilation_metrics", list)() if getattr(one, "co_name", None)]
             for one in [*named[-added:], *[None] * (added - len(named))]:
                 yield CountCause(what="compilations", counts=(), **self._compiled_function(one))
@@ -212,7 +212,7 @@ class CountedSteps:
             if kind == "own":
                 return self._own_place(name, file, function, line), library, False
             if kind == "ours":
-                # What the worker itself calls is no part of the user's own code.
+                # The worker itself has called this, so it has no own line.
                 return None, library, self.lines is not None and library is None
             if kind == "measuring":
                 return None, library, True

@@ -261,12 +261,12 @@ class Cpu:
 
     @contextlib.contextmanager
     def counting(self, line: Callable[[], str]) -> Iterator[AllocationCounter | None]:
-        # Reference cycles die when the collector happens to run. Without it the count is the same on every run.
+        # Reference cycles die whenever the garbage collector runs. Without it, the count is the same in every run.
         gc.disable()
         try:
             with batches_in_turn(), AllocationCounter(line) as counter:
-                # The first operator of any mode imports torch's compiler, whose exceptions hold the frames that it is called
-                # from, with all tensors of a step.
+                # The first operator under a mode imports torch's compiler. Exceptions of this import would keep the frames
+                # of a step, with all its tensors.
                 torch.empty(0)
                 gc.collect()
                 yield counter

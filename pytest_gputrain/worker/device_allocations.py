@@ -77,7 +77,7 @@ class DeviceAllocations:
         """The phase that runs; None in a step of which no peak is taken."""
         self._peaks: dict[TrainingPhase, int] = {}
         self._following = False
-        # Versions of torch before 2.10 keep no notes.
+        # torch before 2.10 cannot attach text to an allocation.
         self._note: Callable[[str], None] | None = getattr(torch._C, "_cuda_setMemoryMetadata", None)
         self._numbers = itertools.count(1)
         self._thread = threading.local()
@@ -145,7 +145,7 @@ class DeviceAllocations:
         """Take notice that an operator begins on this thread."""
         if not self._following:
             return
-        if getattr(self._thread, "call", None) is not None:  # an operator that is written in Python has called this
+        if getattr(self._thread, "call", None) is not None:  # An operator that is written in Python has called this one.
             self._thread.inner += 1
             return
         self.phases.follow()
@@ -153,7 +153,7 @@ class DeviceAllocations:
         self._thread.inner = 0
         self._thread.call = self._calls[number] = _Call(operator, self.phases.current)
         if self._note is not None:
-            self._note(number)  # of this thread
+            self._note(number)  # allocations of this thread now have the number
         if torch._C._current_autograd_node() is not None:
             self._thread.call.line = self._lines.current()
             self._note_line(self._thread.call.line)
@@ -198,7 +198,7 @@ class DeviceAllocations:
 
     def _entered(self, phase: TrainingPhase) -> None:
         if (self._phase, phase) == ("backward", "optimizer"):
-            # What lives between the two is the floor for what a later version may allocate there.
+            # The phase between both gets a peak, too. A later version that allocates there is compared with it.
             self._entered("between")
         self._keep_peak()
         self._phase = phase if self.phases.in_steps else None
@@ -263,7 +263,7 @@ class DeviceAllocations:
         at, phase = next(entered)
         current: TrainingPhase = "build"
         for event in events:
-            action, address = event["action"], event.get("addr", 0)  # running out of memory has no address
+            action, address = event["action"], event.get("addr", 0)  # an event of running out of memory has no address
             if action == "alloc":
                 text = event.get("user_metadata", "")
                 call = self._calls.get(text)
@@ -281,7 +281,7 @@ class DeviceAllocations:
     def _allocate(self, size: int, call: _Call | None, phase: TrainingPhase) -> int:
         if call is None:
             return self._trace.allocate(size, _UNKNOWN, phase, (size,), "bytes")
-        other = _Output(size, (size,), "bytes")  # such as a workspace
+        other = _Output(size, (size,), "bytes")  # a workspace has no output
         _, shape, dtype = next((output for output in call.outputs if output.bytes == size), other)
         return self._trace.allocate(size, call.operator, call.phase, shape, dtype, call.line)
 
@@ -290,8 +290,8 @@ def _outputs(value: Any) -> Iterator[_Output]:
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
             for part in strided_parts(value):
-                # Not by its storage: Python's object of it would count as a user of the gradient, which autograd then would
-                # not add to in place.
+                # The storage is not touched: its Python object would count as a user of the gradient, and autograd would no
+                # longer add to it in place.
                 yield _Output(extent(part), tuple(part.shape), name_of_dtype(part.dtype))
     elif isinstance(value, torch.UntypedStorage):
         yield _Output(value.nbytes(), (value.nbytes(),), "bytes")

@@ -127,7 +127,7 @@ def training_on_emulated_gpu(case: Case, figures: EmulatedFigures) -> Iterator[N
         if case.cpu_offload or case.offload_optimizer or case.offload_param:
             stack.enter_context(UntouchedHost())
         if case.parallel.startswith("zero"):
-            # DeepSpeed would compile them, which takes NVIDIA's compiler and minutes.
+            # DeepSpeed would compile its optimizers, which needs NVIDIA's compiler and takes minutes.
             stack.enter_context(mock.patch("deepspeed.ops.adam.fused_adam.FusedAdamBuilder", _InPlace))
             stack.enter_context(mock.patch("deepspeed.ops.adam.cpu_adam.CPUAdamBuilder", _InPlace))
         yield
@@ -177,7 +177,7 @@ def _make_answered(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> 
     """
     _make(self, *args, **kwargs)
     if dist.get_backend(self.process_group) == "fake":
-        # Without annotations, which torch compares with types and not with their names.
+        # The hook has no annotations, because torch compares them with types, and here they would be texts.
         self.register_comm_hook(None, lambda state, bucket: _answer(bucket.buffer()))
 
 

@@ -44,11 +44,12 @@ def environment_of(device: Device, group: Group) -> Environment:
 def _cudnn() -> str | UnsetType:
     """Return the version of cuDNN, or of MIOpen, which is numbered otherwise."""
     number = None
-    with contextlib.suppress(RuntimeError):  # another cuDNN than torch was built with, which a case without it never meets
+    # The cuDNN that was found may not be the one of torch's build, which only matters to a case that uses it.
+    with contextlib.suppress(RuntimeError):
         number = torch.backends.cudnn.version()
     if number is None:
         return UNSET
-    # cuDNN 9.10.2 is 91002, 8.9.2 was 8902; MIOpen 3.5.0 is 3005000.
+    # cuDNN 9.10.2 has the number 91002, cuDNN 8.9.2 had 8902, and MIOpen 3.5.0 has 3005000.
     size, major_size = (1000, 1_000_000) if torch.version.hip else (100, 10_000 if number >= 90_000 else 1000)
     return f"{number // major_size}.{number % major_size // size}.{number % size}"
 

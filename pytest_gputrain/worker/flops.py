@@ -97,7 +97,7 @@ class FlopCount(SharedMode):
         result = self.run(func, args, kwargs)
         try:
             self._add(func, formula, args, kwargs, result)
-        except Exception as error:  # a fault of counting is none of the program
+        except Exception as error:  # Counting must not fail a program.
             self.note_trouble(error)
         return result
 
@@ -169,7 +169,7 @@ def may_use_tf32(operator: str, args: Any) -> bool:
     """Tell whether an operator on fp32 may compute in TF32 by torch's switches of this moment."""
     if torch.version.hip is not None or device_of(args) != "cuda":
         return False
-    # The older switches raise an error once own code has set one of these.
+    # Once own code has set one of these switches, the older ones raise an error.
     backends: Any = torch.backends
     switch = backends.cudnn.conv if is_convolution(operator) else backends.cuda.matmul
     return bool(switch.fp32_precision == "tf32")
@@ -188,7 +188,7 @@ def type_of(args: Any) -> torch.dtype | None:
 @functools.cache
 def is_composite(func: Any, device: str) -> bool:
     """Tell whether an operator is made of others. Under `torch.inference_mode` autograd does not take these apart."""
-    if func.namespace == "prim" or not func._can_decompose():  # torch's dispatcher does not know `prim.layout`
+    if func.namespace == "prim" or not func._can_decompose():  # torch's dispatcher does not know `prim.layout`.
         return False
     key = torch._C._dispatch_key_for_device(device)
     return not func.has_kernel_for_dispatch_key(getattr(torch._C.DispatchKey, key))
@@ -212,7 +212,8 @@ def _recomputation_within(recomputing: Callable[[], contextlib.AbstractContextMa
 
     def again(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            # The older variant runs the same function first, without gradients.
+            # The older variant first runs the same function without gradients, which is the forward pass and no
+            # recomputation.
             with recomputing() if torch.is_grad_enabled() else contextlib.nullcontext():
                 return function(*args)
 

@@ -136,7 +136,7 @@ def assign(activities: Iterable[Activity], steps: Sequence[ProfiledStep]) -> Non
             of_gpu.append(activity)
             continue
         step = at(activity.start)
-        # What is asked for when the step's code has returned is asked for by the measurement, as before the step.
+        # After the end of a step's code the measurement itself asks, as it does before the step.
         known[activity.call] = step = step if step is not None and activity.start <= step.end else None
         if step is not None:
             step.calls[activity.call] = activity
@@ -242,7 +242,7 @@ def read_counts(step: ProfiledStep, other_threads: Collection[int]) -> tuple[_Nu
         if what := _counted_as(activity):
             by = short_name(activity.name) if activity.kind != "copy" else call.name
             add(what, by, call.thread, replayed=call.kind == "graph launch")
-    # torch asks the driver itself where its segments can be expanded, and no event tells of that.
+    # With expandable segments torch calls the driver directly, which no event shows, so its own counters are used.
     names: tuple[CountName, CountName] = "mallocs", "frees"
     for name, function, number in zip(names, ("cuMemCreate", "cuMemRelease"), step.torch_memory, strict=True):
         told = sum(count for cause, (count, _) in judged.items() if cause.what == name and "Host" not in cause.by)

@@ -75,9 +75,9 @@ class Group:
             self.trainers = dist.new_group(list(range(self.size)), backend="nccl" if on_gpu else "gloo", timeout=_TIMEOUT)
         yield
         if self.servers:
-            # Whoever left first would break the wait of a server for a message from anybody.
+            # A server waits for a message from any process, and one that leaves early would break this wait.
             dist.barrier()
-        # Only after success: with a rank lost, leaving would wait for it.
+        # This comes only after success, because leaving would wait for a rank that is lost.
         dist.destroy_process_group()
 
     @contextlib.contextmanager

@@ -112,10 +112,10 @@ class Growth:
         first = []
         for _ in range(COUNTED_ROUNDS // 2):
             first.append((yield from self._round(training, allocated)))
-        if self._curve:  # whose steps all count
+        if self._curve:  # All steps of a curve count, so there are no further ones.
             return
         later = [self._collected(training, allocated)]
-        training.losses.clear()  # of further rounds they would add to the peak
+        training.losses.clear()  # the losses of further rounds would add to the peak
         for _ in range(COUNTED_ROUNDS // 2):
             later.append((yield from self._round(training, allocated, collect=True)))
         if self._any(first[1] > first[0] and self._grows(later)):
@@ -147,7 +147,7 @@ class Growth:
         if rise is None:
             return ""
         step = steps - len(self._last_ends) + rise.first * self._steps + 1
-        # No further step tells whether that is kept, or of batches that become longer.
+        # There are no further steps, so nobody knows whether this is kept for ever or comes from longer batches.
         return self._told(rise, step)
 
     def _told(self, rise: Rise, step: int) -> str:
@@ -175,7 +175,7 @@ class Growth:
         rise = rise_of(ends, max(TENSORS, self._allowed))
         step = (before + rise.first) * self._steps + 1 if rise else 0
         if self._any(rise is not None and rise.every == 1):
-            # What the first timed steps on a GPU keep may have begun before them.
+            # On a GPU, memory that the first timed steps keep may have begun to grow before them.
             since = f" from step {step} on" if rise and (rise.first > 1 or self._rounds) else ""
             yield from self._look_closer(training, allocated, kept, since)
         elif rise:
@@ -249,7 +249,7 @@ class Growth:
         ends = self._handed_out[:: self._steps]
         if len(ends) <= _ROUNDS or self._curve:
             return None
-        last = ends[len(ends) // 2 :]  # the first steps make what is made once
+        last = ends[len(ends) // 2 :]  # the first steps make what later ones reuse
         return (last[-1] - last[0]) // (len(last) - 1) // self._steps if _steady_growth(ends, LEAST_HEAP) else 0
 
     def _look_at_process(self) -> None:
@@ -313,7 +313,7 @@ class Growth:
             CheckFailed: they do.
         """
         ends = [self._collected(training, allocated)]
-        known = None if kept is None else kept()  # without a mode, which an operator may refuse
+        known = None if kept is None else kept()  # without a mode, because an operator may refuse one
         with _Makers(OwnLines(self._folders), self._device) if known is None else contextlib.nullcontext() as makers:
             for _ in range(_ROUNDS):
                 if makers:
@@ -321,7 +321,7 @@ class Growth:
                 end = yield from self._round(training, allocated, collect=True)
                 ends.append(end - makers.latest_bytes() if makers else end)
         if makers:
-            del ends[0]  # of which it is not known what its own round has made
+            del ends[0]  # nobody knows what its own round has made
         if not self._grows(ends):
             return
         mean = (ends[-1] - ends[0]) / (len(ends) - 1)
@@ -349,7 +349,7 @@ class _Makers(SharedMode):
         super().__init__()
         self._lines = lines
         self._device = device
-        # Other threads run operators before the first round begins, too.
+        # The list has an entry from the start, because other threads may run operators before the first round.
         self._rounds: list[dict[int, tuple[weakref.ref[torch.UntypedStorage], LiveTensor]]] = [{}]
 
     def begin_round(self) -> None:
@@ -359,7 +359,8 @@ class _Makers(SharedMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if wraps(types):
             return NotImplemented
-        # Before the operator: `set_`, by which a batch of a DataLoader's process arrives, gives its tensor another storage.
+        # This is read before the operator, because `set_` gives a tensor another storage. Batches from a DataLoader's
+        # process arrive so.
         given = {storage._cdata for _, storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor, storage in _storages(result):
@@ -370,7 +371,7 @@ class _Makers(SharedMode):
                     bytes=storage.nbytes(), count=1, operator=name_of(func), phase="forward", shape=tuple(tensor.shape),
                     dtype=dtype, lines=(line,) if line else (),
                 )  # fmt: skip
-                # A storage that was made where a freed one had been takes its place.
+                # A new storage may have the address of a freed one, and replaces it here.
                 self._rounds[-1][storage._cdata] = weakref.ref(storage), made
         return result
 
@@ -386,7 +387,7 @@ class _Makers(SharedMode):
             growth: the bytes that are left over after each round. A part that explains less than a tenth is not described.
         """
         kept: Counter[LiveTensor] = Counter()
-        # An LSTM on a GPU gives a tensor the storage of its weights in each round, by `set_`: no round made that storage.
+        # An LSTM on a GPU gives a tensor the storage of its weights by `set_` in each round, which no round has made.
         times = Counter(key for storages in self._rounds for key, (living, _) in storages.items() if living() is not None)
         for storages in self._rounds[:-1]:
             kept.update(made for key, (living, made) in storages.items() if living() is not None and times[key] == 1)

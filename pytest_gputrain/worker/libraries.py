@@ -81,7 +81,7 @@ def load(
         import pytest_gputrain.worker.run  # noqa: F401
 
         if case.method != "script":
-            # The first optimizer imports it, which takes most of the time of a small case.
+            # The first optimizer imports this module, which takes most of the time of a small case.
             importlib.import_module("torch._dynamo")
         if case.parallel == "fsdp":
             importlib.import_module("torch.distributed.fsdp")
@@ -92,7 +92,7 @@ def load(
         from pytest_gputrain.worker.zoo.completed import architecture_of
         from pytest_gputrain.worker.zoo.headed import model_class
 
-        with contextlib.suppress(CheckFailed):  # which the build will tell
+        with contextlib.suppress(CheckFailed):  # The build raises this error again.
             architecture = architecture_of(case.model)
             for part in architecture.parts.values():
                 if architecture.family == "language" and part.library == "transformers":
@@ -104,11 +104,11 @@ def load(
 def _load_users_of_gpu(case: Case) -> None:
     """Import the libraries of the case that use a GPU when they are imported."""
     if case.method in ADAPTING or case.optimizer in EIGHT_BIT:
-        _load_bitsandbytes()  # which peft imports too, where it is installed
+        _load_bitsandbytes()  # peft imports it, too, if it is installed
     if case.method in ADAPTING:
         importlib.import_module("peft")
-        with contextlib.suppress(ImportError, AttributeError):  # older releases of transformers, which have none
-            # A table that peft asks for each model, and transformers makes when it is first asked.
+        with contextlib.suppress(ImportError, AttributeError):  # Older releases of transformers have no such table.
+            # peft asks for this table for each model, and transformers makes it when it is first asked.
             importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("")
     if case.optimizer == "adafactor":
         importlib.import_module("transformers.optimization")

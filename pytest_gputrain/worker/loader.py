@@ -45,10 +45,10 @@ class Loader:
             prefetch_factor=_AHEAD,
             pin_memory=device.type != "cpu",
             worker_init_fn=_DieWith(os.getpid()),
-            # The model is in this process, and the one that loads need not have it.
+            # A process that loads has no use for the model, and a fork does not copy it.
             multiprocessing_context="fork",
         )
-        # Those that count see a batch arrive before its turn, or not, as it happens.
+        # Modes that count must not see when a batch arrives, which may be before its turn.
         self._uncounted = _disable_current_modes if loader.num_workers else contextlib.nullcontext
         self._batches: Iterator[dict[str, Tensor]] | None = iter(loader)
 
@@ -58,7 +58,7 @@ class Loader:
         batch = self._take()
         self.waits.append(time.perf_counter() - start)
         return {
-            # A copy on a CPU, too: what other processes hold, nobody counts.
+            # Memory of other processes is not counted, so batches are copied, on a CPU, too.
             name: value.to(self._device, non_blocking=True, copy=True) if name in self._moved else value
             for name, value in batch.items()
         }

@@ -141,7 +141,7 @@ class _Collate:
         self._make, self._of_many = make, of_many
 
     def __call__(self, samples: Any) -> _Batch:
-        # A data set that has __getitems__ may return a batch that it has made itself, as a dict or anything else.
+        # A data set with `__getitems__` may return a finished batch, as a dict or anything else.
         is_list = self._of_many and hasattr(samples, "__len__") and not isinstance(samples, dict)
         number = len(samples) if is_list else 1
         return _Batch(self._make(samples), number)

@@ -153,7 +153,7 @@ class GeneratorLoop:
         opened = [mode for mode in _get_current_dispatch_mode_stack() if not any(mode is other for other in modes)]
         if opened:
             with contextlib.suppress(Exception):
-                self._generator.close()  # so that the process is left as it was
+                self._generator.close()  # closing leaves the contexts of the generator
             raise CheckFailed(
                 f"the loop of {self._name} yields inside of {type(opened[-1]).__name__}, which would see what the "
                 "measurement does; leave that context before the yield"

@@ -61,14 +61,15 @@ class MemoryBeside:
     def begin_step(self, trace: Trace) -> None:
         """Take notice that a counted step is to begin."""
         self._steps_to_come -= 1
-        if self._steps_to_come == -1 and not tracemalloc.is_tracing():  # a program may trace by itself
+        # If a program uses tracemalloc itself, it is left alone.
+        if self._steps_to_come == -1 and not tracemalloc.is_tracing():
             self._since = len(trace.events)
             tracemalloc.start()
 
     def end(self, trace: Trace) -> None:
         """Take notice that the last counted step has ended."""
         if self._since is not None and tracemalloc.is_tracing():
-            # What counting itself keeps, and the buffers of tensors that were counted.
+            # Counting itself keeps some memory, and the buffers of counted tensors are traced, too.
             known = sum(map(sys.getsizeof, (trace.events, trace.allocations))) + trace.peak_of({GIVEN, LIFT}, self._since)
             self._bytes = tracemalloc.get_traced_memory()[1] - known
             self._stop()

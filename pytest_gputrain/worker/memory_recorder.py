@@ -61,7 +61,8 @@ Trace = list[dict[str, Any]]
 def install(torch: ModuleType) -> None:
     """Begin to record when the program first uses the GPU, and write when it ends."""
     recorder = Recorder(torch)
-    torch.cuda._lazy_call(recorder.begin)  # not now: a program that uses CUDA before it forks cannot use it in its children
+    # Recording begins later, because a program that uses CUDA before it forks cannot use it in its children.
+    torch.cuda._lazy_call(recorder.begin)
     atexit.register(recorder.write)
     recorder.watch_resets()
     follow_optimizers(recorder.updated)
@@ -169,7 +170,8 @@ class Recorder:
         """Return the highest memory so far, whoever resets torch's peaks."""
         statistics = self._torch.cuda.memory_stats(device)
         now = {name: statistics.get(f"{name}_bytes.all.peak", 0) for name in ("allocated", "reserved", "requested")}
-        self._peaks[device] = self._peaks.get(device, Counter()) | Counter(now)  # the larger of each
+        # `|` of two counters keeps the larger number of each
+        self._peaks[device] = self._peaks.get(device, Counter()) | Counter(now)
         return self._peaks[device]
 
     def write(self) -> None:
@@ -320,7 +322,7 @@ def find_peak(events: Trace, at_end: int) -> tuple[int, int]:
     """
     at, peak, now = len(events) - 1, at_end, at_end
     for number in range(len(events) - 1, -1, -1):
-        if now >= peak:  # the first time that it was reached
+        if now >= peak:  # Going backwards, the last one found is the first time at the peak.
             at, peak = number, now
         event = events[number]
         now += event["size"] if event["action"] == "free_completed" else -event["size"]
@@ -422,7 +424,7 @@ def _part(frames: list[dict[str, Any]]) -> str:
     if any(file.startswith(("torch/optim/", "bitsandbytes/optim/")) for file, _ in functions):
         return "optimizer"
     if any(file == "torch/utils/checkpoint.py" and name in _RECOMPUTING for file, name in functions):
-        return "backward pass"  # what checkpointing computes again
+        return "backward pass"  # checkpointing computes this again
     if any(file.startswith("torch/nn/modules/") and name in _MAKING for file, name in functions):
         return "weights and buffers"
     if any(file == "torch/nn/modules/module.py" and name in _CALLING for file, name in functions):

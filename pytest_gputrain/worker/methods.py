@@ -34,14 +34,14 @@ def adapt(model: nn.Module, architecture: Architecture, case: Case, precision: P
     if case.method in ADAPTING:
         assert architecture.lora is not None, "a model with the method has the recipe"
         if case.method == "qlora":
-            # FSDP2 of older releases of torch converts all weights to the type of its mixed precision, packed ones too. So
-            # they are stored as that type, as bitsandbytes advises.
+            # FSDP2 of older releases of torch converts all weights to the type of its mixed precision, and must not convert
+            # packed ones. So they are stored as that type, as bitsandbytes advises.
             storage = precision.compute if case.parallel == "fsdp" else torch.uint8
             _quantise(model, PRECISIONS.get(case.quantized_compute, precision).compute, storage)
             if case.unquantized_fp32:
                 from peft import prepare_model_for_kbit_training
 
-                # Whether blocks are recomputed, and by which variant, is for the case's own knobs to say.
+                # The case's own knobs decide whether blocks are recomputed, and by which variant.
                 prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         return _with_adapters(model, recipe_of(architecture.lora, case), case)
     trained = architecture.trains.get(case.method)
@@ -90,7 +90,7 @@ def _with_adapters(model: nn.Module, recipe: Lora, case: Case) -> nn.Module:
         use_dora=case.dora,
     )
     with warnings.catch_warnings():
-        # It tells of names that it has itself translated for experts, and of weights that GPT-2 keeps transposed.
+        # peft warns of names that it translates itself for experts, and of weights that GPT-2 keeps transposed.
         warnings.filterwarnings("ignore", module=r"peft\.")
         try:
             adapted: nn.Module = peft.get_peft_model(model, config)  # type: ignore[no-untyped-call, unused-ignore]
@@ -112,7 +112,7 @@ def default_targets(model: nn.Module) -> tuple[str, ...] | str:
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", "")
     known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    # A language model that was taken out of a model of images keeps what is adapted there.
+    # A language model that was taken out of a vision-language model adapts the same layers as in there.
     targets = known.get(kind) or known.get(kind.removesuffix("_text"))
     if isinstance(targets, str):
         pattern = targets
@@ -186,7 +186,7 @@ def _read_by_code(model: nn.Module) -> list[str]:
         if layers and _is_of_a_model(parent):
             source = sources.get(kind) or inspect.getsource(kind)
             sources[kind] = source
-            # More than its type and shape.
+            # Code that reads only the type or the shape of a weight works with a packed one.
             read = re.findall(r"self\.(\w+)\.weight\.(?!dtype|device|shape)", source)
             found += [f"{prefix}.{name}" for name in layers if name in read]
     return found
@@ -247,7 +247,7 @@ def _quantise(model: nn.Module, compute: torch.dtype, storage: torch.dtype) -> N
     whole: Any = model
     head = whole.get_output_embeddings()
     unchanged = {*not_adapted(model), *_read_by_code(model), *_kept_by_transformers(model)}
-    # Names, not layers: whatever holds on to a layer keeps its unquantised weight alive.
+    # The list has names and no layers, because a reference to a layer keeps its unquantised weight alive.
     layers = [
         (parent, name)
         for prefix, parent in model.named_modules()
@@ -257,7 +257,7 @@ def _quantise(model: nn.Module, compute: torch.dtype, storage: torch.dtype) -> N
     del head
     for parent, name in layers:
         setattr(parent, name, _quantised(getattr(parent, name), compute, storage))
-    # What transformers sets on a model that it loads in 4 bits: peft then takes its own 4-bit layer, and state-space models
+    # transformers sets this when it loads a model in 4 bits. peft then takes its own 4-bit layer, and state-space models
     # call their layers instead of reading packed weights.
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
     for module in model.modules():
@@ -288,6 +288,6 @@ def _quantised(linear: nn.Linear, compute: torch.dtype, storage: torch.dtype) ->
     )
     if linear.bias is not None:
         quantised.bias = nn.Parameter(linear.bias.data, requires_grad=False)
-    # Moving to its device is what makes bitsandbytes quantise a weight.
+    # bitsandbytes quantises a weight when it is moved to a device.
     module: nn.Module = quantised.to(linear.weight.device)
     return module

@@ -73,7 +73,7 @@ class OperatorCounter(SharedMode):
         super().__init__()
         self.steps = CountedSteps(lines)
         self.steps.on_cpu = True
-        self.steps.compiled = compiled()  # by cases before this one, where they run in one process
+        self.steps.compiled = compiled()  # cases before this one in the same process have compiled, too
         self._trained = _Trained()
         self._thread = threading.get_ident()
         self._lines = AutogradLines(self._line_of)
@@ -129,7 +129,7 @@ class OperatorCounter(SharedMode):
             depends = any(map(self._trained.has, given))
             read = _what_is_read(func, args, kwargs)
             reads_trained = any(map(self._trained.has, read))
-        except Exception as error:  # a fault of counting is none of the program
+        except Exception as error:  # Counting must not fail a program.
             self.note_trouble(error)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -140,7 +140,7 @@ class OperatorCounter(SharedMode):
                 for tensor in (*tensors_of((result,)), *written):
                     self._trained.add(tensor)
             what, name = _kind_of(func)
-            place = self._place()  # of each operator, for autograd's nodes that it makes
+            place = self._place()  # also for views, whose autograd nodes get this line
             if place and what:
                 size = max(_bytes_of(given), _bytes_of(tensors_of((result,)))) if what == "collectives" else 0
                 self._add(what, name, place, size)
@@ -162,7 +162,9 @@ class OperatorCounter(SharedMode):
                 self._add_read(f"Tensor.{name}", place, trained=True)
             if name != "cpu":
                 return real(tensor, *args, **kwargs)
-            with _disable_current_modes():  # a copy, as on a GPU: the host may read it as often as it likes
+            # On a GPU `.cpu()` is one wait, and the host may read the copy as often as it likes, so this one is no longer
+            # followed.
+            with _disable_current_modes():
                 return tensor.clone()
 
         return read
@@ -191,7 +193,7 @@ class OperatorCounter(SharedMode):
             return None
         backward = torch._C._current_autograd_node() is not None
         if backward and own is None and self.steps.lines is not None:
-            # Nodes of views, and those that add up gradients, do not tell their forward pass.
+            # Nodes of views, and nodes that add up gradients, do not lead to a line of the forward pass.
             own = self.steps.place_of(line) if line else self.steps.places(frames_of(sys._getframe()))[0]
         return _Asked(own, library, backward)
 
@@ -283,7 +285,7 @@ def _what_is_read(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         return [] if kwargs.get("output_size") is not None else list(tensors_of(args[places]))
     if name not in _INDEXED:
         return []
-    if len(args) > 2 and args[2].numel() == 1:  # is written as by masked_fill_
+    if len(args) > 2 and args[2].numel() == 1:  # torch writes a single value as by `masked_fill_`, without reading the mask.
         return []
     return [index for index in tensors_of(args[1]) if index.dtype in (torch.bool, torch.uint8)]
 

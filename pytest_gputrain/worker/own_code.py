@@ -77,7 +77,7 @@ class OwnCode:
         missed = self._thread_operators.missed(
             flops.threads,
             matters=lambda name: self._counts_memory or name in products,
-            # Of several processes the threads that exchange tensors run operators, too.
+            # With several processes, the threads that exchange tensors run operators as well.
             others=self._alone,
         )
         name = self._case.model

@@ -58,7 +58,7 @@ class OwnLines:
             name = self.name_of(frame.f_code.co_filename)
             if name == _BY_US:
                 if not asking:
-                    return ""  # this package called it: what lies further out is the test, when it runs in pytest's process
+                    return ""  # this package called it, and frames further out may be those of a test
             else:
                 asking = False
                 if name:
@@ -84,7 +84,7 @@ class OwnLines:
         return name
 
     def _name(self, file: str) -> str:
-        if file.startswith("<"):  # made by exec, as dataclasses do
+        if file.startswith("<"):  # Code of exec has no file, such as methods of dataclasses.
             return _BY_OTHERS
         path = Path(file).resolve()
         if path.is_relative_to(_PACKAGE):

@@ -75,7 +75,7 @@ class Phases:
         """Look what runs. What another thread does belongs to the phase of the thread that trains."""
         if self._is_beside_steps or not self._is_training() or (self.current == "build" and not self._has_begun()):
             return
-        # It has a number for all of a backward pass, between its nodes too.
+        # torch has one number for a whole backward pass, also between its nodes.
         backward = torch._C._current_graph_task_id()
         phase = self._outside
         if self._optimizers and self._optimizers[-1] == backward:

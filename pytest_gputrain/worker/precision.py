@@ -56,7 +56,7 @@ PRECISIONS: Final = {
 def tf32_allowed(allowed: bool | None) -> Iterator[None]:
     """Provide a context in which products and convolutions of fp32 may be computed in TF32, or may not; None changes
     nothing."""
-    # Not looked at for nothing: torch refuses to tell where own code has set its newer switches.
+    # Switches are read only if they are to change, because torch refuses it once own code has set its newer ones.
     switches: list[Any] = [] if allowed is None else [torch.backends.cuda.matmul, torch.backends.cudnn]
     before = [switch.allow_tf32 for switch in switches]
     try:

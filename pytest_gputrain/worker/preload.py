@@ -38,7 +38,7 @@ def serve(requests: int, answers: int) -> None:
         requests: file descriptor of JSON lines.
         answers: file descriptor to write some to.
     """
-    # A child's end wakes the loop: its handler's byte makes the pipe readable.
+    # The signal of a child that has ended writes a byte into this pipe, which wakes the loop.
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -83,7 +83,7 @@ def _end_orphans() -> None:
 def _holds_gpu() -> bool:
     """Return whether a driver was asked for its GPUs: it keeps files open, and no fork of this process could ask again."""
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the descriptor by which the folder was read is closed by now
+        with contextlib.suppress(OSError):  # The descriptor that lists the folder is closed again.
             if os.readlink(descriptor).startswith(_OF_DRIVERS):
                 return True
     return False
@@ -93,7 +93,7 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
     """Return the new worker's pid; 0 where this process must not be forked."""
     folder, rank = Path(request["folder"]), int(request["rank"])
     is_own_code = is_emulated = False
-    # What fails here fails again in the worker, which reports it.
+    # The worker meets the same error again, and reports it.
     with contextlib.suppress(Exception):
         task = msgspec.json.decode(read_message(folder / CASE), type=Task)
         is_own_code, is_emulated = bool(task.case.code), bool(task.emulated)
@@ -102,7 +102,7 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
             track_for_forks()
     if len(os.listdir("/proc/self/task")) > 1 or _holds_gpu() or (is_emulated and _used_gpu()):
         return 0
-    # Keeps the libraries' memory shared: a collection would write to all of it.
+    # A garbage collection would write to the libraries' memory, which would then no longer be shared.
     gc.freeze()
     pid = os.fork()
     if pid:
@@ -130,7 +130,7 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
     finally:
         flush_output()
     if is_own_code:
-        sys.exit(code)  # own code may have registered functions by atexit
+        sys.exit(code)  # own code may have registered functions with atexit
     os._exit(code)
 
 
@@ -139,7 +139,7 @@ def _used_gpu() -> bool:
     import torch
 
     is_spoilt = getattr(torch._C, "_cuda_isInBadFork", None)
-    if is_spoilt is None:  # a build without GPUs
+    if is_spoilt is None:  # This build of torch has no GPUs.
         return False
     pid = os.fork()
     if not pid:
@@ -151,7 +151,7 @@ if __name__ == "__main__":
     die_with_parent()
     adopt_orphans()
     requests, answers = os.dup(0), os.dup(1)
-    # Libraries print while they are imported.
+    # Libraries print while they are imported, and standard output is for answers.
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1):
         os.dup2(nowhere, standard)

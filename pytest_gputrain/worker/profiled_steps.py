@@ -170,7 +170,7 @@ class StepProfile:
 
 
 def _now() -> int:
-    # The clock that the profiler's events have. If it jumps, events lie outside of their steps, and are refused.
+    # The profiler's events have this clock. If it jumps, events lie outside of their steps, and are refused.
     return time.clock_gettime_ns(time.CLOCK_REALTIME)
 
 

@@ -46,5 +46,5 @@ class Progress:
 
     def _write(self, event: Event) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a disk that is full for a while must not end the case
+            with contextlib.suppress(OSError):  # A full disk must not end the case.
                 os.write(self._file, msgspec.json.encode(event) + b"\n")

@@ -39,7 +39,7 @@ def read_frames(library: Any) -> None:
         raise LayoutUnknown(f"Python {sys.version.split()[0]} keeps its frames elsewhere ({error!r})") from None
     library.gputrain_counters_python((ctypes.c_int * len(offsets))(*offsets), ctypes.c_void_p(id(CodeType)))
     found = stack(library, library.gputrain_counters_stack())
-    if found[1:] != _expected(sys._getframe())[1:]:  # without frame 0, whose line has two calls
+    if found[1:] != _expected(sys._getframe())[1:]:  # The first frame is left out, because its line has two calls.
         library.gputrain_counters_no_stacks()
         raise LayoutUnknown(f"the frames of Python {sys.version.split()[0]} are not read as Python tells them")
 
@@ -83,7 +83,7 @@ class _Finder:
         in_frame = self._words(self._word(id(outer) + _FRAME_OF_OBJECT), 16)
         in_code = self._words(id(code), 40)
         instruction, instructions = self._instruction(in_frame, outer)
-        # The qualified name of a method differs from its name.
+        # A method is used, because its qualified name differs from its name.
         own = sys._getframe().f_code
         state, shift = self._state_of_strings()
         return (
@@ -116,7 +116,7 @@ class _Finder:
         ctypes.pythonapi.PyThreadState_Get.restype = ctypes.c_void_p
         state = ctypes.pythonapi.PyThreadState_Get()
         frame, memory = self._word(id(sys._getframe()) + _FRAME_OF_OBJECT), self._memory
-        # While the memory is read no other function of Python may run, which would be the current frame.
+        # No other Python function may run while the memory is read, because it would become the current frame.
         memory.seek(state)
         words = memoryview(memory.read(40 * _WORD)).cast("Q")
         for place, word in enumerate(words):

@@ -102,7 +102,8 @@ def run(
         if own is None and (mixed := _mixed_types(error, task.case)):
             return Crashed(sentence=mixed, phase=progress.phase, step=progress.step, refused=True)
         where, lines = _out_of_memory(error), own_lines(task, builder) if own else None
-        if where is None or device is None or progress.phase in ("check", "profile"):  # whose steps have fitted
+        # Steps of these phases have fitted before.
+        if where is None or device is None or progress.phase in ("check", "profile"):
             return of_config(crash(error, progress, lines, on_cpu=task.device_type == "cpu"), task, error)
         peaks = device.peaks()
         reply = OutOfMemory(
@@ -113,7 +114,7 @@ def run(
             peak_allocated_bytes=peaks.allocated,
             environment=environment_of(device, group),
         )
-    # By what was found to be loaded, whatever was asked for.
+    # The reply follows the libraries that were really loaded, whatever was asked for.
     return reply if emulated is None else emulated_reply(reply, task, device, emulated)
 
 
@@ -167,7 +168,7 @@ def _serve(task: Task, progress: Progress, device: Device, group: Group, keep: K
     with device.counting(own_lines(task).current) as counter:
         server = TableServer(group, case.asynchronous, lambda rows: optimizer(rows, case.learning_rate))
         progress.enter("count")
-        # Those of the workers' counted steps: the first makes the optimizer's states, the second finds them there.
+        # The workers count two steps: the first makes the optimizer's state, and the second uses it.
         server.serve(updates=2 * (group.size if case.asynchronous else 1))
     gc.collect()
     gc.freeze()
@@ -193,7 +194,7 @@ def _out_of_memory(error: Exception) -> Literal["device", "host"] | None:
         return "device"
     message = _message(error)
     if isinstance(error, RuntimeError) and "out of memory" in message and ("CUDA" in message or "HIP" in message):
-        return "device"  # allocated by a library beside torch's allocator
+        return "device"  # a library has allocated this without torch's allocator
     if isinstance(error, RuntimeError) and _LIBRARY_OUT_OF_MEMORY.search(message):
         return "device"
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in message):

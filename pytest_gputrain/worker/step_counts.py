@@ -49,7 +49,7 @@ class StepCounter(CountedSteps):
 
     def __init__(self, lines: OwnLines | None) -> None:
         super().__init__(lines)
-        # PyDLL keeps Python's lock in a call, and a call is short.
+        # PyDLL keeps the GIL during a call, which is right because calls are short.
         self._library: Any = ctypes.PyDLL(None)
         try:
             read_frames(self._library)
@@ -64,7 +64,8 @@ class StepCounter(CountedSteps):
 
     def note(self, line: str) -> None:
         """Note that what this thread asks for in a backward pass belongs to this own line, until another one is noted."""
-        if self._counting or self._captures.value:  # a replay is counted with the lines of its capture
+        # Replays are counted with the lines of their capture, so lines matter in a capture, too.
+        if self._counting or self._captures.value:
             number = self._noted.setdefault(line, len(self._noted) + 1) if line else 0
             self._library.gputrain_counters_note(number)
 

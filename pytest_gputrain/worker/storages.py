@@ -70,7 +70,7 @@ class Storages:
         """Note a storage that is new, or has become larger or smaller: for a moment there are both, as one is copied."""
         key = storage._cdata
         with self._lock:
-            if self._left:  # by an operator of another thread that had begun before
+            if self._left:  # An operator of another thread had begun before the counter was left.
                 return
             size_before = self._sizes.get(key)
             if size_before is None:

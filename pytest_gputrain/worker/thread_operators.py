@@ -70,7 +70,7 @@ class ThreadOperators:
         unnamed = "a thread that Python's threading did not start"
         try:
             return f"{unnamed} ({Path(f'/proc/self/task/{thread}/comm').read_text().strip()!r})"
-        except OSError:  # it has ended
+        except OSError:  # The thread has ended.
             return unnamed
 
 

@@ -84,7 +84,7 @@ class Agent:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        # The ranks' parent is this process now.
+        # This process is the ranks' parent from now on.
         os.environ[PARENT] = str(os.getpid())
         seconds = int(nodes.join_seconds)
         configuration = LaunchConfig(
@@ -97,7 +97,7 @@ class Agent:
             rdzv_configs={"join_timeout": seconds, "read_timeout": seconds, "is_host": self._node == 0},
             max_restarts=0,
             monitor_interval=_POLL_SECONDS,
-            # Its folder for temporary files would stay behind elsewhere.
+            # Elsewhere its folder for temporary files would not be removed.
             logs_specs=DefaultLogsSpecs(log_dir=str(self._own)),
             local_addr=self._host,
         )
@@ -155,7 +155,7 @@ class Agent:
         """End this process and all that it started."""
         import psutil
 
-        with self._leaving:  # the second thread that comes here waits for the end
+        with self._leaving:  # A second thread that comes here waits until the process ends.
             family = psutil.Process().children(recursive=True)
             for child in family:
                 child.kill()
@@ -169,7 +169,7 @@ class Agent:
                     write_record(self._folder / f"rank{rank}" / EXIT, rank_exit)
                 write_record(self._own / LEFT, Left(failure=failure))
             except FileNotFoundError:
-                pass  # the case is over
+                pass  # the case is over, and its folder is gone
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)

@@ -39,7 +39,8 @@ def describe(func: Any, args: Any, kwargs: Any, flops: int, read: int, written: 
         flags.append("host")
     if flops:
         dtype = str(type_of(args)).removeprefix("torch.")
-    if flops and "." not in name:  # which operators of other libraries have, whose arguments are in another order
+    # Operators of other libraries have a dot in their name, and their arguments are in another order.
+    if flops and "." not in name:
         tensors = [local(value) for value in args if _is_tensor(value)]
         shapes = tuple(tuple(tensor.shape) for tensor in tensors[:_MOST_SHAPES])
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs

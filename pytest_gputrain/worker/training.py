@@ -99,7 +99,7 @@ class Training:
         architecture = architecture_of(case.model)
         precision = PRECISIONS[case.precision]
         seed = torch.initial_seed()
-        # A model that is to be kept on the host may not fit anywhere else.
+        # A model that is kept on the host may not fit on the device.
         place = torch.device("cpu") if case.cpu_offload else device
         with place, _default_dtype(stored(case, precision)), _apart(case, device):
             self._workload = zoo.build(case, scale, architecture)
@@ -141,7 +141,7 @@ class Training:
         encoders = self._workload.encoders
         self.model: nn.Module | None = nn.ModuleDict({names[0]: adapted, **encoders}) if encoders else adapted
         if case.parallel != "single":
-            # The same weights everywhere, other samples in each process, whatever the engine drew in between.
+            # All processes have the same weights but other samples, whatever the engine drew in between.
             torch.manual_seed(seed + group.rank)
         random_state = torch.get_rng_state()
         with _default_dtype(precision.weights):
@@ -378,7 +378,7 @@ class OwnCodeTraining:
         if loss is None or not self.keeps_losses:
             return
         if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
-            # A copy: the loss may be a view of something large.
+            # It is copied, because the loss may be a view of something large.
             self.losses.append(loss.detach().clone())
             return
         try:
@@ -426,7 +426,7 @@ def _imported(module_name: str, path: Path) -> ModuleType | None:
     if not top or top == "__main__":
         return None
     try:
-        # To look for a module of a package imports the package: not one that the file is not in.
+        # `find_spec` for a module imports its package, so only the package that has the file is asked.
         package = importlib.util.find_spec(top) if below else None
         if below and not any(path.is_relative_to(Path(folder).resolve()) for folder in _module_folders(package)):
             return None

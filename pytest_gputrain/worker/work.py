@@ -67,7 +67,7 @@ class WorkCount(FlopCount):
 
     def __enter__(self) -> WorkCount:
         super().__enter__()
-        # What Triton launches is no operator.
+        # Kernels that Triton launches do not come through torch's dispatcher.
         self._of_triton = contextlib.ExitStack()
         for module, launcher in _LAUNCHERS.items():
             if owner := getattr(sys.modules.get(module), launcher, None):
@@ -82,7 +82,7 @@ class WorkCount(FlopCount):
         @functools.wraps(run)
         def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(self._within, "operator", False):
-                return run(kernel, *args, **kwargs)  # torch's own, which is a part of the operator
+                return run(kernel, *args, **kwargs)  # an operator of torch has launched it, and is counted itself
             moved = _bytes_of(args) + _bytes_of(kwargs.values())
             call = TracedCall(operator=f"triton.{getattr(kernel.fn, '__name__', 'kernel')}", read=moved)
             self._calls[threading.get_ident(), call] += 1

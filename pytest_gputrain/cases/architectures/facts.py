@@ -199,7 +199,7 @@ def configured(
         trainable={"full": {}, "lora": {}, "qlora": {}},
         lora=lora or Lora(rank=8, alpha=8, dropout=0.0, targets=()),
         blocks=("",),
-        loss="fp32",  # as transformers computes it, whose users this model has
+        loss="fp32",  # transformers computes it in fp32, and such models are mostly trained by it
         parts={"model": part},
     )
 

@@ -57,7 +57,7 @@ class FleetExecutor(Executor[Reply]):
     ) -> None:
         self._seconds_of = seconds_of
         gpus = 0 if platform == catalog.CPU else settings.fleet_gpus
-        # What kind of H100 it is, its delivery will tell.
+        # Only the reply of a job tells which kind of H100 it ran on.
         self._requested = Host(name="", platform=platform, device=catalog.slug(platform), gpus=gpus)
         self._conditions = msgspec.structs.replace(conditions_of(settings), platform=platform)
         self._fleet = Fleet(
@@ -85,7 +85,7 @@ class FleetExecutor(Executor[Reply]):
             self._fleet.drop(order)
             raise
         if not isinstance(reply, Measurement | OutOfMemory):
-            self._fleet.drop(order)  # what was to follow
+            self._fleet.drop(order)  # its further runs are not needed
         return reply
 
     def want(self, wanted: Iterable[WantedRuns]) -> None:
@@ -99,7 +99,7 @@ class FleetExecutor(Executor[Reply]):
                     self._fleet.expect([order] * missing, soon=True)
                     continue
                 seconds = self._seconds_of(suite, task)
-                # Several runs of a case count as long as those that are left, which spreads them among those of other cases.
+                # A case with several missing runs is submitted in turn with others, the one with most work left first.
                 orders += [(left * seconds, left, order) for left in range(1, missing + 1)]
             self._fleet.expect(order for _, _, order in sorted(orders, key=lambda entry: entry[:2], reverse=True))
 
@@ -135,7 +135,7 @@ class FleetExecutor(Executor[Reply]):
         return outcome.reply
 
     def _order(self, task: Task) -> Order:
-        # Figures are shared by what a task is; so must the runs be, by whichever of its names it is asked for.
+        # Equal tasks share their figures, so they share their runs, too, under whichever name one is asked for.
         task = self._firsts.setdefault(identity_of(task), task)
         gpus = min(task.case.gpus, self._requested.gpus)
         return Order(

@@ -37,7 +37,7 @@ def deliver(folder: Path, rendezvous: str = "") -> None:
     """
     order = msgspec.json.decode(read_message(folder / ORDER), type=Order)
     delivery = _run_order(order, folder, rendezvous)
-    with contextlib.suppress(FileNotFoundError):  # nobody waits any more
+    with contextlib.suppress(FileNotFoundError):  # The folder is gone if nobody waits any more.
         write_record(folder / DELIVERY, delivery)
 
 
@@ -59,9 +59,9 @@ def _run_order(order: Order, folder: Path, rendezvous: str) -> Delivery:
 
 
 def main(folder: Path, host: str = "", node: str = "") -> None:
-    # A scheduler ends a job so. What is open is then closed, and no folder of the case stays on the node.
+    # A scheduler ends a job by SIGTERM. An exit closes what is open, and removes the case's folder from the node.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    if host:  # started by a process of the scheduler's that may be killed; srun and similar commands end it then
+    if host:  # The scheduler may kill the process that started this one; srun and the like then end the job.
         die_with_parent()
     if node:
         serve(folder, host, print)

@@ -124,7 +124,7 @@ class Ray:
         with self._answering():
             nodes = self._ray.nodes()
         alive = {node["NodeID"]: node["Resources"] for node in nodes if node["Alive"]}
-        for run in self._runs.values():  # those that nobody asks for any more give their nodes back, too
+        for run in self._runs.values():  # Runs that nobody asks for any more give their nodes back, too.
             self._is_over(run)
         return {number: self._job(self._runs[number], alive) for number in ids if number in self._runs}
 
@@ -148,7 +148,7 @@ class Ray:
             )
         host, _, port = address.rpartition(":")
         if host and port.isdecimal():
-            try:  # Ray itself tries for minutes
+            try:  # Ray itself would try for minutes.
                 socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
             except OSError as error:
                 raise ValueError(f"--gpu-executor=ray finds no cluster at {address}: {error.strerror or error}") from None
@@ -160,7 +160,7 @@ class Ray:
             why = " ".join(str(error).split())
             raise ValueError(f"--gpu-executor=ray finds no cluster at {address}: {why}") from None
         finally:
-            if in_main_thread:  # Ray's own would end pytest without a report
+            if in_main_thread:  # Ray's own handler would end pytest without a report.
                 signal.signal(signal.SIGTERM, handler)
 
     @contextlib.contextmanager
@@ -181,7 +181,7 @@ class Ray:
 
     def _cancel(self, run: _Run, **how: bool) -> None:
         for task in (run.answers, *run.other_nodes):
-            with contextlib.suppress(Exception):  # over already, or nobody there
+            with contextlib.suppress(Exception):  # The task has ended, or Ray has.
                 self._ray.cancel(task, **how)
 
     def _job(self, run: _Run, alive: Mapping[str, Mapping[str, float]]) -> Job:
@@ -219,7 +219,7 @@ class Ray:
         except errors.RayError as error:
             run.over = ("ended", _first_line(error))
         if run.over is None and run.host and time.monotonic() - run.began_at > run.most_seconds:
-            self._cancel(run, force=True)  # what hangs on its node heeds nothing else
+            self._cancel(run, force=True)  # a process that hangs ends only by force
             run.over = (
                 "cancelled",
                 f"it ran for more than {format_seconds(run.most_seconds)}, which is --gpu-timeout and ten minutes",
@@ -235,7 +235,7 @@ class Ray:
                 run.node, _, run.host = begun.partition(" ")
                 run.began_at = time.monotonic()
             case [_, bytes(delivery), str(how), bytes(output)]:
-                with contextlib.suppress(OSError):  # nobody waits for it any more
+                with contextlib.suppress(OSError):  # The folder is gone if nobody waits any more.
                     (run.folder / OUTPUT).write_bytes(output)
                     if delivery:
                         part = run.folder / f"{DELIVERY}.part"

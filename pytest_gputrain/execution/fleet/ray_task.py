@@ -58,7 +58,7 @@ def serve_node(python: str, shared: str) -> None:
 
 
 def _start(python: str, arguments: list[str], output: int) -> subprocess.Popen[bytes]:
-    # Ray tells its tasks how many threads to compute with; a case of a local run is not told.
+    # Ray tells its tasks how many threads to compute with, but a case must compute as in a local run.
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS" and name[:4] != "RAY_"}
     return subprocess.Popen(
         [python, "-P", "-m", "pytest_gputrain.execution.fleet.job", *arguments],
@@ -74,7 +74,7 @@ def _wait(process: subprocess.Popen[bytes], over: object) -> None:
     """Wait until the process ends or is to end; end it where this task is cancelled."""
     assert callable(over)
     try:
-        # Ray cancels by an exception in this thread, which must not sit in a system call for long.
+        # Ray cancels a task by an exception in this thread, which comes only between system calls. So none may take long.
         while process.poll() is None and not over():
             time.sleep(_LOOK_SECONDS)
     finally:

@@ -84,7 +84,7 @@ class Slurm:
         self._known: set[str] = set()
         dropped = (*CHOOSING, PARENT, "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
         self._environment = {
-            # pytest itself may run in a job, whose variables would be taken for wishes of this one.
+            # If pytest itself runs in a job, sbatch would take that job's variables for options.
             name: value
             for name, value in os.environ.items()
             if name not in dropped and (not name.startswith(("SLURM_", "SBATCH_")) or name == "SLURM_CONF")
@@ -104,7 +104,7 @@ class Slurm:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=self._environment,
-            start_new_session=True,  # Ctrl-C must not end it between submitting and telling the job
+            start_new_session=True,  # Ctrl-C must not end it before it has told the number of the job
         ) as process:
             answer = self._answer(process, name)
         self._known.add(answer)
@@ -127,7 +127,7 @@ class Slurm:
         if process.returncode == 0:
             return said.partition(";")[0]
         if process.returncode < 0:
-            for job in self._by_name(name) - self._known:  # taken in the very moment it was ended
+            for job in self._by_name(name) - self._known:  # The job was submitted just before sbatch was ended.
                 return job
         words = " ".join(complaint.replace("sbatch: ", "").replace("error: ", "").split()) or f"sbatch: {process.returncode}"
         if _has(complaint, _QUEUE_FULL):
@@ -171,7 +171,7 @@ class Slurm:
             return set()
 
     def _squeue(self, which: str) -> str:
-        # Jobs that ended stay known for some minutes (MinJobAge); asked for one that does not any more, squeue complains.
+        # squeue complains of a job that ended some minutes ago (MinJobAge), and this is no error.
         command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%N|%r", which]
         done = self._run(command)
         if done.returncode and "Invalid job id" not in done.stderr:

@@ -52,7 +52,7 @@ def _take(folder: Path) -> int:
     """Lock the folder for as long as this process lives; who finds the file finds it locked."""
     part = folder / f"{_LOCK}.part"
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
-    with contextlib.suppress(OSError):  # a file system without locks: then nobody ever takes it for left
+    with contextlib.suppress(OSError):  # On a file system without locks nobody ever removes the folder.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         part.rename(folder / _LOCK)
     return descriptor
@@ -64,7 +64,7 @@ def _sweep(temporary: Path) -> None:
         return
     _swept.add(temporary)
     for lock in temporary.glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError):  # in use, gone meanwhile, or another user's
+        with contextlib.suppress(OSError):  # The folder is in use, another user's, or gone meanwhile.
             if lock.parent.is_symlink() or lock.parent.lstat().st_uid != os.geteuid():
                 continue
             descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.utils.linux import PARENT
 
-if TYPE_CHECKING:  # this module is imported in every project, before anybody asks for a case
+if TYPE_CHECKING:  # Every project imports this module, before anybody asks for a case, so it must load fast.
     from pytest_gputrain.hardware.devices import Gpu
     from pytest_gputrain.records import Task
 
@@ -91,7 +91,7 @@ def worker_environment(task: Task, gpus: Sequence[Gpu], environ: Mapping[str, st
     environment = {name: value for name, value in variables.items() if value is not None and not _is_dropped(name)}
     environment |= {
         PARENT: str(os.getpid()),
-        # The interpreter's folder holds the tools of its environment (ninja), whether or not that is activated.
+        # Tools of the environment, such as ninja, lie beside the interpreter, also if the environment is not activated.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")]),
         **_fixed(task),
     }
@@ -100,7 +100,7 @@ def worker_environment(task: Task, gpus: Sequence[Gpu], environ: Mapping[str, st
 
 
 def _is_dropped(name: str) -> bool:
-    # pytest's variable of the running test would make every environment another one.
+    # pytest's variable changes with each test, and would make each environment another one.
     return name in (*_OF_LAUNCHERS, "PYTEST_CURRENT_TEST") or name.startswith("TORCHELASTIC_")
 
 
@@ -113,10 +113,10 @@ def _fixed(task: Task) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if task.nodes == 1 and (loopback := _loopback()):
-        # Otherwise gloo listens at the address that the host's name has, which other machines may reach.
+        # Otherwise gloo listens at the address of the host's name, which other machines may reach.
         fixed["GLOO_SOCKET_IFNAME"] = loopback
     if not task.case.code:
-        # The zoo's models are built, never fetched; an attempt to reach a hub would only cost its time-out.
+        # Built-in models are never downloaded; trying to reach a hub would only take the time until it gives up.
         fixed["HF_HUB_OFFLINE"] = "1"
     if task.device_type == "cpu":
         fixed |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -136,10 +136,10 @@ def _loopback() -> str:
 
 def _visible(gpus: Sequence[Gpu], environment: dict[str, str]) -> dict[str, str]:
     """Return the variables that show ``gpus`` to the vendor's runtime, and no other GPU to any runtime."""
-    # CUDA takes a UUID only if it begins so; that of a Jetson does not.
+    # CUDA takes a UUID only with such a beginning, which that of a Jetson does not have.
     named = [gpu.uuid if gpu.vendor == "amd" or gpu.uuid.startswith(("GPU-", "MIG-")) else str(gpu.index) for gpu in gpus]
     names = ",".join(named)
-    # HIP's own choose among what ROCm's leaves, by numbers of another list; empty ones it takes for unset.
+    # HIP's variables choose among the GPUs that ROCm's has left, by other numbers, and HIP takes empty ones for unset.
     for name in CHOOSING:
         environment.pop(name, None)
     if any(gpu.vendor == "amd" for gpu in gpus):

@@ -67,7 +67,7 @@ class ForkServer:
         )
         with self._lock:
             if imports in self._refused:
-                return None  # another process would import the libraries only to refuse, too
+                return None  # Another process would import the libraries only to refuse as well.
             return self._fork(imports, folder, rank, environment, timeout_seconds)
 
     def _fork(
@@ -93,7 +93,7 @@ class ForkServer:
             if child == 0:
                 self._refused.add(imports)
             if child is None or not (child or source.has_workers()):
-                source.close()  # an answer that nobody waited for would be taken for the next one
+                source.close()  # otherwise its late answer would be taken for the next one
             elif not child:
                 self._refusing.append(source)
         return ForkedProcess(source, child) if isinstance(child, Child) else None
@@ -179,7 +179,7 @@ class _ForkingProcess:
         self, folder: Path, rank: int, environment: Mapping[str, str], timeout_seconds: float
     ) -> Child | Literal[0] | None:
         """Return the new process; 0 where none may be forked from here, None where nothing was answered."""
-        if self._forked:  # of a process that nobody asked for
+        if self._forked:  # An answer has come that nobody waited for.
             return None
         deadline = time.monotonic() + timeout_seconds
         variables = {CASE_FOLDER: str(folder), **{name: environment[name] for name in (DEVICE,) if name in environment}}
@@ -210,7 +210,7 @@ class _ForkingProcess:
         import psutil
 
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            os.killpg(number, 0)  # without a signal: mostly there is none
+            os.killpg(number, 0)  # Signal 0 only checks; mostly the group is gone.
             for child in psutil.Process(self._process.pid).children(recursive=True):
                 with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                     if os.getpgid(child.pid) == number:
@@ -266,7 +266,7 @@ class ForkedProcess(LocalProcess):
             self._source.kill_group(self.pid)
             return
         with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(self.pid) == self.pid:  # it makes its group itself, a moment after its start
+            if os.getpgid(self.pid) == self.pid:  # A new process makes its group itself, a moment after its start.
                 os.killpg(self.pid, signal.SIGKILL)
         self._child.send(signal.SIGKILL)
 

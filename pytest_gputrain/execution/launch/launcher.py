@@ -108,7 +108,8 @@ def _run_processes(
         ranks: list[Rank] = []
         try:
             for number in range(1 if task.simulated else task.processes + task.servers):
-                ranks.append(Rank(number, folder, process))  # one by one: should the next not start, this one is ended
+                # ranks has each one at once, so that all are ended if the next one does not start
+                ranks.append(Rank(number, folder, process))
             reply = follow(ranks, timeout_seconds, watch, grace_seconds=_GRACE_SECONDS if len(ranks) > 1 else 0.0)
             if isinstance(reply, TimedOut) and reply.phase == "build" and task.case.method == "custom":
                 return msgspec.structs.replace(reply, advice=f"{reply.advice}{_ADVICE}")
@@ -136,14 +137,15 @@ def inline(task: Task, builder: Any = None) -> Reply:
         assert not isinstance(reply, Served | EmulatedRun), "the only process of a case serves nobody, and is not emulated"
         return msgspec.structs.replace(reply, measured=figures[0]) if isinstance(reply, Crashed) and figures else reply
     finally:
-        # What the training and its libraries have set, no test has changed.
+        # The training and its libraries may have changed variables, which no test asked for.
         for name in os.environ.keys() - variables.keys():
             del os.environ[name]
         os.environ.update(variables)
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
         gc.unfreeze()
-        # What a failed case left in cycles with its traceback, and what the allocator keeps, is the next one's.
+        # A failed case leaves tensors in cycles with its traceback, and the allocator keeps memory; the next case needs
+        # both.
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

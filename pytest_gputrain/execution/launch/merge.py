@@ -170,7 +170,7 @@ def _counts_of_all(counts: Sequence[Counts]) -> Counts | None:
     """Add up, step by step, what all ranks ask for."""
     if not counts:
         return None
-    # A kind of step of the case is what the ranks' steps are of at one time.
+    # Steps of the case are of one kind if every rank's steps at that time are.
     together = list(zip(*(of_rank.steps for of_rank in counts), strict=False))
     kinds = list(dict.fromkeys(together))
     return Counts(
@@ -190,7 +190,8 @@ def _sum_of_steps(steps: Sequence[StepCounts]) -> StepCounts:
     for step in steps:
         slow.update(step.slow_flops)
     sums = {name: sum(getattr(step, name) for step in steps) for name in numbers}
-    if not all(step.python_calls for step in steps):  # processes count calls in different steps
+    # A sum would mean nothing, because processes count calls in different steps.
+    if not all(step.python_calls for step in steps):
         sums["python_calls"] = 0
     return StepCounts(update=steps[0].update, slow_flops=dict(sorted(slow.items())), **sums)
 

@@ -35,7 +35,7 @@ def serve(shared: Path, host: str, say: Callable[[str], None]) -> None:
     refuse_recursion()
     shared.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=shared) as own:
-        owner = os.stat(own).st_uid  # the file server may give files other owners than the process has
+        owner = os.stat(own).st_uid  # A file server may give files another owner than the process has.
     nodes_of_cases: dict[Path, _NodeOfCase] = {}
     say(f"{host} waits for cases in {shared}; Ctrl-C ends it")
     try:
@@ -89,7 +89,7 @@ class _NodeOfCase:
             environment = worker_environment(task, _gpus(task, nodes.processes_of(number)))
             self._agent = start_agent(folder, number, host, environment)
         except FileNotFoundError:
-            pass  # the case is over
+            pass  # the case is over, and its folder is gone
         except (HardwareError, BadRecord) as error:
             self._tell(f"node {host} cannot take part: {error}")
 
@@ -104,7 +104,7 @@ class _NodeOfCase:
     def leave(self) -> None:
         """End the ranks of this node."""
         if self._agent:
-            # First: the other nodes' ranks will tell no more than that they lost their partners.
+            # This reason comes first, because the other nodes' ranks only tell that they lost their partners.
             self._tell(f"`gputrain node` on node {self._host} was ended before the case was over")
             self._agent.end()
 

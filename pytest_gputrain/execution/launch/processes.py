@@ -67,7 +67,7 @@ class LocalProcess(Process):
         import psutil
 
         family: list[Any] = []
-        if self.poll() is None:  # another process may have the number of one that has ended
+        if self.poll() is None:  # Once this process has ended, another one may have its number.
             with contextlib.suppress(psutil.NoSuchProcess):
                 family = psutil.Process(self.pid).children(recursive=True)
         self.kill_group()
@@ -78,7 +78,7 @@ class LocalProcess(Process):
 
     def kill_group(self) -> None:
         """Kill the process group of the worker."""
-        # The group's id is the worker's; it stays taken as long as any process of the group lives.
+        # The group has the worker's number, which stays taken as long as any process of the group lives.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -101,7 +101,7 @@ def end_all_of(folder: Path) -> None:
     """Kill what workers of the case in ``folder`` have left: daemons, in sessions of their own and with other parents."""
     mark = os.fsencode(f"{CASE_FOLDER}={folder}\0")
     for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # another user's, or gone
+        with contextlib.suppress(OSError):  # The process is another user's, or has ended.
             if mark in environment.read_bytes():
                 os.kill(int(environment.parent.name), signal.SIGKILL)
 
@@ -109,7 +109,7 @@ def end_all_of(folder: Path) -> None:
 def start(folder: Path, rank: int, environment: Mapping[str, str]) -> FreshProcess:
     """Start a fresh interpreter that runs rank ``rank`` of the case in ``folder``."""
     own = folder / f"rank{rank}"
-    # To append: these files are cut while the worker writes to them.
+    # They are opened to append, because they are emptied while the worker writes to them.
     with open(own / "stdout.txt", "ab") as stdout, open(own / "stderr.txt", "ab") as stderr:
         return run_module("pytest_gputrain.worker", [str(folder), str(rank)], environment, stdout, stderr)
 
@@ -128,14 +128,14 @@ def run_module(
         below: the command, with its arguments, that starts the interpreter; none does by default.
     """
     process = subprocess.Popen(
-        # -P: a file of the user's named like one of the standard library must not shadow it inside `import torch`.
+        # With -P a user's file that is named like a standard module does not hide that module from `import torch`.
         [*below, sys.executable, "-P", "-m", module, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
         env=environment,
         start_new_session=True,
-        # Should pytest be killed, its devices are lent to others only when this worker has left them.
+        # The worker keeps the locks, too: if pytest is killed, others get its devices only after the worker has ended.
         pass_fds=held_locks(),
     )
     return FreshProcess(process)

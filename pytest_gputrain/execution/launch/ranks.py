@@ -134,7 +134,7 @@ def follow(
     cause: Crashed | None = None
     while True:
         ended = [rank for rank in ranks if rank.process.poll() is not None]
-        # Only now: what a rank told in its last moment would else be read, and lost, by the look at its reply.
+        # This comes after the look at who has ended; otherwise a rank's last events would be lost.
         for event in ranks[0].progress.read():
             watch(event)
         for rank in ranks:
@@ -143,7 +143,7 @@ def follow(
         wrong = trouble()
         now = time.monotonic()
         if over == math.inf and (failed or wrong):
-            # Trouble that comes after a rank's failure is one of its consequences, and the other way round.
+            # What goes wrong second, a rank or something else, is a consequence of the first.
             over, cause = now + grace_seconds, wrong
         if len(ended) == len(ranks) or now >= over:
             break
@@ -229,14 +229,14 @@ def _read_reply(
             return crashed(f"the worker's reply cannot be read: {getattr(error, 'strerror', error)}")
         if exit_code != 0:
             return crashed(f"the worker replied, then ended {exit_text(exit_code)}")
-        # The traceback last: it is what the end of a long detail should show.
+        # The traceback comes last, because a long detail is shown by its end.
         return msgspec.structs.replace(reply, detail=output + reply.detail) if isinstance(reply, Crashed) else reply
     if killed_for_memory and last.phase in _AFTER_THE_STEPS:
         return crashed("the kernel's OOM killer ended the worker after its timed steps")
     if killed_for_memory:
         return OutOfMemory(where="host", phase=last.phase, step=last.step, message="killed by the kernel's OOM killer")
     why = ""
-    with contextlib.suppress(OSError):  # the folder may be gone
+    with contextlib.suppress(OSError):  # The folder may be gone.
         free = shutil.disk_usage(folder).free
         why = f"; {format_bytes(free)} is free in {folder.parent.parent}" if free < _SCARCE_BYTES else ""
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -268,8 +268,9 @@ class _Output:
 
     def limit(self) -> None:
         """Empty the file where it has grown too long; its end is remembered."""
-        with contextlib.suppress(OSError):  # not there yet
-            if self._path.lstat().st_size > _MOST_OUTPUT_BYTES:  # of a link it is short, and no other file is cut
+        with contextlib.suppress(OSError):  # The file may not be there yet.
+            # `lstat` takes a link as it is, so no other file is emptied.
+            if self._path.lstat().st_size > _MOST_OUTPUT_BYTES:
                 self._before = tail(self._path)
                 os.truncate(self._path, 0)
 
@@ -294,7 +295,7 @@ class _ProgressFile:
         except OSError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
-        if not whole and len(data) == _MOST_PROGRESS_BYTES:  # no event
+        if not whole and len(data) == _MOST_PROGRESS_BYTES:  # A line of this length is no event, and is skipped.
             whole = data
         self._offset += len(whole)
         events = []

@@ -141,7 +141,7 @@ class _Agents:
             self._node_folders[0].mkdir()
             host = self._cluster.rendezvous or socket.gethostname()
             self._process = start_agent(self._folder, 0, host, self._environment)
-        # Whoever waits for cases finds everything else in place.
+        # This file comes last: nodes that wait for cases then find everything else in place.
         write_record(self._folder / NODES, self._nodes)
 
     def rank(self, folder: Path, number: int) -> Process:
@@ -193,7 +193,7 @@ class _Agents:
     def _gone(self) -> bool:
         taken = [node for node in self._node_folders if node.exists()]
         ended = self._process is None or self._process.poll() is not None
-        # The agent of this node may have been killed without a report; srun has waited for those that it started.
+        # The agent of this node may have been killed before it reported; srun itself waits for all agents that it started.
         reporting = [] if self._cluster.by_slurm else taken[1:]
         return ended and all((node / LEFT).exists() for node in reporting)
 
@@ -242,7 +242,7 @@ def _start_by_slurm(folder: Path, count: int, environment: Mapping[str, str]) ->
     """Start one agent on each of ``count`` nodes of the allocation."""
     environment = {name: value for name, value in environment.items() if name != PARENT}
     if any(environment.get(name) for name in CHOOSING):
-        # GPUs go by other names on other nodes: there Slurm shows them, or what the shell said before pytest started.
+        # GPUs have other names on other nodes, so these get the variables as they were when pytest started, or Slurm's.
         environment = {name: value for name, value in environment.items() if name not in CHOOSING}
         environment |= {name: value for name, value in os.environ.items() if name in CHOOSING}
     srun = [

@@ -139,11 +139,12 @@ def describe(chosen: Board, *, kernels: int, devices: int = 1) -> str:
     Args:
         kernels: those that run on it, from `find_kernels`. CUB chooses its algorithms by them.
     """
-    # A GPU that runs on kernels for another one has their capability, so that no library chooses what these kernels lack.
+    # If the GPU runs kernels for another one, it reports the capability of that one. Otherwise a library would choose
+    # kernels that are missing.
     other = other_kernels(chosen, kernels)
     name, capability = (_UNNAMED, divmod(kernels, 10)) if other else (chosen.name, chosen.capability)
     multiprocessor = _MULTIPROCESSORS[capability]
-    # The last byte counts devices.
+    # The last byte is the number of the device.
     identity = UUID_PREFIX + uuid.uuid4().bytes[len(UUID_PREFIX) : -1] + b"\0"
     fields = {
         "devices": devices,

@@ -155,7 +155,7 @@ def _digest(path: Path) -> str:
 
 def _load(folder: Path) -> StandIns | None:
     """Read what an earlier run built; None where there is nothing, or where a file is not as it was built."""
-    with contextlib.suppress(FileNotFoundError, ValueError):  # msgspec's errors are of the second kind
+    with contextlib.suppress(FileNotFoundError, ValueError):  # msgspec's errors are ValueErrors.
         folder.lstat()
         make_own(folder)
         return StandIns(folder)
@@ -171,9 +171,10 @@ def _build(folder: Path, torch: Torch, users: Iterable[Path]) -> StandIns:
         digests = {path.name: _digest(path) for path in sorted(target.glob("*.so*"))}
         manifest = _Manifest(digests=digests, architectures=architectures(torch))
         (target / _MANIFEST).write_bytes(msgspec.json.encode(manifest))
-        # Triton 3.5, which torch 2.9 brings, links what it compiles with -lcuda.
+        # Triton 3.5, which torch 2.9 has, links its kernels with -lcuda.
         (target / "libcuda.so").symlink_to(next(name for name in digests if name.startswith("libcuda.so.")))
-        with contextlib.suppress(FileNotFoundError):  # move damaged files away: a process may still use them
+        # Damaged files are moved away and not deleted, because a process may still use them.
+        with contextlib.suppress(FileNotFoundError):
             folder.rename(Path(made) / "damaged")
         target.rename(folder)
     return StandIns(folder)
@@ -236,7 +237,7 @@ def compile_all(
 
     compile_one(driver)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        # The runtime calls the driver.
+        # The driver is built first, because the runtime calls it.
         rest = [soname for soname in needed if soname != driver]
         for _ in pool.map(lambda soname: compile_one(soname, folder / driver), rest):
             pass
@@ -278,7 +279,7 @@ def _compile_one(
 def _run(compiler: list[str], *arguments: str) -> None:
     command = [*compiler, *arguments]
     try:
-        environ = {**os.environ, "LC_ALL": "C"}  # whose messages are looked at
+        environ = {**os.environ, "LC_ALL": "C"}  # the compiler's messages are read below
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False, env=environ)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotEmulate(f"the C compiler {command[0]} cannot be run: {error}; name another in CC") from None

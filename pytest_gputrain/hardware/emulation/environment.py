@@ -61,16 +61,16 @@ def emulated_environment(
     emulated[DEVICE] = description
     if state is not None:
         emulated[STATE] = str(state)
-    # By absolute paths: torch looks into the folders of the nvidia-* packages before it looks into LD_LIBRARY_PATH.
+    # The paths are absolute, because torch looks into the nvidia-* packages before LD_LIBRARY_PATH.
     emulated[_PRELOAD] = ":".join([*paths, *environ.get(_PRELOAD, "").split(":")]).rstrip(":")
     emulated["TRITON_LIBCUDA_PATH"] = str(libraries.folder)
-    # Apart: which of a kernel's configurations is fastest was not measured, and a real GPU must not find it as if it were.
+    # The folder is one of its own: kernels were chosen here without measuring, so a real GPU must not find this choice.
     compiled = Path(environ.get(_COMPILED) or _own_compiled()) / _APART
-    # Compiling allocates on the GPU, and code from the disk does not: each run of a program finds an empty folder.
+    # Compiling allocates on the GPU, and compiled code from the disk does not. So each run of a program starts without any.
     emulated[_COMPILED] = str(compiled if state is None else state / "compiled")
-    # Kernels are kept, because they take most of the time, and making them does not allocate.
+    # Kernels are kept, because making them takes most of the time and does not allocate.
     emulated.setdefault(_KERNELS, f"{compiled.parent}{_KEPT_KERNELS}")
-    # With it, Inductor measures fused kernels to choose among them, and times mean nothing here.
+    # Otherwise Inductor would choose fused kernels by their times, which mean nothing here.
     emulated["TORCHINDUCTOR_BENCHMARK_EPILOGUE_FUSION"] = "0"
     torch = libraries.torch
     if torch is not None and torch.environment is not None:

@@ -191,7 +191,7 @@ def _install(cache: Path, version: str, environment: Path, source: Source, say: 
         )
         (whole / LOCK).touch(mode=0o600)
         (whole / installed.MANIFEST).write_bytes(msgspec.json.encode(manifest))
-        os.sync()  # before the rename, and at once: there are thousands of files
+        os.sync()  # thousands of files reach the disk in one call, before the folder gets its name
         whole.chmod(0o700)
         target = cache / manifest.key
         if target.exists() and not _removed(target):
@@ -310,7 +310,7 @@ def _only_file(folder: Path, wheel: Wheel) -> Path:
 
 def _download(wheel: Wheel, allowed: Sequence[str], target: Path, index: str) -> None:
     """Have pip download the one file with this hash."""
-    # Two equal signs would also take 2.13.0+cpu for 2.13.0.
+    # `==2.13.0` would also take 2.13.0+cpu, and `===` does not.
     hashes = " ".join(f"--hash=sha256:{sha256}" for sha256 in allowed)
     (wanted := target.parent / "requirements.txt").write_text(f"{wheel.project}==={wheel.version} {hashes}\n")
     (temporary := target.parent / "tmp").mkdir(exist_ok=True)
@@ -321,7 +321,7 @@ def _download(wheel: Wheel, allowed: Sequence[str], target: Path, index: str) ->
         *("--dest", str(target), "--requirement", str(wanted), *(("--index-url", index) if index else ())),
     ]
     environ |= {"PIP_CONFIG_FILE": os.devnull, "TMPDIR": str(temporary)}
-    # What pip prints of its progress is not this command's output.
+    # pip's progress goes to stderr, because it is not the output of this command.
     done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, check=False)
     if done.returncode:
         said = done.stderr.decode(errors="replace")
@@ -343,13 +343,13 @@ def _way_to_the_network() -> tuple[dict[str, str], list[str]]:
     command = [sys.executable, "-P", "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     kept: dict[str, str] = {}
-    for section in ("global", "download", None):  # None for the environment, which is the last word
+    for section in ("global", "download", None):  # The environment (None) comes last, because it overrides files.
         for where, name, value in _CONFIGURED.findall(listed):
             if (where or None) == section and name in _KEPT_OPTIONS:
                 kept[name] = str(ast.literal_eval(value))
     environ = {name: value for name, value in os.environ.items() if not name.upper().startswith("PIP_")}
     if proxy := kept.pop("proxy", ""):
-        # Not as an argument: every user of the host sees those, and an address may have a password.
+        # The proxy is no argument, because all users of the host see arguments, and it may have a password.
         environ |= {"http_proxy": proxy, "https_proxy": proxy}
     return environ, [part for name, value in sorted(kept.items()) for part in (f"--{name}", value)]
 

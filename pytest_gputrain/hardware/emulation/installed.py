@@ -140,7 +140,7 @@ class Build:
         Raises:
             OSError: it cannot be removed.
         """
-        import fcntl  # which only POSIX has, and only there are builds
+        import fcntl  # Only POSIX has this module, and builds exist only there.
 
         with open(self.folder / LOCK, "rb") as lock:
             try:
@@ -148,7 +148,7 @@ class Build:
             except BlockingIOError:
                 return False
             aside = self.folder.with_name(f"{PART}{self.folder.name}")
-            self.folder.rename(aside)  # at once, so that no process finds a part of it
+            self.folder.rename(aside)  # other processes must never find a part of it
         shutil.rmtree(aside)
         return True
 

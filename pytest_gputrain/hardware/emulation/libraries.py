@@ -195,7 +195,7 @@ def users_of_cuda(torch: Torch) -> list[Path]:
     if torch.environment is not None:
         hidden = {path.name for path in torch.site.iterdir()}
         others |= {path for path in _of_packages(torch.environment) if _package(path, torch.environment) not in hidden}
-    # bitsandbytes has a library for each version of CUDA, and loads the one of torch's.
+    # bitsandbytes has one library for each version of CUDA, and loads the one for torch's version.
     fitting = [
         path
         for path in sorted(others)

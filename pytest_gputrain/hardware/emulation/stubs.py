@@ -45,7 +45,7 @@ _WORKSPACES: Final = {
         for name in names
         for number in "SDCZ"
     },
-    # Of the device, and of the host.
+    # The two places are the sizes on the device and on the host.
     "cusolverDnXpotrf_bufferSize": _Workspace((9, 10)),
     "cusolverDnXgeqrf_bufferSize": _Workspace((11, 12)),
     "cusolverDnXsyevd_bufferSize": _Workspace((12, 13)),
@@ -159,13 +159,13 @@ _ANSWERING: Final = re.compile(
 """The functions of these libraries that give the host an answer, or write into memory what it goes by. They fail."""
 
 _WITHOUT_ANSWER: Final = re.compile(
-    # What is registered, loaded, allowed or given back has no effect that a program sees.
+    # Registering, loading, allowing and giving back have no effect that a program sees.
     r"__cuda\w*|cuda(DeviceEnablePeerAccess|FuncSetAttribute|KernelSetAttributeForDevice|LibraryUnload|MemPoolSet\w+|"
     r"MemPoolTrimTo|MemPrefetchAsync|MemcpyToSymbol|Profiler\w+|StreamDestroy)|cu(LinkAddData|LinkDestroy|LibraryUnload|"
     r"MemSetAccess|ModuleUnload)(_v2)?|"
-    # All that a program asked for has happened.
+    # Queries find that everything has ended already.
     "cu(Event|Stream)Query|"
-    # Nobody is called back, and records are of one kind and size.
+    # The stand-in calls nobody back, and all its records have one kind and size.
     r"cupti(Activity(Enable|Set)\w+|Enable\w+|Finalize)|"
     r"nvrtc(AddNameExpression|CompileProgram|DestroyProgram)|nvshmem\w*finalize"
 )

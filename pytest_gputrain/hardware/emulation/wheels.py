@@ -164,7 +164,7 @@ class Unpacker:
             target = folder / info.filename
             target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             digest = hashlib.sha256()
-            # Never through a file that is there.
+            # A file that exists already is never written to.
             descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "wb") as written, self._open(info.filename) as packed:
                 try:
@@ -177,7 +177,7 @@ class Unpacker:
                 self._refuse(f"{info.filename} is not the file of its RECORD")
             if (info.external_attr >> 16) & 0o111:
                 target.chmod(0o700)
-            # Whole seconds: archives keep them if the folder is packed and moved.
+            # Archives keep whole seconds, so these stay equal if the folder is packed and moved.
             modified = calendar.timegm((*info.date_time, 0, 0, 0))
             os.utime(target, (modified, modified))
             yield info.filename, Unpacked(info.file_size, modified, digest.hexdigest())

@@ -67,7 +67,7 @@ def _text_table(table: PublishedTable, platform: str, results: _ByRow) -> TextTa
     setup = table.platforms[platform]
     headers = [column.title for column in table.columns]
     cells = [[_plain(row.cells[column.header]) for column in table.columns] for row in rows]
-    if len(set(map(tuple, cells))) < len(cells):  # the document prints several cases in one line
+    if len(set(map(tuple, cells))) < len(cells):  # The document prints several cases in one line.
         headers.append("Case")
         cells = [[*printed, str(row.case)] for printed, row in zip(cells, rows, strict=True)]
     measured = [results.get(_row(row)) for row in rows]

@@ -58,7 +58,7 @@ _SVG: Final = "http://www.w3.org/2000/svg"
 _XLINK: Final = "http://www.w3.org/1999/xlink"
 _SETTINGS: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a $ in a name is a $
+    "text.parse_math": False,  # a name may have a $
     "axes.unicode_minus": False,
     "path.simplify": False,
     "font.size": _TEXT,
@@ -155,7 +155,7 @@ class Charts:
         middle = max(heights)
         with self._axes(150, left=46, bottom=24, top=20) as (figure, axes):
             days = time.date2num(list(dates))
-            # Lines of no length with round ends are dots, and a tenth of the text of as many markers.
+            # A line of no length with round ends is drawn as a dot, in a tenth of the text that a marker needs.
             dots = [[position for value in axis for position in (value, value, math.nan)] for axis in (days, heights)]
             axes.plot(*dots, solid_capstyle="round", linewidth=3.6, color=Colour.SERIES[0], alpha=0.6)
             ends = [*(start for start, _ in levels[1:]), len(days)]
@@ -163,7 +163,7 @@ class Charts:
                 until = days[end] if end < len(days) else days[-1]
                 axes.plot([days[start], until], [height / size] * 2, color=Colour.INK, linewidth=1.8)
             low, high = min(heights), max(heights)
-            # A scatter of a tenth of a percent is not drawn as if it were a mountain.
+            # The axis has at least 2 % of the median, so a tiny scatter does not look large.
             margin = max(high - low, 0.02 * middle) * 0.12
             spread = max(0.0, 0.02 * middle - (high - low)) / 2
             axes.set_ylim(low - margin - spread, high + margin + spread)
@@ -173,7 +173,7 @@ class Charts:
             ):
                 colour = Colour.BAD if level_change.worse else Colour.GOOD
                 axes.axvline(day, color=colour, linewidth=1.2, linestyle=(0, (3, 2)))
-                # On the side with more space.
+                # The text stands on the side that has more space.
                 is_before_line = day - before > after - day
                 axes.annotate(
                     level_change.text,
@@ -228,7 +228,7 @@ class Charts:
             if mark:
                 place, text = mark
                 axes.axvline(place, color=Colour.INK, linewidth=1, linestyle=(0, (3, 2)))
-                is_left = place > sum(axes.get_xlim()) / 2  # on the side with more space
+                is_left = place > sum(axes.get_xlim()) / 2  # The text stands on the side that has more space.
                 axes.annotate(
                     text,
                     (place, 1.0),
@@ -305,9 +305,9 @@ class Charts:
         import matplotlib
         from matplotlib.figure import Figure
 
-        # rc_context comes first: what a user's matplotlibrc says is no part of a report.
+        # rc_context comes first, so that a user's matplotlibrc does not change reports.
         with matplotlib.rc_context(matplotlib.rcParamsDefault), matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
-            # The page's own font shows what matplotlib's has no glyph for.
+            # The page's font shows characters that matplotlib's has not.
             warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
             figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72)
             axes = figure.add_axes((left / WIDTH, bottom / height, 1 - (left + 8) / WIDTH, 1 - (bottom + top) / height))

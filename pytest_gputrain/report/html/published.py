@@ -153,7 +153,7 @@ def _printed_figures(table: PublishedTable, metric: Metric) -> Iterator[_Printed
         ]
         for row in rows
     ]
-    # A row that failed belongs to the figures that every other row has, not to those that some have.
+    # A row that failed is drawn only beside figures that all other rows have.
     complete = any(figures) and all(of_row or row.outcome in OUTCOMES for row, of_row in zip(rows, figures, strict=True))
     for row, of_row in zip(rows, figures, strict=True):
         yield from of_row or ([_Printed(row, GATED, None)] if complete else [])

@@ -85,7 +85,7 @@ class AutogradLines:
                 self._ambiguous = min(low, before), max(high, upcoming)
 
     def _of_node(self, node: Any) -> str:
-        number = node._sequence_nr()  # of a node that accumulates a gradient higher than any
+        number = node._sequence_nr()  # a node that accumulates a gradient has a number above all others
         low, high = self._ambiguous
         if number >= self._next or low <= number < high or _VIEWS.fullmatch(node.name()):
             return ""
@@ -137,7 +137,7 @@ class BackwardNotes:
 
     def __init__(self, line_of: Callable[[FrameType | None], str], note_line: Callable[[str], None]) -> None:
         self._lines = AutogradLines(line_of)
-        # Versions of torch before 2.10 keep no notes.
+        # torch before 2.10 cannot attach text to an allocation.
         self._note: Callable[[str], None] = getattr(torch._C, "_cuda_setMemoryMetadata", lambda text: None)
         self._note_line = note_line
 

@@ -39,7 +39,7 @@ def following(original: Callable[..., Any]) -> Callable[..., Any]:
         line = line_of(sys._getframe(1)) or BACKWARD
         place = line, stream.stream_id, tensor.untyped_storage().data_ptr() // _SEGMENT_BYTES
         if place in decided or tries[line] == _MOST_TRIES:
-            return  # to find the stream of a block takes time
+            return  # finding the stream of a block takes time
         decided.add(place)
         tries[line] += 1
         if _is_of_another(tensor, stream):
@@ -67,6 +67,6 @@ def memory_segments() -> list[dict[str, Any]]:
     take: Any = torch.cuda.memory_snapshot
     try:
         segments: list[dict[str, Any]] = take(include_traces=False)
-    except TypeError:  # torch before 2.11 always gives the traces
+    except TypeError:  # torch before 2.11 always includes the traces.
         segments = take()
     return segments

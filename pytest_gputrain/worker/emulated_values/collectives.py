@@ -52,7 +52,7 @@ class Exchanges:
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             if not dist.is_initialized() or dist.get_backend() == "fake":
-                # NCCL, which is not called, would have got the larger of what is sent and of what is heard.
+                # NCCL is not called here. It would move the larger of what is sent and what is received.
                 sides = [sum(one.nbytes for one in flat([arguments[place] for place in places])) for places in (own, others)]
                 count_collective(name, max(sides))
                 return original(keys, *arguments, **keywords)
@@ -72,7 +72,7 @@ class Exchanges:
         of_nccl = name.startswith("_nccl")
 
         def run(first: Any, second: Any, *others: Any, **keywords: Any) -> Any:
-            # torch broadcasts the first tensor, whichever root the call names.
+            # torch broadcasts the first tensor, whatever root the call names.
             sent = [first[0]] if name == "_nccl_broadcast" else list(flat([first]))
             addresses = {tensor.data_ptr() for tensor in sent}
 
@@ -107,7 +107,8 @@ class Exchanges:
             what = self._stand_ins.gputrain_end_exchange()
         tensors = heard(output)
         if what == _STILL_WAITS:
-            # Of a group that ends later. Sizes, flags and pickled objects are known to whoever sends them.
+            # The group of calls ends later, so what another process sends is not seen yet. Integers, such as sizes, flags
+            # and pickled objects, are known to their sender.
             numbers = any(tensor.dtype.is_floating_point for tensor in tensors)
             what = _KNOWN if (not numbers if from_another else known) else _UNKNOWN
         self._end(what, tensors)
@@ -122,7 +123,7 @@ class Exchanges:
             if tensor.nbytes > _EXCHANGED_BYTES:
                 continue
             if found is None:
-                on_host(tensor).zero_()  # as the host reads it, and not what the memory held before
+                on_host(tensor).zero_()  # the host then reads zeros, and not what the memory held before
             elif found.value is not None:
                 on_host(tensor).fill_(found.value)
         self._stand_ins.gputrain_begin_exchange(known)
@@ -137,4 +138,5 @@ class Exchanges:
 
     def _end_of_replay(self, _: Any, __: Any, tensors: Sequence[Tensor], replays: bool) -> None:
         what = self._stand_ins.gputrain_end_exchange()
-        self._end(what if what == _KNOWN else _UNKNOWN, tensors)  # a group that ends later has not exchanged yet
+        # a group of calls that ends later has exchanged nothing yet
+        self._end(what if what == _KNOWN else _UNKNOWN, tensors)

@@ -119,9 +119,9 @@ class Contents:
         self._addresses: list[int] = []
         self._taken = 0
         torch_core = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
-        # c10::impl::GPUTrace::set_trace, for compute-sanitizer's like of torch: it is told of each block that is freed.
+        # This is c10::impl::GPUTrace::set_trace, a hook for tools such as compute-sanitizer. It tells of each freed block.
         torch_core["_ZN3c104impl8GPUTrace9set_traceEPKNS0_13PyInterpreterE"](ctypes.c_void_p(stand_ins.gputrain_tracer()))
-        torch._C._cuda_synchronize()  # the first call that it is told of, which it then knows
+        torch._C._cuda_synchronize()  # the tracer takes its first call for this one, and ignores such calls
 
     def find(self, tensor: Tensor) -> Known | None:
         """Find what is known of this tensor, all of it or nothing."""
@@ -140,7 +140,7 @@ class Contents:
         if known.value is None:
             return known
         if known.value.dtype != tensor.dtype:
-            return None  # the same bytes as another type
+            return None  # a view with another type has the same bytes, but other values
         if tensor.is_conj() or tensor.is_neg():
             return Known(known.low, known.high, _turned(tensor, known.value), dealt=known.dealt, number=known.number)
         return known
@@ -148,7 +148,7 @@ class Contents:
     def forget(self, tensor: Tensor) -> None:
         """Note that unknown values were written to this tensor."""
         if tensor.layout is not torch.strided:
-            return  # its parts are tensors of their own, which operators write
+            return  # operators write the parts of a sparse tensor, which are tensors themselves
         tensor = elements(tensor)
         start = tensor.data_ptr()
         base = start - int(tensor.storage_offset()) * tensor.itemsize
@@ -179,7 +179,8 @@ class Contents:
         if before is not None and before.low <= low and high <= before.high:
             before.dealt = joined((before.dealt, dealt))
             return
-        if bytes_ != tensor.numel() * tensor.itemsize:  # there are gaps between its elements
+        # There are gaps between the elements, so the range would cover other tensors.
+        if bytes_ != tensor.numel() * tensor.itemsize:
             self._blocks.pop(base, None)
             return
         if before is not None and low <= before.high and before.low <= high:

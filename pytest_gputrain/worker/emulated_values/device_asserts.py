@@ -76,7 +76,7 @@ def asserting(contents: Contents, graphs: Graphs, name: str, run: _Kernel, origi
             line = line_of(sys._getframe(1)) or BACKWARD
             graphs.defer(check_replay, arguments, keywords, line, [])
         elif wrong := check(look, arguments):
-            original(keys, *arguments, **keywords)  # the host's own checks come first
+            original(keys, *arguments, **keywords)  # the operator's own checks on the host come first
             _fail(f"{name} at {line_of(sys._getframe(1)) or BACKWARD}: {wrong}")
         return run(keys, *arguments, **keywords)
 
@@ -95,10 +95,10 @@ def _fail(reason: str) -> NoReturn:
 
 
 def _outside(indices: Tensor | None, least: int, size: int) -> str | None:
-    if indices is None or indices.dtype in (torch.bool, torch.uint8):  # masks, whose sizes torch compares
+    if indices is None or indices.dtype in (torch.bool, torch.uint8):  # torch itself compares the sizes of masks.
         return None
     for dimension, stride in enumerate(indices.stride()):
-        if not stride:  # the same indices again and again, as those of an embedding
+        if not stride:  # A dimension that was expanded repeats the same indices, so one of them is enough.
             indices = indices.narrow(dimension, 0, 1)
     low, high = (int(end) for end in indices.aminmax())
     if least <= low and high < size:
@@ -144,7 +144,7 @@ def _index(look: _Look, arguments: Sequence[Any]) -> str | None:
 
 def _index_put(look: _Look, arguments: Sequence[Any]) -> str | None:
     accumulates = len(arguments) > 3 and arguments[3]
-    return None if accumulates else _index(look, arguments)  # torch itself reads and checks those that accumulate
+    return None if accumulates else _index(look, arguments)  # torch itself checks indices that accumulate
 
 
 def _take(look: _Look, arguments: Sequence[Any]) -> str | None:
@@ -206,7 +206,7 @@ def _bernoulli_in_place(look: _Look, arguments: Sequence[Any]) -> str | None:
 
 def _drawn(look: _Look, arguments: Sequence[Any]) -> str | None:
     if len(arguments) < 3 or not arguments[2] or arguments[1] == 1:
-        return None  # torch itself asserts
+        return None  # torch itself asserts for these
     return _within(0, 0, sys.float_info.max, "a weight is negative, infinite or NaN")(look, arguments)
 
 

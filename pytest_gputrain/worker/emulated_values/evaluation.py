@@ -60,7 +60,7 @@ class Values:
         if all(is_small(tensor, dealt=dealt) for tensor in (*tensors, *outputs)):
             result = self.run(operator, arguments, keywords)
             if result is not None and output is not None and not outputs:
-                return result  # a number or a boolean
+                return result  # the result is a number or a boolean
             self.write(outputs, result, dealt=dealt)
         elif elementwise and isinstance(output, Tensor) and any(one.value is not None for one in known):
             value = self.one(operator, arguments, keywords)
@@ -135,7 +135,7 @@ class Values:
         computing = _OTHERWISE.get(operator._schema.name, operator)
         try:
             result = computing(*self._on_host(arguments, targets), **others)
-        except Exception:  # the CPU lacks the operator or the type, or the GPU would have failed later
+        except Exception:  # The CPU lacks the operator or the type, or the GPU would fail later, too.
             return None
         return True if result is None else result
 
@@ -150,8 +150,8 @@ class Values:
         size = [*tensor.size()[: tensor.sparse_dim()], *elements.size()[1:]]
         return torch.sparse_coo_tensor(indices, elements, size, check_invariants=False).coalesce()
 
-    # These are methods, and no functions inside of others: one that calls itself would keep the tensors that it sees, and
-    # their memory, until Python looks for cycles.
+    # These are methods and no nested functions: a nested function that calls itself is a cycle, which would keep tensors and
+    # their memory until Python collects it.
 
     def _on_host(self, value: Any, targets: Sequence[Tensor]) -> Any:
         """Give the host's views of what an operator reads and writes."""
@@ -174,7 +174,7 @@ class Values:
             if not value.is_cuda:
                 return value
             known = self._contents.find(value)
-            if known is None:  # only written
+            if known is None:  # The tensor is only written to.
                 return torch.zeros([1] * value.dim(), dtype=value.dtype)
             if known.value is not None:
                 return known.value.clone().reshape([1] * value.dim())

@@ -64,7 +64,7 @@ class Graphs:
         def end_and_note(this: Any) -> None:
             try:
                 end(this)
-            finally:  # torch keeps the pool of a capture that fails
+            finally:  # torch keeps the pool of a capture that fails, too.
                 in_pools = sum(one["total_size"] for one in memory_segments() if tuple(one["segment_pool_id"]) != (0, 0))
                 self._most_in_pools = max(self._most_in_pools, in_pools)
 
@@ -135,7 +135,8 @@ class Graphs:
             A status of CUDA's.
         """
         step = self._steps[number]
-        # As below autograd and autocast, where operators are replaced, and without the modes of the thread that replays.
+        # The replaced operators run below autograd and autocast, so a replay does the same, and ignores the modes of its
+        # thread.
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch._C._DisableAutocast(), torch.no_grad():
             if forget or step.run is None:
                 for tensor in step.written:

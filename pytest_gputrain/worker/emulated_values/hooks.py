@@ -20,7 +20,7 @@ def follow_triton(contents: Contents, graphs: Graphs) -> None:
     def forget(names: Any, arguments: Any) -> None:
         written = []
         for index, argument in enumerate(arguments):
-            read_only = index < len(names) and names[index].startswith("in_ptr")  # as torch.compile names them
+            read_only = index < len(names) and names[index].startswith("in_ptr")  # torch.compile gives inputs this name
             if isinstance(argument, Tensor) and argument.is_cuda and not read_only:
                 written.append(argument)
         if not (graphs.captures.value and graphs.defer(None, (), {}, None, written)):
@@ -59,8 +59,8 @@ def follow_triton(contents: Contents, graphs: Graphs) -> None:
     def follow_padding(module: Any) -> None:
         module.get_cached_should_pad = lambda key: False
 
-    # Times mean nothing here, and a choice by them would differ between two runs of a case. So Inductor takes its first
-    # choice, and does not allocate the buffers for measuring all choices.
+    # Times mean nothing here, and a choice by times would differ between two runs. So Inductor takes its first choice, and
+    # allocates no buffers to measure others.
     after_import("torch._inductor.runtime.triton_heuristics", follow_compiled)
     after_import("torch._inductor.select_algorithm", follow_templates)
     after_import("torch._inductor.fx_passes.pad_mm", follow_padding)

@@ -93,7 +93,7 @@ class Looks:
             name: of the operator, without its overload.
         """
         if _in_backward():
-            return  # gradients differ in each step, and to follow what a backward pass computes takes time
+            return  # gradients differ in each step, and following a backward pass takes time
         first = arguments[0] if arguments else None
         if name not in _LOOKING:
             if not (isinstance(first, Tensor) and first.is_cuda and self._pieces.any_in(first)) or _in_pass():
@@ -116,7 +116,7 @@ class Looks:
             return
         truth = self._truth_of_result(name.removesuffix("_"), arguments)
         if truth is not None and self.truth(target) == truth and self._contents.find(target) is not None:
-            return  # it stays known
+            return  # the value stays known
         origin = self._hash(name, arguments, keywords)
         self._contents.forget(target)
         self._put(target, origin, truth)
@@ -129,7 +129,7 @@ class Looks:
     def copied(self, to: Tensor, source: Tensor) -> None:
         """Note that unknown values were copied on the GPU."""
         if _in_backward() and not self._pieces.any_in(source):
-            return  # as in follow
+            return  # as in `follow`, backward passes are not followed
         if to.dtype == source.dtype and _linear(to, source):
             self._pieces.put(to, to.nbytes, self._pieces.of(source, source.nbytes))
         elif not _in_pass():
@@ -139,7 +139,7 @@ class Looks:
         """Make up the numbers of unknown values that were copied to the host."""
         saved = _saved_type(source) if source.dtype == torch.uint8 else None
         if saved is not None and saved.is_floating_point and source.nbytes % saved.itemsize == 0:
-            source, to = source.view(saved), to.view(saved)  # so that what is loaded equals another copy on the host
+            source, to = source.view(saved), to.view(saved)  # what is loaded must equal another copy on the host
         truth = self.truth(source)
         floats = source.dtype.is_floating_point and to.dtype.is_floating_point
         identity = self.identity(source)
@@ -151,7 +151,7 @@ class Looks:
             return
         long = to.nbytes >= _MARKS
         if truth is None and (floats or (long and saved is None and to.dtype == torch.uint8)):
-            if long:  # in each type, numbers between 0 and 2
+            if long:  # These bytes are numbers between 0 and 2 in each type.
                 mixed = _mixed(identity)
                 marks = b"".join(bytes((mixed >> 7 * place & 0x7F, 0x3F)) for place in range(_MARKS // 2))
                 ctypes.memmove(to.data_ptr(), marks, _MARKS)
@@ -195,7 +195,8 @@ class Looks:
             return type(zero)(truth)
         if not isinstance(zero, (float, complex)):
             return zero
-        return torch.tensor(self._number(self.identity(tensor)), dtype=tensor.dtype).item()  # as a copy on the host has it
+        # a copy on the host has the same number
+        return torch.tensor(self._number(self.identity(tensor)), dtype=tensor.dtype).item()
 
     def are_equal(self, one: Tensor, other: Tensor) -> bool:
         """Tell whether two tensors, of which at least one is unknown, hold the same values."""
@@ -267,7 +268,7 @@ class Looks:
                 return name in ("eq", "le", "ge")
             if name in ("eq", "ne"):
                 return name == "ne"
-            if name == "le":  # as isclose asks: whether the difference of two tensors is as small as is allowed
+            if name == "le":  # `isclose` asks this way whether the difference of two tensors is small enough.
                 return False
             if one.numel() != 1 or other.numel() != 1:
                 return None

@@ -156,10 +156,10 @@ class Operators:
     def _replace_new(self) -> None:
         """Replace the operators that were not there before."""
         registered = {*_FOR_ALL_DEVICES, *torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")}
-        # A library may have kernels of operators that another one defines, or none: nobody can call those yet.
+        # A library may have a kernel for an operator that nobody has defined yet, so nobody can call it either.
         names = {name for name in registered - self._seen if torch._C._jit_get_schemas_for_operator(name.partition(".")[0])}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that operators are replaced
+            warnings.simplefilter("ignore")  # torch warns for each operator that is replaced
             self._replacing = True
             for name in sorted(names):
                 self._replace(name)
@@ -285,7 +285,7 @@ class Operators:
             for first in arguments:
                 if isinstance(first, Tensor) and first.is_cuda:
                     known = None if find(first) is None else known
-                    break  # most are large and unknown
+                    break  # only the first tensor is looked up, because most tensors are unknown
             if fresh:
                 self._forget(output, arguments)
             if known is not None and not random and (known := find_all(arguments, keywords)) is not None:
@@ -434,7 +434,7 @@ class Operators:
 
         def after(tensors: Any, _: Any, __: Any, replays: bool = False) -> None:
             to, source = tensors
-            self._stand_ins.gputrain_take_unanswered()  # what is read follows, or is told
+            self._stand_ins.gputrain_take_unanswered()  # the code below answers this read, or tells of it
             known = contents.find(source) if source.is_cuda else _ON_HOST
             if not to.is_cuda:
                 if known is None:
@@ -497,7 +497,8 @@ class Operators:
             self._too_low.setdefault(what, what)
             self._stand_ins.gputrain_unknown(self._too_low[what])
         self.reads.note(f"a number for {_shown(operator) or 'the host'}")
-        return zero if operator else self._looks.read(tensor, zero)  # ranges of made-up numbers would be in no order
+        # made-up ends of a range would be in no order, so an operator gets zero
+        return zero if operator else self._looks.read(tensor, zero)
 
     def _read_truth(self, truth: bool | None) -> bool:
         """Return a truth value that nobody knows: what follows from others, false, or what passes a check of torch's."""
@@ -561,7 +562,7 @@ class Operators:
     def _run_equal(self, operator: Any, original: _Kernel, keys: Any, tensors: Any) -> Any:
         """Run an operator that reads its own result from the device."""
         if self.graphs.captures.value and self.graphs.capture():
-            return original(keys, *tensors)  # which may not be
+            return original(keys, *tensors)  # torch itself refuses this in a capture
         known = self.values.find_all(tensors, {})
         same = self._looks.equal(*tensors) if known is None else None
         self._answering.now = True
@@ -609,7 +610,7 @@ class Operators:
     def _run_sized(self, operator: Any, original: _Kernel, keys: Any, arguments: Any, keywords: Any) -> Any:
         """Run an operator that reads from the device how many results there are, which it is answered."""
         if self.graphs.captures.value and self.graphs.capture():
-            output = original(keys, *arguments, **keywords)  # which may not be, but where it does without
+            output = original(keys, *arguments, **keywords)  # torch refuses this in a capture, unless the size is given
             self.graphs.defer(None, (), {}, None, [output])
             return output
         name = operator._schema.name.partition("::")[2]
@@ -631,7 +632,7 @@ class Operators:
         output, taken = self._answered(answers, original, name, keys, arguments, keywords)
         for tensor in flat([output]):
             self.contents.forget(tensor)
-        if taken and name != "mode":  # whose results are as large, whatever it reads
+        if taken and name != "mode":  # The results of `mode` have the same size, whatever it reads.
             self._decide(self.contents.find(arguments[0]), torch.bool, MATCHES)
         if result is not None:
             self.values.write(flat([output]), result, dealt=dealt)

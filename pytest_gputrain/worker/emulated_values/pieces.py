@@ -43,7 +43,7 @@ class Pieces:
         if block is None:
             return False
         if not self._is_watched(base, block[0]):
-            del self.blocks[base]  # a new block at an old address
+            del self.blocks[base]  # a new block has this address now
             return False
         return True
 

@@ -30,7 +30,8 @@ def _of_no_file(file: str) -> str:
     """Name the program's own code that lies in no file of its own; empty for any other."""
     if file.startswith("<ipython-input-") or f"{os.sep}ipykernel_" in file:
         return "a cell of the notebook"
-    # Libraries make functions of text, too, as dataclasses do. The program does only where all of it was given as text.
+    # Libraries also make functions from text, as dataclasses do. Such text is the program's only if Python got the whole
+    # program as text.
     return _NOT_IN_FILES.get(file, "") if sys.argv[:1] in (["-c"], ["-"], [""]) else ""
 
 

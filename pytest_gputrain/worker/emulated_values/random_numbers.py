@@ -275,7 +275,7 @@ def _random_from(stream: Stream, read: _Read, targets: Sequence[Tensor], low: in
         most = 1 << _DIGITS[to.dtype] if to.dtype in _DIGITS else 1 if to.dtype == torch.bool else torch.iinfo(to.dtype).max
         high = most + 1
     if to.dtype in _DIGITS and max(abs(low), abs(high) - 1) > 1 << _DIGITS[to.dtype]:
-        return [None]  # torch moves ends that its type does not hold
+        return [None]  # torch moves ends that the type cannot hold, which is not computed here
     return _integers(stream, to, high - low, low)
 
 
@@ -292,7 +292,7 @@ def _permutation(stream: Stream, read: _Read, targets: Sequence[Tensor], count: 
         span, base = 0xFFFFFFFFFFFFFFFF, -(1 << 63)
     mask = (1 << bits) - 1
     keys = [(drawn % span + base) & mask for drawn in stream.wide_integers(count)]
-    if bits in (32, 64):  # the sign counts
+    if bits in (32, 64):  # Keys of these sizes are sorted as signed numbers.
         keys = [key ^ 1 << (bits - 1) for key in keys]
     order = sorted(range(count), key=keys.__getitem__)
     shuffling = stream._replace(offset=stream.offset + 4 * stream.calls(count, 2))
@@ -314,7 +314,7 @@ def _native_dropout(
     stream: Stream, read: _Read, targets: Sequence[Tensor], source: Tensor, chance: float, train: bool | None = None
 ) -> _Values:
     if train is False or chance == 1:
-        return [None, None]  # other operators have filled them
+        return [None, None]  # other operators have filled the targets
     return _fused_dropout(stream, read, targets, source, 1.0 - chance)
 
 

@@ -52,7 +52,7 @@ def _nonzero(arguments: Sequence[Any], result: Any, value: Tensor | None) -> Ans
 
 def _unique(arguments: Sequence[Any], result: Any, value: Tensor | None) -> Answers:
     source = arguments[0]
-    if source.dtype == torch.bool:  # asked for is the number of true ones
+    if source.dtype == torch.bool:  # torch asks for the number of true elements.
         if result is not None:
             kinds = result[0].tolist()
             return _numbers(source.numel() if kinds == [True] else len(kinds) - 1)
@@ -82,7 +82,8 @@ def _unique_slices(arguments: Sequence[Any], result: Any, value: Tensor | None) 
 def _repeat_interleave(arguments: Sequence[Any], result: Any, value: Tensor | None) -> Answers:
     repeats = arguments[0]
     once = 1 if value is None else int(value.item())
-    return _numbers(result.size(0) if result is not None else repeats.numel() * once, 1)  # and none is negative
+    # the second answer says that no number is negative
+    return _numbers(result.size(0) if result is not None else repeats.numel() * once, 1)
 
 
 def _mode(arguments: Sequence[Any], result: Any, value: Tensor | None) -> Answers:

@@ -27,5 +27,5 @@ class DataParallel(Single):
 
 def averaged(model: nn.Module, group: Group) -> DistributedDataParallel:
     """Return the model with its gradients averaged over the processes that train."""
-    # Without buffers: each process would wait for the first one's in every forward pass, for nothing that trains.
+    # Broadcasting buffers would make each process wait for the first one in every forward pass, and trains nothing.
     return DistributedDataParallel(model, process_group=group.trainers, broadcast_buffers=False)

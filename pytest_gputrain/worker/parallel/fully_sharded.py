@@ -18,7 +18,7 @@ class FullySharded(Single):
     """A unit per block and one for the rest. Autocast precisions become FSDP's own: fp32 shards, gathered in 16 bits."""
 
     def spread(self, model: nn.Module, options: EngineOptions) -> nn.Module:
-        # With DTensor and sympy behind it, a third of the start of every worker, whether or not it shards.
+        # This import brings DTensor and sympy, a third of the start of a worker, so only a case that shards has it.
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         offload = CPUOffloadPolicy(pin_memory=options.device.type != "cpu") if options.case.cpu_offload else OffloadPolicy()
@@ -28,14 +28,14 @@ class FullySharded(Single):
             if arithmetic
             else MixedPrecisionPolicy()
         )
-        # The middle of a UNet is lists of blocks, which FSDP cannot wrap.
+        # A UNet's blocks are lists of modules, which FSDP cannot wrap.
         blocks = [inner for block in options.blocks for inner in (block if isinstance(block, nn.ModuleList) else [block])]
         reshard = options.case.reshard_after_forward
         asked: dict[str, Any] = {} if reshard is None else {"reshard_after_forward": reshard}
         for unit in (*blocks, model):
             fully_shard(unit, mp_policy=policy, offload_policy=offload, **asked)
         if options.case.cpu_offload:
-            for buffer in model.buffers():  # FSDP leaves buffers where they were built
+            for buffer in model.buffers():  # FSDP leaves buffers on the device of the build.
                 buffer.data = buffer.to(options.device)
         return model
 
@@ -43,5 +43,5 @@ class FullySharded(Single):
         return contextlib.nullcontext()
 
     def communicating(self, update: bool) -> contextlib.AbstractContextManager[Any]:
-        # Gradients are reduced to shards in every micro-batch: whole ones, kept from step to step, are what does not fit.
+        # Gradients are reduced to shards in every micro-batch, because whole ones would not fit.
         return contextlib.nullcontext()

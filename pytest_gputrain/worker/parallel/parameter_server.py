@@ -204,7 +204,7 @@ class Tables:
     def _send(self, values: Tensor, server: int, tag: int) -> None:
         work = post(values, server, tag)
         if work is not None:
-            self._under_way.append((work, values))  # whose memory must stay until then
+            self._under_way.append((work, values))  # the memory must stay until the message is sent
 
     def _finish(self) -> None:
         """Wait until everything sent has arrived."""

@@ -65,7 +65,7 @@ class Zero(Engine):
         configuration = configure(options.case, options.shrinkage, options.deepspeed, on_gpu=on_gpu)
         client = None if "optimizer" in configuration else options.make_optimizer(trained)
         if not on_gpu:
-            # A shortcut around gloo that DeepSpeed would compile now, for minutes, and hang on the lock of a killed build.
+            # Otherwise DeepSpeed compiles this shortcut around gloo for minutes, or waits for the lock of a killed build.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo")
         self._engine: Any = deepspeed.initialize(
@@ -91,7 +91,7 @@ class Zero(Engine):
         return value.detach()
 
     def _casting(self) -> contextlib.AbstractContextManager[Any]:
-        # DeepSpeed casts the inputs and runs its 16-bit model itself.
+        # DeepSpeed itself casts the inputs of a 16-bit model.
         return contextlib.nullcontext() if self._engine.fp16_enabled() else self._precision.casting(self._device)
 
 
@@ -127,7 +127,7 @@ def configure(
         "zero_optimization": zero,
         "bf16": {"enabled": case.precision == "bf16"},
         "fp16": {"enabled": case.precision == "fp16-amp", "initial_scale_power": _INITIAL_SCALE_POWER},
-        # DeepSpeed would clip to 1.0 by itself, which nobody asked for.
+        # By default DeepSpeed clips to 1.0.
         "gradient_clipping": case.max_grad_norm,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -144,5 +144,5 @@ def configure(
 def _sized(elements: int, shrinkage: float) -> int:
     if shrinkage == 1:
         return elements
-    # DeepSpeed wants multiples of its alignment.
+    # DeepSpeed refuses a size that is no multiple of its alignment.
     return max(1, round(elements * shrinkage / _ALIGNMENT)) * _ALIGNMENT

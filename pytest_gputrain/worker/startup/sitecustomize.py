@@ -38,9 +38,9 @@ def _add(site: str) -> None:
 
     try:
         lock = os.open(os.path.join(os.path.dirname(site), "in-use.lock"), os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_SH)  # until the process and those forked from it have ended
+        fcntl.flock(lock, fcntl.LOCK_SH)  # held until this process and those forked from it have ended
     except OSError:
-        return  # it was removed, and whoever imports another torch is told so
+        return  # it was removed; importing another torch tells this
     sys.path.insert(0, site)
 
 
@@ -77,7 +77,7 @@ def _import_hidden() -> None:
 _SITE = os.environ.get("GPUTRAIN_EMULATED_SITE", "")
 if _SITE and os.environ.get("GPUTRAIN_EMULATED_PYTHON") == f"{machinery.EXTENSION_SUFFIXES[0]} {sys.prefix}":
     _add(_SITE)
-# Workers record by themselves.
+# Workers record by themselves, so only other programs do it here.
 if "GPUTRAIN_EMULATED_TORCH" in os.environ or "GPUTRAIN_SCRIPT_STATE" in os.environ:
     _load("emulated_values/after_import").after_import("torch", _record, before=_check)
 _import_hidden()

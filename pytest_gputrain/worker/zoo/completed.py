@@ -125,7 +125,7 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
             f"{name} has {layers_key}={given[layers_key]!r} in its config.json, but {config_class.__name__} makes it "
             f"{layers} of the other keys; how it is built is not known"
         )
-    # What the class adds by itself is a part of the facts where the rest depends on it.
+    # A value that the class adds by itself is kept, because others may depend on it.
     facts = {**given, layers_key: layers, "vocab_size": config.vocab_size}
     if layers_key in _sources(config_class, "num_hidden_layers"):
         facts.pop("num_hidden_layers", None)
@@ -207,7 +207,7 @@ def _stated(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    # Copied, because classes write into the dictionaries that they are given.
+    # It is copied, because classes write into the dictionaries that they get.
     stated = {key: value for key, value in copy.deepcopy(language_config(config)).items() if key != "model_type"}
     kind: str = config["model_type"]
     if kind not in CONFIG_MAPPING and language_config(config) is not config:
@@ -223,7 +223,7 @@ def _stated(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     text = whole.get_text_config(decoder=True)
     if text is not whole:
         given = {key: value for key, value in text.to_diff_dict().items() if key not in _OF_FILES}
-        # The model that the head is a part of decides, which is the one that takes images, if it has one.
+        # The model with the head decides; if the whole takes images, it is the whole.
         holders: tuple[Any, ...] = (whole, getattr(whole, "thinker_config", None), text)
         tied = next((one.tie_word_embeddings for one in holders if hasattr(one, "tie_word_embeddings")), False)
         return stated, {**given, "tie_word_embeddings": tied}, type(text)
@@ -276,7 +276,8 @@ def _class_of(name: str, config_class: Any, *, alone: bool) -> str:
         if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
         found = text_models(config_class)
-        if found and (not alone or found[0].endswith("ForCausalLM")):  # Mistral 4, whose type stands for its whole model
+        # Mistral 4 is an exception: its type stands for the whole model.
+        if found and (not alone or found[0].endswith("ForCausalLM")):
             return found[0]
     raise CheckFailed(
         f"{name} has model_type={kind!r}, which in transformers {transformers.__version__} is not a decoder-only language "
@@ -316,7 +317,7 @@ def _check_counts(name: str, given: dict[str, Any], names: dict[str, str]) -> No
         for key in {common, names.get(common, common)} & given.keys():
             value = given[key]
             if common not in _REQUIRED and (value is None or isinstance(value, list)):
-                continue  # the model's class can read both
+                continue  # the model's class reads both forms
             if type(value) is not int or not 1 <= value <= most:
                 raise CheckFailed(
                     f"{name} has {key}={_as_written(value)} in its config.json; it must be a whole number from 1 to {most:,}"
@@ -332,7 +333,7 @@ def _check_counts(name: str, given: dict[str, Any], names: dict[str, str]) -> No
 
 def _as_written(value: Any) -> str:
     """Return a value as the file has it, but strings in the quotes of Python, as in all other sentences."""
-    if isinstance(value, dict) and value.keys() == {"__float__"}:  # what `model_config` makes of a NaN
+    if isinstance(value, dict) and value.keys() == {"__float__"}:  # `model_config` stores a NaN so.
         return str(value["__float__"])
     return repr(value) if isinstance(value, str) else json.dumps(value)
 
@@ -384,7 +385,7 @@ def _denoiser(name: str, architecture: Architecture) -> Architecture:
     (part_name, part), *_ = architecture.parts.items()
     model_class: str = part.config["_class_name"]
     kind: Any = getattr(diffusers, model_class)
-    # As diffusers itself leaves out keys that its class does not have.
+    # diffusers itself ignores keys that its class does not have.
     facts = {key: value for key, value in part.config.items() if key in inspect.signature(kind).parameters}
 
     with torch.device("meta"):
@@ -399,7 +400,7 @@ def _denoiser(name: str, architecture: Architecture) -> Architecture:
         tiny=tiny_denoiser(like.trained_part, dict(model.config)),
     )
     idle = like.idle
-    if model_class == "SD3Transformer2DModel":  # whose last block lets go of what the text asks
+    if model_class == "SD3Transformer2DModel":  # Its last block does not use the queries of the text.
         idle = dict.fromkeys(SCALES, (r".*transformer_blocks\.{last}\.attn\.(add_q_proj|norm_added_q)\..*",))
     return msgspec.structs.replace(
         architecture,

@@ -110,7 +110,7 @@ class Denoiser(Workload):
     """
 
     def __init__(self, architecture: Architecture, case: Case, scale: Scale) -> None:
-        # Before the build, which takes minutes at full size: a wrong size is refused at once.
+        # The build takes minutes at full size, so a wrong size is refused before it.
         self._sizes = sizes(architecture, case, scale)
         facts, step = self._sizes.facts, self._sizes.step
         taken = facts.get("in_channels", facts.get("in_visual_dim"))
@@ -130,7 +130,7 @@ class Denoiser(Workload):
         for key, values in step.get("only", {}).items():
             if (value := facts.get(key)) not in values:
                 raise CheckFailed(f"{case.model} has {key}={value!r} in its config.json, a condition that is not known")
-        # Channels beside the noisy latents: those of the first image, if a model makes a video from an image.
+        # A model that makes a video from an image takes further channels for its first image.
         self._condition = taken - self._channels if step.get("takes_condition") else 0
         if self._condition < 0:
             raise CheckFailed(
@@ -145,14 +145,14 @@ class Denoiser(Workload):
         model: Any = super().build_part(name)
         device = torch.get_default_device()
         for module in model.modules():
-            # A parameter that a constructor makes by torch.Tensor is on the host whatever the default device.
+            # A parameter that is made by torch.Tensor lies on the host, whatever the default device is.
             if any(value.device != device for value in module.parameters(recurse=False)):
                 module.to(device)
-        if self._sizes.step.get("keeps_fp32"):  # diffusers keeps these modules in fp32, too: they run in no other type
+        if self._sizes.step.get("keeps_fp32"):  # diffusers also keeps these modules in fp32, and they run in no other type.
             for path, module in model.named_modules():
                 if path.rpartition(".")[2] in model._keep_in_fp32_modules:
                     module.float()
-                    for layer in module.children():  # zeros before training, which let no gradient through
+                    for layer in module.children():  # Before training these are zeros, which let no gradient through.
                         if isinstance(layer, nn.Linear):
                             layer.reset_parameters()
         whole: nn.Module = model
@@ -190,7 +190,7 @@ class Denoiser(Workload):
             if self._condition:
                 inputs["condition"] = torch.randn(sizes.latents(self._condition))
             conditions = CONDITIONS[self.architecture.trained_part.model_class](sizes)
-            # Sizes that are no tensors stay here: only tensors are moved between devices.
+            # Only tensors are moved between devices, so other values stay here.
             self._constants = {name: value for name, value in conditions.items() if not isinstance(value, Tensor)}
             inputs |= {name: value for name, value in conditions.items() if isinstance(value, Tensor)}
         return Batch(inputs=inputs, samples=sizes.samples)
@@ -344,7 +344,7 @@ def _hunyuan_video(sizes: Sizes) -> Conditions:
 def _hunyuan_image(sizes: Sizes) -> Conditions:
     dtype = torch.get_default_dtype()
     conditions = {**_masked_text(sizes), **{name: value.to(dtype) for name, value in _guidance(sizes).items()}}
-    if sizes.facts["text_embed_2_dim"] is not None:  # of words that the image shows, by ByT5
+    if sizes.facts["text_embed_2_dim"] is not None:  # ByT5 embeds the words that the image is to show.
         tokens = sizes.few(128)
         conditions["encoder_hidden_states_2"] = sizes.embedded("text_embed_2_dim", tokens)
         conditions["encoder_attention_mask_2"] = sizes.mask(tokens)
@@ -440,7 +440,7 @@ def _kandinsky(sizes: Sizes) -> Conditions:
     }
     lengths = (sizes.frames, sizes.height // sizes.patch, sizes.width // sizes.patch)
     places = {f"visual_rope_pos.{axis}": torch.arange(length) for axis, length in enumerate(lengths)}
-    if sizes.facts["visual_cond"]:  # a first image, and which frames have one
+    if sizes.facts["visual_cond"]:  # The condition is a first image, and a channel that says which frames have one.
         conditions["condition"] = torch.randn(sizes.latents(sizes.facts["in_visual_dim"] + 1))
     return {**conditions, **places}
 
@@ -453,7 +453,7 @@ def _cosmos(sizes: Sizes) -> Conditions:
         if importlib.util.find_spec("torchvision") is None:
             raise CheckFailed(f"{sizes.model} needs torchvision, by which diffusers resizes its mask; install it")
         conditions["padding_mask"] = torch.zeros(1, 1, *sizes.pixels)
-    if facts["in_channels"] == facts["out_channels"] + 1:  # which frames are given
+    if facts["in_channels"] == facts["out_channels"] + 1:  # One more channel says which frames are given.
         conditions["condition_mask"] = torch.zeros(sizes.latents(1))
     return {**conditions, "fps": sizes.step["frame_rate"]}
 
@@ -494,7 +494,7 @@ def _motion(sizes: Sizes) -> Conditions:
 
 
 def _stable_video(sizes: Sizes) -> Conditions:
-    # Frames a second, strength of the motion and of the noise on the image.
+    # The three numbers are frames per second, strength of the motion, and noise on the image.
     return {
         "encoder_hidden_states": sizes.embedded("cross_attention_dim", 1),
         "added_time_ids": torch.ones(sizes.samples, 3),

@@ -40,7 +40,7 @@ def model_class(part: Part) -> Any:
     """Return the class of a part of transformers, imported; of a text model without a head, one that has it."""
     import transformers
 
-    # Some text models are no names of the package.
+    # The package does not export all text models.
     found = getattr(transformers, part.model_class, None)
     found = found or getattr(_module_of(getattr(transformers, part.config_class)), part.model_class)
     return found if _has_head(found) else _with_head(found)
@@ -62,7 +62,7 @@ def text_models(config_class: Any) -> list[str]:
         if value.__module__ == module.__name__
         and value.config_class is config_class
         and not value.__name__.endswith("PreTrainedModel")
-        and "Encoder" not in value.__name__  # of a model that does not go from token to token
+        and "Encoder" not in value.__name__  # an encoder predicts no next token
         and ("ForCausalLM" in value.__name__ or not _has_head(value))
     ]
     return [each.__name__ for each in sorted(found, key=_has_head, reverse=True)]

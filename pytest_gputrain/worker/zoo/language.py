@@ -49,7 +49,7 @@ class LanguageModel(Workload):
     def checkpoint_activations(self, share: float) -> None:
         if (
             share < 1 or self._is_own or self.case.compile != "off" or self.case.reentrant_checkpointing
-        ):  # blocks are compiled and wrapped one by one
+        ):  # Blocks that are compiled or wrapped one by one are checkpointed by the base class.
             super().checkpoint_activations(share)
             return
         model: Any = self.model
@@ -69,7 +69,7 @@ class LanguageModel(Workload):
             if self.scale == "tiny":
                 length = min(length, TINY_SEQUENCE_LENGTH)
         vocabulary: int = self.architecture.trained_part.facts(self.scale)["vocab_size"]
-        # Some models cut their logits to the words that are no padding of the head.
+        # Some models leave out logits of words that only pad the head.
         vocabulary = min(vocabulary, getattr(self._config, "unpadded_vocab_size", None) or vocabulary)
         samples = self.case.batch_size
         ids = torch.randint(0, vocabulary, (samples, length), device=device)
@@ -82,7 +82,7 @@ class LanguageModel(Workload):
         elif self.case.lengths == "packed":
             positions = packed_positions(samples, length, device)
             inputs["position_ids"] = positions
-            # The token after the last one of a sample is another sample's first.
+            # After the last token of a sample the next sample begins, so it has no label.
             inputs["labels"].masked_fill_(positions.roll(-1, dims=1) == 0, IGNORED_LABEL)
         inputs |= self._further_inputs(device)
         return Batch(inputs=inputs, samples=samples, sequence_length=length, tokens=tokens)
@@ -112,7 +112,7 @@ class LanguageModel(Workload):
             return total / (labels != IGNORED_LABEL).sum()
 
         def sum_of_losses(part: Tensor, labels: Tensor) -> Tensor:
-            # No mean: a chunk of padding alone has none.
+            # A sum is taken, because a chunk that is all padding has no mean.
             logits = head(part)
             logits = logits.float() if self._loss == "fp32" else logits
             return functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
@@ -122,7 +122,7 @@ class LanguageModel(Workload):
     def _further_inputs(self, device: torch.device) -> dict[str, Tensor]:
         """Draw what a language model takes beside tokens, and gets from the model that it was taken out of."""
         if getattr(self._config, "model_type", "") == "voxtral_realtime_text":
-            # The embedding of how far the text lags behind the sound.
+            # It embeds by how much the text lags behind the sound.
             model: Any = self.model
             words = model.get_input_embeddings()
             return {"t_cond": torch.randn(1, words.embedding_dim, dtype=words.weight.dtype, device=device)}
@@ -148,7 +148,7 @@ def next_token_labels(ids: Tensor) -> Tensor:
 def padded(labels: Tensor, lengths: list[int]) -> dict[str, Tensor]:
     """Return what a batch has whose samples are padded from these lengths: the mask, and labels that end with a sample."""
     mask = real_tokens(lengths, labels.shape[1], labels.device)
-    # The last real token has none either: what follows it is padding.
+    # Padding follows the last real token, so that token has no label either.
     has_label = mask.roll(-1, dims=1) & mask
     return {"attention_mask": mask.long(), "labels": labels.masked_fill(~has_label, IGNORED_LABEL)}
 
@@ -166,7 +166,7 @@ def transformers_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross entropy as transformers computes it, from a copy of the logits in fp32."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    # Any labels beside the shifted ones are not looked at.
+    # With `shift_labels` the loss ignores other labels.
     loss: Tensor = ForCausalLMLoss(logits, None, logits.shape[-1], ignore_index=IGNORED_LABEL, shift_labels=labels)
     return loss
 

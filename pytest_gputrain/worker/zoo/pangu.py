@@ -67,7 +67,7 @@ class PanGu(nn.Module):
         *blocks, query_layer = self.blocks
         for block in blocks:
             hidden = block(hidden)
-        # The final norm comes before the query layer, not after it. The head has the weights of the word embedding.
+        # The final norm comes before the query layer. The head shares the weights of the word embedding.
         hidden = query_layer(self.ln_f(hidden), self.wqe(positions).expand_as(hidden))
         logits: Tensor = functional.linear(hidden, self.wte.weight)
         return logits

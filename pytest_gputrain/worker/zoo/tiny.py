@@ -95,11 +95,11 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
     tiny = {key: value for key, value in shallow.items() if value != facts[key]}
 
     def full(key: str) -> Any:
-        # The class's defaults count, but not what it computes of other keys: that is computed anew.
+        # Defaults of the class count, but values that it computes from other keys are computed again.
         name = names.get(key, key)
         return facts.get(name, facts.get(key, getattr(type(config), name, None)))
 
-    heads: int = full("num_attention_heads") or 0  # a state-space model has none
+    heads: int = full("num_attention_heads") or 0  # a state-space model has no heads
 
     def shrunk(key: str, value: int, heads: int = heads) -> int:
         if key in _KEY_HEADS:
@@ -107,7 +107,7 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
         if key == "linear_num_key_heads":
             return HEADS if value == full("linear_num_value_heads") else min(value, 2)
         if key == "head_dim":
-            if value == full("qk_rope_head_dim"):  # of which it is another name where attention is compressed
+            if value == full("qk_rope_head_dim"):  # With compressed attention it is another name of that size.
                 return min(value, _MOST["qk_rope_head_dim"])
             return 16 if value * heads == full("hidden_size") else 32
         return min(value, _MOST[key])
@@ -116,11 +116,12 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
         value = full(key)
         if _is_count(value) and shrunk(key, value) != value:
             tiny[names.get(key, key)] = shrunk(key, value)
-        elif isinstance(each := shallow.get(key), list) and all(map(_is_count, each)):  # one for each layer
+        # The list has one entry for each layer.
+        elif isinstance(each := shallow.get(key), list) and all(map(_is_count, each)):
             tiny[key] = [shrunk(key, count) for count in each]
     tiny |= _tiny_state_space(full)
     for name, value in shallow.items():
-        if isinstance(value, dict) and value and all(map(str.isdecimal, value)):  # by numbers of layers
+        if isinstance(value, dict) and value and all(map(str.isdecimal, value)):  # The dict has numbers of layers as keys.
             tiny[name] = {
                 number: {
                     key: shrunk(key, count, entry.get("num_attention_heads", heads)) if _is_scaled(key, count) else count
@@ -128,7 +129,7 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
                 }
                 for number, entry in value.items()
             }
-    if _is_count(facts.get("qk_head_dim")):  # the sum of what has positions and what has none
+    if _is_count(facts.get("qk_head_dim")):  # It is the sum of the parts with and without positions.
         tiny["qk_head_dim"] = sum(tiny.get(key) or full(key) or 0 for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
     if _is_count(scalar := full("query_pre_attn_scalar")):
         tiny["query_pre_attn_scalar"] = tiny.get("head_dim") or full("head_dim") or scalar
@@ -164,11 +165,11 @@ def tiny_vision_language_model(facts: dict[str, Any], text: dict[str, Any]) -> d
     text = {**facts["text_config"], **text}
     full: dict[str, Any] = facts["vision_config"]
     vision = full | {key: min(most, full[key]) for key, most in _MOST_OF_VISION.items() if _is_count(full.get(key))}
-    if "embed_dim" in full:  # beside which the hidden size is that of the language model
+    if "embed_dim" in full:  # In such a config the hidden size is that of the language model.
         vision["hidden_size"] = text["hidden_size"]
     if "head_dim" in full:
         vision["head_dim"] = vision["hidden_size"] // HEADS
-    if ratio := full.get("pixel_shuffle_ratio"):  # neighbouring patches are one input of the network behind it
+    if ratio := full.get("pixel_shuffle_ratio"):  # Neighbouring patches are joined to one input of the next network.
         vision["intermediate_size"] = int(vision["hidden_size"] / ratio**2)
     tiny: dict[str, Any] = {"text_config": text, "vision_config": vision}
     for part, keys in ((vision, full), (tiny, facts)):
@@ -218,7 +219,8 @@ def tiny_denoiser(like: Part, facts: dict[str, Any]) -> dict[str, Any]:
     if facts.get("dual_attention_layers"):
         tiny["dual_attention_layers"] = [0]
     if stages := facts.get("block_out_channels"):
-        # Of a UNet, whose lists have one entry for each stage. Where the groups of its norms are fixed, they are 32.
+        # These are the lists of a UNet, with one entry for each stage. If the number of groups in its norms is fixed, it is
+        # 32.
         first = 16 if facts.get("norm_num_groups") else 32
         tiny |= {"block_out_channels": [first, *[32] * (len(stages) - 1)]}
         tiny |= {key: value for key, value in _TINY_UNET.items() if key in facts and value != facts[key]}
@@ -227,7 +229,7 @@ def tiny_denoiser(like: Part, facts: dict[str, Any]) -> dict[str, Any]:
             if value is not None:
                 tiny[key] = [min(count, most) for count in value] if isinstance(value, list | tuple) else min(value, most)
         if facts.get("addition_embed_type") == "text_time":
-            # 80 inputs: 32 numbers of the text, and six sizes of 8 numbers each.
+            # The 80 inputs are 32 numbers of the text, and six sizes of 8 numbers each.
             tiny |= {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 80}
     return tiny
 

@@ -47,8 +47,8 @@ class Vgg(nn.Module):
             nn.Dropout(0.5),
             nn.Linear(hidden_size, num_labels),
         )
-        # As torchvision's VGG starts, whose linear layers (of 4,096 inputs mostly) have a deviation of 0.01. With that of
-        # arXiv:1502.01852, as the convolutions have, the loss becomes nan within ten steps at the rate of the cases.
+        # torchvision starts VGG's linear layers with a deviation of 0.01. With that of arXiv:1502.01852, which convolutions
+        # have, the loss becomes nan within ten steps.
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -85,5 +85,5 @@ class VisionModel(Workload):
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
         output = self.model(inputs["images"])
-        # transformers wraps its logits.
+        # Models of transformers wrap their logits.
         return functional.cross_entropy(getattr(output, "logits", output), inputs["labels"])

@@ -81,7 +81,7 @@ class VisionLanguageModel(Workload):
         inputs = {"input_ids": ids, "labels": labels, **image.inputs(samples, text, device)}
         tokens = None
         if self.case.lengths == "padded":
-            # The image is as large in every sample: it is the text behind it that is short.
+            # The image is equally large in every sample, so only the text differs in length.
             lengths = [image.tokens + LEAD + after for after in spread_lengths(text - LEAD, samples)]
             inputs |= padded(labels, lengths)
             tokens = sum(lengths)
@@ -292,7 +292,7 @@ class SquareImage(Image):
     def tokens(self) -> int:
         tower = self.facts["vision_config"]
         patch = tower["patch_size"]
-        # CLIP has a token for the class, too, which is left out by default.
+        # CLIP also has a token for the class, which is left out by default.
         of_class = self.facts.get("vision_feature_select_strategy") == "full" and tower["model_type"] == "clip_vision_model"
         return int((self.width // (patch[0] if isinstance(patch, list) else patch)) ** 2) + of_class
 

@@ -46,7 +46,8 @@ class WordVectorModel(Workload):
         Raises:
             CheckFailed: the case's optimizer takes no sparse gradients.
         """
-        if self.case.optimizer != "sgd" and self.case.parallel != "ps":  # whose servers have every optimizer for rows
+        # Parameter servers have every optimizer for sparse rows.
+        if self.case.optimizer != "sgd" and self.case.parallel != "ps":
             raise CheckFailed(
                 f"{self.case.model} trains on sparse gradients, which the optimizer {self.case.optimizer!r} does not take; "
                 "choose optimizer='sgd'"

@@ -63,7 +63,7 @@ class Workload(abc.ABC):
         part = self.architecture.parts[name]
         try:
             return self._built(part)
-        except (MemoryError, RuntimeError):  # among them that the GPU is full
+        except (MemoryError, RuntimeError):  # The device may be out of memory, which is told elsewhere.
             raise
         except Exception as error:
             raise CheckFailed(
@@ -109,7 +109,7 @@ class Workload(abc.ABC):
 
     @functools.cached_property
     def _contexts(self) -> Callable[[], tuple[Any, Any]]:
-        # When the first block runs, all libraries with operators of their own are there.
+        # This is cached when the first block runs, because by then all libraries with operators are loaded.
         return selective_contexts(self.case.activation_checkpointing_policy)
 
     def table_limited_length(self) -> int:
