@@ -71,6 +71,10 @@ class JudgedCounts(NamedTuple):
     """Whether any step has more work than before, within the limit or not."""
 
 
+UNJUDGED: Final = JudgedCounts((), (), (), (), (), work_rose=False)
+"""What counts say that are not compared."""
+
+
 class _Pair(NamedTuple):
     """The figures of one step, before and now."""
 
@@ -175,7 +179,7 @@ def with_evaluation(
     status: Status = "regressed" if judged.worse else "inconclusive" if judged.doubtful else "pass"
     status = "improved" if status == "pass" and judged.better else status
     metric = MetricVerdict(metric="evaluation_counts", status=status, note="; ".join(judged.told))
-    of_steps = steps or JudgedCounts((), (), (), (), (), work_rose=False)
+    of_steps = steps or UNJUDGED
     return of_steps._replace(
         metrics=(*of_steps.metrics, metric),
         worse=(*of_steps.worse, *judged.worse),
