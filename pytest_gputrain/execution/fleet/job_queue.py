@@ -19,6 +19,7 @@ from pytest_gputrain.execution.fleet.scheduler import (
     DELIVERY,
     ORDER,
     OUTPUT,
+    Doing,
     Job,
     JobRefused,
     QueueFull,
@@ -43,10 +44,22 @@ GRACE_SECONDS: Final = 75.0
 LEAST_WAITING: Final = 8
 """Jobs that may wait in the scheduler's queue however few run."""
 
-_AGAIN: Final = "pytest --lf runs it again"
-
-
 _NOT_BEGUN: Final = ("waiting", "held")
+_NOT_STARTED: Final[tuple[Cause, str]] = "not_scheduled", "{scheduler} did not start it within {waited}{why}; {held}"
+_LOST: Final[dict[Doing, tuple[Cause, str]]] = {
+    "waiting": _NOT_STARTED,
+    "held": _NOT_STARTED,
+    "node_died": ("node_died", "the node of {it} died{on_and_why}; pytest --lf runs it again"),
+    "preempted": ("preempted", "{it} was ended for another job{on}{why}; pytest --lf runs it again"),
+    "cancelled": ("cancelled", "{it} was cancelled{on}{why}; pytest --lf runs it again"),
+    "forgotten": (
+        "no_delivery",
+        "{scheduler} does not know its job {number}{on} any more; there is no delivery, and it is not known how it ended; "
+        "pytest --lf runs it again",
+    ),
+    "ended": ("no_delivery", "{it} ended{on}{why} without a delivery; {undelivered}"),
+}
+"""The cause and the sentence of an order that is lost, by what its job did last."""
 
 
 @dataclass(eq=False, slots=True)
@@ -308,39 +321,38 @@ class Fleet:
             had_begun = before is not None and before.doing not in _NOT_BEGUN
             ticket.since = now if had_begun else ticket.since
         ticket.seen = job if job.host or before is None else job._replace(host=before.host)
-        scheduler, named = self._scheduler.name, f"{self._scheduler.name}'s job {ticket.job}"
-        why = f" ({job.why})" if job.why else ""
-        on = f" on {ticket.seen.host}" if ticket.seen.host else ""
-        host_and_reason = ", ".join(filter(None, (ticket.seen.host, job.why)))
-        in_brackets = f" ({host_and_reason})" if host_and_reason else ""
+        if not self._is_lost(ticket, job, now):
+            return
+        cause, sentence = _LOST[job.doing]
+        host, scheduler = ticket.seen.host, self._scheduler.name
+        found = ", ".join(filter(None, (host, job.why)))
+        words: dict[str, str] = {
+            **{str(name): remedy for name, remedy in self._scheduler.remedies.items()},
+            "scheduler": scheduler,
+            "number": ticket.job,
+            "it": f"{scheduler}'s job {ticket.job}",
+            "on": f" on {host}" if host else "",
+            "why": f" ({job.why})" if job.why else "",
+            "on_and_why": f" ({found})" if found else "",
+            "waited": self._waited,
+        }
+        self._lose(ticket, cause, sentence.format_map(words))
+
+    def _is_lost(self, ticket: _Ticket, job: Job, now: float) -> bool:
+        """Tell whether nothing will come of a job: it has waited for too long, or has ended without a delivery."""
         if job.doing in _NOT_BEGUN:
             # What waits for its turn waits for others of this fleet, too, as long as these get on.
-            if now - (max(ticket.since, self._progress) if job.doing == "waiting" else ticket.since) < self._wait_seconds:
-                return
+            since = max(ticket.since, self._progress) if job.doing == "waiting" else ticket.since
+            if now - since < self._wait_seconds:
+                return False
             self._scheduler.cancel([ticket.job])
-            held = self._scheduler.remedies["held"]
-            self._lose(ticket, "not_scheduled", f"{scheduler} did not start it within {self._waited}{why}; {held}")
-        elif job.doing != "running":
-            self._collect(ticket)
-            if ticket.outcome is not None:
-                return
-            ticket.ended = now if ticket.ended is None else ticket.ended
-            if job.doing == "node_died":
-                self._lose(ticket, "node_died", f"the node of {named} died{in_brackets}; {_AGAIN}")
-            elif job.doing == "preempted":
-                self._lose(ticket, "preempted", f"{named} was ended for another job{on}{why}; {_AGAIN}")
-            elif job.doing == "cancelled":
-                self._lose(ticket, "cancelled", f"{named} was cancelled{on}{why}; {_AGAIN}")
-            elif job.doing == "forgotten" and now - ticket.ended >= GRACE_SECONDS:
-                unknown = "there is no delivery, and it is not known how it ended"
-                self._lose(
-                    ticket,
-                    "no_delivery",
-                    f"{scheduler} does not know its job {ticket.job}{on} any more; {unknown}; {_AGAIN}",
-                )
-            elif job.doing == "ended" and (job.final or now - ticket.ended >= GRACE_SECONDS):
-                remedy = self._scheduler.remedies["undelivered"]
-                self._lose(ticket, "no_delivery", f"{named} ended{on}{why} without a delivery; {remedy}")
+            return True
+        if job.doing == "running":
+            return False
+        self._collect(ticket)
+        ticket.ended = now if ticket.ended is None else ticket.ended
+        may_come = job.doing == "forgotten" or (job.doing == "ended" and not job.final)
+        return ticket.outcome is None and not (may_come and now - ticket.ended < GRACE_SECONDS)
 
     def _collect(self, ticket: _Ticket) -> None:
         """Take the delivery in, if it is there."""
