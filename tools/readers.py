@@ -40,7 +40,7 @@ from pytest_gputrain.records import (
     Verdict,
 )
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
-from pytest_gputrain.report import progress_line, studies, summary, terminal
+from pytest_gputrain.report import explanations, progress_line, studies, summary, terminal
 from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.report.html import page
 from pytest_gputrain.report.trend.reading import Filter, History
@@ -303,7 +303,7 @@ def command(scratch: Scratch, words: Sequence[str]) -> None:
 
 def show(results: Sequence[Result]) -> None:
     terminal.render(results, width=100, colour=False)
-    terminal.explain(results)
+    explanations.explain(results)
     studies.explain(results)
     summary.lines(results, (), ())
 

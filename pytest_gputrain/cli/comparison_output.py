@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Sized
 
 from pytest_gputrain.records import FAILING, Result, Status
-from pytest_gputrain.report import terminal
+from pytest_gputrain.report import explanations, terminal
 from pytest_gputrain.utils import console
 from pytest_gputrain.utils.sanitize import shown
 
@@ -18,7 +18,7 @@ def print_comparison(results: Sequence[Result], further_notes: Iterable[str]) ->
         for result in results
         if result.verdict is not None and result.verdict.status in (*FAILING, "improved")
     ]
-    notes = (*terminal.explain(results, against_base=True), *further_notes)
+    notes = (*explanations.explain(results, against_base=True), *further_notes)
     console.put("\n".join([terminal.render(results, width=width, colour=colour), *map(shown, changed), *map(shown, notes)]))
     return notes
 

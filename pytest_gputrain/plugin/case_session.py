@@ -318,13 +318,13 @@ class CaseSession:
             terminalreporter.write_line(command)
         if self.collector is None or not (self.collector.results or self.collector.notes):
             return
-        from pytest_gputrain.report import terminal
+        from pytest_gputrain.report import explanations, terminal
 
         writer = self.config.get_terminal_writer()
         terminalreporter.section("gputrain")
         notes = self._notes(self.collector)
         # What to do first stands above the table, because the end of a long table is read last.
-        first = terminal.advice(self.collector.results)
+        first = explanations.advice(self.collector.results)
         for line in filter(None, [first]):
             terminalreporter.write_line(shown(line))
         if self.collector.results:
@@ -339,10 +339,10 @@ class CaseSession:
         return github.wanted() and not self.config.pluginmanager.hasplugin("pytest_github_actions_annotate_failures")
 
     def _notes(self, collector: Collector) -> list[str]:
-        from pytest_gputrain.report import studies, terminal
+        from pytest_gputrain.report import explanations, studies
 
         if self._explanations is None:
-            self._explanations = [*terminal.explain(collector.results), *studies.explain(collector.results)]
+            self._explanations = [*explanations.explain(collector.results), *studies.explain(collector.results)]
         return [*self._explanations, *collector.notes]
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Measurement, Result
-from pytest_gputrain.report.terminal import METRIC_NAMES
+from pytest_gputrain.report.explanations import METRIC_NAMES
 
 _STATUSES: Final = {
     "new": "without a baseline",

@@ -13,8 +13,9 @@ from pytest_gputrain.hardware.rates import rates_of
 from pytest_gputrain.records import Counts, ExpectedTime, OperatorWork, Recorded, StepCounts
 from pytest_gputrain.records.fit import FitGpu
 from pytest_gputrain.report import expected, fit
+from pytest_gputrain.report.explanations import explain
 from pytest_gputrain.report.html.cases import gathered
-from pytest_gputrain.report.terminal import explain, render
+from pytest_gputrain.report.terminal import render
 from pytest_gputrain.utils.units import format_interval
 
 KNOWN = ExpectedTime(seconds=2.2, low=1.87, high=2.75, parts={"matrix products": 1.42, "attention": 0.58}, host_seconds=0.4)

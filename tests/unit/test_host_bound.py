@@ -29,7 +29,7 @@ from pytest_gputrain.gate.suite_noise import prior_of, whole_suite
 from pytest_gputrain.gate.summary import summarise
 from pytest_gputrain.records import Counts, GpuSteps, Holder, StepCounts
 from pytest_gputrain.records.tolerance import MemoryTolerance, Tolerance
-from pytest_gputrain.report import terminal, uncompared
+from pytest_gputrain.report import explanations, terminal, uncompared
 from pytest_gputrain.report.export.formats import FORMATS
 from pytest_gputrain.report.history_lines import lines_of
 from pytest_gputrain.report.html.cases import gathered
@@ -195,7 +195,7 @@ def test_an_old_baseline_is_compared_as_far_as_it_goes():
     shown = [result(replies=(_took(1.0, 0.23),), verdict=_judge(_took(1.0, 0.23), OLD))]
     assert uncompared.line(shown) == "not compared: GPU seconds of 1 case"
     assert any(
-        "GPU seconds not compared: there were none before; record it again" in line for line in terminal.explain(shown)
+        "GPU seconds not compared: there were none before; record it again" in line for line in explanations.explain(shown)
     )
 
 

@@ -6,7 +6,7 @@ from unit_examples import CASE, measurement, result
 
 from pytest_gputrain.gate.rank_spread import widest
 from pytest_gputrain.records import Rank, RankSpread
-from pytest_gputrain.report.terminal import explain
+from pytest_gputrain.report.explanations import explain
 
 
 def _rank(*own, peak=1000):

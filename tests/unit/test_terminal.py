@@ -24,8 +24,9 @@ from unit_examples import (
 from pytest_gputrain.records import Case, Counts, Event, MetricVerdict, Report, StepCounts, Verdict
 from pytest_gputrain.records.verdict import LimitVerdict
 from pytest_gputrain.report import json_report, uncompared
+from pytest_gputrain.report.explanations import advice, explain
 from pytest_gputrain.report.progress_line import ProgressLine, describe
-from pytest_gputrain.report.terminal import advice, explain, render
+from pytest_gputrain.report.terminal import render
 from pytest_gputrain.utils.units import GiB
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")

@@ -12,7 +12,7 @@ from pytest_gputrain.records import FAILING, Emulated, Report, Result
 from pytest_gputrain.records.case import knob_text
 from pytest_gputrain.records.counts import MAIN
 from pytest_gputrain.records.history import COUNT_KEYS, KNOB_KEYS, knobs
-from pytest_gputrain.report import studies, summary, terminal
+from pytest_gputrain.report import explanations, studies, summary, terminal
 from pytest_gputrain.report.export import pytest_benchmark
 from pytest_gputrain.report.export.points import Point, file_names, points
 from pytest_gputrain.report.github import Failure
@@ -66,7 +66,7 @@ def _summary(report: Report) -> list[str]:
         for result in latest(report.results)
         if result.verdict and result.verdict.status in FAILING
     ]
-    notes = [*terminal.explain(report.results), *studies.explain(report.results), *report.notes]
+    notes = [*explanations.explain(report.results), *studies.explain(report.results), *report.notes]
     return summary.lines(report.results, failures, notes, _run(report))
 
 

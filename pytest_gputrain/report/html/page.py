@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Course, Published, Report, Result
 from pytest_gputrain.records.emulation import Emulation
-from pytest_gputrain.report import studies, terminal
+from pytest_gputrain.report import explanations, studies
 from pytest_gputrain.report.trend.reading import Filter, History, Subject
 from pytest_gputrain.report.trend.series import DEFAULT_METRICS, analyse, is_told
 from pytest_gputrain.storage.baselines import BaselineError
@@ -82,7 +82,11 @@ def page(reports: Sequence[Report], history_trends: HistoryTrends | None = None,
 
     reports = sorted(reports, key=lambda report: report.created)
     results = [result for report in reports for result in report.results]
-    notes = [*terminal.explain(results), *studies.explain(results), *(note for report in reports for note in report.notes)]
+    notes = [
+        *explanations.explain(results),
+        *studies.explain(results),
+        *(note for report in reports for note in report.notes),
+    ]
     charts = Charts()
     figures = {
         "published": tuple(published.beside_measured(results, _tables(baseline_dir, notes.append), charts)),
