@@ -61,7 +61,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
         # Objects of imports never become garbage, and without this each collection would look at all of them.
         gc.freeze()
         from pytest_gputrain.worker.group import Group
-        from pytest_gputrain.worker.measuring import own_lines
+        from pytest_gputrain.worker.own_lines import OwnLines
         from pytest_gputrain.worker.run import crash, run
         from pytest_gputrain.worker.seeds import seed_python
     except Exception as error:  # torch raises a ValueError or an OSError where it does not find a library of CUDA
@@ -85,7 +85,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
             try:
                 reply = run(task, progress, group=group, keep=keep)
             except BaseException as error:  # The code that trains may raise KeyboardInterrupt itself.
-                reply = crash(error, progress, own_lines(task))
+                reply = crash(error, progress, OwnLines.of_case(task))
     progress.enter("reply")
     write_record(folder / REPLY, {**msgspec.to_builtins(reply), "format": FORMAT})
     if task.processes + task.servers > 1:

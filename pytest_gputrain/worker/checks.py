@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pytest_gputrain.records import TrainedTensors
 from pytest_gputrain.records.own_training import module_of
 from pytest_gputrain.utils.units import format_bytes
+from pytest_gputrain.worker.allocations import strided_parts
 from pytest_gputrain.worker.device import Peaks
 
 _CHUNK: Final = 2**24
@@ -89,6 +90,29 @@ def check_losses(losses: Sequence[float]) -> None:
     for step, value in enumerate(losses, start=1):
         if not math.isfinite(value):
             raise CheckFailed(f"the loss of timed step {step} is {value}")
+
+
+def model_bytes(model: nn.Module | None, device: torch.device | None = None) -> int:
+    """Return the bytes of the storages behind parameters, buffers and bitsandbytes' quantisation states, each once.
+
+    Args:
+        model: 0 bytes where it is None.
+        device: only of those on it.
+    """
+
+    def tensors(model: nn.Module) -> Iterable[Tensor]:
+        yield from model.parameters()
+        yield from model.buffers()
+        for parameter in model.parameters():
+            state: Any = getattr(parameter, "quant_state", None)
+            while state is not None:
+                yield from (value for value in vars(state).values() if isinstance(value, Tensor))
+                state = getattr(state, "state2", None)
+
+    of_model = () if model is None else map(local, tensors(model))
+    on_device = (tensor for tensor in of_model if device is None or tensor.device == device)
+    storages = (part.untyped_storage() for tensor in on_device for part in strided_parts(tensor))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def check_peak(peaks: Peaks, held: int) -> None:

@@ -52,6 +52,17 @@ def schedule(count: int, accumulation: int) -> list[bool]:
     return [index % accumulation == 0 or index == count for index in range(1, count + 1)]
 
 
+def counted_steps(case: Case) -> list[bool]:
+    """Count the steps under the allocation counter, by whether the optimizer updates.
+
+    The first makes its states. With them live, a step without gradients from before, and for accumulation one with them.
+    Own code updates when it will: two whole rounds of the accumulation that its case declares.
+    """
+    if case.code:
+        return [True] * (2 * case.gradient_accumulation)
+    return [True, True] if case.gradient_accumulation == 1 else [True, False, True]
+
+
 def timed_steps(case: Case) -> int:
     """Count the steps that are timed: of a case with a loader a multiple of its processes, see `levelled`."""
     return math.ceil(case.steps / max(1, case.loader_workers)) * max(1, case.loader_workers)

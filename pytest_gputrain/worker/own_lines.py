@@ -7,12 +7,12 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Final
+from typing import Any, Final
 
-from pytest_gputrain.records import Place
+from pytest_gputrain.records import Place, Task
 
 _PYTHON: Final = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _OTHERS: Final = (*_PYTHON, *(folder.resolve() for folder in _PYTHON))
@@ -46,6 +46,12 @@ class OwnLines:
         self._folders = [folder.resolve() for folder in folders]
         self._names: dict[str, str] = {}
         """The names of files as in frames."""
+
+    @classmethod
+    def of_case(cls, task: Task, builder: Callable[..., Any] | None = None) -> OwnLines:
+        """Return the finder for files below the task's root, or in the folder of ``builder``."""
+        file = getattr(getattr(builder, "__code__", None), "co_filename", None)
+        return cls([Path(task.root), *([Path(file).parent] if file else [])])
 
     def current(self) -> str:
         """Return ``tests/test_mine.py:41``, or nothing where no line of the user's runs."""

@@ -15,13 +15,14 @@ import torch
 
 from pytest_gputrain.records import Case, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Served, Task
 from pytest_gputrain.utils.sanitize import utf8
+from pytest_gputrain.worker.case_run import CaseRun, Keep
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.compiling import compile_time
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
 from pytest_gputrain.worker.emulated import EmulatedFigures, emulated_reply, emulated_run, training_on_emulated_gpu
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.group import ALONE, Group
-from pytest_gputrain.worker.measuring import Keep, Measuring, is_own_code, known, own_lines
+from pytest_gputrain.worker.measuring import Measuring
 from pytest_gputrain.worker.optimizers import OPTIMIZERS
 from pytest_gputrain.worker.own_code import OwnCode
 from pytest_gputrain.worker.own_lines import OwnLines
@@ -65,16 +66,16 @@ def run(
     device: Device | None = None
     emulated: EmulatedFigures | None = None
     own: OwnCode | None = None
+    lines, is_own_code = OwnLines.of_case(task, builder), bool(task.case.code or builder)
     try:
         on_cpu = task.device_type == "cpu" or group.serves
         device = Cpu() if on_cpu else Accelerator(group.local_rank, emulated=bool(task.emulated))
         if isinstance(device, Accelerator) and not device.computes:
-            lines = own_lines(task, builder) if is_own_code(task.case, builder) else None
-            emulated = EmulatedFigures(device, lines, task)
+            emulated = EmulatedFigures(device, lines if is_own_code else None, task)
             keep = functools.partial(_keep_emulated, keep, task, device, emulated)
         torch.manual_seed(SEED)
         even_alone = task.case.parallel in NEEDS_GROUP
-        if is_own_code(task.case, builder):
+        if is_own_code:
             own = OwnCode(task, group, counts_memory=device.type == "cpu", inline=builder is not None)
         with (
             group.joined(device.torch_device, even_alone=even_alone),
@@ -85,13 +86,14 @@ def run(
         ):
             if group.serves:
                 return _serve(task, progress, device, group, keep)
-            reply: Reply = Measuring(task, progress, device, group, keep, own, emulated).run(builder)
+            case_run = CaseRun(task, progress, device, group, keep, lines, own, emulated)
+            reply: Reply = Measuring(case_run).run(builder)
     except CheckFailed as error:
         return Crashed(sentence=f"{error}{compile_time()}", phase=progress.phase, step=progress.step, refused=True)
     except SystemExit as error:
         if said := _said_by_argparse(error):
             return Crashed(sentence=said, phase=progress.phase, step=progress.step)
-        line = own_lines(task, builder).of_traceback(error.__traceback__)
+        line = lines.of_traceback(error.__traceback__)
         return Crashed(
             sentence=f"sys.exit() was called{f' (at {line})' if line else ''}, which ends the process that trains; move "
             'the code that only the script should run below `if __name__ == "__main__":`',
@@ -101,10 +103,11 @@ def run(
     except Exception as error:
         if own is None and (mixed := _mixed_types(error, task.case)):
             return Crashed(sentence=mixed, phase=progress.phase, step=progress.step, refused=True)
-        where, lines = _out_of_memory(error), own_lines(task, builder) if own else None
+        where = _out_of_memory(error)
         # Steps of these phases have fitted before.
         if where is None or device is None or progress.phase in ("check", "profile"):
-            return of_config(crash(error, progress, lines, on_cpu=task.device_type == "cpu"), task, error)
+            crashed = crash(error, progress, lines if own else None, on_cpu=task.device_type == "cpu")
+            return of_config(crashed, task, error)
         peaks = device.peaks()
         reply = OutOfMemory(
             where=where,
@@ -165,7 +168,7 @@ def _serve(task: Task, progress: Progress, device: Device, group: Group, keep: K
     case = task.case
     progress.enter("build")
     optimizer = OPTIMIZERS[case.optimizer]
-    with device.counting(own_lines(task).current) as counter:
+    with device.counting(OwnLines.of_case(task).current) as counter:
         server = TableServer(group, case.asynchronous, lambda rows: optimizer(rows, case.learning_rate))
         progress.enter("count")
         # The workers count two steps: the first makes the optimizer's state, and the second uses it.
@@ -174,11 +177,12 @@ def _serve(task: Task, progress: Progress, device: Device, group: Group, keep: K
     gc.freeze()
     progress.enter("measure")
     server.serve()
+    assert counter is not None, "a server has its tables on the host"
     figures = Served(
         updates=server.updates,
         rows=server.rows,
         model_bytes=server.bytes,
-        peak_allocated_bytes=known(None if counter is None else counter.peak_bytes),
+        peak_allocated_bytes=counter.peak_bytes,
         peak_host_bytes=peak_host_bytes(),
     )
     keep(figures)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -395,64 +391,6 @@ class OwnCodeTraining:
 
     def leave(self) -> None:
         """Do nothing: nobody waits for it."""
-
-
-def load_builder(code: str, root: Path, module_name: str = "") -> StepBuilder:
-    """Load the function that ``path/to/file.py::name`` names, from below ``root``.
-
-    Args:
-        module_name: how the parent imported that file. Where the same name leads to it here, a file of a package finds its
-            siblings.
-
-    Raises:
-        CheckFailed: the file has no such function, or is not below ``root``, whatever links lead to it.
-    """
-    file, _, name = code.partition("::")
-    path = (root / file).resolve()
-    if Path(file).is_absolute() or ".." in Path(file).parts or not path.is_relative_to(root.resolve()):
-        raise CheckFailed(f"{file} does not lie below {root}, so the worker does not run it")
-    if path.suffix != ".py" or not path.is_file() or not name.isidentifier():
-        raise CheckFailed(f"{code} is not a function of a Python file, as tests/test_mine.py::my_step")
-    builder = getattr(_imported(module_name, path) or _loaded(path), name, None)
-    if not callable(builder):
-        raise CheckFailed(f"{file} has no function {name!r} at module level")
-    result: StepBuilder = builder
-    return result
-
-
-def _imported(module_name: str, path: Path) -> ModuleType | None:
-    """Return the module of that name if it is the file, None if the name leads elsewhere or nowhere."""
-    top, *below = module_name.split(".")
-    if not top or top == "__main__":
-        return None
-    try:
-        # `find_spec` for a module imports its package, so only the package that has the file is asked.
-        package = importlib.util.find_spec(top) if below else None
-        if below and not any(path.is_relative_to(Path(folder).resolve()) for folder in _module_folders(package)):
-            return None
-        spec = importlib.util.find_spec(module_name)
-    except (ImportError, ValueError):
-        return None
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
-        return None
-    return importlib.import_module(module_name)
-
-
-def _module_folders(package: ModuleSpec | None) -> list[str]:
-    """Return the folders that the modules of a package are in."""
-    return list((package and package.submodule_search_locations) or ())
-
-
-def _loaded(path: Path) -> ModuleType:
-    """Load the file as a module that is in no package."""
-    module_name = f"gputrain_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise CheckFailed(f"{path} is not a Python file that can be loaded")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _apart(case: Case, device: torch.device) -> contextlib.AbstractContextManager[Any]:

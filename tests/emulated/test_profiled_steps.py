@@ -156,10 +156,12 @@ TRAININGS = """
     from torch import nn
     from torch.autograd import profiler
     from pytest_gputrain.records import Case, Task
+    from pytest_gputrain.worker.case_run import CaseRun
     from pytest_gputrain.worker.device import Accelerator
     from pytest_gputrain.worker.group import ALONE
     from pytest_gputrain.worker.measuring import Measuring
     from pytest_gputrain.worker.own_code import OwnCode
+    from pytest_gputrain.worker.own_lines import OwnLines
     from pytest_gputrain.worker.progress import Progress
 
     def train(setup):
@@ -211,7 +213,8 @@ TRAININGS = """
                     root=os.getcwd(), **more)
         own = OwnCode(task, ALONE, counts_memory=False)
         with device.keeping_peaks(), own.running():
-            figures = Measuring(task, Progress(None), device, ALONE, lambda figures: None, own).run(builder)
+            run = CaseRun(task, Progress(None), device, ALONE, lambda figures: None, OwnLines.of_case(task, builder), own)
+            figures = Measuring(run).run(builder)
         counts = figures.counts
         return {"steps": len(figures.step_seconds), "seconds": figures.gpu_steps and len(figures.gpu_steps.seconds),
                 "share": figures.gpu_busy_share, "notes": [note for note in figures.notes if "GPU seconds" in note],

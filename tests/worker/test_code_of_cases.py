@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_gputrain.worker.building import load_builder
 from pytest_gputrain.worker.checks import CheckFailed
-from pytest_gputrain.worker.training import load_builder
 
 FILE = "def step(setup):\n    return 'here'\n"
 

@@ -13,7 +13,7 @@ from zoo_examples import MINE, example, measured, once, refused, run, task_of, t
 
 from pytest_gputrain.execution.launch import launcher
 from pytest_gputrain.records import Crashed
-from pytest_gputrain.worker import compiling, measuring
+from pytest_gputrain.worker import compiling, further_steps
 from pytest_gputrain.worker.checks import CheckFailed
 
 LLAMA = example("llama-3.1-8b", "lora", precision="fp32", activation_checkpointing=True, steps=3, warmup=2)
@@ -159,11 +159,11 @@ class _Full(TorchDispatchMode):
 
 @pytest.mark.slow
 def test_a_case_that_fits_only_compiled_has_its_figures(monkeypatch):
-    monkeypatch.setattr(measuring, "count_flops", _Full)
+    monkeypatch.setattr(further_steps, "count_flops", _Full)
     case = LLAMA.replace(method="full", compile="default", activation_checkpointing=False, learning_rate=1e-2)
     figures = measured(case)
     assert len(figures.step_seconds) == len(figures.losses) == 3
-    assert (figures.flops_per_step, figures.notes) == (None, (measuring.UNWATCHED,))
+    assert (figures.flops_per_step, figures.notes) == (None, (further_steps.UNWATCHED,))
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert "OutOfMemoryError" in refused(case.replace(compile="off"))
     assert "did not change in 5 steps" in refused(case.replace(learning_rate=0.0))

@@ -8,10 +8,10 @@ import torch
 from zoo_examples import DEVICE, STATED, example, task_of
 
 from pytest_gputrain.worker.allocations import AllocationCounter
+from pytest_gputrain.worker.building import build
 from pytest_gputrain.worker.compiling import uncompiled
 from pytest_gputrain.worker.flops import count_flops
 from pytest_gputrain.worker.libraries import load
-from pytest_gputrain.worker.measuring import build
 from pytest_gputrain.worker.run import SEED
 
 ONE_OF_EACH_FAMILY = {architecture.family: example(model) for model, architecture in STATED.items()}.values()

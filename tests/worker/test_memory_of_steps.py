@@ -8,7 +8,7 @@ from zoo_examples import MINE, measured, refused, run, stepping
 
 from pytest_gputrain.records.step_memory import OfStep, unfolded
 from pytest_gputrain.utils.units import KiB
-from pytest_gputrain.worker import measuring
+from pytest_gputrain.worker import step_memory
 
 LARGE = 64 * KiB // 4
 
@@ -168,7 +168,7 @@ def test_what_the_last_steps_of_an_epoch_keep_is_told():
 
 
 def test_an_epoch_that_is_too_short_or_has_no_end_says_so(monkeypatch):
-    monkeypatch.setattr(measuring, "_MOST_STEPS", 30)
+    monkeypatch.setattr(step_memory, "_MOST_STEPS", 30)
     assert "the loop of mine ended after 6 steps, but more have to be measured" in refused(EPOCH, epoch_of(5))
     assert "the loop of mine has not ended after 30 steps, and epoch=True follows it to its end; give it fewer" in (
         refused(EPOCH, training())

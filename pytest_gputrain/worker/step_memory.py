@@ -1,0 +1,98 @@
+"""Follows the memory of a training's steps, and has all steps of the user's loop run where its end is asked for."""
+
+from __future__ import annotations
+
+import gc
+from typing import Final
+
+from torch import Tensor
+
+from pytest_gputrain.records.step_memory import OfStep, folded
+from pytest_gputrain.worker.allocations import AllocationCounter
+from pytest_gputrain.worker.case_run import CaseRun
+from pytest_gputrain.worker.checks import CheckFailed, LoopEnded
+from pytest_gputrain.worker.growth import Growth
+from pytest_gputrain.worker.loop import Steps
+from pytest_gputrain.worker.trace import taken
+from pytest_gputrain.worker.training import OwnCodeTraining
+
+_MOST_STEPS: Final = 1_000
+"""The steps of an epoch."""
+
+
+class StepMemory:
+    """The memory of each step so far."""
+
+    def __init__(self, run: CaseRun) -> None:
+        self._run = run
+        self.counter: AllocationCounter | None = None
+        """Tells the memory of a step from the warm-up on; None where the device does, or nobody."""
+        self.of_steps: list[OfStep] = []
+        self.late_growth = ""
+        """The note on what steps keep now and then."""
+
+    def begin_step(self) -> None:
+        """Take notice that a step is to begin."""
+        if self.counter:
+            self.counter.begin_step()
+        else:
+            self._run.device.of_step()
+
+    def end_step(self) -> OfStep | None:
+        """Note the memory of the step that has ended, and return it."""
+        if self.counter:
+            gc.collect()
+        memory = self.counter.of_step() if self.counter else self._run.device.of_step()
+        self.note(memory)
+        return memory
+
+    def note(self, memory: OfStep | None) -> None:
+        """Note the memory of a step that is over, without the losses that the worker keeps; None where nobody knows it."""
+        if memory is None:
+            return
+        losses = self._run.training.losses
+        kept = [taken(loss.nbytes, self._run.device.type) for loss in losses if isinstance(loss, Tensor)]
+        # That of the step itself is made at its end.
+        self.of_steps.append(OfStep(memory.peak - sum(kept[:-1]), memory.end - sum(kept)))
+
+    def follow(self, growth: Growth, counter: AllocationCounter) -> Steps:
+        """Have as many steps of own code run as were asked for, those included whose tensors were counted.
+
+        Of the others it is counted how much memory they take: a later one may have a larger sample, or begin to keep more.
+        """
+        run, steps = self._run, self._run.whole_rounds(self._run.case.steps)
+        counter.follow_sizes_only()
+        gc.freeze()  # without what is there already, the collection behind each step takes no time
+        rounds = (steps - len(self.of_steps)) // run.case.gradient_accumulation
+        self.late_growth = yield from growth.follow(run.training, lambda: counter.live_bytes, rounds)
+        gc.unfreeze()
+
+    def to_the_end(self, growth: Growth) -> Steps:
+        """Have all further steps of the user's loop run, for the memory that they take.
+
+        Raises:
+            CheckFailed: there are too many; or its steps keep more and more memory, or its optimizer steps otherwise than
+                the case says.
+        """
+        training = self._run.training
+        assert isinstance(training, OwnCodeTraining), "an epoch is one of own code"
+        training.keeps_losses = False
+        training.losses.clear()
+
+        def finish() -> None:
+            training.optimizer_steps.check()
+            self._run.set(memory_of_steps=folded(self.of_steps))
+            self._run.note(growth.judge_ends(len(self.of_steps)))
+
+        # In the steps of the checks other modes than that of the counter decide what lives.
+        self.of_steps += [OfStep(0, 0)] * (training.updates - len(self.of_steps))
+        with self._run.may_fail(lambda error: "" if isinstance(error, LoopEnded) else None, finish):
+            while training.updates < _MOST_STEPS:
+                self.begin_step()
+                yield True
+                memory = self.end_step()
+                growth.note_end(training, memory.end if memory else 0)
+            raise CheckFailed(
+                f"the loop of {self._run.case.model} has not ended after {_MOST_STEPS:,} steps, and epoch=True follows it "
+                "to its end; give it fewer batches, or leave epoch out"
+            )
