@@ -37,7 +37,7 @@ def arguments_of(builder: Callable[..., Any], args: object) -> str:
 
 
 def _foreign(value: object, place: str) -> Iterator[tuple[str, object]]:
-    """Yield what JSON has no word for, with where it is."""
+    """Yield the values that JSON cannot hold, each with its place."""
     if isinstance(value, Mapping):
         for name, part in value.items():
             if isinstance(name, str):

@@ -137,7 +137,7 @@ def _is_left_open(scheduler: Any) -> bool:
 
 
 def _filled_in(case: Case, key: str) -> int | None:
-    """Return what transformers fills in for an option that is ``"auto"``; None where DeepSpeed takes its default.
+    """Return what transformers fills in for an option that is ``"auto"``; None if DeepSpeed takes its default.
 
     Raises:
         _Wrong: neither does anything of the kind, or the model has no hidden size.
@@ -160,7 +160,7 @@ def _filled_in(case: Case, key: str) -> int | None:
 
 
 def _hidden_size(config: Mapping[str, Any]) -> int | None:
-    """Return the hidden size as transformers reads it for DeepSpeed: the largest where there are several."""
+    """Return the hidden size as transformers reads it for DeepSpeed, the largest of several."""
     sizes = [config.get(key) for key in _HIDDEN]
     several = config.get("hidden_sizes")
     sizes += [max(several)] if isinstance(several, list) and several else []
@@ -217,7 +217,7 @@ def _shown(value: Any) -> str:
 
 
 def merge(options: Options, further: Options) -> None:
-    """Put ``further`` options into those of the same sections, in place of the same."""
+    """Merge ``further`` options into their sections, where they replace options of the same name."""
     for key, value in further.items():
         if isinstance(value, dict) and isinstance(options.get(key), dict):
             merge(options[key], value)

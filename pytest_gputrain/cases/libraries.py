@@ -62,8 +62,8 @@ def library_versions(case: Case) -> dict[str, str]:
 
 
 def packages_of(case: Case) -> dict[str, str]:
-    """Return the versions of the libraries that decided what the case did in this process: of own code those imported, no
-    kernels'."""
+    """Return the versions of the libraries that decided what the case did in this process. For own code these are the
+    imported ones, without libraries of kernels."""
     return {
         name: version
         for name, version in library_versions(case).items()

@@ -56,7 +56,8 @@ _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "m
 
 
 def with_model(case: Case, folder: Path) -> Case:
-    """Return the case with ``NAME#DIGEST`` as its model where it names a config, and have that model known.
+    """Return the case. If its model is the path of a config, the model becomes ``NAME#DIGEST``, which this process then
+    knows.
 
     Args:
         folder: that of the test file, which the path is relative to.
@@ -92,7 +93,7 @@ def config_of(case: Case) -> Config:
 
 
 def key_of_positions(config: Config) -> str | None:
-    """Return the key that says how many positions a language model was made for; None where its config does not say."""
+    """Return the key that says how many positions a language model was made for; None if its config does not say."""
     return next((key for key in _POSITIONS if isinstance(config.get(key), int)), None)
 
 
@@ -123,7 +124,7 @@ def read(path: Path, *, whole: bool = False) -> tuple[str, Config]:
 
 
 def _without_unused(config: Config) -> Config:
-    """Leave out what changes nothing that trains. ``architectures`` names the class where ``model_type`` may be unknown."""
+    """Leave out keys that change nothing in training. ``architectures`` stays, because ``model_type`` may be unknown."""
     unused = set(_UNUSED) - ({"architectures"} if config.get("auto_map") else set())
     return {
         key: _without_unused(value) if isinstance(value, dict) and key.endswith("_config") else value
@@ -133,7 +134,7 @@ def _without_unused(config: Config) -> Config:
 
 
 def _language_alone(config: Config) -> Config:
-    """Leave out the networks beside a language model, which change nothing of it."""
+    """Leave out the networks for images and sounds, which do not change the language model."""
     if language_config(config) is config:
         return {key: value for key, value in config.items() if key not in _OTHER_INPUTS}
     return {
@@ -154,7 +155,7 @@ def language_only(path: Path) -> bool:
 
 
 def quantised_by(path: Path) -> str:
-    """Return how the published weights of a config are packed, as ``gptq``; empty where they are not.
+    """Return how the published weights of a config are packed, as ``gptq``; empty if they are not.
 
     Raises:
         ConfigError: as of `read`.
@@ -213,7 +214,7 @@ def _json(file: Path) -> Config:
 
 
 def _complaint(config: Config) -> str | None:
-    """Return why a config is none of a model that can train here, as the rest of a sentence."""
+    """Return why the model of a config cannot train here, as the rest of a sentence."""
     class_name = config.get("_class_name")
     if isinstance(class_name, str):
         if class_name in denoisers():

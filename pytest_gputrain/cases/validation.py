@@ -122,7 +122,7 @@ def _wrong_type(case: Case, error: str) -> str:
 
 
 def bad_value(case: Case) -> str | None:
-    """Find the first value of ``case`` that cannot be, as the rest of a sentence."""
+    """Describe the first impossible value of ``case``, as the rest of a sentence."""
     for field, knob in KNOBS.items():
         value = getattr(case, field)
         if knob.type is int and value < knob.least:
@@ -133,7 +133,7 @@ def bad_value(case: Case) -> str | None:
 
 
 def _bad_model(case: Case) -> str | None:
-    """Say what the case's model does not have or lacks."""
+    """Say which setting the case's model does not have, or which one it needs."""
     architecture = architectures()[case.model]
     if case.method not in architecture.trainable:
         methods = ", ".join(architecture.trainable)

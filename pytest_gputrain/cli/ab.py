@@ -107,12 +107,12 @@ class _Progress:
         self._told = time.monotonic()
 
     def watch(self, share: float) -> None:
-        """Take notice of the share of its tests that a run has ended, and say it now and then."""
+        """Note which share of its tests a run has finished, and print it now and then."""
         if share and time.monotonic() - self._told >= _TELL_EVERY_SECONDS:
             self.begin(f"{share:.0%} of the tests have ended", share)
 
     def end(self) -> None:
-        """Take notice that a run has ended."""
+        """Note that a run has ended."""
         self._ended += 1
 
     def _left(self, share: float) -> str:

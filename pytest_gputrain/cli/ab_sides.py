@@ -163,7 +163,7 @@ def run(
 
 
 def report_of(side: Side, scratch: Path) -> Path:
-    """Return the file of a side's last report; sentences call a report that cases are judged by like its file."""
+    """Return the file of a side's last report. Sentences name the side by this file's name."""
     return scratch / "reports" / side.name
 
 
@@ -190,7 +190,7 @@ def measures_time(arguments: Sequence[str]) -> bool:
 
 
 def with_more_at_once(side: Side, arguments: Sequence[str]) -> Sequence[str]:
-    """Return the arguments with the option of pytest-xdist that runs several cases at once, where it is installed."""
+    """Return the arguments with the option of pytest-xdist that runs several cases at once, if it is installed."""
     own = any(re.match(r"-n|--numprocesses|--dist|--pdb|(-p *)?no:xdist", argument) for argument in arguments)
     if own or len(os.sched_getaffinity(0)) < _AT_ONCE or "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in side.environ:
         return arguments

@@ -69,7 +69,7 @@ def add_to(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print what is found; 0, 1 where something is wrong, 2 where there is no such folder."""
+    """Print what is found; 0, 1 where something is wrong, 2 if there is no such folder."""
     folder: Path = options.folder
     if not folder.is_dir():
         console.say(f"{folder} is not a folder; give the one that --gpu-baseline-dir names")
@@ -135,7 +135,7 @@ def _files(folder: Path, unreadable: list[OSError]) -> list[Path]:
 
 
 def _without_tests(folder: Path) -> Iterator[Problem]:
-    """Yield the files of suites that have no test file in the repository; none where none has one."""
+    """Yield the files of suites that have no test file in the repository; none if none has one."""
     tests = {suite_of(path) for path in files_of_repository(folder) if path.suffix == ".py"}
     files = [path for path in _files(folder, []) if path.parent.name != published.FOLDER]
     if tests.isdisjoint(path.stem for path in files):
@@ -204,7 +204,7 @@ def _entries(path: Path, store: SuiteStore[Any, Any], device: str) -> Iterator[P
 
 
 def _is_name(key: str, case: Case) -> bool:
-    """Tell whether ``key`` is the id of ``case`` with any of its knobs named.
+    """Tell whether ``key`` is an id of ``case``, which may name any of its knobs.
 
     How many steps were run may be in the id, but is not kept with the case.
     """
@@ -249,14 +249,14 @@ def _sessions(path: Path, device: str, stored: Sequence[Baseline]) -> Iterator[P
 
 
 def _line_of_name(data: bytes, name: str, *, last: bool = False) -> int:
-    """Return the line in which ``name`` is the name of a value; 1 where there is none."""
+    """Return the line that has ``name`` as a name, or 1."""
     quoted = re.escape(json.dumps(name, ensure_ascii=False).encode(errors="backslashreplace"))
     offsets = [match.start() for match in re.finditer(quoted + rb"\s*:", data)]
     return data.count(b"\n", 0, offsets[-1 if last else 0]) + 1 if offsets else 1
 
 
 def _refused(path: Path, error: BaselineError) -> Problem:
-    """Return why a store refuses a file, with the line of the place; ``path`` is shown where the store names no file."""
+    """Return why a store refuses a file, with the line. ``path`` is shown if the store names no file."""
     file, line = error.path or path, 1
     if isinstance(error.place, int):
         line += read_whole(file).count(b"\n", 0, error.place)

@@ -202,7 +202,7 @@ def _amd(gpus: list[Gpu]) -> Iterator[Check]:
 
 
 def _listed(vendor: Vendor, gpus: Sequence[Gpu], versions: str, remedy: str) -> Iterator[Check]:
-    """Tell which kinds of GPUs there are, and what they are to the catalog."""
+    """Tell which kinds of GPUs there are, and whether the catalog has them."""
     if not gpus:
         yield Check(vendor, "warning", f"the driver lists no GPU that can be used, {versions}", remedy)
         return
@@ -240,7 +240,7 @@ def _permissions(files: Sequence[Path]) -> Iterator[Check]:
 
 
 def _visible(gpus: Sequence[Gpu]) -> Iterator[Check]:
-    """Check what the variables of the runtimes leave, and in which order."""
+    """Check which GPUs the variables of the runtimes leave, and in which order."""
     names = (*CHOOSING, _ORDER)
     variables = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or "no variable hides any"
     if not gpus:
@@ -267,7 +267,7 @@ def _visible(gpus: Sequence[Gpu]) -> Iterator[Check]:
 
 
 def torch_build() -> Torch | None:
-    """Find the build of torch that is installed beside this package, read from its file of versions; None where there is
+    """Find the build of torch that is installed beside this package, read from its file of versions; None if there is
     none."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -316,7 +316,7 @@ def _torch_for_amd(torch: Torch, found: str) -> Check:
 
 
 def _cuda_of_driver() -> tuple[int, int] | None:
-    """Return the newest release of CUDA that the NVIDIA driver supports; None where it does not tell."""
+    """Return the newest release of CUDA that the NVIDIA driver supports; None if it does not tell."""
     import pynvml
 
     with contextlib.suppress(pynvml.NVMLError):
@@ -344,7 +344,7 @@ def _compiler() -> Iterator[Check]:
 
 
 def _lock_folder() -> Iterator[Check]:
-    """Take one of the locks by which runs lend each other the GPUs."""
+    """Check the folder of the locks that keep two runs from using one GPU, by taking a lock."""
     try:
         folder = lease.check_folder()
     except (HardwareError, OSError) as error:
@@ -366,6 +366,6 @@ def _installed(distribution: str) -> str:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the major and the minor release; empty where a version does not begin so."""
+    """Return the major and the minor release; empty if a version does not begin so."""
     parts = version.split(".")[:2]
     return tuple(map(int, parts)) if len(parts) == 2 and all(part.isdigit() for part in parts) else ()

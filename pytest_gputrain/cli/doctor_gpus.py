@@ -25,7 +25,7 @@ def describe(host: topology.Sysfs, *, readings: int = 1) -> str:
         readings: how often each GPU is read; the table has the last.
 
     Returns:
-        The text; empty where there is no GPU.
+        The text; empty if there is no GPU.
 
     Raises:
         HardwareError: a driver does not answer.

@@ -184,7 +184,7 @@ def _written(path: Path, data: bytes) -> bool:
 
 @contextlib.contextmanager
 def _folder_of_program() -> Iterator[Path]:
-    """Make a folder that is removed at the end, and remove those of commands that were killed before theirs."""
+    """Provide a folder that is removed at the end, and remove those that killed commands have left."""
     from filelock import FileLock
 
     temporary = Path(tempfile.gettempdir())
@@ -335,7 +335,7 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
 
 
 def _lines(happened: Sequence[AtLine]) -> str:
-    """Name the most frequent of them."""
+    """Name the lines at which something happened, the most frequent first."""
     named = [
         f"{one.what} at {one.where}" + (f" ({one.count:,} times)" if one.count > 1 else "") for one in happened[:_NAMED]
     ]

@@ -169,7 +169,7 @@ def _model(name: str, part: str) -> Case:
 
 
 def _path(name: str) -> Path | None:
-    """Return the file or folder of that name, or that of the model in the cache of the hub; None where there is neither."""
+    """Return the file or folder of that name, or that of the model in the cache of the hub; None if there is neither."""
     try:
         path = Path(name).expanduser()
         return path if path.exists() else snapshot(name, os.environ)
@@ -275,8 +275,7 @@ def _answer(
 
 
 def _about(name: str, *, alone: bool) -> tuple[str, ...]:
-    """Say that a built-in model was taken for a folder's name, or what of a config is left out or not looked at, though
-    memory would depend on it.
+    """Say which model was taken, and which keys of its config are ignored though they change memory.
 
     Args:
         alone: whether the language model trains alone.
@@ -318,7 +317,7 @@ def _known_errors(cases: list[Case]) -> tuple[str, ...]:
 
 
 def _telling(axes: dict[str, tuple[Any, ...]]) -> tuple[str, ...]:
-    """Find the knobs that tell cells apart, the batch last."""
+    """Find the knobs in which the cells differ, the batch last."""
     several = [knob for knob, values in axes.items() if len(values) > 1 and knob != "batch_size"]
     return (*(several or ["method"]), "batch_size")
 

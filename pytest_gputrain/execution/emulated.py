@@ -87,7 +87,7 @@ class EmulatingExecutor(Executor[EmulatedReply]):
         return self._once(task, 1, watch)
 
     def run_again(self, task: Task, *, watch: Watch) -> EmulatedReply:
-        """Answer a task from a second process, which is fresh, too; likewise once."""
+        """Run a task in a second fresh process, once for each task."""
         return self._once(task, 2, watch)
 
     def _once(self, task: Task, process: int, watch: Watch) -> EmulatedReply:
@@ -135,7 +135,7 @@ class EmulatingExecutor(Executor[EmulatedReply]):
         return build.stand_ins(self._torch)
 
     def environment(self, gpus: int) -> dict[str, str]:
-        """Return the variables of a process that sees so many emulated GPUs, the same for each.
+        """Return the variables of a process that sees this many emulated GPUs, the same for each.
 
         Raises:
             CannotEmulate: the stand-ins cannot be built, or torch has no kernels for the platform.

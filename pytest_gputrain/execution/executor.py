@@ -59,27 +59,27 @@ class Executor(abc.ABC, Generic[ReplyT]):
         return self.host
 
     def want(self, wanted: Iterable[WantedRuns]) -> None:
-        """Begin with these runs, if they are neither there nor under way."""
+        """Start these runs, unless they are done or running."""
 
     def wait(self, task: Task) -> Iterator[Task]:
         """Wait until the next run of the task is there; yield each other task of which a run comes meanwhile."""
         return iter(())
 
     def arrived(self, task: Task) -> list[ReplyT | None]:
-        """Return what came of runs of the task that no test has asked for, up to the first whose outcome is unknown.
+        """Return the replies of the task's runs that no test has asked for yet, up to the first run that has not ended.
 
         None of a run that its machine refused.
         """
         return []
 
     def drop(self, task: Task) -> None:
-        """Cancel what was begun of the task and not asked for."""
+        """Cancel the runs of the task that no test has asked for."""
 
     def only(self, tasks: Iterable[Task]) -> None:
-        """Cancel what was begun of other tasks."""
+        """Cancel the runs of all other tasks."""
 
     def close(self) -> None:
-        """End what was kept running for the cases to come."""
+        """End the processes that were kept for later cases."""
 
 
 def conditions_of(settings: Settings) -> Conditions:

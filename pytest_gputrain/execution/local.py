@@ -52,7 +52,7 @@ class LocalExecutor(Executor[Reply]):
 
     @property
     def machine(self) -> Machine:
-        """Found out when the first case asks: collecting needs no driver.
+        """The machine. It is detected when the first case asks, because collecting tests needs no driver.
 
         Raises:
             HardwareError: the hardware is not what the options ask for.
@@ -63,7 +63,7 @@ class LocalExecutor(Executor[Reply]):
 
     @property
     def unseen(self) -> str:
-        """Why this machine counts as a CPU although it has GPUs, with the remedy; empty where nothing is amiss."""
+        """Why this machine counts as a CPU although it has GPUs, with the remedy; empty if nothing is amiss."""
         if not drivers.may_be_unseen():
             return ""
         try:
@@ -89,7 +89,7 @@ class LocalExecutor(Executor[Reply]):
             self._fork_server.close()
 
     def _run(self, task: Task, watch: Watch, inline: bool, builder: Any) -> Reply:
-        """Run a case with the devices lent to it; of several nodes this one is the first."""
+        """Run a case with the devices lent to it. If it takes several nodes, this is the first."""
 
         def noted(event: Event) -> None:
             watched.note(event)
@@ -184,7 +184,7 @@ class LocalExecutor(Executor[Reply]):
 
 @contextlib.contextmanager
 def _lease(gpus: tuple[Gpu, ...], count: int) -> Iterator[tuple[Gpu, ...]]:
-    """Lease so many of the GPUs, or as many cores of a machine that has none."""
+    """Lease this many of the GPUs, or as many cores of a machine that has none."""
     if not gpus:
         with lease_cores(count):
             yield ()

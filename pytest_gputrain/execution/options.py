@@ -67,7 +67,7 @@ class Option:
         """Return the sentence that refuses the flag of an option that is `ini_only`, with what has to be written instead.
 
         Args:
-            value: as it was typed; None or empty where there was none.
+            value: as it was typed; None or empty if there was none.
         """
         value = "true" if self.switch else value or self.metavar
         override = shlex.quote(f"{self.ini}={value}")

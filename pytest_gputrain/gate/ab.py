@@ -195,7 +195,7 @@ def _level(baseline: Baseline | None, results: Sequence[Result]) -> tuple[Baseli
 
 
 def _with_median(run: _Run, seconds: float) -> _Run:
-    """Return the run as if its median step took so long."""
+    """Return the run as if its median step took this long."""
     factor, alone = seconds / statistics.median(run.step_seconds), run.one_worker_seconds
     return msgspec.structs.replace(
         run,

@@ -1,4 +1,4 @@
-"""Describes how a stored baseline differs from that of an earlier commit where it lets more pass than before. Pure."""
+"""Describes how a stored baseline lets more pass than that of an earlier commit. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def loosened(before: _Record, after: _Record | None) -> Loosened:
     """Compare an entry with that of the same device, suite and key before.
 
     Args:
-        after: None where it is gone.
+        after: None if it is gone.
     """
     if after is None:
         return Loosened((), ("removed",))
@@ -85,7 +85,8 @@ def _looser_pace(before: _Stored, after: _Stored) -> Iterator[str]:
 
 
 def _pairs(before: _Record, after: _Record) -> Iterator[tuple[_Stored, _Stored]]:
-    """Yield what a run would be compared with before and now: of figures without times each, under its own conditions."""
+    """Yield what a run would be compared with, before and now. Emulated figures are paired with those under the same
+    conditions."""
     if isinstance(before, Recorded) and isinstance(after, Recorded):
         yield from ((old, after.like(old) or after.figures[-1]) for old in before.figures)
     elif isinstance(before, Baseline) and isinstance(after, Baseline):

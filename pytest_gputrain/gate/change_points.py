@@ -56,7 +56,7 @@ class Levels:
 
 
 def levels(figures: Sequence[float] | Array, prior: float = PRIOR_SD) -> Levels:
-    """Find the levels of ``figures``, which are in order of time; one level where nothing changed.
+    """Find the levels of ``figures``, which are in order of time; one level if nothing changed.
 
     Args:
         prior: s0, the noise that is expected before any is seen, as a share: `LEAST_SD` for exact counts.
@@ -114,7 +114,7 @@ def _noise(logs: Array, prior: float) -> float:
 
 
 def _cut(segment: Array, cost: float) -> tuple[int, ...]:
-    """Find where a new level begins and, if it ends inside, where it ends; nothing where that does not pay."""
+    """Find where a new level begins and, if it ends inside, where it ends; nothing if the gain is too small."""
     size = len(segment)
     if size < 2 * LEAST_LENGTH:
         return ()
@@ -134,7 +134,7 @@ def _cut(segment: Array, cost: float) -> tuple[int, ...]:
 
 
 def _settled(logs: Array, edges: list[int], cost: float) -> list[int]:
-    """Move each edge of a level to its best place between its neighbours, and drop those that do not pay there."""
+    """Move each edge of a level to its best place between its neighbours, and drop edges whose gain is too small there."""
     while True:
         gains = []
         for index in range(1, len(edges) - 1):
@@ -159,7 +159,7 @@ def _one_cut(sums: Array, least: int = LEAST_LENGTH) -> tuple[float, int]:
 
 
 def _summed(segment: Array) -> Array:
-    """Return the sums of the first 0, 1, 2, ... winsorised distances, without what their mean explains."""
+    """Return the running sums of the winsorised distances from the median, without their mean slope."""
     distances = np.clip(segment - _median(segment), -WINSOR, WINSOR)
     sums = np.concatenate(([0.0], np.cumsum(distances)))
     return np.asarray(sums - np.arange(len(sums)) * (sums[-1] / len(segment)))

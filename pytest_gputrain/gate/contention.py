@@ -44,7 +44,7 @@ def holders_of(run: Measurement) -> tuple[Holder, ...]:
 
 
 def describe_others(measured: Iterable[Measurement]) -> str:
-    """Describe the processes that were on the GPUs of some runs and may have slowed them; empty where none is known."""
+    """Describe the processes that were on the GPUs of some runs and may have slowed them; empty if none is known."""
     holders = {(holder.pid, holder.gpu): holder for run in measured for holder in holders_of(run)}
     who = describe_holders(holders.values())
     return f"beside {who}" if who else ""
@@ -69,7 +69,7 @@ def with_contention(
 
 
 def describe_throttling(measured: Sequence[Measurement]) -> str:
-    """Describe what lowered the clocks of the GPUs, but for their power limit; empty where no driver tells of anything."""
+    """Describe what lowered the clocks of the GPUs, but for their power limit; empty if no driver tells of anything."""
     worst: dict[str, float] = {}
     for run in measured:
         for reason, share in ((run.telemetry and run.telemetry.throttled) or {}).items():
@@ -80,7 +80,7 @@ def describe_throttling(measured: Sequence[Measurement]) -> str:
 
 
 def describe_memory_shortage(reply: OutOfMemory, runs: Sequence[BaselineRun]) -> str:
-    """Describe what else took the memory of a case that ran out of it; empty where nothing is known to have."""
+    """Describe what else took the memory of a case that ran out of it; empty if nothing is known to have."""
     if reply.holders:
         return f"it ran beside {describe_holders(reply.holders)}"
     if reply.other_processes:
@@ -93,7 +93,7 @@ def describe_memory_shortage(reply: OutOfMemory, runs: Sequence[BaselineRun]) ->
 
 
 def why_not_recorded(replies: Sequence[Measurement | OutOfMemory], baseline: Baseline | None) -> str:
-    """Say why the runs of a case become no baseline; empty where they do.
+    """Say why the runs of a case become no baseline; empty if they do.
 
     What runs out of memory does only if it never fits by itself, and a time only if nobody else was on the GPUs.
     """

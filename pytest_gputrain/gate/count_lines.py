@@ -200,7 +200,7 @@ def lines_beside(figure: CountFigure, step: int, before: Counts, now: Counts) ->
 
 
 def _match_edited(numbers: dict[_Spot, list[int]], alike: Callable[[_Spot], Hashable]) -> None:
-    """Give what a line asked for that is gone to a line that is new and alike, which is the same line after an edit."""
+    """Match a line that is gone with a similar new line, which is the same line after an edit."""
     for spot, (before, now) in list(numbers.items()):
         if before or alike(spot) is None:
             continue
@@ -383,7 +383,7 @@ def _function_of(spot: _Spot) -> Hashable:
 
 
 def _set_off(more: Counter[_Spot], alike: Callable[[_Spot], Hashable], *, exactly: bool) -> None:
-    """Set off what spots ask for less against what spots that are alike ask for more.
+    """Subtract what places ask for less from what similar places ask for more.
 
     Args:
         exactly: whether to do so only where both changed by the same number.

@@ -84,7 +84,7 @@ class _Pair(NamedTuple):
 
 
 class _Finding(NamedTuple):
-    """What is to be said of a figure."""
+    """The judged change of a figure."""
 
     metric: MetricVerdict
     difference: Difference | None
@@ -171,7 +171,7 @@ def with_evaluation(
 
     Args:
         steps: what counts say of the steps; None if they are not compared.
-        before: the counts of the evaluation; None where there is none. The same for ``now`` and ``again``.
+        before: the counts of the evaluation; None if there is none. The same for ``now`` and ``again``.
     """
     judged = judge_counts(before, now, terms, again, "in its evaluation") if before and now and terms.mode != "off" else None
     if judged is None:
@@ -190,13 +190,13 @@ def with_evaluation(
 
 
 def have_steps_in_common(before: Counts, now: Counts) -> bool:
-    """Tell whether any step can be compared."""
+    """Tell whether the counts have any step that can be compared."""
     aligned_before, aligned_now, _ = _aligned(before, now, None)
     return bool(_pairs(aligned_before, aligned_now))
 
 
 def _pairs(before: Counts, now: Counts) -> list[_Pair]:
-    """Return the steps that are compared, of counts that are aligned."""
+    """Return the steps that are compared; the counts are aligned already."""
     steps = zip(before.steps, now.steps, strict=False)
     pairs = (_Pair(step, before.kinds[old], now.kinds[new]) for step, (old, new) in enumerate(steps))
     return [pair for pair in pairs if pair.before.update == pair.now.update]
@@ -213,7 +213,7 @@ def _aligned(before: Counts, now: Counts, again: Counts | None) -> tuple[Counts,
 
 
 def most_without_growth(figure: CountFigure, value: float) -> float:
-    """Return the highest value beside this one that is no growth by the rules, as far as this figure alone tells."""
+    """Return the highest value that the rules do not call growth from this one."""
     match figure:
         case "work" | "gpu_work" | "operators" | "launches" | "library_calls" | "d2d" | "replays":
             return value + max(_LEAST_WORK, min(_WORK_RATIO * value, _MOST_WORK))
@@ -235,8 +235,7 @@ def _is_drawn(metric: MetricVerdict) -> bool:
 
 
 def _judged_figures(terms: CountTerms) -> Iterator[CountFigure]:
-    """Yield the figures of all steps that are judged: the parts of the work together, and alone those with a tolerance of
-    their own."""
+    """Yield the figures of all judged steps: the sum of the work, and each part with a tolerance of its own."""
     figures = (name for name in COUNT_FIGURES if name != "python_calls")
     yield from (name for name in figures if name not in PARTS_OF_WORK or name in terms.tolerances)
 
@@ -247,7 +246,7 @@ def _has_no_less_to_do(pair: _Pair) -> bool:
 
 
 def _uncompared_calls(before: Counts, now: Counts, called: Sequence[_Pair]) -> str:
-    """Say why calls of Python functions are not compared where one side has them; empty where they are, or neither has.
+    """Say why calls of Python functions are not compared where one side has them; empty if they are, or neither has.
 
     Args:
         called: the steps in which both sides have them.
@@ -330,7 +329,7 @@ class _Rule:
         return sum(step.figure(part) for part in self._parts)
 
     def _limit(self, base: StepCounts, other: StepCounts) -> float:
-        """Return the highest value beside that of ``base`` which is no growth, for a step that is ``other``."""
+        """Return the highest value that is no growth from step ``base`` to step ``other``."""
         value = self._value(base)
         whole = other.library_flops if self._figure.endswith("_flops") else value
         if self._tolerance:

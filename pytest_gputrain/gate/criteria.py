@@ -51,7 +51,7 @@ class Criteria:
     row: Published | None = None
     """The published row of the case and its platform; None if there is none, or if the case has a baseline."""
     published_for: tuple[str, ...] | None = None
-    """Platforms that it was published for; None where it is not compared with published figures."""
+    """Platforms that it was published for; None if it is not compared with published figures."""
     other_side: OtherSide | None = None
     """What it is compared with, if that is no stored baseline."""
     paired: bool = False

@@ -77,7 +77,7 @@ def judge(
         title: of the platform, as sentences name it.
         terms: of what steps ask of the GPU.
         again: what they asked of it in a second run, which confirms the first.
-        rates: of the platform, to say what more work costs; None where they are not known.
+        rates: of the platform, to say what more work costs; None if they are not known.
         elsewhere: where figures may be that were not found, with the remedy.
         side: where the recorded figures come from.
     """
@@ -201,7 +201,7 @@ def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Co
 
 
 def _lost_counts(before: EmulatedRun, now: EmulatedRun) -> str:
-    """Say why what steps ask of the GPU is not compared although it was recorded; empty where it is."""
+    """Say why what steps ask of the GPU is not compared although it was recorded; empty if it is."""
     if before.counts is None:
         return ""
     if now.counts is None:
@@ -283,7 +283,7 @@ def _compared(name: MetricName, baseline: int, value: int, ratio: float = 0.0) -
 def _changes(
     metrics: Sequence[MetricVerdict], statuses: Sequence[Status], before: EmulatedRun, now: EmulatedRun
 ) -> list[str]:
-    """Describe the metrics of these statuses; of the phases, one in full."""
+    """Describe the metrics with these statuses, of the phases only one in full."""
     chosen = [metric for metric in metrics if metric.status in statuses]
     others = [
         describe_work(metric, before, now) if metric.metric in WORK else describe_metric(metric)

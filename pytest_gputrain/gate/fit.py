@@ -17,7 +17,7 @@ _GUESSES: Final = 5
 """Batches that are guessed from a line, before the search goes on by halves."""
 
 At = Callable[[int], EmulatedRun]
-"""Gives the figures of a case on a GPU of so much memory, 0 for any amount."""
+"""Gives the figures of a case on a GPU of this much memory, 0 for any amount."""
 
 
 class Judgement(NamedTuple):
@@ -25,7 +25,7 @@ class Judgement(NamedTuple):
 
     fit: Fit
     needed_bytes: int | None
-    """The memory that nvidia-smi would show; if the case does not fit, that without a limit. None where it is not known."""
+    """The memory that nvidia-smi would show; if the case does not fit, that without a limit. None if it is not known."""
 
 
 def judge(case: Case, memory_bytes: int, at: At) -> Judgement:
@@ -70,7 +70,7 @@ def needed_bytes(figures: EmulatedRun, case: Case) -> int:
 
 
 def _least_bytes(figures: EmulatedRun, case: Case) -> int:
-    """Tell what a case needs though the allocator gave back all that it caches."""
+    """Tell how much memory a case needs even if the allocator gives back all that it caches."""
     return max(figures.peak_allocated_bytes, _highest(figures, case)) + CONTEXT_BYTES
 
 
@@ -100,11 +100,11 @@ class Need(NamedTuple):
     fits: bool
     """Surely, even if its figures are wrong by their error."""
     bytes: int | None
-    """None where it is not known, and more than any GPU has."""
+    """None if it is not known, and more than any GPU has."""
 
 
 def need_of(case: Case, memory_bytes: int, at: At) -> Need:
-    """Tell whether the case surely fits the GPU, and what it takes of it; without limit if it does not fit."""
+    """Tell whether the case surely fits the GPU, and how much memory it takes; without limit if it does not fit."""
     free = at(0)
     if _is_cut_short(free):
         return Need(False, None)
@@ -140,7 +140,7 @@ def largest_batch(need: Callable[[int], Need], known: Mapping[int, Need], capaci
 
 
 def _on_line(tries: Mapping[int, Need], good: int, bad: int, capacity: int) -> int | None:
-    """Find the batch whose memory is the capacity on the line through the two batches nearest to it; None without two."""
+    """Find the batch that fills the capacity, on the line through the two batches nearest to it; None without two."""
     known = {batch: tried.bytes for batch, tried in tries.items() if tried.bytes is not None}
     beside = sorted(known, key=lambda batch: min(abs(batch - good), abs(batch - bad)))[:2]
     if len(beside) < 2:

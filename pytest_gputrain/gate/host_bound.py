@@ -99,7 +99,7 @@ def _busy_share(runs: _Runs) -> float | None:
 
 
 def held_up(measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -> str:
-    """Say that other programs took the cores of today's runs, more than before; empty where they did not."""
+    """Say that other programs took the cores of today's runs, more than before; empty if they did not."""
     before, waiting = (statistics.median(run.core_wait_share or 0.0 for run in runs) for runs in (fitted, measured))
     if waiting - before < _HELD_UP:
         return ""
@@ -108,7 +108,7 @@ def held_up(measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -> s
 
 
 def other_host(measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -> str:
-    """Say how the host of today's runs differs from that of the baseline, ``on another machine``; empty where it does not.
+    """Say how the host of today's runs differs from that of the baseline, ``on another machine``; empty if it does not.
 
     Names, models of CPU and numbers of cores do not tell: three virtual machines with the same differed by 28 %. GPUs do.
     """

@@ -58,7 +58,7 @@ def judge(criteria: Criteria, replies: tuple[Reply, ...], shift: float = 0.0, no
 
 
 def comparable_row(criteria: Criteria) -> Published | None:
-    """Return the published row that the case is compared with; None where it is compared with something else."""
+    """Return the published row that the case is compared with; None if it is compared with something else."""
     if criteria.published_for is None:
         return None
     return None if why_not_comparable(criteria.case, criteria.row, criteria.scale) else criteria.row

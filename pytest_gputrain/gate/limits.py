@@ -140,7 +140,7 @@ def _value(cap: Cap, reply: Measurement) -> float:
 
 
 def _why_not_judged(cap: Cap, case: Case, reply: Measurement, scale: Scale, cpu_time: bool) -> str:
-    """Say why a limit says nothing of what was measured; empty where it does. Own code has the size that it has."""
+    """Say why a limit says nothing of what was measured; empty if it does. Own code has the size that it has."""
     if reason := _why_not_of_this_scale(case, scale):
         return reason
     if cap.metric == "step_seconds" and reply.environment.device_type == "cpu" and not cpu_time:

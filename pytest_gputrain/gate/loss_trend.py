@@ -82,7 +82,7 @@ def trend(
 
     Args:
         losses: at least `LEAST_STEPS`, or as many as there were before one was not finite.
-        reference: as many losses of fp32; empty where it gave none or diverges.
+        reference: as many losses of fp32; empty if it gave none or diverges.
         finite: whether every loss was.
     """
     if not finite:
@@ -113,7 +113,7 @@ def gap(losses: Sequence[float], reference: Sequence[float]) -> float | None:
     first.
 
     A share of where fp32 begins, not of where it ends: a case of one batch ends near zero, where shares mean nothing. None
-    where either is shorter than `LEAST_STEPS`, or where the reference begins at zero.
+    if either is shorter than `LEAST_STEPS`, or where the reference begins at zero.
     """
     if min(len(losses), len(reference)) < LEAST_STEPS:
         return None
@@ -137,7 +137,7 @@ def _halved(fifth: Sequence[float], *, from_start: bool) -> Iterator[Sequence[fl
 
 
 def _level(losses: Sequence[float]) -> float:
-    """Return the lower median: of four losses, three must be high for it to be, where noise has heavy tails."""
+    """Return the lower median. Noise of losses has heavy tails, and this is high only if three of four losses are."""
     return statistics.median_low(losses)
 
 
@@ -153,7 +153,7 @@ def _coarseness(losses: Sequence[float]) -> float:
 
 
 def describe_failed_curves(case: Case, curves: Sequence[LossCurve]) -> str | None:
-    """Return the sentence for precisions that gave no curve, None where all did that could.
+    """Return the sentence for precisions that gave no curve, None if all did that could.
 
     Running out of memory in another precision than the case's own is no failure: fp32 takes twice the memory of bf16.
     """
@@ -167,7 +167,7 @@ def describe_failed_curves(case: Case, curves: Sequence[LossCurve]) -> str | Non
 
 
 def describe_divergence(case: Case, curves: Sequence[LossCurve]) -> str | None:
-    """Return the sentence for precisions in which the case diverges while it does not in fp32; None where there are none.
+    """Return the sentence for precisions in which the case diverges while it does not in fp32; None if there are none.
 
     Where fp32 diverges too, the recipe does and no precision is to blame: that is told, but fails no test, unless the case
     as declared leaves the finite numbers.

@@ -104,7 +104,7 @@ class _MemoryLimit(NamedTuple):
 def judge_memory(
     measured: Sequence[Measurement], fitted: Sequence[BaselineRun], tolerance: MemoryTolerance, most: int, again: str = ""
 ) -> list[Judged[MetricVerdict]]:
-    """Judge the peak of training against the highest of the baseline's, and likewise those of its phases.
+    """Judge the peak of training against the highest peak of the baseline, and each phase in the same way.
 
     Args:
         most: runs that there may be.
@@ -216,7 +216,7 @@ def _describe_peaks(
 
 
 def _highest(fitted: Sequence[PeaksByPhase], phase: TrainingPhase) -> PeaksByPhase:
-    """Return the run of a baseline whose peak is the limit's."""
+    """Return the run of the baseline with the peak that sets the limit."""
     return max(fitted, key=lambda run: run.phase_peak_bytes.get(phase, -1))
 
 
@@ -292,7 +292,7 @@ class _Moved(NamedTuple):
 
 
 def _moved(before: Sequence[LiveTensor], now: Sequence[LiveTensor], sign: int, *, whole: bool) -> Iterator[_Moved]:
-    """Yield what has grown, or with a sign of -1 shrunk.
+    """Yield the tensors that have grown, or shrunk if ``sign`` is -1.
 
     Where no shape explains more than half of it, that is all that one operator made in one phase.
 
@@ -327,7 +327,7 @@ def _bytes(rows: Mapping[_Kind, LiveTensor], kind: _Kind) -> int:
 
 
 def _has_all(phase: TrainingPhase, run: PeaksByPhase) -> bool:
-    """Tell whether the rows are all that lived at the peak; files that are older have the largest alone."""
+    """Tell whether the rows are all tensors at the peak; older files have only the largest."""
     rows = run.largest.get(phase, ())
     peak = run.phase_peak_bytes.get(phase, 0)
     return len(rows) < _ROWS or any(not row.dtype for row in rows) or sum(row.bytes for row in rows) >= peak

@@ -149,10 +149,10 @@ def _votes(metric: MetricVerdict, word: str) -> str:
 
 
 def describe_checkpointing(before: int | None, now: int | None) -> str:
-    """Say that activation checkpointing was switched on or off; empty where it was not, or where nobody knows.
+    """Say that activation checkpointing was switched on or off; empty if it was not, or if nobody knows.
 
     Args:
-        before: FLOPs of a step that were recomputed, None where they were not counted.
+        before: FLOPs of a step that were recomputed, None if they were not counted.
         now: the same of this run.
     """
     if before is None or now is None or bool(before) == bool(now):
@@ -228,7 +228,7 @@ def describe_changes(here: Environment | None, runs: Sequence[BaselineRun], vari
 
 
 def describe_process_count(here: Environment, fitted: Sequence[BaselineRun]) -> str:
-    """Say how many processes a baseline was recorded with, where that is not as here; empty where it is."""
+    """Say how many processes a baseline was recorded with, if that is not as here; empty if it is."""
     counts = {run.environment.device_count for run in fitted} - {here.device_count}
     return f"recorded with {min(counts)} processes, here {here.device_count}" if counts else ""
 
@@ -250,11 +250,11 @@ class OtherSide(NamedTuple):
 
     @classmethod
     def base(cls, name: str = "base") -> OtherSide:
-        """Return what A/B, or a comparison with a report of that name, compares with: nobody records it."""
+        """Return the other side of a comparison with a report of that name, which nobody records."""
         return cls(name, name, remedies=False)
 
     def advise(self, remedy: str) -> str:
-        """Return the remedy as the end of a sentence; empty where there is nothing to record."""
+        """Return the remedy as the end of a sentence; empty if there is nothing to record."""
         return f"; {remedy}" if self.remedies else ""
 
 

@@ -43,7 +43,7 @@ def _by_module(trained: TrainedTensors) -> Counter[str]:
 
 
 def other_shapes(now: BatchShapes | None, before: BatchShapes | None, side: OtherSide) -> str:
-    """Say that own code trains on other shapes than a baseline, and where that shows first; empty where it does not.
+    """Say that own code trains on other shapes than a baseline, and where that shows first; empty if it does not.
 
     Args:
         side: where the baseline comes from.
@@ -61,7 +61,7 @@ def other_shapes(now: BatchShapes | None, before: BatchShapes | None, side: Othe
 
 
 def _shown(shapes: TensorShapes, others: TensorShapes) -> str:
-    """Return ``[8, 128] and [8]``, of those that the others do not have where there are such."""
+    """Return shapes as text, ``[8, 128] and [8]``: only those that the other side lacks, if there are any."""
     chosen = [shape for shape in shapes if shape not in others] or shapes
     more = [f"{len(chosen) - _MOST_SHAPES} more"] if len(chosen) > _MOST_SHAPES else []
     return listed([*(str([*shape]) for shape in chosen[:_MOST_SHAPES]), *more])

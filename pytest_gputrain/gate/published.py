@@ -73,7 +73,7 @@ def judge_published(
 
 
 def why_not_comparable(case: Case, row: Published | None, scale: Scale, elsewhere: Sequence[str] = ()) -> str:
-    """Say why figures of ``case`` mean nothing beside ``row``; empty where they do."""
+    """Say why figures of ``case`` mean nothing beside ``row``; empty if they do."""
     if scale == "tiny":
         return "published figures are of the full model, this is the tiny scale"
     if row is None:
@@ -94,7 +94,7 @@ class StepSeconds(NamedTuple):
 
 
 def step_seconds(case: Case, figures: Figures) -> StepSeconds | None:
-    """Return the seconds of one micro-batch on every GPU, from whatever speed the table prints; None where it prints
+    """Return the seconds of one micro-batch on every GPU, from whatever speed the table prints; None if it prints
     none."""
     if figures.step_seconds:
         printed = figures.step_seconds

@@ -33,6 +33,6 @@ def efficiencies(case: Case, runs: Iterable[Measurement | BaselineRun]) -> list[
 
 
 def efficiency(case: Case, runs: Iterable[Measurement | BaselineRun]) -> float | None:
-    """Return the median of `efficiencies`, None where no run can tell."""
+    """Return the median of `efficiencies`, None if no run can tell."""
     values = efficiencies(case, runs)
     return statistics.median(values) if values else None

@@ -59,7 +59,7 @@ def judge_steps(
     settled: bool = True,
     again: str = "",
 ) -> Iterator[Judged[MetricVerdict]]:
-    """Judge the memory of steps; nothing where neither side has it.
+    """Judge the memory of steps; nothing if neither side has it.
 
     Args:
         whole: the verdict on the peak of the case.
@@ -85,7 +85,7 @@ def judge_kept(
     measured: Sequence[KeepsMemory], fitted: Sequence[KeepsMemory], *, allowed_growth: int = 0, most: int = 1
 ) -> Iterator[Judged[MetricVerdict]]:
     """Judge what steps leave on the heap of the host, where no tensors of a GPU are, and the tensors that an evaluation or
-    saving a checkpoint leaves behind; nothing where the baseline has no such figure.
+    saving a checkpoint leaves behind; nothing if the baseline has no such figure.
 
     Args:
         allowed_growth: bytes that steps may keep each time.
@@ -145,7 +145,7 @@ def _rise(now: Sequence[OfStep], before: Sequence[OfStep], least: int) -> Rise |
 def _worst_peak(
     whole: MetricVerdict, now: Sequence[Sequence[OfStep]], before: Sequence[Sequence[OfStep]], judge: JudgePeaks
 ) -> Judged[MetricVerdict] | None:
-    """Judge the step whose peak exceeds that of the baseline by most; None where no step is counted on both sides, or where
+    """Judge the step whose peak exceeds that of the baseline by most; None if no step is counted on both sides, or where
     most steps need as much more as the whole case, which is told of it."""
     judged: dict[int, Judged[MetricVerdict]] = {}
     for at in range(min(map(len, (*now, *before)))):

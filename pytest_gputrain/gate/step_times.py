@@ -34,12 +34,12 @@ from typing import Final, Literal
 from pytest_gputrain.utils.bounds import MOST_RUNS
 
 PRIOR_SD: Final = 0.01
-"""Between processes, where nothing is known: s0."""
+"""Between processes, if nothing is known: s0."""
 PRIOR_WEIGHT: Final = 4
 """Observations that s0 counts for."""
 NORMAL_MAD: Final = 1.4826
 WINSOR: Final = 3.0
-"""Deviations count for so many s1 at most: one bad process must not widen the limit for all others."""
+"""Deviations count for this many s1 at most: one bad process must not widen the limit for all others."""
 LIMIT_SDS: Final = 2.6
 LIMIT_SDS_OF_ONE: Final = 4.0 / math.sqrt(0.65 + 1.15 / 5)
 """The limit without re-measurement: 4.0 s at K = 5."""
@@ -241,7 +241,7 @@ def levelled(base: Sequence[float], head: Sequence[float]) -> tuple[list[float],
 
 
 def exceeds(values: Sequence[float], limit: float, most: int = AGREEING) -> bool | None:
-    """Tell whether a figure is above ``limit`` in every one of three processes; None where too few were asked to tell.
+    """Tell whether a figure is above ``limit`` in every one of three processes; None if too few were asked to tell.
 
     Of more processes than three, in more than half of them: one that needs less must not clear all others.
 
@@ -257,7 +257,7 @@ def exceeds(values: Sequence[float], limit: float, most: int = AGREEING) -> bool
 
 
 def runs_out(out: int, runs: int, most: int = AGREEING) -> bool | None:
-    """Tell whether a case that fitted runs out of memory: in two of three processes; None where that is not decided.
+    """Tell whether a case that fitted runs out of memory: in two of three processes; None if that is not decided.
 
     Args:
         out: of ``runs``, those that ran out.

@@ -22,7 +22,7 @@ class SuiteNoise:
 
     @property
     def lacking(self) -> int:
-        """The number of further cases without which the shift cannot be told."""
+        """The number of further cases that are needed to estimate the shift."""
         return max(0, MANY_CASES - len(self._first))
 
     @property
@@ -58,7 +58,7 @@ def prior_of(baselines: Iterable[Baseline]) -> float:
 
 
 def whole_suite(results: Iterable[Result], tolerance: float) -> tuple[bool, str]:
-    """Tell whether cases that were judged regressed all together, with a sentence where there is one."""
+    """Tell whether the judged cases regressed all together, with a sentence about it."""
     noise = SuiteNoise()
     for result in results:
         first = next((reply for reply in result.replies if isinstance(reply, Measurement)), None)

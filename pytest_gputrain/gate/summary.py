@@ -19,7 +19,7 @@ _DETAIL_LINES: Final = 25
 
 
 def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary | None:
-    """Derive the figures of the runs that measured; None where none did.
+    """Derive the figures of the runs that measured; None if none did.
 
     Args:
         platform: catalog marker of the machine.
@@ -59,7 +59,7 @@ def _utilization(case: Case, platform: str, run: Measurement, seconds: float) ->
 
 
 def _middle(values: Iterable[float | None]) -> float | None:
-    """Compute the median over the runs that have the figure; None where none has."""
+    """Compute the median over the runs that have the figure; None if none has."""
     numbers = [value for value in values if value is not None]
     return statistics.median(numbers) if numbers else None
 
@@ -81,7 +81,7 @@ def _gpu_figures(measured: Sequence[Measurement]) -> dict[str, Any]:
 
 
 def failure_of(result: Result) -> str | None:
-    """Say why a result is no measurement; None where it is one."""
+    """Say why a result is no measurement; None if it is one."""
     for reply in result.replies:
         if not isinstance(reply, Measurement):
             return f"{result.case} {describe_failure(reply)}"

@@ -63,7 +63,7 @@ def _operator_behind(metric: MetricVerdict, before: Mapping[str, OperatorWork], 
 
 
 def _line_behind(before: OperatorWork | None, now: OperatorWork | None, place: int) -> str:
-    """Name the line of an operator whose work is the largest of those that no line of the baseline did.
+    """Name the line with the largest work of those that the baseline does not have.
 
     A baseline keeps no names of lines, because lines move. A line that only moved has the work that it had.
     """

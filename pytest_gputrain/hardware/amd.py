@@ -144,7 +144,7 @@ class Amd:
         return True
 
     def _render_node(self, handle: Any) -> Path | None:
-        """Find the render node; None where neither the library (before ROCm 6.4) nor the kernel tells, as of most parts of a
+        """Find the render node; None if neither the library (before ROCm 6.4) nor the kernel tells, as of most parts of a
         GPU."""
         number = self._value(self._ask("amdsmi_get_gpu_enumeration_info", handle), "drm_render")
         if number is not None:
@@ -154,7 +154,7 @@ class Amd:
         return RENDER_NODES / nodes[0].name if len(nodes) == 1 else None
 
     def _number(self, handle: Any, at: int) -> int:
-        """Return what HIP sorts by; ``at`` where neither the library (before ROCm 6.4) nor the kernel tells."""
+        """Return what HIP sorts by; ``at`` if neither the library (before ROCm 6.4) nor the kernel tells."""
         hip = self._value(self._ask("amdsmi_get_gpu_enumeration_info", handle), "hip_id")
         node = self._value(self._ask("amdsmi_get_gpu_kfd_info", handle), "node_id") if hip is None else None
         return int(hip if hip is not None else node if node is not None else at)
@@ -272,7 +272,7 @@ class Amd:
         return device
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """Ask a function of the library; None where the binding, the driver or the hardware has no such thing."""
+        """Ask a function of the library; None if the binding, the driver or the hardware has no such thing."""
         function = getattr(self._library, name, None)
         if function is None:
             return None
@@ -292,17 +292,17 @@ class Amd:
 
 
 def load() -> Any:
-    """Load the library's binding; None where there is no driver, or the binding cannot be imported (`binding_fault`)."""
+    """Load the library's binding; None if there is no driver, or the binding cannot be imported (`binding_fault`)."""
     return _imported()[0]
 
 
 def binding_fault() -> str:
-    """Say why the binding cannot be imported beside a driver, with the remedy; empty where it can, or there is no driver."""
+    """Say why the binding cannot be imported beside a driver, with the remedy; empty if it can, or there is no driver."""
     return _imported()[1]
 
 
 def rocm_version() -> str:
-    """Return the version of ROCm on this machine, such as ``6.4.3``; empty where it does not lie in its usual place."""
+    """Return the version of ROCm on this machine, such as ``6.4.3``; empty if it does not lie in its usual place."""
     with contextlib.suppress(OSError):
         return (_rocm() / ".info" / "version").read_text().strip().partition("-")[0]
     return ""
@@ -346,7 +346,7 @@ def _remedy_for(error: OSError, node: Path) -> str:
 
 
 def group_of(node: Path) -> str:
-    """Return the group that may open a file; AMD's usual one where it cannot be told."""
+    """Return the group that may open a file, or AMD's usual one if it cannot be found."""
     try:
         return grp.getgrgid(node.stat().st_gid).gr_name
     except (OSError, KeyError):

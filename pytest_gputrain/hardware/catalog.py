@@ -53,7 +53,7 @@ class Platform:
 
     @property
     def tf32_flops(self) -> float | None:
-        """FLOP/s of fp32 where TF32 is allowed; None where it is not known, as on AMD's devices.
+        """FLOP/s of fp32 where TF32 is allowed; None if it is not known, as on AMD's devices.
 
         Tensor cores do half as much in TF32 as in bf16 on all of NVIDIA's that have it. Those without compute in fp32.
         """
@@ -65,11 +65,11 @@ class Platform:
         return None if bf16 is None else bf16 / 2
 
     def lacks(self, precision: str) -> bool:
-        """Tell whether the hardware has no such arithmetic."""
+        """Tell whether the hardware lacks the arithmetic of this precision."""
         return precision.startswith("bf16") and self.capability < (8, 0)
 
     def is_such(self, name: str, memory_bytes: int, compute_units: int | None) -> bool:
-        """Tell whether a device that its driver describes so can be this one."""
+        """Tell whether a device with this description by its driver can be this board."""
         share = memory_bytes / self.memory_bytes
         return (
             re.fullmatch(self.pattern, name.strip(), re.IGNORECASE) is not None
@@ -88,7 +88,7 @@ sixteenth, to 1.000. Anything else is another board, or a part of one."""
 
 _LEAST_SHARE: Final = 0.975
 _MOST_RESERVED: Final = 0.6
-"""What is usable of the memory of a device whose capacity is not known: this share of it, or all but so many GiB, whichever
+"""What is usable of the memory of a device whose capacity is not known: this share of it, or all but these GiB, whichever
 is less. No known device without inline error correction has less."""
 
 _AMD_CAPABILITY: Final = (9, 0)
@@ -140,8 +140,8 @@ def marker_of(device_name: str, memory_bytes: int = 0, compute_units: int | None
     be several.
 
     Args:
-        memory_bytes: 0 where it is not told.
-        compute_units: None where they are not told.
+        memory_bytes: 0 if it is not told.
+        compute_units: None if they are not told.
     """
     possible = [
         marker for marker, platform in PLATFORMS.items() if platform.is_such(device_name, memory_bytes, compute_units)
@@ -165,7 +165,7 @@ def slug(device_name: str) -> str:
 
 
 def peak_flops(marker: str | None, precision: str, *, tf32: bool = False) -> float | None:
-    """Return the FLOP/s that a case of this precision could reach on one such device; None where it is not known."""
+    """Return the FLOP/s that a case of this precision could reach on one such device; None if it is not known."""
     platform = PLATFORMS.get(marker or "")
     if platform is None:
         return None

@@ -82,8 +82,7 @@ class Driver(Protocol):
         """Tell how a GPU is now."""
 
     def paths(self, gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
-        """Return a row for each of several GPUs, in their order, of its paths to all: ``X`` to itself, ``N/A`` for
-        unknown."""
+        """Return a matrix of the paths between GPUs, a row for each in their order: ``X`` to itself, ``N/A`` for unknown."""
 
 
 SELF = "X"

@@ -50,7 +50,7 @@ def may_be_unseen() -> bool:
 
 
 def unseen() -> str:
-    """Say why GPUs that the kernel has are not among `gpus`, and the remedies; empty where there are no others.
+    """Say why GPUs that the kernel has are not among `gpus`, and the remedies; empty if there are no others.
 
     Raises:
         HardwareError: a driver is there but does not answer.
@@ -62,7 +62,7 @@ def unseen() -> str:
 
 
 def nvidia_binding_fault() -> str:
-    """Say why NVML's binding cannot be imported beside a driver, with the remedy; empty where it can, or there is no
+    """Say why NVML's binding cannot be imported beside a driver, with the remedy; empty if it can, or there is no
     driver."""
     files = sorted(nvidia.DEVICE_FILES.glob("nvidia[0-9]*"))
     try:
@@ -74,7 +74,7 @@ def nvidia_binding_fault() -> str:
 
 @contextlib.contextmanager
 def driver(vendor: Vendor) -> Iterator[Driver | None]:
-    """Return the driver of a vendor; None where it is gone.
+    """Return the driver of a vendor; None if it is gone.
 
     Raises:
         HardwareError: it does not answer, now or while it is open.
@@ -129,7 +129,7 @@ def _combined(gpus: Sequence[Gpu], occupancies: Sequence[Occupancy], own: Collec
 
 
 def other_processes(holders: Iterable[Holder], own: Collection[int]) -> list[Holder]:
-    """List the processes that train there and do not belong to this run, as far as is known, with their names."""
+    """Return the processes that train on the GPUs and do not belong to this run, with their names if known."""
     return [_with_name(holder) for holder in holders if holder.pid not in own and not _is_idle(holder)]
 
 
@@ -150,8 +150,7 @@ def _with_name(holder: Holder) -> Holder:
 
 
 def _numbers_are_ours() -> bool:
-    """Tell whether a process has the number here that drivers tell: not in a container, nor of a machine that is
-    replayed."""
+    """Tell whether drivers use this machine's numbers of processes, which they do not in a container or in a replay."""
     if any(getattr(sys.modules.get(library), "is_replay", False) for library in ("pynvml", "amdsmi")):
         return False
     try:

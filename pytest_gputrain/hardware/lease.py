@@ -53,7 +53,7 @@ def lease(gpus: Sequence[Gpu], count: int, folder: Path | None = None) -> Iterat
 
 @contextlib.contextmanager
 def lease_cores(count: int, folder: Path | None = None) -> Iterator[None]:
-    """Lease ``count`` of the usable CPU cores, or all of them where there are fewer; waits until they are free.
+    """Lease ``count`` of the usable CPU cores, or all of them if there are fewer; waits until they are free.
 
     A lease of a core only counts: nothing is pinned to it.
     """
@@ -67,7 +67,7 @@ def lease_cores(count: int, folder: Path | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lease_emulated(count: int = 1, folder: Path | None = None) -> Iterator[None]:
-    """Lease ``count`` emulated GPUs, or all where there are fewer; waits until they are free.
+    """Lease ``count`` emulated GPUs, or all if there are fewer; waits until they are free.
 
     The host's cores and memory decide how many there are. Each also takes a core, like a case on a CPU. Their locks are
     not those of real GPUs.
@@ -116,7 +116,7 @@ def _lock_devices(pool: str, names: Sequence[str], count: int, folder: Path | No
 
 
 def check_folder() -> Path:
-    """Return the folder of the locks, in which this process has just taken one.
+    """Take a lock to check the folder of the locks, and return the folder.
 
     Raises:
         HardwareError: something else has its name.
@@ -154,7 +154,7 @@ def _make_common(folder: Path) -> None:
 
 
 def _lock(path: Path, *, wait: bool = False) -> int | None:
-    """Open and lock the file; None where another holds it and ``wait`` is not asked for. A link is not followed."""
+    """Open and lock the file; None if another holds it and ``wait`` is not asked for. A link is not followed."""
     import fcntl
 
     try:

@@ -21,7 +21,7 @@ class Machine:
     platform: str
     """Catalog marker, ``cpu``, or ``unknown`` for a GPU that the catalog lacks."""
     unseen: str = ""
-    """Why it counts as a CPU although the kernel has GPUs, with the remedy; empty where nothing is amiss."""
+    """Why it counts as a CPU although the kernel has GPUs, with the remedy; empty if nothing is amiss."""
 
     @property
     def device_type(self) -> Literal["cpu", "gpu"]:

@@ -172,7 +172,7 @@ class Nvidia:
         return self._nvml.nvmlDeviceGetHandleByIndex(gpu.index)
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """Ask a function of the library; None where the binding, the driver or the hardware has no such thing."""
+        """Ask a function of the library; None if the binding, the driver or the hardware has no such thing."""
         function: Callable[..., Any] | None = getattr(self._nvml, name, None)
         if function is None:
             return None

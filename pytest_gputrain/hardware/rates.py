@@ -31,7 +31,7 @@ _BASES: Final = {
 
 @functools.cache
 def rates_of(marker: str, like: str = "") -> Rates | None:
-    """Return the rates of the GPU with that marker; None where they are not known.
+    """Return the rates of the GPU with that marker; None if they are not known.
 
     Args:
         like: the board that it is like where the file has nothing of it.

@@ -126,7 +126,7 @@ class Replay(types.ModuleType):
     """Its GPUs have no files here."""
 
     def __init__(self, recording: Any) -> None:
-        """Make the library of a recording.
+        """Load the library of a recording.
 
         Raises:
             ValueError: it is no recording.
@@ -213,7 +213,7 @@ def replayed(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_place_of_libraries() -> Iterator[Callable[[str, Any], None]]:
-    """Give a function that makes `import` find another library, and undo it in the end."""
+    """Provide a function that makes `import` find another library, until the context ends."""
     before = {name: sys.modules[name] for name in ERRORS if name in sys.modules}
 
     def put(name: str, library: Any) -> None:

@@ -37,7 +37,7 @@ _HOST_BANDWIDTH: Final = 25e9
 _OF_A_NODE: Final = 8
 """The most GPUs that exchange data at the rate of their links."""
 _UNKNOWN_FACTOR: Final = 10
-"""An unknown kernel may take so many times as long as its traffic: fused attention of 8,192 tokens does."""
+"""An unknown kernel may take this many times as long as its traffic: fused attention of 8,192 tokens does."""
 _UNKNOWN_SHARE: Final = 0.2
 """The share of the peak that an unknown kernel may sustain, whose FLOPs are known."""
 _MOST_UNKNOWN: Final = 0.05
@@ -80,10 +80,10 @@ def expected_time(
     """Return the estimate for a step that makes these calls.
 
     Args:
-        rates: of the GPU; None where they are not known, and then there is no estimate.
+        rates: of the GPU; None if they are not known, and then there is no estimate.
         processes: of the training, each with a GPU. Alone one exchanges nothing, whatever it calls.
         accumulation: how many steps there are to each update. All of them share its time.
-        lacking: what a step does beside these calls, as the reason why there is no estimate; empty where that is nothing.
+        lacking: what a step does beside these calls, as the reason why there is no estimate; empty if that is nothing.
     """
     if rates is None or lacking:
         return ExpectedTime(seconds=None, unknown=lacking or "it is not known what kernels sustain on this GPU")
@@ -140,7 +140,7 @@ def expected_time(
 
 
 def _exchanged(call: TracedCall, processes: int) -> float:
-    """Return the bytes that each GPU sends in a ring of all: once round, and of a sum once more to tell all of it."""
+    """Return the bytes that each GPU sends in a ring: once around, and twice for a sum, whose result goes around, too."""
     if "wait" in call.operator:
         return 0.0
     rounds = 2 if "allreduce" in call.operator.replace("_", "") else 1

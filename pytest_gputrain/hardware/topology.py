@@ -24,7 +24,7 @@ class Place(NamedTuple):
     """The place of a device in its host."""
 
     cores: str = ""
-    """The nearest ones, as Linux writes lists: ``0-19,40-59``; empty where it does not tell."""
+    """The nearest ones, as Linux writes lists: ``0-19,40-59``; empty if it does not tell."""
     numa_node: int | None = None
     """The NUMA node; None if Linux does not report it, or if there is only one."""
 
@@ -48,11 +48,11 @@ class Sysfs:
         return Place(text_of(device / "local_cpulist"), int(node) if node.isdecimal() else None)  # -1 means none
 
     def cards(self) -> dict[str, str]:
-        """Return the PCI addresses of network cards, by name: of those that have RDMA or, where none has, of all."""
+        """Return the PCI addresses of network cards by name: of those with RDMA, or of all if none has it."""
         return dict(self._cards("infiniband")) or dict(self._cards("net"))
 
     def path(self, address: str, other: str) -> str:
-        """Return what is between two devices on PCIe, ``N/A`` where it is not known."""
+        """Return what is between two devices on PCIe, ``N/A`` if it is not known."""
         ways = self._way(address), self._way(other)
         if not all(ways):
             return UNKNOWN

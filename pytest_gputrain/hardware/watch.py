@@ -82,7 +82,7 @@ class Watch:
         self._enough.set()
 
     def telemetry(self) -> Telemetry | None:
-        """Return the telemetry of the timed steps; None where they were not seen, or were over too soon."""
+        """Return the telemetry of the timed steps; None if they were not seen, or were over too soon."""
         if self._begin is None or self._end is None:
             return None
         return between(self._samples, self._begin, self._end)
@@ -94,7 +94,7 @@ class Watch:
 
 
 def between(samples: Sequence[Sample], begin: float, end: float) -> Telemetry | None:
-    """Summarise the samples between two moments; None where there are fewer than `LEAST_READINGS`.
+    """Summarise the samples between two moments; None if there are fewer than `LEAST_READINGS`.
 
     Args:
         samples: in the order of their times. Counters are taken on a line between those around a moment.
@@ -150,7 +150,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _total(values: Iterator[float | None]) -> float | None:
-    """Return the sum over all GPUs; None where the figure of one is not known."""
+    """Return the sum over all GPUs; None if the figure of one is not known."""
     figures = list(values)
     return None if None in figures else sum(value for value in figures if value is not None)
 
@@ -171,7 +171,7 @@ def _at(read: Sequence[tuple[float, float]], moment: float) -> float | None:
 
 
 def _throttled(samples: Sequence[Sample], gpus: range) -> dict[str, float] | None:
-    """Return the share of the readings by reason, of the GPU that has most; None where no driver tells."""
+    """Return the share of the readings by reason, for the GPU with most of them; None if no driver tells."""
     shares: dict[str, float] = {}
     any_reported = False
     for gpu in gpus:

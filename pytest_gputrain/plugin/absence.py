@@ -36,7 +36,7 @@ _STORES: Final[dict[type[CaseResult], type[SuiteStore[Any, Any]]]] = {
 
 
 def note_missing(collector: Collector, tests: CaseTests, expression: str, *, ended: bool) -> None:
-    """Note what a run is not green for; where strict, it fails.
+    """Note why a run that passed has not compared everything; a strict run fails.
 
     Args:
         expression: of ``-m``.
@@ -73,7 +73,7 @@ def note_unclaimed(
 
     Args:
         without_cases: the test files that were collected and have no test with cases.
-        host: returns the machine whose baselines are meant where there are no results; None where that is not known.
+        host: returns the machine whose baselines are meant if there are no results; None if that is not known.
     """
     settings, notes = collector.settings, collector.notes
     found = list(_unclaimed(settings, collector.results, files, _abandoned(settings.root, without_cases), host))

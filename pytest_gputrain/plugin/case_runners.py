@@ -55,7 +55,7 @@ def platforms_of_run(config: pytest.Config, settings: Settings) -> list[str]:
 
 
 def forecast_of(config: pytest.Config, settings: Settings) -> Forecast | None:
-    """Return the recorded emulated runs for a run on a GPU at full scale; None where they do not apply."""
+    """Return the recorded emulated runs for a run on a GPU at full scale; None if they do not apply."""
     platforms = platforms_of_run(config, settings)
     if settings.emulate or settings.scale == "tiny" or len(platforms) != 1 or platforms[0] == CPU:
         return None
@@ -67,7 +67,7 @@ def _fork_server(settings: Settings) -> ForkServer | None:
 
 
 def _fleet_executor(config: pytest.Config, settings: Settings, forecast: Forecast | None) -> Executor[Reply] | None:
-    """Return the executor that has a scheduler run the cases; None where cases run on this machine.
+    """Return the executor that has a scheduler run the cases; None if cases run on this machine.
 
     Raises:
         ValueError: it cannot be used, or several platforms are named.

@@ -110,7 +110,7 @@ class CaseSession:
             metafunc.parametrize("_gputrain_knobs", sweep.combinations(self.runner.settings.sweep), ids=sweep.shown)
 
     def declare(self, item: pytest.Item) -> None:
-        """Mark a test that is parametrized with cases by their platforms, and take notice of their ids."""
+        """Mark a test that is parametrized with cases by their platforms, and note their ids."""
         callspec = getattr(item, "callspec", None)
         parameters = {} if callspec is None else callspec.params
         knobs = parameters.get("_gputrain_knobs", {})
@@ -122,7 +122,7 @@ class CaseSession:
         self._files.note_collected(item, [str(case) for case in cases])
 
     def order(self, items: list[pytest.Item]) -> None:
-        """Sort the tests by what emulated runs tell of their cases."""
+        """Sort the tests by recorded emulated runs of their cases."""
         if self.forecast is not None:
             self.forecast.order(items, lambda item: item.path, lambda item: (suite_of(item.path), _cases_of(item)))
 
@@ -143,13 +143,13 @@ class CaseSession:
 
     @functools.cached_property
     def _unseen(self) -> str:
-        """Return a sentence on GPUs of this machine that no case can use; empty where there are none, or cases run
+        """Return a sentence on GPUs of this machine that no case can use; empty if there are none, or cases run
         elsewhere."""
         unseen = self.runner.executor.unseen if isinstance(self.runner.executor, LocalExecutor) else ""
         return f"no GPU is used, this machine counts as a CPU: {unseen}; --gpu-platform=cpu accepts that" if unseen else ""
 
     def expect(self, items: Sequence[pytest.Item]) -> None:
-        """Take notice of the cases of the tests that are about to run."""
+        """Note the cases of the tests that are about to run."""
         expression = expression_of(self.config)
         expected = []
         for item in items:
@@ -161,7 +161,7 @@ class CaseSession:
         self.runner.expect(expected, submit=self.collector is not None)  # under xdist its workers submit what they run
 
     def _watch(self, case: Case, event: Event, run: int) -> None:
-        """Draw what the running case does, where there is a terminal to draw on."""
+        """Draw what the running case does if there is a terminal."""
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         if self.collector is None or terminal is None or not terminal.isatty:
             return
@@ -309,7 +309,7 @@ class CaseSession:
             collector.notes.append(f"the summary cannot be written: {error}")
 
     def stop(self) -> None:
-        """End what was kept running for the cases to come."""
+        """End the processes that were kept for later cases."""
         self.runner.close()
 
     def show(self, terminalreporter: pytest.TerminalReporter) -> None:

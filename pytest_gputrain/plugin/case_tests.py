@@ -135,7 +135,7 @@ class WholeFiles:
         """The ids of tests that were skipped because their cases are for other machines or kinds of runs."""
 
     def note_collected(self, item: pytest.Item, cases: Sequence[str]) -> None:
-        """Take notice of a test with cases that was found, and of the ids of those that it is parametrized with."""
+        """Note a test with cases that was found, and of the ids of those that it is parametrized with."""
         self._collected[item.path].add(item.nodeid)
         if cases:
             self._cases[item.nodeid] = tuple(cases)
@@ -187,7 +187,7 @@ class WholeFiles:
         return not self._for_others.isdisjoint(self._tests[path])
 
     def is_a_part(self, path: Path) -> bool:
-        """Tell whether not every test of a file was to run."""
+        """Tell whether the run has left out tests of a file."""
         return path not in self._tests or path in self._partial
 
     def not_passed(self, path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -199,7 +199,7 @@ class WholeFiles:
                 yield end, self._cases.get(nodeid, ())
 
     def why_partial(self, path: Path) -> str:
-        """Say why the run does not know all cases of a file; empty where it does."""
+        """Say why the run does not know all cases of a file; empty if it does."""
         if path not in self._tests:
             return "it was not run"
         return self._partial.get(path) or with_numbers(end for end, _ in self.not_passed(path))

@@ -49,7 +49,7 @@ class DeselectedTests:
         self._platforms |= getattr(node, "workeroutput", {}).get(_OUTPUT, {})
 
     def notes(self) -> list[str]:
-        """Return one sentence; none where nothing was left out."""
+        """Return one sentence; none if nothing was left out."""
         if not self._platforms:
             return []
         files, platform = sorted(self._platforms), next(iter(self._platforms.values()))

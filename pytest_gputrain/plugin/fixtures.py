@@ -55,7 +55,7 @@ _NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 def _noted(request: _Request) -> _Request:
-    """Note each request of a test that gives it no answer, so that the run can tell of those whose exception it catches."""
+    """Note each request that ends in an exception, so that the run can report those whose exception a test catches."""
 
     @functools.wraps(request)
     def ask(gputrain: GpuTrain, *args: Any, **kwargs: Any) -> Any:
@@ -334,7 +334,7 @@ def _address(function: StepBuilder, root: Path) -> str:
 
 
 def lend_gpu(executor: Executor[Any]) -> Iterator[Gpu]:
-    """Yield a GPU of this machine that nobody else has meanwhile; skip the test where there is none."""
+    """Yield a GPU of this machine that nobody else uses meanwhile, or skip the test if there is none."""
     if executor.is_remote:
         pytest.skip("--gpu-executor runs cases on other machines, so there is no GPU to lend here")
     if not isinstance(executor, LocalExecutor):

@@ -122,8 +122,7 @@ def _refuse_unknown_settings(config: pytest.Config) -> None:
 
 @pytest.fixture
 def _gputrain_knobs(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return the knobs that replace those of the test's cases: one combination of ``--gpu-set``, by which the plugin
-    parametrizes."""
+    """Return one combination of ``--gpu-set``. The plugin parametrizes tests with it, and it replaces knobs of cases."""
     if request.config.stash[_PLUGIN].cases.runner.settings.sweep:
         pytest.fail(
             "--gpu-set cannot reach a test that asks for gputrain while it runs; name it as an argument", pytrace=False
@@ -141,7 +140,7 @@ def gputrain(request: pytest.FixtureRequest, _gputrain_knobs: dict[str, Any]) ->
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
-    """Lease a GPU to this test alone, across xdist workers and pytest runs of this host; skip where there is none."""
+    """Lease a GPU to this test alone, across xdist workers and pytest runs of this host; skip if there is none."""
     yield from request.config.stash[_PLUGIN].cases.gpu()
 
 

@@ -65,7 +65,7 @@ def terms_of(item: pytest.Item) -> Terms:
 
 
 def why_left_out(item: pytest.Item, kind: str) -> str:
-    """Return the reason why a marker leaves a test out of runs of a kind; empty where none does.
+    """Return the reason why a marker leaves a test out of runs of a kind; empty if none does.
 
     Raises:
         BadCase: a marker that makes no sense.
@@ -140,7 +140,7 @@ def _read(mark: pytest.Mark, stated: str) -> dict[str, Any]:
 
 
 def _listed(keywords: Iterable[str], end: str = "") -> str:
-    """List keywords; of the counts, two."""
+    """Join keywords to a list with only two of the counts."""
     named = [f"{keyword}{end}" for keyword in keywords if keyword not in COUNT_FIGURES]
     return listed([*named, f"counts such as waits{end} or launches{end}"])
 

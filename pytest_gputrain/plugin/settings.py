@@ -18,9 +18,9 @@ def read(
     """Return the settings; an option of the command line precedes the ini file, which precedes the default.
 
     Args:
-        options: value of each option's flag by option name; None where it was not given, a list for one that is repeated,
+        options: value of each option's flag by option name; None if it was not given, a list for one that is repeated,
             False for a switch whose ``--no-gpu-name`` came last.
-        ini: value that each option has in the ini file by option name; empty where it is not set.
+        ini: value that each option has in the ini file by option name; empty if it is not set.
         root: folder that relative paths of the ini file are in; those of the command line are in the current folder.
         configured: whether there is a configuration file.
 

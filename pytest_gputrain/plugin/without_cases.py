@@ -1,4 +1,4 @@
-"""Finds the test files that have no test with cases, of which baselines may be left."""
+"""Finds test files that have no test with cases any more, but may have baselines."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     growth_bytes: Whole = 0
     """The memory that own code may keep after every round of its accumulation, as its test allows."""
     emulated: str = ""
-    """Catalog marker of the GPU that is emulated; empty where the devices are real."""
+    """Catalog marker of the GPU that is emulated; empty if the devices are real."""
     counts: bool = True
     """Whether it is counted what each step asks of an emulated GPU, or of a CPU."""
     limit: Limit | None = None
@@ -368,5 +368,5 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def variables_digest(self) -> str:
-        """Tells changed variables from others by their values; empty where none has changed."""
+        """Tells changed variables from others by their values; empty if none has changed."""
         return hashlib.sha256(msgspec.json.encode(self.variables)).hexdigest()[:12] if self.variables else ""

@@ -246,7 +246,7 @@ class Place(Struct, frozen=True, omit_defaults=True):
     file: str
     """The path, for own code from the folder of the project, for a library from ``site-packages``."""
     function: str
-    """The qualified name of the function. Empty where the file as a whole is meant."""
+    """The qualified name of the function. Empty if the file as a whole is meant."""
     text: str = ""
     """The line itself, for own code."""
     line: Whole = 0
@@ -315,7 +315,7 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def usual_kind(self) -> int:
-        """The kind of most steps; of several kinds with as many steps the one that came last."""
+        """The most frequent kind of step; of equally frequent ones the latest."""
         return max(reversed(self.steps), key=self.steps.count)
 
     def per_step(self, name: CountFigure) -> float:
@@ -327,7 +327,7 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def figures(self) -> tuple[CountFigure, ...]:
-        """The figures that such a run has."""
+        """The figures that a run on this kind of device has."""
         if self.on_cpu:
             return (*_ON_A_CPU_ONLY, *_ON_BOTH)
         if self.profiled:

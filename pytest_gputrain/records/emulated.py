@@ -146,7 +146,7 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
 
     @property
     def peak_phase(self) -> TrainingPhase | None:
-        """Return the phase of a step that has the peak; None where phases are not known."""
+        """Return the phase of a step that has the peak; None if phases are not known."""
         return peak_phase_of(self.phase_peak_bytes)
 
     def as_stored(self) -> EmulatedRun:

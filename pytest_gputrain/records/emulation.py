@@ -16,7 +16,7 @@ BESIDE_TORCH: Final = "the driver's buffers for CUDA graphs"
 """What is not known and takes memory of the device alone: torch's allocated and reserved memory are exact beside it."""
 
 ASSUMPTION: Final = "unknown values are assumed to differ from each other and from zero, and to pass torch's checks"
-"""What sizes and checks rest on where nothing computed the values that they depend on."""
+"""What sizes and checks rest on if nothing computed the values that they depend on."""
 
 
 class OtherKernels(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class OtherKernels(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sentence(self) -> str:
-        """What that means for its figures."""
+        """A sentence on what this means for the figures."""
         other = f"the kernels for sm_{self.kernels} decided what was allocated"
         if self.is_amd:
             return (
@@ -49,7 +49,7 @@ class OtherKernels(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_description(cls, description: str) -> OtherKernels | None:
-        """Return what the description of a GPU for its stand-ins says; None for a GPU that has kernels of its own."""
+        """Return the other GPU that the description for the stand-ins names; None if the GPU has kernels of its own."""
         fields = dict(field.split("=", 1) for field in description.split(","))
         if "title" not in fields:
             return None
@@ -70,7 +70,7 @@ class Tensors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory in use at the peak that a part of training allocated."""
+    """The memory in use at the peak that one part of training allocated."""
 
     name: str
     """The part of training, as in `Tensors`."""
@@ -176,7 +176,7 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     rank: str | None = None
     """The rank, as torchrun and similar programs set it."""
     devices: tuple[EmulatedDevice, ...] = ()
-    """The GPUs that it used. Empty where the process ended without Python's own end, and only the driver's figures are
+    """The GPUs that it used. Empty if the process ended without Python's own end, and only the driver's figures are
     known."""
     unknown: tuple[str, ...] = ()
     """Memory of libraries and of the driver that is not known and not counted."""
@@ -204,7 +204,7 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unknown_in_torch(self) -> tuple[str, ...]:
-        """What is not known of the memory that torch allocates and reserves."""
+        """The memory that torch allocates and reserves and whose size is not known."""
         return tuple(what for what in self.unknown if what != BESIDE_TORCH)
 
 
@@ -231,7 +231,7 @@ class ProgramFit(msgspec.Struct, frozen=True, kw_only=True):
     """The answer; ``incomplete`` where the program ended early, or something that it took is not known."""
     headroom_bytes: int | None
     """The memory of the fullest GPU that was left at its peak. Negative where that was too little: at least so much is
-    missing. None where the program never used a GPU."""
+    missing. None if the program never used a GPU."""
     sentence: str
     """The reason."""
 
@@ -263,7 +263,7 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[EmulatedProcess, ...]
     """The processes of the program that imported torch."""
     use: tuple[DeviceUse, ...]
-    """The memory of each process on each GPU. Empty where the program never used the GPU."""
+    """The memory of each process on each GPU. Empty if the program never used the GPU."""
     fit: ProgramFit
     """Whether it fits."""
     notes: tuple[str, ...] = ()

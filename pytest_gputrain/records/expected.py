@@ -27,7 +27,7 @@ class TracedCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
     operator: str
     """Its name without the namespace ``aten``: ``mm``, ``_foreach_add_``, ``mylibrary.myoperator``."""
     shapes: tuple[tuple[Whole, ...], ...] = ()
-    """The shapes of its first four tensors; empty where it has no FLOPs, and of other libraries' operators."""
+    """The shapes of its first four tensors; empty if it has no FLOPs, and of other libraries' operators."""
     dtype: str = ""
     """The type of its first tensor: ``bf16``, ``fp16``, ``fp32``, ``float64``."""
     flags: tuple[str, ...] = ()
@@ -93,8 +93,8 @@ class ExpectedTime(Struct, frozen=True, kw_only=True):
 
     @property
     def dominant(self) -> tuple[Part | Literal["host"], float] | None:
-        """Return the part that takes longest, with its share of the GPU's seconds; of a host-bound step ``host`` with the
-        share of the step in which the GPU waits. None where nothing is known."""
+        """Return the part that takes longest, with its share of the GPU's seconds. If the step waits for the host, this is
+        ``host`` with the share in which the GPU waits. None if nothing is known."""
         if self.host_bound:
             return "host", 1 - self.gpu_seconds / self.host_seconds
         part = max(self.parts, key=self.parts.__getitem__, default=None)
@@ -103,6 +103,7 @@ class ExpectedTime(Struct, frozen=True, kw_only=True):
 
 
 def slowest(estimates: Iterable[ExpectedTime | None]) -> ExpectedTime | None:
-    """Return that of the process which takes longest, or of one for which there is none: the others wait for it."""
+    """Return the estimate of the process that takes longest, because the others wait for it; one without an estimate counts
+    as longest."""
     known = filter(None, estimates)
     return max(known, key=lambda one: math.inf if one.seconds is None else one.seconds, default=None)

@@ -50,7 +50,7 @@ class LargestBatch(Struct, frozen=True, kw_only=True):
     """The case with that batch; with a batch of one if none fits."""
     gpu: str
     batch_size: Whole
-    """0 where not even one sample fits."""
+    """0 if not even one sample fits."""
     needed_bytes: Whole | None
     """The memory with that batch."""
     perhaps: Whole

@@ -292,7 +292,7 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
 
 
 def update_seconds(step_seconds: Sequence[float], accumulation: int) -> float | None:
-    """Return the median of the sums of ``accumulation`` steps; None where there are fewer."""
+    """Return the median of the sums of ``accumulation`` steps; None if there are fewer."""
     accumulation = max(1, accumulation)  # A report that somebody wrote may have 0.
     starts = range(0, len(step_seconds) - accumulation + 1, accumulation)
     return statistics.median(math.fsum(step_seconds[at : at + accumulation]) for at in starts) if starts else None

@@ -1,4 +1,4 @@
-"""Defines the records that pytest and the agents of several nodes exchange as files in the case's folder, which all share.
+"""Defines the records that pytest and the agents of several nodes exchange as files in the case's shared folder.
 
 case.json        the task
 nodes.json       Nodes: the nodes of the case; written last
@@ -38,7 +38,7 @@ class Nodes(Struct, frozen=True, kw_only=True):
     """The time from the start until all nodes must have met."""
 
     def processes_of(self, node: int) -> int:
-        """Return the number of processes of one node; the first ones have one more where they cannot all have as many."""
+        """Return the number of processes of one node. If it does not divide evenly, the first nodes have one more."""
         return self.processes // self.count + (node < self.processes % self.count)
 
 

@@ -24,7 +24,7 @@ class TrainedTensors(Struct, frozen=True, kw_only=True):
 
 
 def module_of(name: str) -> str:
-    """Return the name of the module that a tensor is in, by which `TrainedTensors` counts those that train."""
+    """Return the name of the module that has a tensor. `TrainedTensors` counts tensors by module."""
     return name.rpartition(".")[0]
 
 

@@ -65,7 +65,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     """The share of the time in which a kernel ran."""
     gpu_seconds: float | None = None
     """The seconds that the GPU works in a step, without collectives. This and the next figure are medians over the runs, and
-    None where they are not known."""
+    None if they are not known."""
     gpu_busy_share: float | None = None
     """The share of the median step in which the GPU works. In the rest it waits for the host or for other GPUs."""
 

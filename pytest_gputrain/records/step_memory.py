@@ -1,4 +1,4 @@
-"""Defines the record of the memory that each step of a training takes, and where it rises from step to step."""
+"""Defines the record of the memory of each step of a training, and of a rise from step to step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StepMemory(Struct, frozen=True, array_like=True):
     steps: Whole
     """How many they are."""
     peak: Whole
-    """The highest bytes within each step; 0 where they were not counted."""
+    """The highest bytes within each step; 0 if they were not counted."""
     end: Whole
     """The bytes that live when each step is over."""
 
@@ -66,7 +66,7 @@ class Rise(NamedTuple):
 
 
 def rise_of(values: Sequence[int], least: int = LEAST_RISE) -> Rise | None:
-    """Return how values rise up to their end; None where they do not.
+    """Return how values rise up to their end; None if they do not.
 
     They do so if they have risen three times or more at even distances, have not fallen since, and the next rise would be
     behind their end. A cache that fills is none: its rises stop, or come at odd distances.

@@ -82,7 +82,7 @@ class CountTolerance:
 
 
 def read_count(figure: CountFigure, value: object) -> int:
-    """Read the highest value of a figure in what a marker has: a whole number, or a text where the figure is of bytes.
+    """Read the highest value of a figure from a marker: a whole number, or a text if the figure is in bytes.
 
     Raises:
         ValueError: neither.

@@ -83,7 +83,7 @@ class Collector:
 
     @property
     def session(self) -> RunInfo:
-        """Looked up with the first result: a run without any needs no git."""
+        """The time and the commit of this run. Both are read with the first result, because other runs need no git."""
         if self._session is None:
             self._session = RunInfo.begin(self.settings.root, self.settings.written)
         return self._session
@@ -283,7 +283,7 @@ class Collector:
         self.notes.append(sentence + unknown)
 
     def suite_shift(self) -> tuple[bool, str]:
-        """Tell whether the suite regressed as a whole, its cases not each for itself; and a sentence, where there is one."""
+        """Tell whether the suite regressed as a whole, with a sentence about it."""
         if self.settings.baseline_update:
             return False, ""
         return whole_suite(self.results, self.settings.time_tolerance)

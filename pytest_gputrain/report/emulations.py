@@ -96,7 +96,7 @@ def _compute(run: EmulatedRun) -> str:
 
 
 def _largest_tensors(runs: Sequence[tuple[Result, EmulatedRun]]) -> Iterator[str]:
-    """Name the largest tensors at the peak of each case, where there are few cases."""
+    """Name the largest tensors at the peak of each case, if there are only a few cases."""
     for result, run in runs if len(runs) <= _SHOWN_PEAKS else ():
         if (phase := run.peak_phase) and (largest := run.largest.get(phase, ())[:_SHOWN_TENSORS]):
             yield f"{result.case} at its peak, {in_phase(phase)}: {', '.join(map(tensor, largest))}"

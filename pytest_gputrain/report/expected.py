@@ -9,7 +9,7 @@ from pytest_gputrain.utils.units import format_interval, format_seconds
 
 
 def interval(expected: ExpectedTime) -> str:
-    """Return ``2.20 s (1.87 to 2.75)``, followed by ``rough`` if only public rates of the board are known; empty where there
+    """Return ``2.20 s (1.87 to 2.75)``, followed by ``rough`` if only public rates of the board are known; empty if there
     is no estimate."""
     if expected.seconds is None or expected.low is None or expected.high is None:
         return ""

@@ -124,7 +124,7 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
 
 
 def advice(results: Sequence[Result]) -> str:
-    """Return the line of `explain` that says what to do after a first run, in which no case has a baseline; else nothing."""
+    """Return the line of `explain` that says what to do after a first run without any baseline; otherwise empty."""
     sentences = [result.verdict.sentence for result in results if result.verdict and result.verdict.status == "new"]
     held = any(result.verdict and (result.verdict.status != "new" or result.verdict.held_to) for result in results)
     return "" if held or not sentences else _doubt(_DOUBTS["new"], sentences)

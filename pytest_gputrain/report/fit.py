@@ -82,7 +82,7 @@ def _row(report: FitReport, case: Case) -> tuple[str, ...]:
 
 
 def _common(report: FitReport) -> dict[str, object]:
-    """Return what all cells have in common, where it is not the default."""
+    """Return the knobs that all cells share and that do not have their defaults."""
     if not report.cells:
         return {}
     case, default = report.cells[0].case, Case()

@@ -14,8 +14,8 @@ from pytest_gputrain.utils.units import format_bytes, format_seconds
 
 _DRAW_EVERY_SECONDS: Final = 0.1
 
-# It makes a line below by an index, which scrolls at the bottom, and goes up again. Then it saves the place, goes down,
-# writes, and restores it.
+# An index moves down, and scrolls at the bottom, so there is a line below; then up again. Then: save the place, down, write,
+# restore.
 _BEGIN: Final = "\x1bD\x1b[1A\x1b7\x1b[1B\r\x1b[2K"
 _END: Final = "\x1b8"
 _CLEAR: Final = "\x1b7\x1b[1B\r\x1b[2K\x1b8"

@@ -33,7 +33,7 @@ class Metric(NamedTuple):
 
 
 class ComparedFigure(NamedTuple):
-    """One figure of one case, as text; empty where there is none."""
+    """One figure of one case, as text; empty if there is none."""
 
     metric: str
     framework: str
@@ -64,8 +64,8 @@ def update_seconds(result: Result) -> float | None:
 
 
 def _samples_per_second(result: Result, parts: int = 1) -> float | None:
-    """Return the samples per second over whole updates, as tables count: of accumulated micro-batches only some have the
-    optimizer's time."""
+    """Return the samples per second over whole updates, as tables count, because only some micro-batches include the
+    optimizer."""
     seconds, accumulation = update_seconds(result), result.case.gradient_accumulation
     if result.summary is None or seconds is None:
         return None
@@ -88,7 +88,7 @@ METRICS: Final = (
 
 
 def epoch_seconds(case: Case, samples: int, update_seconds: float) -> float:
-    """Derive the time of an epoch of so many samples from that of one optimizer update of ``case``."""
+    """Derive the time of an epoch of this many samples from that of one optimizer update of ``case``."""
     return samples * update_seconds / (case.batch_size * case.gpus * case.gradient_accumulation)
 
 

@@ -55,7 +55,7 @@ BY_ATTENTION: Final = (
 
 
 def verdict_of(result: Result) -> str:
-    """Return the verdict, or ``measured``, ``emulated``, ``failed`` where nobody judged, as tables show it."""
+    """Return the verdict, or ``measured``, ``emulated``, ``failed`` if nobody judged, as tables show it."""
     verdict: Verdict | None = result.verdict
     if verdict:
         return verdict.status

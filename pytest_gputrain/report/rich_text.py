@@ -27,7 +27,7 @@ def console(width: int, colour: bool) -> tuple[Console, io.StringIO]:
 
 
 def text(data: str, style: str = "", *, width: int | None = None) -> Text:
-    """Return the text that a table or a line shows; of a plain string, rich would take the brackets for markup.
+    """Return text for a table or a line. rich would take brackets in a plain string for markup.
 
     Args:
         width: of the lines that it is broken into, between its words where it can be.
@@ -84,7 +84,7 @@ def case_table(cases: Sequence[str], figures: Mapping[str, Sequence[str]], verdi
 
 
 def natural_width(renderable: Table) -> int:
-    """Tell how many columns a table takes that has as many as it likes."""
+    """Return the number of columns that a table takes if nothing limits it."""
     from rich.measure import Measurement
 
     wide, _ = console(10_000, colour=False)

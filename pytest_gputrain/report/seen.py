@@ -13,13 +13,13 @@ _BESIDE_STEPS: Final[dict[TrainingPhase, str]] = {"evaluate": "no evaluation", "
 
 
 def line(results: Sequence[Result]) -> str:
-    """Return the line; empty where nothing was left out."""
+    """Return the line; empty if nothing was left out."""
     seen = phrases(results)
     return f"this run saw {listed(seen)}" if seen else ""
 
 
 def phrases(results: Sequence[Result]) -> list[str]:
-    """Return what a run saw of the programs of its cases, where that is not all: ``memory of 4 of 30 steps``, ``no
+    """Return what a run saw of the programs of its cases, if that is not all: ``memory of 4 of 30 steps``, ``no
     evaluation``.
 
     Steps of a built-in model are alike, so that the first ones tell of all.
@@ -35,14 +35,14 @@ def phrases(results: Sequence[Result]) -> list[str]:
 
 
 def _left_out(runs: Sequence[Measurement | EmulatedRun]) -> Iterator[str]:
-    """Yield what programs may do beside their steps, and what these runs have not."""
+    """Yield what these runs left out of what programs do beside their steps."""
     for phase, said in _BESIDE_STEPS.items():
         if without := sum(phase not in run.phase_peak_bytes for run in runs):
             yield said if without == len(runs) else f"{said} in {without} of {count(len(runs), 'case')}"
 
 
 def _steps(pairs: Sequence[tuple[int, int]]) -> str:
-    """Say how many steps were counted of those of each case, or of all cases together where they differ."""
+    """Say how many steps of each case were counted, or of all cases together if they differ."""
     if len(set(pairs)) == 1:
         return f"{pairs[0][0]} of {count(pairs[0][1], 'step')}"
     steps, asked = map(sum, zip(*pairs, strict=True))

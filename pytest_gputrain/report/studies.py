@@ -118,7 +118,7 @@ def explain(results: Sequence[Result]) -> list[str]:
 
 
 def _end_of(search: Search) -> str:
-    """Return a sentence for what bounds the largest batch, where it is not memory; empty otherwise."""
+    """Return a sentence on what bounds the largest batch, empty if it is memory."""
     if search.largest == search.most:
         return f"the largest batch tried, {search.most}, fits; a higher gpu_find_batch_max allows more"
     beyond = [

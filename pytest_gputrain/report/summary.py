@@ -82,7 +82,7 @@ def _row(result: Result, counts: Sequence[str]) -> tuple[str, ...]:
 
 
 def fitted(summary_lines: Sequence[str], most_bytes: int) -> str:
-    """Return as many of the lines as fit into ``most_bytes``, and a sentence where there were more."""
+    """Return as many of the lines as fit into ``most_bytes``, and a sentence if some are left out."""
     whole = "\n".join(summary_lines)
     if len(whole.encode()) <= most_bytes:
         return whole

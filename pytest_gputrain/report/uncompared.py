@@ -18,7 +18,7 @@ _STATUSES: Final = {
 
 
 def line(results: Sequence[Result], *, skipped: int = 0, left_out: int = 0, unclaimed: int = 0) -> str:
-    """Return the line; empty where everything was compared.
+    """Return the line; empty if everything was compared.
 
     Args:
         skipped: tests with cases that were.

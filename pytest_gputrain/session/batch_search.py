@@ -58,7 +58,7 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
 
 
 def _fastest(tries: dict[int, Try]) -> int | None:
-    """Choose the fastest; of equally fast ones the smallest."""
+    """Choose the fastest batch, the smallest of equally fast ones."""
     speeds = {batch: tries[batch].samples_per_second for batch in sorted(tries) if tries[batch].outcome == "fits"}
     return max(speeds, key=lambda batch: speeds[batch] or 0.0, default=None)
 

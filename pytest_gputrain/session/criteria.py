@@ -87,7 +87,7 @@ def count_terms_of(settings: Settings, terms: Terms) -> CountTerms:
 
 
 def report_of(settings: Settings) -> ReportStore | None:
-    """Read the report that ``--gpu-baseline=REPORT`` names; None where it names none.
+    """Read the report that ``--gpu-baseline=REPORT`` names; None if it names none.
 
     Raises:
         BaselineError: it cannot be read.
@@ -160,12 +160,12 @@ class CriteriaLookup:
         )
 
     def _fallback_row(self, platform: str, suite: str, case: Case) -> Published | None:
-        """Return the published row of a case that has neither a baseline nor an emulated run; None where there is none."""
+        """Return the published row of a case that has neither a baseline nor an emulated run; None if there is none."""
         return None if self._fallback is None else self._fallback.get(platform, suite, str(case))
 
     @functools.cached_property
     def _fallback(self) -> PublishedStore | None:
-        """The published tables; None where they cannot be read."""
+        """The published tables; None if they cannot be read."""
         try:
             return PublishedStore.beside(self.settings.baseline_dir)
         # --gpu-baseline=published tells this error; a comparison with baselines does not need the tables.

@@ -146,7 +146,7 @@ class EmulatingRunner(CaseRunner):
         return limits
 
     def _counts_again(self, task: Task) -> Counts:
-        """Count in a second process; without steps if that gives no counts."""
+        """Count in a second process. The counts have no steps if it gives none."""
         reply = self._executor.run_again(task, watch=lambda event: self._watch(task.case, event, 2))
         counts = reply.counts if isinstance(reply, EmulatedRun) else None
         return counts or Counts(steps=(), kinds=())

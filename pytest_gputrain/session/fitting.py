@@ -31,7 +31,7 @@ _IMPORT_SECONDS: Final = 4.0
 _BLOCK_SECONDS: Final = 0.06
 """The CPU time of a block of a model, in addition to a second."""
 _SHARDED: Final = 3.5
-"""A block takes so many times as long if parameters are sharded."""
+"""A block takes this many times as long if parameters are sharded."""
 _TOKEN_SECONDS: Final = {
     **dict.fromkeys(("falcon_mamba", "mamba", "recurrent_gemma", "xlstm"), 0.045),
     **dict.fromkeys(("jamba", "rwkv"), 0.12),
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
 
 
 class Sorted(NamedTuple):
-    """Combinations that can be, and sentences about the others."""
+    """Possible combinations, and sentences about the others."""
 
     asked: list[Asked]
     left_out: list[str]
@@ -91,7 +91,7 @@ def _named(cases: Sequence[Case]) -> str:
 
 
 def seconds_of(asked: Sequence[Asked], processes: int, *, further: bool) -> float:
-    """Estimate how long the answer takes, nothing remembered.
+    """Estimate the seconds that the answer takes without cached results.
 
     Args:
         further: whether largest batches and remedies are looked for.
@@ -141,7 +141,7 @@ class Fitting:
         self._known: dict[tuple[Case, str, int], Future[EmulatedRun]] = {}
 
     def close(self) -> None:
-        """End what still runs."""
+        """End the processes that still run."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._engine.close()
         self._threads.shutdown(wait=True)
@@ -175,7 +175,7 @@ class Fitting:
         return self._done(self._largest, list(known.values()), "largest batches")
 
     def _done(self, work: Callable[[_Job], _Answer], jobs: Iterable[_Job], what: str) -> list[_Answer]:
-        """Do the jobs, some at once, and return their answers in order."""
+        """Run the jobs, some at once, and return their answers in order."""
         futures = [self._threads.submit(work, job) for job in jobs]
         if futures:
             self._note(what, 0, len(futures))
@@ -234,7 +234,7 @@ class Fitting:
         return need_of(case, PLATFORMS[gpu].usable_bytes, lambda memory: self._figures(case, gpu, memory, memory_only=True))
 
     def _figures(self, case: Case, gpu: str, memory_bytes: int = 0, *, memory_only: bool = False) -> EmulatedRun:
-        """Return the figures of a case on a GPU of so much memory, which are found once.
+        """Return the figures of a case on a GPU of this much memory, which are found once.
 
         Raises:
             BadCase: there are none; one sentence.

@@ -65,7 +65,7 @@ class Prefetcher:
         there.
 
         Args:
-            replies: with figures; none where there will be none.
+            replies: with figures; none if there will be none.
             host: that they are of.
         """
         identity = identity_of(task)

@@ -12,7 +12,7 @@ from pytest_gputrain.records import Case, EmulatedRun
 from pytest_gputrain.utils.units import format_bytes
 
 Try = Callable[[Case], Need | None]
-"""The memory of a changed case; None where there is none."""
+"""The memory of a changed case; None if there is none."""
 
 
 def remedy(case: Case, figures: EmulatedRun, attempt: Try, *, may_fit: bool = False) -> str:
@@ -47,8 +47,8 @@ _CHUNKS: Final = 16
 
 
 def _changes(case: Case, *, has_logits: bool) -> Iterator[dict[str, Any]]:
-    """Yield changes, cheapest first: the same arithmetic, that of the head twice, a third more of all, ever smaller batches
-    that fill a GPU less, both.
+    """Yield changes, the cheapest first: a fused optimizer, a loss by chunks, checkpointing, ever smaller micro-batches, and
+    these with checkpointing.
 
     Args:
         has_logits: whether any are at the peak.

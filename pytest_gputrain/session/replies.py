@@ -41,7 +41,7 @@ class Replies:
         self._prefetcher: Prefetcher | None = None
 
     def expect(self, make_prefetcher: Callable[[], Prefetcher]) -> None:
-        """Have a fleet begin, with the first run, with those that tests will ask for.
+        """Tell which runs tests will ask for. A fleet begins with them when the first one is asked for.
 
         Args:
             make_prefetcher: makes what tells them; called when the first task runs, since collecting needs none of it.
@@ -51,7 +51,7 @@ class Replies:
     def take(
         self, task: Task, runs: int, *, inline: bool = False, builder: Any = None, before: tuple[Reply, ...] = ()
     ) -> tuple[Reply, ...]:
-        """Run fresh processes until there are at least so many replies, fewer only where one gave no figures.
+        """Run fresh processes until there are at least this many replies, fewer only where one gave no figures.
 
         Args:
             before: replies of the same test that are there already.
@@ -89,7 +89,7 @@ class Replies:
         return self.resumed(task).host or self._executor.host_of(task)
 
     def want(self, suite: str, task: Task, runs: int, *, soon: bool = False) -> None:
-        """Have a fleet begin with so many runs of the task, unless its first has no figures.
+        """Have a fleet begin with this many runs of the task, unless its first has no figures.
 
         Args:
             soon: before those of other tasks.
@@ -160,7 +160,7 @@ class Replies:
                 self._look_ahead(runs.task)
 
     def _look_ahead(self, task: Task, *asked: Reply) -> None:
-        """Submit what the first runs of a task make tests ask for, before they do.
+        """Submit the further runs that tests will ask for because of the first ones.
 
         Args:
             asked: what came of one that a test has asked for, and does not have yet.

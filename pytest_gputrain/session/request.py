@@ -86,11 +86,11 @@ class CaseRunner:
         return dataclasses.replace(request, measured_for=first)
 
     def _note_answered(self, request: Request, task: Task) -> None:
-        """Take notice that a request has its figures."""
+        """Note that a request has its figures."""
         self._first_tests.setdefault(identity_of(task, request.inline), request.nodeid)
 
     def expect(self, cases: Sequence[ExpectedCase], *, submit: bool) -> None:
-        """Take notice of what the tests that were collected are parametrized with.
+        """Note what the tests that were collected are parametrized with.
 
         Args:
             submit: whether a fleet is to begin with them.
@@ -109,7 +109,7 @@ class CaseRunner:
         return iter(())
 
     def close(self) -> None:
-        """End what was kept running for the cases to come."""
+        """End the processes that were kept for later cases."""
         self.executor.close()
 
 

@@ -103,7 +103,7 @@ class Runner(CaseRunner):
 
     @property
     def _is_study(self) -> bool:
-        """Whether an option wants to know something else than the cases' own figures."""
+        """Whether an option asks for a study instead of the cases' own figures."""
         return self.settings.find_batch or self.settings.loss_steps is not None
 
     def _refuse_inline(self, case: Case) -> None:
@@ -119,7 +119,7 @@ class Runner(CaseRunner):
             raise BadCase(f"the case {case} needs a process group, which an inline run does not have; leave out inline")
 
     def _measure(self, request: Request, task: Task, criteria: Criteria, runs: int) -> Measured:
-        """Judge so many fresh processes of a case, and those that it takes further."""
+        """Judge that many fresh processes of a case, and further ones as long as the case is in doubt."""
         take = functools.partial(self._replies.take, task, inline=request.inline, builder=request.builder)
         replies, key, looked = take(runs), key_of(task.case, task.scale), False
         while True:
@@ -150,7 +150,7 @@ class Runner(CaseRunner):
         )
 
     def _study(self, request: Request, task: Task) -> Result:
-        """Find out what an option wants to know of the case. A process is started for each task once."""
+        """Run the study of the case that an option asks for. Each of its tasks runs once."""
 
         def launch(task: Task) -> Reply:
             return self._replies.take(task, 1)[0]
@@ -173,7 +173,7 @@ class Runner(CaseRunner):
         }
 
     def _measure_other_cases(self) -> None:
-        """Measure so many other cases once that one can tell whether this one is slower or everything is, today.
+        """Measure enough other cases once to tell whether this one is slower today, or all are.
 
         Their tests find the figures and go on from them. Where there are not enough cases, nothing is measured.
         """

@@ -56,7 +56,7 @@ def platforms_missed(expression: str, markers: Collection[str]) -> list[str]:
 
 
 def platform_meant(expression: str) -> str:
-    """`` (did you mean 'h100'?)`` for the first misspelt platform in a ``-m`` expression; empty where there is none."""
+    """`` (did you mean 'h100'?)`` for the first misspelt platform in a ``-m`` expression; empty if there is none."""
     return next(filter(None, (did_you_mean(word, MARKERS) for word in _names_in(expression) if word not in _ALL)), "")
 
 
@@ -65,7 +65,7 @@ def _names_in(expression: str) -> list[str]:
 
 
 def why_skipped(markers: Collection[str], expression: str, platform: str, gpus: int) -> str | None:
-    """Say why a test must not run on a machine of ``platform``, None where it may.
+    """Say why a test must not run on a machine of ``platform``, None if it may.
 
     ``-m h100`` selects tests by what they are declared for. A machine that is no H100 satisfies the expression only if it
     still holds when the machine's own platform is the only one the test carries.
@@ -117,7 +117,7 @@ def refuse_unfit(
 
 
 def _refuse_script(case: Case, host: Host, settings: Settings) -> None:
-    """Refuse a script where nothing can be known of it; arguments and errors as of `refuse_unfit`."""
+    """Refuse a script if nothing can be known of it; arguments and errors as of `refuse_unfit`."""
     if settings.find_batch or settings.loss_steps is not None:
         raise BadCase(f"{case} is a script, which --gpu-find-batch and --gpu-loss cannot change; deselect its test")
     if settings.isolation == "inline":
@@ -130,7 +130,7 @@ def _refuse_script(case: Case, host: Host, settings: Settings) -> None:
 
 
 def what_lacks(case: Case, *, gpus: int, most_nodes: int, most_processes: int, all_of_them: bool) -> str | None:
-    """Say why a case cannot run on machines of a platform that it is declared for, None where it can.
+    """Say why a case cannot run on machines of a platform that it is declared for, None if it can.
 
     Args:
         gpus: of a machine; 0 for a CPU.

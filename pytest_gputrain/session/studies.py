@@ -117,7 +117,7 @@ def _curve(precision: str, reply: Reply, steps: int, fp32: LossCurve | None) -> 
 
 
 def _why_left_out(case: Case, platform: str, precision: str) -> str:
-    """Say why the case has no curve in that precision; empty where it has one."""
+    """Say why the case has no curve in that precision; empty if it has one."""
     if platform in catalog.PLATFORMS and catalog.PLATFORMS[platform].lacks(precision):
         return f"{catalog.PLATFORMS[platform].title} has no {precision.removesuffix('-amp')} arithmetic"
     if case.parallel == "ps" and precision == "fp16-amp":

@@ -132,7 +132,7 @@ class TaskMaker:
         return msgspec.structs.replace(task, case=case, processes=processes, nodes=self._nodes(case))
 
     def _nodes(self, case: Case) -> int:
-        """Return how many nodes the case takes: as many as have its GPUs, or on a CPU as many as the option allows."""
+        """Return the number of nodes of a case: as many as have its GPUs, or on a CPU as many as the option allows."""
         if gpus_of_host := self._host().gpus:
             return math.ceil(case.gpus / gpus_of_host)
         return 1 if case.servers else min(self._settings.nodes, self.processes(case.gpus))

@@ -52,7 +52,7 @@ class BaselineError(OneLineError):
         """
         Args:
             problem: what is wrong; with a path, what follows the path in the sentence.
-            remedy: what to do; empty where the problem says it.
+            remedy: what to do; empty if the problem says it.
             place: where it is in the file: the name of an entry, or an offset in bytes; None for the file as a whole.
         """
         sentence = f"{problem}; {remedy}" if remedy else problem
@@ -63,7 +63,7 @@ class BaselineError(OneLineError):
 
 
 class _AsRead(NamedTuple):
-    """What stood in a file of an entry with fields that this version does not know."""
+    """An entry of a file that has fields which this version does not know."""
 
     entry: Struct
     own: dict[str, Any]
@@ -128,7 +128,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         return path
 
     def get(self, device: str, suite: str, key: str) -> _Record | None:
-        """Return the record of one case, None where there is none.
+        """Return the record of one case, None if there is none.
 
         Raises:
             BaselineError: the file is there but cannot be read.
@@ -252,7 +252,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         """Tell whether the figures can be true; counts below zero are found without this."""
 
     def _merged(self, before: _Record | None, new: _Record) -> _Record:
-        """Merge the new record into the one that is there, which stays as it is where no judged figure differs."""
+        """Merge the new record into the old one, which stays as it is if no judged figure differs."""
         return new
 
     def _load(self, path: Path, device: str) -> dict[str, _Record]:
@@ -393,8 +393,7 @@ class BaselineStore(SuiteStore[Baseline, BaselineRun]):
 
 
 def _judged(baseline: Baseline) -> tuple[object, ...]:
-    """Return what the gate judges by and tells of a baseline; seconds on a CPU only where it has runs enough to judge
-    them."""
+    """Return the fields of a baseline that the gate judges or reports. Seconds on a CPU count only with enough runs."""
     on_cpu = all(run.environment.device_type == "cpu" for run in baseline.runs)
     left_out = {"peak_host_bytes", "free_bytes", "date", "session", "commit", "core_wait_share"}
     # Memory on a CPU does not depend on the host. On a GPU a verdict names what has changed on the host.

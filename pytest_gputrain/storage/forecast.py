@@ -30,7 +30,7 @@ class Forecast:
         self.platform = platform
 
     def of(self, suite: str, case: Case) -> EmulatedRun | None:
-        """Return the latest run of the case; None where there is none, or none of this very case."""
+        """Return the latest run of the case; None if there is none, or none of this very case."""
         if suite in self._unreadable:
             return None
         try:

@@ -76,7 +76,7 @@ def append(path: Path, lines: Iterable[HistoryLine]) -> str:
 
 
 def _torn_end(descriptor: int, size: int) -> bytes:
-    """Return what follows the last line end, or a part of it where it is too long for a line."""
+    """Return what follows the last line end, or a part of it if it is too long for a line."""
     block, end = b"", size
     while end > 0 and b"\n" not in block and len(block) < _LONGEST_END:
         start = max(0, end - _LONGEST_LINE)
@@ -93,7 +93,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def read(path: Path, type_: type[_Line], warn: Callable[[str], None]) -> Iterator[tuple[int, _Line]]:
-    """Read where each line begins, in bytes, and what it says, one after the other: a long history needs no memory.
+    """Yield each line with its offset in bytes, one after the other, so that a long history needs no memory.
 
     Args:
         type_: a record of the keys that are wanted; others are passed over.

@@ -9,7 +9,7 @@ from pytest_gputrain.utils.reading import read_whole
 
 
 def snapshot(model: str, environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of a model's files, as far as they are in the cache; None where it is not there.
+    """Return the folder of a model's files, as far as they are in the cache; None if it is not there.
 
     Nothing is fetched.
 

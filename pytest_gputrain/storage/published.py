@@ -145,7 +145,7 @@ class PublishedStore:
 
     @classmethod
     def beside(cls, baseline_dir: Path) -> PublishedStore:
-        """Return the tables in ``baseline_dir``, and where it has none those that came with this package.
+        """Return the tables in ``baseline_dir``, or those of this package if it has none.
 
         Raises:
             BaselineError: as above.
@@ -154,7 +154,7 @@ class PublishedStore:
         return cls(next((folder for folder in folders if os.path.isdir(folder)), folders[0]))
 
     def get(self, platform: str, suite: str, key: str) -> Published | None:
-        """Return what was published for a case; None where nothing was."""
+        """Return what was published for a case; None if nothing was."""
         return self._rows.get((platform, suite, key))
 
     def platforms_of(self, suite: str, key: str) -> list[str]:

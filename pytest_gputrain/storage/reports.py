@@ -62,7 +62,7 @@ class ReportStore:
                 self._variants[result.suite, result.key, result.variables_digest] = baseline
 
     def get(self, device: str, suite: str, key: str, variables_digest: str = "") -> Baseline | None:
-        """Return the case's figures in the report, whatever device they are of: the judge tells what can be compared.
+        """Return the case's figures in the report, of whatever device. The judge decides what can be compared.
 
         Those that a test measured with the same changed variables come first."""
         return self._variants.get((suite, key, variables_digest)) or self.suite(device, suite).get(key)
@@ -71,13 +71,13 @@ class ReportStore:
         return self._suites.get(suite, {})
 
     def recorded(self, platform: str, suite: str, key: str, variables_digest: str = "") -> Recorded | None:
-        """Return the case's run on an emulated GPU of the platform, likewise; None if the report has none."""
+        """Return the case's run on an emulated GPU of the platform; None if the report has none."""
         of = platform, suite, key
         return self._recorded.get((*of, variables_digest)) or self._recorded.get((*of, ""))
 
 
 def to_recorded(result: Emulated) -> Recorded | None:
-    """Return the figures of ``result`` as `storage.emulated` keeps them; None where it has none."""
+    """Return the figures of ``result`` as `storage.emulated` keeps them; None if it has none."""
     if result.figures is None:
         return None
     case = Case(**result.case.identity())
@@ -85,8 +85,8 @@ def to_recorded(result: Emulated) -> Recorded | None:
 
 
 def to_baseline(result: Measured | Emulated, *, date: str, session: str, commit: str) -> Baseline:
-    """Return the figures of ``result`` as a baseline; without runs where it has none (a crash, a time-out), or where nothing
-    was measured.
+    """Return the figures of ``result`` as a baseline. It has no runs if nothing was measured, or if a process crashed or
+    timed out.
 
     Args:
         date: UTC, ISO 8601; this and the rest of the run whose result it is, which earlier ones may have begun.

@@ -42,7 +42,7 @@ class ResultCache:
         self._folder, self._beside = folder, beside
 
     def get(self, task: Task) -> EmulatedRun | None:
-        """Return the run of ``task``; None where there is none, or where it cannot be read."""
+        """Return the run of ``task``; None if there is none, or if it cannot be read."""
         path = self._path(task)
         if path is None:
             return None
@@ -100,8 +100,7 @@ def _is_local(name: str) -> bool:
 
 @functools.cache
 def _files(name: str) -> str:
-    """Return the digest of the list of a library's files, with their hashes: who builds a wheel anew may leave its
-    version."""
+    """Return a digest of the hashes of a library's files, because a wheel that is built again may keep its version."""
     listed = metadata.distribution(name).read_text("RECORD") or ""
     return hashlib.sha256(listed.encode()).hexdigest()
 

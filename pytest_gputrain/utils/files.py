@@ -188,7 +188,7 @@ def cache_folder(name: str) -> Path:
 
 
 def writable_ancestor(folder: Path) -> Path | None:
-    """Find a folder above this one in which another user could replace what leads to it; None where there is none.
+    """Find a folder above this one in which another user could replace what leads to it; None if there is none.
 
     In a sticky folder, such as that for temporary files, nobody can. The group that has only this user may write.
     """
@@ -226,7 +226,7 @@ _PATIENCE_SECONDS: Final = 60.0
 
 @contextlib.contextmanager
 def locked(path: Path, patience_seconds: float = _PATIENCE_SECONDS) -> Iterator[None]:
-    """Enter a context that one process at a time is in, of those that name a file of the same folder, which is made.
+    """Provide a context for one process at a time, of all that lock a file of the same folder. The folder is made.
 
     The folder itself is locked: a file for the lock would be committed with the others.
 

@@ -122,12 +122,12 @@ def _changes(root: Path, written: Sequence[Path]) -> str:
 
 
 def git_output(root: Path, *arguments: str) -> str:
-    """Return what a git command in ``root`` prints; empty where there is no git or no repository."""
+    """Return what a git command in ``root`` prints; empty if there is no git or no repository."""
     return (_output(root, *arguments) or b"").decode(errors="surrogateescape").strip()
 
 
 def _output(root: Path, *arguments: str) -> bytes | None:
-    """Return the output of a git command; None where it fails."""
+    """Return the output of a git command; None if it fails."""
     try:
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -66,7 +66,7 @@ def _driver(entry: Path) -> str:
 
 
 def text_of(path: Path) -> str:
-    """Return what a file of sysfs says; nothing where it cannot be read."""
+    """Return what a file of sysfs says; nothing if it cannot be read."""
     with contextlib.suppress(OSError):
         return path.read_text().strip()
     return ""

@@ -33,7 +33,7 @@ def _escaped(value: Any) -> Any:
 
 
 def repeated_names(data: bytes) -> list[str]:
-    """Return the names that stand twice in one object, of which readers of JSON believe the last in silence.
+    """Return the names that occur twice in one object. Readers of JSON silently take the last one.
 
     Raises:
         ValueError: it is not JSON in UTF-8; a byte-order mark is passed over.

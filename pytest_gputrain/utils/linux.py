@@ -63,7 +63,7 @@ class CoreWait:
         self._begin = time.monotonic_ns(), self._waited()
 
     def share(self) -> float | None:
-        """Return that share of the time, from 0 to 1; None where the kernel does not tell, or the thread has ended."""
+        """Return that share of the time, from 0 to 1; None if the kernel does not tell, or the thread has ended."""
         (begin, before), now = self._begin, self._waited()
         if before is None or now is None:
             return None
@@ -82,7 +82,7 @@ class CoreWait:
 
 
 class Child:
-    """A process by which others tell of it: it gets signals only as long as it is the child that it was said to be.
+    """A process that is known by its number. It gets signals only while it is still the child of the given parent.
 
     Args:
         pid: as somebody said.

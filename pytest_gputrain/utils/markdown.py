@@ -1,4 +1,4 @@
-"""Escapes text and formats tables as Markdown that shows text as it is."""
+"""Escapes text for Markdown, and formats tables."""
 
 from __future__ import annotations
 

@@ -56,13 +56,13 @@ def masked(arguments: Iterable[str]) -> tuple[str, ...]:
 
 
 def told(arguments: Sequence[str]) -> str:
-    """Say that something is masked in these arguments; empty where nothing is."""
+    """Say that something is masked in these arguments; empty if nothing is."""
     changed = masked(arguments) != tuple(arguments)
     return f"what looks like a secret in the command line is {MASK} in the report" if changed else ""
 
 
 def masked_settings(value: Any) -> Any:
-    """Do the same to values of JSON, in which a list of texts may be arguments."""
+    """Mask secrets in JSON values, of which a list of texts may be arguments."""
     if isinstance(value, dict):
         return {name: MASK if _is_secret(name, item) else masked_settings(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

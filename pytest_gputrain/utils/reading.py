@@ -1,4 +1,4 @@
-"""Reads files that others wrote, or put something else in the place of: with an end in sight, and without waiting."""
+"""Reads files that others may have written or replaced, up to a limit and without waiting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TAIL_BYTES: Final = 8_000
 
 @contextlib.contextmanager
 def opened(path: Path, *, pipe: bool = False) -> Iterator[BinaryIO]:
-    """Open a regular file, which a reader cannot wait for, and which has an end.
+    """Open a regular file. Anything else is refused, because reading it may wait, or never end.
 
     Args:
         pipe: whether a pipe of this process will do as well: what a shell puts for ``<(command)``.
@@ -82,7 +82,7 @@ def _read(path: Path, most: int, pipe: bool) -> bytes:
 
 
 def tail(path: Path, most: int = TAIL_BYTES) -> str:
-    """Return the end of a file of text, at most so many bytes; empty where there is none, or something else."""
+    """Return the end of a file of text, at most this many bytes; empty if there is none, or something else."""
     with contextlib.suppress(OSError), opened(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most))
         return file.read(most).decode(errors="replace")

@@ -22,7 +22,7 @@ from pytest_gputrain.worker.threads import SharedMode
 from pytest_gputrain.worker.trace import Peaks, Trace, peaks
 
 GIVEN: Final = "other code than an operator"
-"""What stands for the operator where none has made a tensor, as `torch.frombuffer` makes it of a buffer."""
+"""What stands for the operator if none has made a tensor, as `torch.frombuffer` makes it of a buffer."""
 LIFT: Final = "aten.lift_fresh"
 """The operator that `torch.tensor` and `torch.from_numpy` end in: its result is its argument."""
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -62,7 +62,7 @@ class AllocationCounter(SharedMode):
         return self._storages.live_bytes
 
     def _enter(self, phase: TrainingPhase) -> None:
-        """Note a phase in the trace, while that gets what is made: what an evaluation keeps is no peak of later steps."""
+        """Note a phase in the trace while tensors are recorded in it. What an evaluation keeps is no peak of later steps."""
         if self._storages.traced:
             self.trace.enter(phase if self.phases.in_steps else None)
 

@@ -28,7 +28,7 @@ _DEEPEST: Final = 6
 
 
 class ShapesNoted:
-    """The shapes in each step in which they are followed. It reads sizes alone, for which nothing waits for a GPU."""
+    """Notes shapes in each followed step. It reads only sizes, so nothing waits for a GPU."""
 
     def __init__(self) -> None:
         self._is_following = False
@@ -40,7 +40,7 @@ class ShapesNoted:
         """Provide a context in which shapes are noted.
 
         Args:
-            model: whose calls are followed; None where `note` is called instead, or where they cannot be seen.
+            model: whose calls are followed; None if `note` is called instead, or where they cannot be seen.
         """
         hooks = [part.register_forward_pre_hook(self._see, with_kwargs=True) for part in _called(model)]
         self._is_following = True
@@ -62,16 +62,16 @@ class ShapesNoted:
             self._step.clear()
 
     def note(self, given: object) -> None:
-        """Take notice of what the model is given. What it is given again, as in recomputation, counts once in a step."""
+        """Note the shapes of the model's inputs. Inputs that recomputation repeats count once in a step."""
         if self._is_following:
             self._step[tuple(itertools.islice(_shapes(given), _MOST_VALUES))] = None
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take notice of a call of the model. A method can be copied and stored with the model, and a closure cannot."""
+        """Note a call of the model. A method can be copied and stored with the model, and a closure cannot."""
         self.note((args, kwargs))
 
     def record(self) -> BatchShapes | None:
-        """Return the record; None where nothing was noted."""
+        """Return the record; None if nothing was noted."""
         if not any(self._steps):
             return None
         rows = ((sum(1 for _ in run), shapes[:_MOST_SHAPES]) for shapes, run in itertools.groupby(self._steps))
@@ -96,7 +96,7 @@ def _called(model: nn.Module | None) -> Iterator[nn.Module]:
 
 
 def _shapes(given: object) -> Iterator[tuple[int, ...]]:
-    """Yield the shape of each tensor in a value: of sparse and nested ones those of their parts."""
+    """Yield the shape of each tensor in a value. Sparse and nested tensors have those of their parts."""
     values: list[tuple[object, int]] = [(given, 0)]
     for _ in range(_MOST_VALUES):
         if not values:

@@ -55,7 +55,7 @@ def check_parameters(model: nn.Module, name: str, expected: int | None) -> int:
     """Return the count of the unadapted model's parameters, tied ones once.
 
     Args:
-        expected: None where nobody published it.
+        expected: None if nobody published it.
 
     Raises:
         CheckFailed: it is not the count of the model named.
@@ -70,7 +70,7 @@ def check_trainable(model: nn.Module, method: str, expected: int | None) -> int:
     """Return the count of the parameters that train.
 
     Args:
-        expected: None where nobody published it.
+        expected: None if nobody published it.
 
     Raises:
         CheckFailed: the method should leave another number of them trainable.
@@ -119,10 +119,10 @@ def check_peak(peaks: Peaks, held: int) -> None:
     """Check that the allocator's peak can be true.
 
     Args:
-        held: bytes of the model's tensors on the device; 0 where there is no model to look at.
+        held: bytes of the model's tensors on the device; 0 if there is no model to look at.
 
     Raises:
-        CheckFailed: memory was allocated, or its peak reset, where nobody could see it.
+        CheckFailed: memory was allocated, or its peak reset, if nobody could see it.
     """
     if peaks.allocated is not None and peaks.allocated < held:
         raise CheckFailed(
@@ -153,7 +153,7 @@ def finite_losses(losses: Sequence[float], name: str, *, steps: int) -> tuple[fl
 
 
 class Movement:
-    """Remembers the trained parameters well enough to see whether they change, at no lasting memory.
+    """Tells whether the trained parameters change, without keeping copies of them.
 
     Args:
         idle: regular expressions for whole names of parameters that get no gradient by construction.
@@ -217,7 +217,7 @@ class Movement:
         Args:
             moved: what `changes` returns, united over all processes of the case: one may hold rows of a sharded table
                 that no sample names, and nothing of a small tensor.
-            reached: likewise; None where no step was watched.
+            reached: likewise; None if no step was watched.
             remote_tensors: trained tensors that other processes hold, and check.
 
         Raises:
@@ -235,7 +235,7 @@ class Movement:
     def tell(
         self, moved: set[str], reached: set[str] | None, *, steps: int, declared: Iterable[str] = ()
     ) -> tuple[TrainedTensors, str]:
-        """Return which tensors train, and a sentence on those that do not; empty where there are none.
+        """Return which tensors train, and a sentence on those that do not; empty if there are none.
 
         Args:
             moved, reached, steps: as of `check`.

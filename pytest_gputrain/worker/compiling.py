@@ -24,7 +24,7 @@ _RECOMPILATIONS: Final = 64
 
 
 def compile_in_place(parts: Sequence[nn.Module], mode: str, device: torch.device) -> None:
-    """Have each part compiled when it first runs, all that are alike once: seconds, where a whole model takes minutes.
+    """Have each block compiled when it first runs. Equal blocks are compiled once, which takes seconds instead of minutes.
 
     Args:
         mode: of torch.compile. On a CPU its graphs are traced, forward and backward, and run as they are: making code for a
@@ -98,8 +98,7 @@ class CompileCalls:
 
 
 def _a_library_is_imported(frame: FrameType | None) -> bool:
-    """Tell whether the call comes from a library's top level: what libraries compile for themselves, a step may never
-    use."""
+    """Tell whether a library calls at its top level. A step may never use what libraries compile for themselves."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
             return True

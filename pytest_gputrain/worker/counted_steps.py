@@ -109,7 +109,7 @@ class CountedSteps:
             self.asked.begin(lambda frame: self.places(frames_of(frame)))
 
     def end_asked(self) -> Causes:
-        """Stop to count it, and return it."""
+        """End this count, and return it."""
         return self.asked.end() if self.asked else {}
 
     def add(self, judged: Causes, others: Causes, *, update: bool) -> None:
@@ -200,7 +200,7 @@ class CountedSteps:
     # --- Lines
 
     def places(self, frames: Iterable[tuple[int, str, str]]) -> tuple[Place | None, Place | None, bool]:
-        """Return the own line and the library's of frames, and whether this package's measuring asks.
+        """Return the own line and the library's line of these frames, and whether the measuring itself has asked.
 
         Args:
             frames: line, file and function of each, the innermost first.
@@ -221,7 +221,7 @@ class CountedSteps:
         return None, library, False
 
     def _look_at(self, file: str) -> tuple[_Kind, str]:
-        """Return whose a file is, and its name."""
+        """Return the kind of owner of a file, and the file's name."""
         kind: _Kind
         name = ""
         if file.startswith(_HIDDEN) or file.endswith(_BETWEEN):
@@ -243,7 +243,7 @@ class CountedSteps:
         return place
 
     def place_of(self, line: str) -> Place:
-        """Return the place of a noted line, of which the forward pass may have told the function."""
+        """Return the place of a noted line. The forward pass may have noted its function."""
         found = self._functions.get(line)
         if found is None:
             file, _, number = line.rpartition(":")

@@ -25,7 +25,7 @@ _RESETS: Final = frozenset({"_cuda_resetPeakMemoryStats", "_accelerator_resetPea
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peaks:
-    """Highest memory since `Device.reset_peaks`, in bytes; None where the device has no such figure."""
+    """Highest memory since `Device.reset_peaks`, in bytes; None if the device has no such figure."""
 
     allocated: int | None
     reserved: int | None
@@ -63,13 +63,13 @@ class Device(Protocol):
         """Return the peaks since the last reset."""
 
     def allocated_bytes(self) -> int | None:
-        """Return the bytes in live tensors now, None where only a counted pass knows. It is called after each step."""
+        """Return the bytes in live tensors now, None if only a counted pass knows. It is called after each step."""
 
     def of_step(self) -> OfStep | None:
-        """Return the peak since the last call, and the bytes in live tensors now; None where only a counted pass knows."""
+        """Return the peak since the last call, and the bytes in live tensors now; None if only a counted pass knows."""
 
     def limit(self, memory_bytes: int) -> None:
-        """Have an emulated GPU give so much memory from now on, and 0 for any amount; nothing elsewhere."""
+        """Limit the memory of an emulated GPU from now on; 0 removes the limit. Other devices ignore it."""
 
     def counting(self, line: Callable[[], str]) -> contextlib.AbstractContextManager[AllocationCounter | None]:
         """Provide a context in which tensor storages are counted one by one, where no allocator does it; else an empty one.
@@ -209,7 +209,7 @@ class Accelerator:
             ctypes.CDLL(None).gputrain_limit(ctypes.c_size_t(memory_bytes or -1))
 
     def _keep_peaks(self) -> None:
-        """Remember the peaks of torch's caching allocator, which whoever resets them would else take away."""
+        """Remember the peaks of torch's caching allocator before somebody resets them."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         now = tuple(stats[name]["all"]["peak"] if name in stats else 0 for name in ("allocated_bytes", "reserved_bytes"))
         self._reset_unseen |= any(peak < before for peak, before in zip(now, self._last, strict=True))

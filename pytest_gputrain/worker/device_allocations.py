@@ -126,7 +126,7 @@ class DeviceAllocations:
                     record(enabled=None)
 
     def _observed(self, function: Any, name: str) -> Any:
-        """Return a function that allocates without an operator, with the notice that this observer takes of it."""
+        """Return a function that allocates without an operator, wrapped so that this observer notes it."""
 
         def observed(*args: Any, **kwargs: Any) -> Any:
             output = None
@@ -142,7 +142,7 @@ class DeviceAllocations:
     # --- What operators tell
 
     def begin(self, operator: str) -> None:
-        """Take notice that an operator begins on this thread."""
+        """Note that an operator begins on this thread."""
         if not self._following:
             return
         if getattr(self._thread, "call", None) is not None:  # An operator that is written in Python has called this one.
@@ -159,7 +159,7 @@ class DeviceAllocations:
             self._note_line(self._thread.call.line)
 
     def end(self, output: Any) -> None:
-        """Take notice that the operator has returned."""
+        """Note that the operator has returned."""
         call = getattr(self._thread, "call", None)
         if call is None:
             return
@@ -179,7 +179,7 @@ class DeviceAllocations:
     # --- Steps
 
     def begin_step(self) -> None:
-        """Take notice that a step starts."""
+        """Note that a step starts."""
         if not self.phases.in_steps:
             self._read()
             self._trace.begin_training()
@@ -187,12 +187,12 @@ class DeviceAllocations:
         self.phases.begin_step()
 
     def begin_beside_steps(self, phase: TrainingPhase) -> None:
-        """Take notice that something of this phase starts that is no step."""
+        """Note that something of this phase starts that is no step."""
         self._largest = None
         self.phases.begin_beside_steps(phase)
 
     def end_step(self) -> None:
-        """Take notice that a step has ended, or what is beside the steps."""
+        """Note that a step, or a phase beside the steps, has ended."""
         self._keep_peak()
         self._read()
 
@@ -215,13 +215,13 @@ class DeviceAllocations:
         return dict(self._peaks)
 
     def largest(self) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
-        """Return what lived at the peak of each phase; nothing where that is not known."""
+        """Return what lived at the peak of each phase; nothing if that is not known."""
         if self._largest is None:
             self._largest = {} if self.why_unknown else self._trace.largest_at_peaks(peaks(self._trace), _ROWS)
         return self._largest
 
     def peak_bytes_by_origin(self) -> dict[TrainingPhase, int]:
-        """Return the bytes that lived at the peak of the steps, by the phase that made them; nothing where that is not
+        """Return the bytes that lived at the peak of the steps, by the phase that made them; nothing if that is not
         known."""
         if self.why_unknown:
             return {}
@@ -229,7 +229,8 @@ class DeviceAllocations:
         return self._trace.by_origin(of_trace.events[of_trace.phase])
 
     def kept(self) -> tuple[Counter[LiveTensor], int]:
-        """Return what lives of what the steps have made, how many there are of each, and the number of these steps.
+        """Return the tensors that the steps have made and that still live, each with its number, and the number of these
+        steps.
 
         Of the first steps an optimizer keeps its states. Of the last one much may be still in use.
         """

@@ -148,10 +148,11 @@ def _draw_if_known(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class _InPlace:
-    """DeepSpeed's compiled optimizers, which work in place, allocate nothing, and here compute nothing."""
+    """Stands in for DeepSpeed's compiled optimizers. These work in place and allocate nothing, and here they compute
+    nothing."""
 
     def load(self) -> _InPlace:
-        """Return itself, where their builders load a library."""
+        """Return this object in place of a compiled library."""
         return self
 
     def multi_tensor_adam(self, *arguments: Any) -> None:
@@ -171,7 +172,7 @@ _make: Final = DistributedDataParallel.__init__
 
 
 def _make_answered(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-    """Make the module, and where its group is torch's fake one, have each bucket of gradients come back from it at once.
+    """Make the module. If its group is torch's fake one, each bucket of gradients comes back from it at once.
 
     The fake group answers an exchange with nothing, where the reducer wants the bucket.
     """
@@ -217,7 +218,7 @@ def emulated_reply(
 
 
 def emulated_run(measured: Measurement, task: Task, device: Device, figures: EmulatedFigures) -> EmulatedRun:
-    """Return what of a measurement is true of an emulated GPU."""
+    """Turn a measurement into the figures that are true of an emulated GPU."""
     allocations, work = figures.allocations, figures.work
     unnamed = f"the tensors at the peaks are not named: {allocations.why_unknown}" if allocations.why_unknown else ""
     counts, reads = figures.counter.counts() if figures.counter else None, tracking.report()
@@ -289,7 +290,7 @@ def _other_kernels() -> OtherKernels | None:
 def rests_on(
     dealt: Sequence[Mapping[str, str | int]], assumed: Sequence[Mapping[str, str | int]], calls: Sequence[NotExchanged]
 ) -> Iterator[str]:
-    """Yield what the figures rest on where nothing computed or exchanged the values that they depend on, or the kernels are
+    """Yield what the figures rest on if nothing computed or exchanged the values that they depend on, or the kernels are
     those of another GPU."""
     if other := _other_kernels():
         yield other.sentence
@@ -302,7 +303,7 @@ def rests_on(
 
 
 def _own_rests_on(reads: Mapping[str, Sequence[Mapping[str, str | int]]]) -> Iterator[str]:
-    """Yield what the figures of this process rest on."""
+    """Yield the assumptions that the figures of this process rest on."""
     return rests_on(reads["dealt"], reads["assumed"], msgspec.convert(list(not_exchanged()), list[NotExchanged]))
 
 
@@ -313,7 +314,7 @@ def read_though_unknown(reads: Sequence[Mapping[str, str | int]]) -> Iterator[st
 
 
 def of_counts(counts: Counts | None, reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
-    """Yield what counts lack, and what the program went by although nothing computed it.
+    """Yield what counts lack, and the unknown values by which the program has gone.
 
     It may have gone another way than on a GPU.
     """

@@ -14,13 +14,13 @@ from typing import Any
 
 
 def has_begun(generator: GeneratorType[Any, Any, Any]) -> bool | None:
-    """Tell whether a generator, which runs on this thread, has entered the body of a loop that yields.
+    """Tell whether a generator that runs on this thread has entered the body of a loop that yields.
 
     ``yield from`` and ``for ... in`` another generator lead to the loop of that one. What makes a loop's first item is a
     part of its step, as it is in each further step.
 
     Returns:
-        None where its source is not known, or has a ``yield`` in no loop.
+        None if its source is not known, or has a ``yield`` in no loop.
     """
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
@@ -31,7 +31,7 @@ def has_begun(generator: GeneratorType[Any, Any, Any]) -> bool | None:
 
 
 def _has_begun(frames: Sequence[FrameType]) -> bool | None:
-    """Tell it of the first frame, which is that of a generator; each further one was called by the one before it."""
+    """Tell whether the generator of the first frame has begun its step. Each further frame was called by the one before."""
     frame, *called = frames
     yields = _yields_of(frame.f_code)
     if yields is None:
@@ -79,14 +79,14 @@ class _Yields(ast.NodeVisitor):
         self.delegating.append(range(node.lineno, (node.end_lineno or node.lineno) + 1))
 
     def visit_FunctionDef(self, node: ast.AST) -> None:
-        """Leave out functions within it, which are no part of it."""
+        """Skip inner functions, whose yields are their own."""
 
     visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda = visit_FunctionDef
 
 
 @functools.cache
 def _yields_of(code: CodeType) -> _Yields | None:
-    """Return the lines from which a function yields; None where its source is not known."""
+    """Return the lines from which a function yields; None if its source is not known."""
     for node in ast.walk(_parsed(code.co_filename)):
         if isinstance(node, ast.FunctionDef) and _first_line(node) == code.co_firstlineno and node.name == code.co_name:
             yields = _Yields()

@@ -116,7 +116,7 @@ class FlopCount(SharedMode):
         return func(*args, **kwargs)
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any, flops: int) -> None:
-        """Count more of a call than its FLOPs, which are done; subclasses do."""
+        """Count something else of a call than its FLOPs; subclasses do."""
 
     def __enter__(self) -> FlopCount:
         self._hooks = [
@@ -235,8 +235,8 @@ def formulas() -> dict[Any, Callable[..., int]]:
 
 
 def selective_contexts(policy: str) -> Callable[[], tuple[Any, Any]]:
-    """Return the ``context_fn`` of `torch.utils.checkpoint.checkpoint` for a case's policy, by which results of some
-    operators are kept instead of computed anew.
+    """Return the ``context_fn`` of `torch.utils.checkpoint.checkpoint` for a case's policy, which keeps the results of some
+    operators.
 
     Args:
         policy: ``save-attention`` keeps those of fused attention, ``save-matmuls`` those of all operators with FLOPs.
@@ -303,7 +303,7 @@ def _convolution_backward(
     out_shape: Any = None,
     **kwargs: Any,
 ) -> int:
-    """Count as much for the gradient of the input as the forward pass has, and for that of the weight, of those ``wanted``.
+    """Count as much as in the forward pass for each of the gradients of input and weight that is ``wanted``.
 
     The shape of the weight has the channels of one group alone.
     """
@@ -320,8 +320,7 @@ def _sum_with_products(term: Any, left: Any, right: Any, *args: Any, out_shape: 
 
 
 def _grouped_product(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Count products of groups, which share out one dimension of the two between them however they are divided, or each of a
-    pair of matrices."""
+    """Count products of groups: either the groups divide one dimension, or each has a pair of matrices."""
     groups = left[0] if len(left) == len(right) == 3 else 1
     return int(2 * groups * left[-2] * left[-1] * right[-1])
 

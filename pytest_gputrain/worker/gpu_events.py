@@ -64,7 +64,7 @@ class Activity(NamedTuple):
 
     @property
     def kind(self) -> _Kind:
-        """What it is."""
+        """The kind of the activity."""
         return _kind_of(self.name, self.on_gpu)
 
 

@@ -27,7 +27,7 @@ class Group:
         servers: further processes, which serve them.
         simulated: only this process exists, on an emulated GPU: what it sends goes nowhere, and what it receives was never
             sent.
-        trainers: torch's group of those that train; None where that is everybody.
+        trainers: torch's group of those that train; None if that is everybody.
     """
 
     rank: int = 0
@@ -97,7 +97,7 @@ class Group:
             dist.destroy_process_group()
 
     def union(self, names: tuple[set[str], ...]) -> tuple[set[str], ...]:
-        """Unite each set of names over the processes that train; all of them must call this."""
+        """Unite each set of names over the processes that train. All of them must call this."""
         if self.size == 1 or self.simulated:
             return names
         from pytest_gputrain.worker import messages

@@ -81,7 +81,7 @@ class Growth:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Provide a context in which it learns of the optimizers that step."""
+        """Provide a context in which the steps of optimizers are noted."""
 
         def see(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._optimizers.add(optimizer)
@@ -122,7 +122,7 @@ class Growth:
             yield from self._look_closer(training, allocated)
 
     def follow(self, training: Trainable, allocated: Callable[[], int], rounds: int) -> Generator[bool, None, str]:
-        """Have so many more rounds run than the counted ones, and describe what they keep at even distances.
+        """Have this many more rounds run than the counted ones, and describe what they keep at even distances.
 
         Raises:
             CheckFailed: more and more tensors live after each round, up to the last one.
@@ -133,7 +133,7 @@ class Growth:
         return (yield from self._look_at(ends, before - 1, training, allocated))
 
     def note_end(self, training: Trainable, allocated: int) -> None:
-        """Take notice of the bytes in tensors after a further step, behind which there may be no other one."""
+        """Note the bytes in tensors after a further step, which may be the last one."""
         self._last_ends.append(self._unexpected(training, lambda: allocated))
 
     def judge_ends(self, steps: int) -> str:
@@ -188,12 +188,12 @@ class Growth:
         return bool(suspects)
 
     def begin_step(self) -> None:
-        """Take notice that a timed step is to begin."""
+        """Note that a timed step is to begin."""
         if not self._resident:
             self._look_at_process()
 
     def end_step(self, training: Trainable, allocated: int | None) -> None:
-        """Take notice that it has ended.
+        """Note that it has ended.
 
         Args:
             allocated: bytes in tensors, where an allocator knows.
@@ -209,7 +209,7 @@ class Growth:
         kept: Callable[[], Kept] | None = None,
         before: int = 0,
     ) -> Generator[bool, None, str]:
-        """Describe what the timed steps kept, where it is remarkable.
+        """Describe what the timed steps kept, if it is too much.
 
         Args:
             before: the number of steps before them.
@@ -242,9 +242,9 @@ class Growth:
 
     @property
     def on_heap(self) -> int | None:
-        """Return the bytes that each timed step has left on the heap, 0 where that does not go on.
+        """Return the bytes that each timed step has left on the heap, 0 if that does not go on.
 
-        None where malloc does not tell, or the steps are too few.
+        None if malloc does not tell, or the steps are too few.
         """
         ends = self._handed_out[:: self._steps]
         if len(ends) <= _ROUNDS or self._curve:
@@ -304,7 +304,7 @@ class Growth:
     def _look_closer(
         self, training: Trainable, allocated: Callable[[], int], kept: Callable[[], Kept] | None = None, since: str = ""
     ) -> Steps:
-        """Have further rounds run in which it is found out what they keep.
+        """Run further rounds to find out what they keep.
 
         Args:
             since: the step from which on they do, as a part of a sentence.
@@ -321,7 +321,7 @@ class Growth:
                 end = yield from self._round(training, allocated, collect=True)
                 ends.append(end - makers.latest_bytes() if makers else end)
         if makers:
-            del ends[0]  # nobody knows what its own round has made
+            del ends[0]  # its round was not followed, so nobody knows what it has made
         if not self._grows(ends):
             return
         mean = (ends[-1] - ends[0]) / (len(ends) - 1)
@@ -339,7 +339,7 @@ class Growth:
 
 
 class _Makers(SharedMode):
-    """Notes by whom each storage was made that still lives.
+    """Notes which operator and line made each live storage.
 
     Args:
         device: the type of device whose storages are meant. The host's copies are no growth of a GPU.
@@ -395,7 +395,7 @@ class _Makers(SharedMode):
 
 
 def _largest(kept: Kept, growth: float, steps: int = 1) -> str:
-    """Describe the largest part of what rounds of so many steps leave over."""
+    """Describe the largest part of what rounds of this many steps leave over."""
     tensors, of_steps = kept
     if not tensors:
         return ""
@@ -412,7 +412,7 @@ def _largest(kept: Kept, growth: float, steps: int = 1) -> str:
 
 
 def resident_bytes() -> int | None:
-    """Return the resident memory of this process that is no file's; None where there is no /proc."""
+    """Return the resident memory of this process that is no file's; None if there is no /proc."""
     try:
         _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     except OSError:
@@ -433,7 +433,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def malloc_bytes() -> int | None:
-    """Return the bytes that malloc has handed out and not got back; None where it does not tell.
+    """Return the bytes that malloc has handed out and not got back; None if it does not tell.
 
     They are exact, where resident memory rises and falls by what malloc keeps for later: by up to 32 MiB from step to step
     in loops that keep nothing.
@@ -463,7 +463,7 @@ def _malloc_tells() -> bool:
 
 
 def _steady_growth(ends: Sequence[int], least: float) -> float:
-    """Return the mean growth from one end to the next, 0 where it does not go on.
+    """Return the mean growth from one end to the next, 0 if it does not go on.
 
     It goes on where each half grows by more than ``least``, and nothing of the second half is below the first by as much.
     What is made once, or differs from step to step, does not so.
@@ -485,6 +485,6 @@ def _storages(values: Any) -> Iterable[tuple[Tensor, torch.UntypedStorage]]:
 
 
 def _marker(growth: float) -> str:
-    """Return the marker that allows it, with a quarter more to spare."""
+    """Return the marker that allows this growth, and a quarter more."""
     unit, name = (MiB, "MiB") if growth > MiB else (KiB, "KiB")
     return f'@pytest.mark.gpu_tolerance(growth="{math.ceil(growth * 1.25 / unit)} {name}")'

@@ -22,7 +22,7 @@ def scheduler(case: Case, optimizer: Optimizer) -> LambdaLR:
 
 
 def factor(case: Case, update: int) -> float:
-    """Return what the learning rate is multiplied by in an update, the first being 0.
+    """Return the factor of the learning rate in update ``update``, counted from 0.
 
     As diffusers' ``get_scheduler`` has it, but for the warm-up, whose first update has a rate there of 0 and moves nothing.
     The fall ends with the updates of the case's warm-up and timed steps: those beyond have a rate of 0.

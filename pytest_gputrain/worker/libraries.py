@@ -39,7 +39,7 @@ def load_for(task: Task, *, to_be_forked: bool = False) -> None:
 
 
 def _check_torch(*, emulated: bool) -> None:
-    """Check that torch comes from the build that was installed for emulated GPUs if and only if such a GPU is to use it."""
+    """Check that torch is the build for emulated GPUs if the task needs one, and is another one if not."""
     import torch
 
     site = Path(torch.__file__).parents[1]
@@ -125,8 +125,7 @@ def track_for_forks() -> None:
 
 @contextlib.contextmanager
 def _asking_no_driver() -> Iterator[None]:
-    """Provide a context in which NVML tells of a GPU what a library asks when it is imported: bitsandbytes asks for the
-    capability, for which torch would use the GPU."""
+    """Provide a context in which NVML answers what bitsandbytes asks at import. Otherwise torch would use the GPU."""
     import pynvml
     import torch
 
@@ -154,7 +153,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _load_bitsandbytes() -> None:
-    """Import it, where it is installed, without a compiler.
+    """Import bitsandbytes, if it is installed, without a compiler.
 
     While it is imported, it hands the kernels that it has for processors without their own to `torch.compile`, which loads
     for two seconds, and compiles in the first step if there is a compiler. GPUs have kernels of their own.

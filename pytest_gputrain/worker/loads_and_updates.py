@@ -48,7 +48,7 @@ class LoadsAndUpdates:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Provide a context in which it learns of batches that loaders give."""
+        """Provide a context in which batches of loaders are noted."""
         initialize: Any = _BaseDataLoaderIter.__init__
 
         def follow(iterator: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,16 +77,16 @@ class LoadsAndUpdates:
         return {cause: (number, size) for cause, (number, size) in self._causes.items()}
 
     def begin_step(self) -> None:
-        """Take notice that a step begins whose waits are timed."""
+        """Note that a step begins whose waits are timed."""
         self.waits.append(0.0)
 
     def updated(self, optimizer: Optimizer) -> None:
-        """Take notice that an optimizer steps."""
+        """Note that an optimizer steps."""
         if self._places is not None and not self._first(optimizer):
             self._add("repeated_updates", type(optimizer).__name__, 1)
 
     def loaded(self, iterator: Any, batch: _Batch, seconds: float) -> None:
-        """Take notice of a batch that a loader gives, and of how long that took."""
+        """Note a batch that a loader gives, and of how long that took."""
         if threading.get_ident() != self._thread:
             return
         if self.waits:
@@ -100,7 +100,7 @@ class LoadsAndUpdates:
             self._add("loader_workers", name, iterator._num_workers)
 
     def _first(self, user: object) -> bool:
-        """Tell whether it is the first time in this step that this asks, and take notice of it."""
+        """Tell whether this asks for the first time in this step, and note it."""
         first = all(user is not seen() for seen in self._seen)
         if first:
             self._seen.append(weakref.ref(user))
@@ -120,7 +120,7 @@ _FOLLOWING: Final[list[LoadsAndUpdates]] = []
 
 
 class _Batch:
-    """A batch on its way from where it is made to the loop that takes it."""
+    """A batch with its number of samples, on its way to the loop that takes it."""
 
     def __init__(self, data: Any, samples: int) -> None:
         self.data, self.samples = data, samples

@@ -64,12 +64,12 @@ def counted_steps(case: Case) -> list[bool]:
 
 
 def timed_steps(case: Case) -> int:
-    """Count the steps that are timed: of a case with a loader a multiple of its processes, see `levelled`."""
+    """Count the timed steps. With a loader this is a multiple of its processes, see `levelled`."""
     return math.ceil(case.steps / max(1, case.loader_workers)) * max(1, case.loader_workers)
 
 
 def lead_in(case: Case) -> int:
-    """Count the steps that are not timed after the loader has lost what it had loaded ahead: one batch of each process."""
+    """Count the steps before the timed ones that use up the batches which the loader has loaded ahead."""
     return case.loader_workers
 
 

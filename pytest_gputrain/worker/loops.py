@@ -139,7 +139,7 @@ class GeneratorLoop:
         self._generator.close()
 
     def first_step_began(self) -> bool | None:
-        """Tell on the thread that runs the generator whether its first step has begun; None where that is not known."""
+        """Tell on the generator's own thread whether its first step has begun; None if that is not known."""
         return has_begun(self._generator)
 
     def _take(self) -> object:

@@ -19,12 +19,12 @@ from pytest_gputrain.worker.trace import Trace
 
 _LEAST: Final = 4 * MiB
 _LEAST_SHARE: Final = 0.1
-"""What a step holds in Python's memory besides is told from so many bytes on, and from this share of the counted peak."""
+"""What a step holds in Python's memory besides is told from this many bytes on, and from this share of the counted peak."""
 
 
 class MemoryBeside:
-    """Traces what the last counted round allocates in Python's memory, where NumPy's arrays are, and notes the lines that
-    hide operators from counting.
+    """Traces what the last counted round allocates in Python's memory, such as NumPy arrays, and notes lines that hide
+    operators from counting.
 
     Args:
         after: the number of counted steps after which it traces. It triples their time, and what a step makes for the first
@@ -59,7 +59,7 @@ class MemoryBeside:
             yield
 
     def begin_step(self, trace: Trace) -> None:
-        """Take notice that a counted step is to begin."""
+        """Note that a counted step is to begin."""
         self._steps_to_come -= 1
         # If a program uses tracemalloc itself, it is left alone.
         if self._steps_to_come == -1 and not tracemalloc.is_tracing():
@@ -67,7 +67,7 @@ class MemoryBeside:
             tracemalloc.start()
 
     def end(self, trace: Trace) -> None:
-        """Take notice that the last counted step has ended."""
+        """Note that the last counted step has ended."""
         if self._since is not None and tracemalloc.is_tracing():
             # Counting itself keeps some memory, and the buffers of counted tensors are traced, too.
             known = sum(map(sys.getsizeof, (trace.events, trace.allocations))) + trace.peak_of({GIVEN, LIFT}, self._since)

@@ -109,7 +109,7 @@ def program_counter() -> Any:
     """Begin to count what the program asks of the GPU, or how long its steps take if that is asked.
 
     Returns:
-        What does so; None where the program's environment lacks this very package.
+        What does so; None if the program's environment lacks this very package.
     """
     try:
         counts: Any = importlib.import_module("pytest_gputrain.worker.program_counts")
@@ -148,7 +148,7 @@ class Recorder:
         self._values = tracked_values(self._counter)
 
     def updated(self, optimizer: Any, *_: object) -> None:
-        """Take notice that an optimizer has updated."""
+        """Note that an optimizer has updated."""
         if self._counter is not None:
             self._counter.updated(optimizer)
 

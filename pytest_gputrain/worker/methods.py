@@ -64,7 +64,7 @@ def recipe_of(published: Lora, case: Case) -> Lora:
 
 
 def trainable_parameters(architecture: Architecture, case: Case, scale: Scale) -> int | None:
-    """Return how many parameters the case's method should leave trainable; None where that is not known."""
+    """Return how many parameters the case's method should leave trainable; None if that is not known."""
     count = architecture.trainable[case.method].get(scale)
     if count is None or architecture.lora is None or case.method not in ADAPTING:
         return count
@@ -177,7 +177,7 @@ def not_adapted(model: nn.Module) -> list[str]:
 
 
 def _read_by_code(model: nn.Module) -> list[str]:
-    """Return the linear layers with whose weights the code of their model computes itself, as Gemma 3n clamps some."""
+    """Return the linear layers whose weights the model's own code uses, as Gemma 3n clamps some."""
     found: list[str] = []
     sources: dict[type, str] = {}
     for prefix, parent in model.named_modules():

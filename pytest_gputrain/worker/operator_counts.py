@@ -151,7 +151,7 @@ class OperatorCounter(SharedMode):
         return result
 
     def _reading(self, name: str) -> Callable[..., Any]:
-        """Return a method of tensors by which a program reads values, and which runs no operator on a CPU."""
+        """Return a method of tensors that counts a read of values. On a CPU the original runs no operator."""
         real = getattr(torch.Tensor, name)
 
         @functools.wraps(real)
@@ -186,7 +186,7 @@ class OperatorCounter(SharedMode):
     # --- Lines
 
     def _place(self) -> _Asked | None:
-        """Return the place that an operator which has just run on this thread comes from; None where it measures."""
+        """Return the place that the last operator of this thread comes from; None if the measuring itself has run it."""
         line = self._lines.current()
         own, library, is_ours = self._here.found
         if is_ours:
@@ -198,7 +198,7 @@ class OperatorCounter(SharedMode):
         return _Asked(own, library, backward)
 
     def _line_of(self, frame: FrameType | None) -> str:
-        """Find the places of a frame, and return its own line. A backward pass ends the search, if its node tells more."""
+        """Find the places of a frame, and return its own line. In a backward pass autograd's node may tell more."""
         within = torch._C._current_autograd_node() is not None
         self._here.found = own, _, _ = self.steps.places(frames_of(frame, within_backward=within))
         return own.at if own else ""
@@ -245,7 +245,7 @@ class _Trained:
         return any(part.untyped_storage()._cdata in self._references for part in _parts(tensor))
 
     def add(self, tensor: Tensor) -> None:
-        """Take notice that the value of a tensor depends on a trained parameter."""
+        """Note that the value of a tensor depends on a trained parameter."""
         for part in _parts(tensor):
             storage = part.untyped_storage()
             key = storage._cdata
@@ -270,7 +270,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 
 @functools.cache
 def _kind_of(func: Any) -> tuple[CountName | None, str]:
-    """Return what an operator is counted as, None for nothing, and its name."""
+    """Return what an operator is counted as, or None, and its name."""
     name, namespace = name_of(func), func.namespace
     if namespace in _COLLECTIVES:
         return (None if any(part in name for part in _NO_EXCHANGE) else "collectives"), name.rstrip("_")

@@ -1,4 +1,4 @@
-"""Checks of own code alone: that all of it is counted, that it trains as its case says, and that it keeps no memory."""
+"""Checks own code: that all of it is counted, that it trains as its case says, and that it keeps no memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class OwnCode:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[OwnCode]:
-        """Provide a context for all of it."""
+        """Provide a context for the build, the steps and the checks."""
         with (
             countable_threads(),
             self.growth.following(),
@@ -68,7 +68,7 @@ class OwnCode:
         return self._thread_operators.recording()
 
     def check(self, flops: FlopCount, training: Trainable) -> Checked:
-        """Ask it of the step whose FLOPs were counted.
+        """Check the step whose FLOPs were counted.
 
         Raises:
             CheckFailed: tensors were not counted, or the case trains in another precision than it says.

@@ -54,7 +54,7 @@ class OwnLines:
         return cls([Path(task.root), *([Path(file).parent] if file else [])])
 
     def current(self) -> str:
-        """Return ``tests/test_mine.py:41``, or nothing where no line of the user's runs."""
+        """Return ``tests/test_mine.py:41``, or nothing if no line of the user's runs."""
         return self.of_frame(sys._getframe(1))
 
     def of_frame(self, frame: FrameType | None) -> str:
@@ -73,7 +73,7 @@ class OwnLines:
         return ""
 
     def of_traceback(self, traceback: TracebackType | None) -> str:
-        """Return the innermost own line that an exception came through, likewise."""
+        """Return the innermost own line that an exception came through; empty if there is none."""
         line = ""
         while traceback is not None:
             name = self.name_of(traceback.tb_frame.f_code.co_filename)

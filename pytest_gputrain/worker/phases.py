@@ -28,7 +28,7 @@ class Phases:
         thread: the thread that trains.
         in_steps: whether a step has begun whose memory is judged.
         first_step_began: tells whether a generator takes the step before its first ``yield``, which is not judged; None
-            where that is not known. There is none for other code, which takes its first step in `begin_step`.
+            if that is not known. There is none for other code, which takes its first step in `begin_step`.
     """
 
     def __init__(self, entered: Callable[[TrainingPhase], None]) -> None:
@@ -72,7 +72,7 @@ class Phases:
         self._enter(phase)
 
     def follow(self) -> None:
-        """Look what runs. What another thread does belongs to the phase of the thread that trains."""
+        """Find the phase that runs. Operators of other threads belong to the phase of the thread that trains."""
         if self._is_beside_steps or not self._is_training() or (self.current == "build" and not self._has_begun()):
             return
         # torch has one number for a whole backward pass, also between its nodes.
@@ -86,7 +86,7 @@ class Phases:
             self._enter(phase)
 
     def _has_begun(self) -> bool:
-        """Tell whether the build is over: where nothing else is known, as soon as a gradient is computed or applied."""
+        """Tell whether the build is over: if nothing else is known, as soon as a gradient is computed or applied."""
         if self.first_step_began is None:
             return False
         if threading.get_ident() == self.thread and (began := self.first_step_began()) is not None:

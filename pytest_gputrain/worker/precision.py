@@ -37,7 +37,7 @@ class Precision:
         return torch.autocast(device.type, dtype=self.autocast)
 
     def scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """Make what scales the loss and steps the optimizer; it passes everything through where nothing is to scale.
+        """Make what scales the loss and steps the optimizer; it passes everything through if nothing is to scale.
 
         Starts at 1024, where a fresh model's gradients do not overflow: torch's own 65536 drops the first updates.
         """
@@ -133,7 +133,7 @@ def weights_by_type(model: nn.Module) -> Counter[torch.dtype]:
 
 
 def _chief(amounts: Mapping[torch.dtype, int]) -> torch.dtype | None:
-    """Return the type that there is most of."""
+    """Return the most frequent type."""
     return max(amounts, key=lambda dtype: amounts[dtype], default=None)
 
 

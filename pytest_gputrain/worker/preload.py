@@ -1,7 +1,7 @@
 """Forks workers that find their libraries imported: ``python -P -m pytest_gputrain.worker.preload``.
 
 It reads requests from stdin, one JSON line each (folder, rank, cwd, variables). It answers each on stdout with the id of the
-process that it forked, or with 0 where it must not fork, and later with that process's end. It ends when its stdin does.
+process that it forked, or with 0 if it must not fork, and later with that process's end. It ends when its stdin does.
 What a worker leaves behind becomes a child of this process, which kills it when the last worker has ended.
 """
 
@@ -90,7 +90,7 @@ def _holds_gpu() -> bool:
 
 
 def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
-    """Return the new worker's pid; 0 where this process must not be forked."""
+    """Return the new worker's pid; 0 if this process must not be forked."""
     folder, rank = Path(request["folder"]), int(request["rank"])
     is_own_code = is_emulated = False
     # The worker meets the same error again, and reports it.
@@ -135,7 +135,7 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
 
 
 def _used_gpu() -> bool:
-    """Tell whether torch has used a GPU here, after which no process forked from here can; only such a process knows."""
+    """Tell whether torch has used a GPU here. Then no forked process can use one, and only a forked process can tell."""
     import torch
 
     is_spoilt = getattr(torch._C, "_cuda_isInBadFork", None)

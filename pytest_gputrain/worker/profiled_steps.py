@@ -64,7 +64,7 @@ def _profile() -> profiler.profile:
 
 
 class StepProfile:
-    """The profile of further steps on a GPU. They run whether it can be made or not, because other processes take theirs.
+    """The profile of further steps on a GPU. The steps run even if it fails, because other processes run theirs.
 
     Args:
         meet: waits for the other processes between two steps.
@@ -149,7 +149,7 @@ class StepProfile:
 
     @contextlib.contextmanager
     def _noting_threads(self) -> Iterator[None]:
-        """Provide a context in which threads are noted: those that are there, and those that start."""
+        """Provide a context in which threads are noted, both running ones and new ones."""
         start = threading.Thread.start
 
         def note(thread: threading.Thread) -> None:

@@ -52,7 +52,7 @@ class ProgramCounter(StepCounter):
         self.begin_step()
 
     def updated(self, optimizer: Any, *, ends_step: bool = True) -> None:
-        """Take notice that an optimizer has updated.
+        """Note that an optimizer has updated.
 
         Args:
             ends_step: whether that may end a step. It does if no other optimizer updates more often.
@@ -68,7 +68,7 @@ class ProgramCounter(StepCounter):
         self._clock = weakref.ref(optimizer)
 
     def next_step(self, *, kept: bool = True) -> None:
-        """Take notice that a step ends and the next one begins.
+        """Note that a step ends and the next one begins.
 
         Args:
             kept: whether it was a step; otherwise it is part of the whole run alone.
@@ -82,7 +82,7 @@ class ProgramCounter(StepCounter):
         self.begin_step()
 
     def report(self) -> dict[str, Any]:
-        """Stop to count, and return what the whole run asked for, of all threads, and what the first steps did.
+        """Stop counting, and return what all threads of the whole run asked for, and what the first steps did.
 
         A record of an `EmulatedProcess` has these fields.
         """
@@ -122,7 +122,7 @@ class ProgramTimer(ProgramCounter):
     It follows each operator by a dispatch mode of torch, which is a part of what the program asks for. So it counts nothing.
 
     Args:
-        rates: what the GPU sustains, as JSON; null where that is not known.
+        rates: what the GPU sustains, as JSON; null if that is not known.
     """
 
     def __init__(self, rates: str) -> None:

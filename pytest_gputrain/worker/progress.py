@@ -36,7 +36,7 @@ class Progress:
         """Report that ``step`` steps of the phase are done.
 
         Args:
-            seconds: of the last one; None where nobody knows.
+            seconds: of the last one; None if nobody knows.
         """
         self.step = step
         now = time.monotonic()

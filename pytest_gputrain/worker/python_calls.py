@@ -124,8 +124,7 @@ class PythonCalls:
         return self._calls.total()
 
     def causes(self) -> Iterator[tuple[CountCause, int]]:
-        """Yield where calls come from, and how many: the own line, or else the file of a library, of which a built-in model
-        has too many functions."""
+        """Yield the origins of calls with their numbers: the own line, or the file of a library for a built-in model."""
         numbers: Counter[CountCause] = Counter()
         for (identity, instruction), number in self._calls.items():
             numbers[self._cause(self._codes[identity], instruction)] += number
@@ -209,7 +208,7 @@ class PythonCalls:
         return counts
 
     def _note_running(self, frame: FrameType | None) -> None:
-        """Note what the frames of a stack give to what they call."""
+        """Note for each frame of a stack the origin of the calls that it makes."""
         frames = []
         while frame is not None:
             frames.append(frame)
@@ -218,7 +217,7 @@ class PythonCalls:
             self._enter(running, running.f_code, starts=False)
 
     def _enter(self, frame: FrameType, code: CodeType, *, starts: bool) -> None:
-        """Take notice that a function starts or goes on."""
+        """Note that a function starts or goes on."""
         identity = id(code)
         kind = self._kinds.get(identity) or self._kind_of(code)
         caller = frame.f_back

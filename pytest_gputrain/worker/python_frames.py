@@ -112,7 +112,7 @@ class _Finder:
         return next(place * _WORD for place, word in enumerate(words) if word == wanted)
 
     def _frames_of_thread(self) -> tuple[int, int]:
-        """Return where a thread's state has the current frame, or a pointer to what has it."""
+        """Return the offset of the current frame, or of a pointer to it, in the state of a thread."""
         ctypes.pythonapi.PyThreadState_Get.restype = ctypes.c_void_p
         state = ctypes.pythonapi.PyThreadState_Get()
         frame, memory = self._word(id(sys._getframe()) + _FRAME_OF_OBJECT), self._memory

@@ -252,6 +252,6 @@ def _message(error: BaseException) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """Leave out the middle of a text of more than so many characters; a traceback begins with the place."""
+    """Leave out the middle of a text of more than this many characters; a traceback begins with the place."""
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}... ({len(text) - most:,} characters left out) ...{text[-half:]}"

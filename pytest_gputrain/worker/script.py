@@ -44,7 +44,7 @@ class _Recorded(Struct):
     cuda: str | None
     """Version that its torch was built for, of CUDA or ROCm."""
     devices: list[_DeviceUse]
-    """Empty where it never used the GPU."""
+    """Empty if it never used the GPU."""
     steps_of: str
     stamps: list[list[float]]
     """Seconds at the ends of steps, for each training; with a framework's trainer at the begin of the first one, too."""

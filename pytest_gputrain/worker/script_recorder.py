@@ -110,13 +110,13 @@ class _Recorder:
         self._memory_recorder.follow_optimizers(updated)
 
     def began(self, framework: str) -> None:
-        """Take notice that the training of a framework begins."""
+        """Note that the training of a framework begins."""
         self._framework = framework
         self._end_step(kept=False)
         self._of_framework.append([self._stamp()])
 
     def stepped(self) -> None:
-        """Take notice that a micro-batch of a framework is over."""
+        """Note that a micro-batch of a framework is over."""
         self._end_step()
         self._of_framework[-1].append(self._stamp())
 

@@ -41,8 +41,8 @@ class Seeds:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Provide a context in which it learns of the optimizers that are made, and of what the program seeds. Own code has
-        to be imported in it."""
+        """Provide a context in which the optimizers that are made, and the seeds that the program sets, are noted. Own code
+        has to be imported in it."""
         make = Optimizer.__init__
 
         def making(optimizer: Optimizer, *arguments: Any, **options: Any) -> None:
@@ -65,12 +65,12 @@ class Seeds:
             yield
 
     def end_build(self) -> None:
-        """Take notice that the next step is the first after the build."""
+        """Note that the next step is the first after the build."""
         self._set()
         self._is_build = False
 
     def _set(self) -> None:
-        """Set all seeds that the program has not set; of torch to another one each time."""
+        """Set all seeds that the program has not set, torch's to another one each time."""
         if torch.initial_seed() == SEED + self._times:
             self._times += 1
             torch.manual_seed(SEED + self._times)

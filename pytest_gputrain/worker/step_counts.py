@@ -70,14 +70,14 @@ class StepCounter(CountedSteps):
             self._library.gputrain_counters_note(number)
 
     def begin_step(self) -> None:
-        """Take notice that a step starts on this thread."""
+        """Note that a step starts on this thread."""
         self.compiled = compiled()
         self._counting = True
         self.begin_asked()
         self._library.gputrain_counters_begin()
 
     def end_step(self, *, update: bool) -> None:
-        """Take notice that the step has ended.
+        """Note that the step has ended.
 
         Args:
             update: whether the optimizer was to update at its end.
@@ -85,7 +85,7 @@ class StepCounter(CountedSteps):
         self.add(*self.end(), update=update)
 
     def end_further_step(self, *, update: bool) -> int | None:
-        """Take notice that a step behind the timed ones has ended, and return the kind of the timed steps that ask for the
+        """Note that a step behind the timed ones has ended, and return the kind of the timed steps that ask for the
         same; None if none does.
 
         Args:

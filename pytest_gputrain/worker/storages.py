@@ -88,7 +88,7 @@ class Storages:
                     self.trace.free(before)
 
     def leave(self) -> None:
-        """Hear no more of any."""
+        """Stop following all storages."""
         with self._lock:
             self._left = True
             self._references.clear()

@@ -1,4 +1,4 @@
-"""Finds operators that ran on threads where nothing counts them, by torch's own profiler."""
+"""Finds operators that ran on threads if nothing counts them, by torch's own profiler."""
 
 from __future__ import annotations
 

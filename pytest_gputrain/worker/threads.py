@@ -56,11 +56,11 @@ class SharedMode(TorchDispatchMode):
             SharedMode.__enter__(self)
 
     def note_thread(self) -> None:
-        """Take notice that an operator runs on this thread."""
+        """Note that an operator runs on this thread."""
         self.threads.add(threading.get_native_id())
 
     def note_trouble(self, error: Exception) -> None:
-        """Take notice that counting has failed, which is no fault of the program: it goes on."""
+        """Note that counting has failed, which is no fault of the program: it goes on."""
         self.trouble = self.trouble or f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 

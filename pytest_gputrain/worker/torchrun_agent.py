@@ -127,7 +127,7 @@ class Agent:
         return f"{endpoint.host}:{endpoint.port}"
 
     def _listen(self) -> None:
-        """End with the case."""
+        """End this process when the case ends."""
         last_number, last_heard = -1, time.monotonic()
         stacks_asked = False
         while True:
@@ -197,7 +197,7 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def reachable(name: str) -> str:
-    """Return Slurm's name of this node; that of the host where it is none, or is known to Slurm only."""
+    """Return Slurm's name of this node, or the host's name if there is none or only Slurm knows it."""
     with contextlib.suppress(OSError):
         if name and socket.getaddrinfo(name, None):
             return name

@@ -29,7 +29,7 @@ _ENTERED: Final = {event: phase for phase, event in ENTER.items()}
 
 
 def taken(size: int, device: str) -> int:
-    """Return the bytes of memory that a storage of so many bytes takes on a device of this type, such as ``cuda``."""
+    """Return the bytes of memory that a storage of this many bytes takes on a device of this type, such as ``cuda``."""
     return size if device == "cpu" else -(-size // BLOCK) * BLOCK
 
 
@@ -77,7 +77,7 @@ class Trace:
         self.events.append(TRAINING)
 
     def enter(self, phase: TrainingPhase | None) -> None:
-        """Note that a phase begins, or with None a part of a step of which no peak is taken."""
+        """Note that a phase begins; None for a part of a step whose peak is not taken."""
         self.events.append(ENTER[phase])
 
     @property
@@ -99,11 +99,11 @@ class Trace:
         return peak
 
     def largest_at_peaks(self, phase_peaks: Peaks, rows: int = SHOWN) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
-        """Return the tensors that lived at the peak of each phase: the largest in so many rows of tensors that are alike."""
+        """Return the tensors that lived at the peak of each phase, the largest ones in this many rows of alike tensors."""
         return {phase: self.largest_at(event, rows) for phase, event in phase_peaks.events.items()}
 
     def by_origin(self, event_number: int) -> dict[TrainingPhase, int]:
-        """Return the bytes that lived after so many events, by the phase that made them."""
+        """Return the bytes that lived after this many events, by the phase that allocated them."""
         origins: dict[TrainingPhase, int] = {}
         for number in self._live(event_number):
             allocation = self.allocations[number]
@@ -111,7 +111,7 @@ class Trace:
         return {phase: origins[phase] for phase in ENTER if phase in origins}
 
     def _live(self, event_number: int) -> set[int]:
-        """Return the numbers of what lived after so many events."""
+        """Return the numbers of the allocations that lived after this many events."""
         live: set[int] = set()
         for event in self.events[:event_number]:
             if event >= 0:
@@ -121,8 +121,8 @@ class Trace:
         return live
 
     def largest_at(self, event_number: int, count: int) -> tuple[LiveTensor, ...]:
-        """Return what lived after so many events: the largest ``count`` rows of alike storages, and then all others, those
-        that one operator made in one phase together."""
+        """Return the allocations that lived after this many events: the largest ``count`` rows of alike ones, then the
+        others by operator and phase."""
         alike: defaultdict[LiveTensor, list[LiveTensor]] = defaultdict(list)
         for number in sorted(self._live(event_number)):
             allocation = self.allocations[number]

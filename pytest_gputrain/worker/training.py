@@ -55,7 +55,7 @@ class Trainable(Protocol):
 
     @property
     def parameters(self) -> int | None:
-        """Parameters of the unadapted model; None where own code does not let the worker watch it."""
+        """Parameters of the unadapted model; None if own code does not let the worker watch it."""
 
     @property
     def updates(self) -> int:
@@ -69,10 +69,10 @@ class Trainable(Protocol):
 
     @property
     def input_waits(self) -> Sequence[float]:
-        """Seconds that each step waited for its batch; none where batches are not loaded."""
+        """Seconds that each step waited for its batch; none if batches are not loaded."""
 
     def leave(self) -> None:
-        """Leave: no more steps will come."""
+        """End the training: no more steps will come."""
 
 
 class Training:
@@ -164,7 +164,7 @@ class Training:
         self.losses.append(self._engine.step(self._loss, update).clone())
 
     def _loading(self, case: Case, device: torch.device, precision: Precision, random_state: Tensor) -> Loader:
-        """Have this batch loaded instead; of a GPU, which draws other random numbers, batches like it.
+        """Load this batch in other processes; on a GPU, which draws other random numbers, batches like it.
 
         Args:
             random_state: of the host, from which the batch is drawn.
@@ -340,7 +340,7 @@ class OwnCodeTraining:
 
     @property
     def first_step_began(self) -> Callable[[], bool | None] | None:
-        """What tells whether the step before a generator's first ``yield`` has begun; None where there is no such step."""
+        """Tells whether the step before a generator's first ``yield`` has begun; None if there is no such step."""
         return self._loop.first_step_began if isinstance(self._loop, GeneratorLoop) else None
 
     @property

@@ -61,7 +61,7 @@ class UntouchedHost(SharedMode):
         return tree_map_only(Tensor, lambda value: torch.empty_like(value, device="cpu", pin_memory=pinned), results)
 
     def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what the operator would return, as tensors without contents; None where that depends on values."""
+        """Return what the operator would return, as tensors without contents; None if that depends on values."""
         args, kwargs = tree_map_only(Tensor, lambda value: value.to("meta"), (args, kwargs))
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         if any(argument.name == "device" for argument in func._schema.arguments):

@@ -27,7 +27,7 @@ from pytest_gputrain.worker.loop import Steps
 
 _COUNTED_ROUNDS: Final = 2
 _FEW: Final = 8
-"""Each of so many optimizers has to step in every round. More are those of single parameters, of which some may get no
+"""Each of this many optimizers has to step in every round. More are those of single parameters, of which some may get no
 gradient."""
 
 
@@ -56,7 +56,7 @@ class Updates:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Provide a context in which it learns of the optimizers that are made and that step."""
+        """Provide a context in which the optimizers that are made, and their steps, are noted."""
         make = Optimizer.__init__
 
         def noting(optimizer: Optimizer, *arguments: Any, **options: Any) -> None:

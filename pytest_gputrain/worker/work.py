@@ -95,7 +95,7 @@ class WorkCount(FlopCount):
         self._calls.clear()
 
     def add_exchange(self, collective: str, size: int) -> None:
-        """Count an exchange of so many bytes with other GPUs that no operator made."""
+        """Count an exchange of this many bytes with other GPUs that no operator made."""
         self._calls[threading.get_ident(), TracedCall(operator=f"c10d.{collective}", read=size)] += 1
 
     def calls(self) -> list[TracedCall]:
@@ -149,7 +149,7 @@ def _bytes_moved(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, i
 
 
 def _bytes_of(values: Iterable[Any]) -> int:
-    """Return the bytes of the elements of tensors on the GPU; of an expanded one no more than its storage."""
+    """Return the bytes of the elements of tensors on the GPU, for an expanded tensor those of its storage."""
     total = 0
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -23,7 +23,7 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     library: Literal["transformers", "diffusers", "own"]
     """The library of the class; ``own`` for one of the family's module."""
     model_class: str = ""
-    """Empty where ``config`` names it, as a config.json does: the worker then completes the facts."""
+    """Empty if ``config`` names it, as a config.json does: the worker then completes the facts."""
     config_class: str = ""
     """The config's class in transformers."""
     parameters: dict[Scale, int]
@@ -103,8 +103,8 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def with_layers(config: dict[str, Any], key: str, layers: int) -> dict[str, Any]:
-    """Return the config with so many layers, counted by ``key``; what it says of each layer is cut: lists with one entry for
-    each, and dictionaries by their numbers."""
+    """Return the config with that many layers, counted by ``key``. Lists and dictionaries that have an entry for each layer
+    are cut to match."""
     before = config[key]
     cut: dict[str, Any] = {}
     for name, value in config.items():
@@ -130,7 +130,7 @@ class Published(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def parameters(self) -> int | None:
-        """The count, where it is published to the last parameter."""
+        """The published count, if it is exact to the last parameter."""
         return int(self.published.replace(",", "")) if "," in self.published else None
 
 
@@ -143,7 +143,7 @@ class Denoiser(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     """What LoRA adapts: by default what the training scripts of diffusers adapt of most."""
     blocks: tuple[str, ...] = ()
-    """As of `Architecture`; ``down_blocks`` first for a UNet, and none where diffusers recomputes nothing."""
+    """As of `Architecture`; ``down_blocks`` first for a UNet, and none if diffusers recomputes nothing."""
     idle: tuple[str, ...] = ()
     """As of `Architecture`; ``{last}`` stands for the number of the last of ``num_layers``."""
     step: dict[str, Any]

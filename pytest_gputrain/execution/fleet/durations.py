@@ -39,7 +39,7 @@ class Durations:
                     self._steps[line.suite, line.key] = line.median_step_seconds
 
     def of(self, suite: str, task: Task) -> float:
-        """Return the seconds of the latest run, or else the least that an emulated run tells; 0 where nothing is known."""
+        """Return the seconds of the latest run, or else the least that an emulated run tells; 0 if nothing is known."""
         case = task.case
         seconds = self._steps.get((suite, key_of(case, task.scale)))
         if seconds is not None:

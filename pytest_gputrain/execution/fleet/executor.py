@@ -39,11 +39,11 @@ def scheduler_of(settings: Settings, platform: str) -> Scheduler:
 
 
 class FleetExecutor(Executor[Reply]):
-    """Has every run of a case done somewhere in a fleet.
+    """Runs each run of a case as a job of a fleet.
 
     Args:
         platform: catalog marker of the machines.
-        seconds_of: about what a run of a task of a suite takes, 0 where that is not known: the longest are submitted first.
+        seconds_of: about what a run of a task of a suite takes, 0 if that is not known: the longest are submitted first.
     """
 
     is_remote = True

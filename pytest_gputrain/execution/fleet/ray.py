@@ -32,7 +32,7 @@ _CLOSE_SECONDS: Final = 25.0
 
 @dataclass(eq=False, kw_only=True)
 class _Run:
-    """A task, and on further nodes those that take part."""
+    """The task of an order, with the tasks that take part on further nodes."""
 
     answers: Any
     """Generator of what the first task yields."""
@@ -172,7 +172,7 @@ class Ray:
             raise Unreachable(_first_line(error)) from None
 
     def _requested(self, order: Order) -> Mapping[str, float]:
-        """Return the resources of each node: ours, and in their place those that the site asks for."""
+        """Return the resources to request of each node: the defaults, replaced by those that the site names."""
         site = _amounts(self._arguments, gpus=order.gpus, cpus=order.cpus, nodes=order.task.nodes)
         asked: dict[str, float] = {"CPU": order.cpus, "GPU": order.gpus}
         if order.conditions.platform and not site.keys() - asked.keys() - {"memory"}:

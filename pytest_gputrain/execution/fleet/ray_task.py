@@ -24,7 +24,7 @@ _END_SECONDS: Final = 20.0
 
 
 def do(python: str, order: bytes, shared: str) -> Iterator[str | bytes]:
-    """Do an order.
+    """Run an order.
 
     Args:
         shared: folder of the order on all nodes that it takes; empty for one on this node alone.

@@ -38,15 +38,15 @@ class Job(NamedTuple):
 
 
 class QueueFull(Exception):
-    """The scheduler takes no job at the moment, because its queue is full; its own words."""
+    """The scheduler takes no job at the moment, because its queue is full; the message is its own."""
 
 
 class JobRefused(Exception):
-    """The scheduler will not take this job as it is asked for; its own words."""
+    """The scheduler refuses this job; the message is its own."""
 
 
 class Unreachable(Exception):
-    """The scheduler does not answer; what happened instead."""
+    """The scheduler does not answer; the message says what happened instead."""
 
 
 class Scheduler(Protocol):
@@ -83,7 +83,7 @@ class Scheduler(Protocol):
         """
 
     def cancel(self, ids: Sequence[str]) -> None:
-        """End these jobs, without waiting for that. Those that are over already, or cannot be reached, are passed over."""
+        """End these jobs without waiting. Jobs that have ended, or cannot be reached, are ignored."""
 
     def close(self) -> None:
         """Leave the scheduler; every job is over or cancelled by now."""

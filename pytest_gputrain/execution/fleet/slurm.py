@@ -137,8 +137,7 @@ class Slurm:
         raise JobRefused(f"Slurm refuses it: {words}")
 
     def _requested(self, order: Order) -> list[str]:
-        """Return the options of sbatch for what the order takes: ours, without those that the site asks for in its own
-        words."""
+        """Return the options of sbatch for an order: the defaults, without those that the site sets itself."""
         minutes = math.ceil((order.conditions.timeout_seconds + SPARE_SECONDS) / 60)
         site = " ".join(self._arguments)
         asked = [f"--nodes={order.task.nodes}", "--ntasks-per-node=1", f"--time={minutes}"]

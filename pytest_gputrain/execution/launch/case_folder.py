@@ -30,8 +30,7 @@ _swept: Final[set[Path]] = set()
 
 @contextlib.contextmanager
 def folder_of(task: Task, shared: Path | None = None) -> Iterator[Path]:
-    """Make a folder for the case, with the task in it. Afterwards the folder is gone, and with it all that its workers
-    started.
+    """Provide a folder with the case's task. At the end it is removed, and every process that its workers started is killed.
 
     Args:
         shared: where to make it; a place of this machine for temporary files by default.

@@ -33,13 +33,13 @@ class SessionEnvironment:
         self.begin()
 
     def begin(self) -> None:
-        """Take the variables of this moment for those of the session."""
+        """Remember the variables of this moment as those of the session."""
         self.began.clear()
         self.began |= os.environ
         self._collected = dict(self.began)
 
     def collected(self, *, elsewhere: bool = False) -> None:
-        """Take the variables of this moment for those that tests will find, as far as anybody knows before they run.
+        """Remember the variables of this moment as those that tests will probably find.
 
         What the imports of test files set, and of the frameworks that they import, no test has changed.
 
@@ -127,7 +127,7 @@ def _fixed(task: Task) -> dict[str, str]:
 
 @functools.cache
 def _loopback() -> str:
-    """Return the network interface that only this machine reaches; empty where it is down or has another name."""
+    """Return the network interface that only this machine reaches; empty if it is down or has another name."""
     import psutil
 
     found = psutil.net_if_stats().get("lo")

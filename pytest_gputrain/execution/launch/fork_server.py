@@ -54,7 +54,7 @@ class ForkServer:
     def fork(
         self, task: Task, folder: Path, rank: int, environment: Mapping[str, str], timeout_seconds: float
     ) -> ForkedProcess | None:
-        """Fork rank ``rank`` of the case in ``folder``; None where only a fresh interpreter will do. Threads may share this.
+        """Fork rank ``rank`` of the case in ``folder``; None if only a fresh interpreter will do. Threads may share this.
 
         Args:
             timeout_seconds: imports that take longer are given up.
@@ -131,7 +131,7 @@ class _Imports(NamedTuple):
 
 
 def _asked_at_imports(description: str) -> str:
-    """Return what libraries may ask of an emulated GPU when they are imported. Of the rest its forks are told."""
+    """Return the properties of an emulated GPU that libraries may ask for at import. Forks are told the others."""
     fields = ("devices=", "major=", "minor=", "kernels=")
     return ",".join(field for field in description.split(",") if field.startswith(fields))
 
@@ -178,7 +178,7 @@ class _ForkingProcess:
     def fork(
         self, folder: Path, rank: int, environment: Mapping[str, str], timeout_seconds: float
     ) -> Child | Literal[0] | None:
-        """Return the new process; 0 where none may be forked from here, None where nothing was answered."""
+        """Return the new process; 0 if none may be forked from here, None if nothing was answered."""
         if self._forked:  # An answer has come that nobody waited for.
             return None
         deadline = time.monotonic() + timeout_seconds
@@ -236,7 +236,7 @@ class _ForkingProcess:
                     self._hear(msgspec.json.decode(line, type=_Said))
 
     def _hear(self, said: _Said) -> None:
-        """Take in what is said.
+        """Handle what the process has said.
 
         Raises:
             ValueError: it is of no child of the preloaded process, or not true.

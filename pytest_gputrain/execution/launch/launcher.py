@@ -81,7 +81,7 @@ def emulate(
         timeout_seconds, watch, fork_server: as in `in_process`.
 
     Returns:
-        The figures; another reply where there are none.
+        The figures; another reply if there are none.
     """
     assert task.emulated, "a worker refuses stand-ins that nobody asked for"
     reply = _run_processes(task, (), timeout_seconds, watch, fork_server, environ)

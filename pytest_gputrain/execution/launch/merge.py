@@ -105,7 +105,7 @@ def merge_emulated(replies: Sequence[EmulatedRun]) -> EmulatedRun:
 
 
 def _slowest_gpu(steps: Sequence[GpuSteps | None]) -> GpuSteps | None:
-    """Return for each step that of the GPU which works longest; None where that is not known of every GPU."""
+    """Return for each step the seconds of the GPU that works longest; None if those of a GPU are not known."""
     known = [of_rank for of_rank in steps if of_rank is not None]
     if len(known) < len(steps):
         return None
@@ -115,7 +115,7 @@ def _slowest_gpu(steps: Sequence[GpuSteps | None]) -> GpuSteps | None:
 
 
 def _kept(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> dict[TrainingPhase, int]:
-    """Return what the rank that leaves most behind leaves."""
+    """Return the bytes that evaluation and saving a checkpoint leave behind, each of the rank that leaves most."""
     phases = dict.fromkeys(phase for reply in replies for phase in reply.kept_behind)
     return {phase: max(reply.kept_behind.get(phase, 0) for reply in replies) for phase in phases}
 

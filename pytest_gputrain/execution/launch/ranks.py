@@ -90,7 +90,7 @@ class Rank:
         return _read_reply(self.folder, self.process.poll() or 0, self.progress.last, killed_for_memory, output)
 
     def figures(self) -> Measurement | Served | EmulatedRun | None:
-        """Read what the rank measured, though it may have failed since; None where it has not got so far."""
+        """Read what the rank measured, though it may have failed since; None if it has not got so far."""
         with contextlib.suppress(*UNREADABLE, OSError):
             return msgspec.json.decode(read_message(self.folder / "figures.json"), type=Measurement | Served | EmulatedRun)
         return None
@@ -101,7 +101,7 @@ class Rank:
             output.limit()
 
     def stacks(self) -> str:
-        """Return the running worker's Python stacks; empty where it does not answer."""
+        """Return the running worker's Python stacks; empty if it does not answer."""
         path = self.folder / "stacks.txt"
         self.process.ask_for_stacks()
         deadline = time.monotonic() + _STACKS_SECONDS
@@ -143,7 +143,7 @@ def follow(
         wrong = trouble()
         now = time.monotonic()
         if over == math.inf and (failed or wrong):
-            # What goes wrong second, a rank or something else, is a consequence of the first.
+            # The first thing that goes wrong is the cause, and whatever follows is its consequence.
             over, cause = now + grace_seconds, wrong
         if len(ended) == len(ranks) or now >= over:
             break
@@ -260,14 +260,14 @@ def exit_text(exit_code: int) -> str:
 
 
 class _Output:
-    """A file that a worker prints to, of which the end counts."""
+    """A file that a worker prints to. Only its end is kept."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._before = ""
 
     def limit(self) -> None:
-        """Empty the file where it has grown too long; its end is remembered."""
+        """Empty the file if it has grown too long, and remember its end."""
         with contextlib.suppress(OSError):  # The file may not be there yet.
             # `lstat` takes a link as it is, so no other file is emptied.
             if self._path.lstat().st_size > _MOST_OUTPUT_BYTES:

@@ -149,7 +149,7 @@ class _Agents:
         return _RemoteProcess(folder / f"rank{number}", self)
 
     def trouble(self) -> Crashed | None:
-        """Find what ends the case although no rank reports it. Asked again and again: it also tells the agents to go on."""
+        """Find a reason to end the case that no rank reports. Each call also tells the agents to go on."""
         if time.monotonic() - self._spoke >= COMMAND_EVERY_SECONDS:
             self._say(self._command.action)
         departures = [read_record(node / LEFT, Left) for node in self._node_folders]
@@ -177,7 +177,7 @@ class _Agents:
         )
 
     def ask_for_stacks(self) -> None:
-        """Have all ranks write theirs."""
+        """Have all ranks write their Python stacks."""
         self._say("stacks")
 
     def close(self) -> None:

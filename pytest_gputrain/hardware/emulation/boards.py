@@ -87,7 +87,7 @@ def board(marker: str) -> Board:
 
 
 def computed_capacity(chosen: Board) -> str:
-    """Say that the capacity of a board is computed; empty where a driver has reported it."""
+    """Say that the capacity of a board is computed; empty if a driver has reported it."""
     platform = PLATFORMS[chosen.marker]
     if not platform.usable_is_computed:
         return ""
@@ -123,7 +123,7 @@ def _runs(chosen: Board, kernels: int) -> bool:
 
 
 def other_kernels(chosen: Board, kernels: int) -> OtherKernels | None:
-    """Return what there is to say of a GPU that runs on kernels for another one; None for a GPU that has its own.
+    """Describe a GPU that runs kernels for another one; None for a GPU that has its own.
 
     Args:
         kernels: those that run on it, from `find_kernels`.

@@ -86,7 +86,7 @@ class StandIns:
     torch: Torch | None = None
 
     def __init__(self, folder: Path) -> None:
-        """Read them from their folder.
+        """Read the stand-ins from their folder.
 
         Raises:
             ValueError: they are not as they were built.
@@ -154,7 +154,7 @@ def _digest(path: Path) -> str:
 
 
 def _load(folder: Path) -> StandIns | None:
-    """Read what an earlier run built; None where there is nothing, or where a file is not as it was built."""
+    """Read what an earlier run built; None if there is nothing, or where a file is not as it was built."""
     with contextlib.suppress(FileNotFoundError, ValueError):  # msgspec's errors are ValueErrors.
         folder.lstat()
         make_own(folder)
@@ -181,7 +181,7 @@ def _build(folder: Path, torch: Torch, users: Iterable[Path]) -> StandIns:
 
 
 def _sweep(new: Path) -> None:
-    """Remove what other versions of torch and of this package left beside this folder, and nobody has used for long."""
+    """Remove stand-ins for other versions beside this folder that nobody has used for long."""
     made = new.stat().st_mtime
     for folder in new.parent.iterdir():
         with contextlib.suppress(OSError):

@@ -33,9 +33,9 @@ class Import(NamedTuple):
 
     name: str
     version: str
-    """Empty where the library that defines it tells no versions apart."""
+    """Empty if the library that defines it tells no versions apart."""
     soname: str
-    """The library that defines this version; empty where there is none."""
+    """The library that defines this version; empty if there is none."""
 
 
 class _Section(NamedTuple):
@@ -48,7 +48,7 @@ class _Section(NamedTuple):
 
 
 def check_executable(library: Path, cache: Path) -> None:
-    """Check that code may run from the disk of a library, of which the loader would tell in its own words.
+    """Check that the disk of a library allows its code to run; the loader's own error does not name the disk.
 
     Raises:
         CannotEmulate: the disk forbids it.
@@ -135,7 +135,7 @@ class Elf:
         ]
 
     def defined(self) -> set[str]:
-        """Find the global symbols that this file defines, of an object file or a shared library."""
+        """Find the global symbols that an object file or a shared library defines."""
         symbols = self._of_kind(_SYMTAB) or self._of_kind(_DYNSYM)
         if symbols is None:
             return set()

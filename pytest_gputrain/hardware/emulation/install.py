@@ -59,7 +59,7 @@ class Source(NamedTuple):
 
 
 def install(source: Source, say: Say) -> Build | None:
-    """Install the CUDA build of the installed torch's version; None where the installed torch is one.
+    """Install the CUDA build of the installed torch's version; None if the installed torch is one.
 
     Args:
         say: is told what happens, in sentences.
@@ -125,7 +125,7 @@ def _check_rights() -> None:
 
 
 def _check_index(source: Source) -> None:
-    """Refuse an index that cannot be believed on the way."""
+    """Refuse an index without HTTPS, because anybody on the way could change its answers."""
     address = urlsplit(source.address)
     if source.address and address.scheme != "https" and address.hostname not in ("localhost", "127.0.0.1"):
         raise CannotEmulate(
@@ -157,7 +157,7 @@ def _alone_in(cache: Path, say: Say) -> Iterator[None]:
 
 
 def _sweep(cache: Path) -> int:
-    """Remove what was left of others that were ended; the caller is alone. Return the bytes."""
+    """Remove parts of installations that were killed, and return their bytes. The caller holds the lock."""
     freed = 0
     for part in cache.glob(f"{installed.PART}*"):
         if stat.S_ISDIR(part.lstat().st_mode):
@@ -271,7 +271,7 @@ class _Putting:
         return {name: version for name, version in wanted.items() if name not in self.versions}
 
     def _fetched(self, wheel: Wheel) -> tuple[Path, str]:
-        """Bring the wheel's file here, of which the hash is right; return its path and hash."""
+        """Fetch the wheel's file and check its hash; return its path and hash."""
         allowed = (wheel.sha256,) if wheel.sha256 else self._source.hashes
         target = self._part / "wheels"
         target.mkdir(exist_ok=True)
@@ -339,7 +339,7 @@ def _download(wheel: Wheel, allowed: Sequence[str], target: Path, index: str) ->
 
 
 def _way_to_the_network() -> tuple[dict[str, str], list[str]]:
-    """Return the environment of pip and its options: of the user's configuration only those of the way to the network."""
+    """Return pip's environment and options. Of the user's configuration only proxy, certificates and time-out are kept."""
     command = [sys.executable, "-P", "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     kept: dict[str, str] = {}
@@ -355,7 +355,7 @@ def _way_to_the_network() -> tuple[dict[str, str], list[str]]:
 
 
 def _pinned(requires: Sequence[str], project: str) -> str:
-    """Return the very version that is required of a project; empty where none is."""
+    """Return the very version that is required of a project; empty if none is."""
     for requirement in requires:
         if match := re.match(rf"{project} *\(?== *([\w.]+)\)? *(?:;|$)", requirement):
             return match[1]
@@ -363,7 +363,7 @@ def _pinned(requires: Sequence[str], project: str) -> str:
 
 
 def _check_torch(site: Path, version: str) -> None:
-    """Check that what was unpacked is a CUDA build of this version, which this folder allows to run."""
+    """Check that the unpacked build is a CUDA build of this version, and that code may run from its folder."""
     found = libraries.read_torch(site / "torch")
     if installed.release(found.version) != version:
         raise CannotEmulate(f"the wheel of torch {version} has torch {found.version}, so it is not installed")

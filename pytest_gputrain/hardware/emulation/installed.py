@@ -113,7 +113,7 @@ class Build:
         return (made.python, made.libc, made.versions["torch"]) == (python, libc, version)
 
     def damage(self, *, digests: bool = False) -> str:
-        """Say which file is not as it was unpacked; empty where all are.
+        """Say which file is not as it was unpacked; empty if all are.
 
         Args:
             digests: read all files, which takes seconds. Otherwise their sizes and times of change are compared.
@@ -135,7 +135,7 @@ class Build:
         return ""
 
     def remove(self) -> bool:
-        """Remove it, if no process uses it; tell whether that was so.
+        """Remove the build if no process uses it; tell whether it was removed.
 
         Raises:
             OSError: it cannot be removed.
@@ -159,7 +159,7 @@ def builds_folder() -> Path:
 
 
 def builds() -> Iterator[Build]:
-    """Yield all builds of this user's cache. What is none of them is passed over."""
+    """Yield all builds in this user's cache. Other files there are ignored."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for folder in sorted(builds_folder().iterdir()):
             with contextlib.suppress(ValueError, OSError):
@@ -192,7 +192,7 @@ def beside(environment: Path) -> dict[str, str]:
 
 
 def find(version: str, environment: Path) -> Build | None:
-    """Find the build for this Python that stands beside a torch of this version; None where there is none.
+    """Find the build for this Python that stands beside a torch of this version; None if there is none.
 
     Args:
         version: of the torch that the user has installed.

@@ -51,7 +51,7 @@ _ARCHITECTURES: Final = re.compile(rb"(?:(?:sm|compute)_\d+[af]?)(?: (?:sm|compu
 text right before it."""
 
 Functions = dict[str, str]
-"""Names of functions, with the version of each; empty where the library has no versions."""
+"""Names of functions, with the version of each; empty if the library has no versions."""
 
 
 MACHINES: Final = ("x86_64", "aarch64")
@@ -135,7 +135,7 @@ def version_of(folder: Path) -> str:
 
 
 def version_file(folder: Path) -> dict[str, str]:
-    """Return ``__version__``, ``cuda`` and ``hip`` of the torch in this folder, those that its file of versions has.
+    """Return ``__version__``, ``cuda`` and ``hip`` of the torch in this folder, as far as its file of versions has them.
 
     Raises:
         OSError: it cannot be read.
@@ -212,7 +212,7 @@ def _of_packages(site: Path) -> Iterator[Path]:
 
 
 def _package(path: Path, site: Path) -> str:
-    """Return the name of the package in this folder that a file belongs to; empty where it lies elsewhere."""
+    """Return the name of the package in this folder that a file belongs to; empty if it lies elsewhere."""
     return path.relative_to(site).parts[0] if path.is_relative_to(site) else ""
 
 

@@ -231,7 +231,7 @@ def _stub(stem: str, name: str) -> str:
 
 
 def _written(outcome: _Outcome) -> str:
-    """Return the statement in C that writes an outcome, unless the caller does without it."""
+    """Return the statement in C that writes an outcome, unless the caller passes no pointer for it."""
     count = f"(int)(intptr_t)p{outcome.batch_at}" if outcome.batch_at else "1"
     return f"for (int i = 0; p{outcome.at} && i < {count}; i++) (({outcome.type} *)p{outcome.at})[i] = {outcome.value};"
 

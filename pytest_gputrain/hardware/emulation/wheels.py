@@ -38,7 +38,7 @@ _UNHASHED: Final = re.compile(r"[^/]+\.dist-info/RECORD(\.jws|\.p7s)?")
 
 
 class Wheel(NamedTuple):
-    """A wheel that is to be had from the index."""
+    """A wheel on the index."""
 
     project: str
     version: str
@@ -56,7 +56,7 @@ class Wheel(NamedTuple):
 
 
 def known(project: str, version: str) -> Wheel | None:
-    """Find the wheel of this version for this Python and machine in the table; None where the table has none."""
+    """Find the wheel of this version for this Python and machine in the table; None if the table has none."""
     from packaging.tags import sys_tags
 
     ranks = {tag: rank for rank, tag in enumerate(sys_tags())}
@@ -103,7 +103,7 @@ class Unpacked(NamedTuple):
 
 
 class Unpacker:
-    """An open wheel, of which every name was checked before anything is written.
+    """An open wheel. All its names are checked before anything is written.
 
     Args:
         path: the file.
@@ -208,7 +208,7 @@ class Unpacker:
 
 
 def _fault(info: zipfile.ZipInfo, allowed: set[str]) -> str:
-    """Say why a file must not be unpacked; empty where nothing is against it."""
+    """Say why a file must not be unpacked; empty if nothing is against it."""
     name = info.filename
     parts = name.removesuffix("/").split("/")
     if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):

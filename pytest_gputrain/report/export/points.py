@@ -74,8 +74,7 @@ def _point(result: Result, timed: bool) -> Point | str:
 
 
 def file_names(names: Iterable[str], suffix: str) -> Iterator[str]:
-    """Return a file name for each of ``names``, no two alike, also where capitals do not count; of long ones the end is a
-    hash."""
+    """Return a different file name for each of ``names``, even if capitals do not count. The end of a long one is a hash."""
     taken: set[str] = set()
     for name in names:
         stem = re.sub(r"[^\w.@=+-]+", "_", name.replace("/", "."))

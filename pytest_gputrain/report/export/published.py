@@ -35,7 +35,7 @@ def _row(of: Published | Result) -> tuple[str, str, str, str]:
 
 
 def _by_row(results: Sequence[Result]) -> _ByRow:
-    """Return the measured results by row; of a case measured several times the last."""
+    """Return the measured results by row, the last one of a case that was measured several times."""
     return {_row(result): result for result in results if not isinstance(result, Emulated)}
 
 
@@ -141,7 +141,7 @@ CSV_HEADERS: Final = (
 
 
 def _csv(tables: Sequence[PublishedTable], results: Sequence[Result]) -> str:
-    """Return a row for each case and framework; figures in seconds, bytes and samples a second, of a range the middle."""
+    """Return a row for each case and framework, in seconds, bytes and samples per second. A range has its middle."""
     by_row = _by_row(results)
     rows = [(row, table.epoch) for table in tables for row in table.published()]
     return csv_text(CSV_HEADERS, [cells for row, epoch in rows for cells in _csv_rows(row, by_row.get(_row(row)), epoch)])

@@ -70,7 +70,7 @@ def _extra(result: Result, point: Point) -> dict[str, Any]:
 
 
 def _machine(timed: Sequence[Point]) -> dict[str, Any]:
-    """Describe the machine in the keys of pytest-benchmark, where it has one; it warns of what differs between two files."""
+    """Describe the machine in the keys of pytest-benchmark, which warns of differences between two files."""
     if not timed:
         return {}
     environment = timed[0].runs[0].environment
@@ -119,8 +119,7 @@ def stats(data: Sequence[float]) -> dict[str, Any]:
 
 
 def _quartiles(ordered: Sequence[float]) -> tuple[float, float]:
-    """Return the medians of the halves of an even number; of an odd one what Wikipedia's article on quartiles calls method
-    3."""
+    """Return the quartiles: the medians of both halves, or by method 3 of Wikipedia's article if the number is odd."""
     count = len(ordered)
     if count == 1:
         return ordered[0], ordered[0]

@@ -14,7 +14,7 @@ _TONES: Final[dict[Fit, str]] = {"fits": "good", "incomplete": "doubt", "within-
 
 
 def missing() -> str:
-    """Return a sentence for what has to be installed; empty where a page can be made."""
+    """Return a sentence for what has to be installed; empty if a page can be made."""
     if importlib.util.find_spec("jinja2") is not None:
         return ""
     return "the page needs jinja2; install it with: pip install 'pytest-gputrain[report]'"

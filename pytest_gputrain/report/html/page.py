@@ -55,7 +55,7 @@ def read_trends(paths: Sequence[Path], warn: Callable[[str], None]) -> HistoryTr
 
 
 def missing() -> str:
-    """Return a sentence for what has to be installed; empty where a page can be made."""
+    """Return a sentence for what has to be installed; empty if a page can be made."""
     lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if not lacking:
         return ""

@@ -122,7 +122,7 @@ _PLAIN: Final = 4
 
 
 class _Printed(NamedTuple):
-    """A figure of a row by one framework; none where the row ran out of memory or failed."""
+    """A figure of a row by one framework; none if the row ran out of memory or failed."""
 
     row: Published
     framework: str

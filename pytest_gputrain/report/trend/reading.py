@@ -1,4 +1,4 @@
-"""Reads histories into memory: of every line its date, its offset in the file and the requested figures, nothing else."""
+"""Reads histories into memory: only the date, the offset in the file and the requested figures of each line."""
 
 from __future__ import annotations
 

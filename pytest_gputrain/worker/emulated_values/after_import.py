@@ -12,7 +12,7 @@ from typing import Any
 def after_import(
     name: str, action: Callable[[Any], None], before: Callable[[ModuleType], None] | None = None
 ) -> Callable[[], None]:
-    """Call ``action`` with a module: now where it is imported already, or else once, when it has been imported.
+    """Call ``action`` with a module once, as soon as it is imported.
 
     A program that only looks for the module, as ``importlib.util.find_spec`` does, still imports it later.
 

@@ -14,7 +14,7 @@ import torch
 
 
 class AutogradLines:
-    """Finds the own line of what runs: in a backward pass, that of the forward pass.
+    """Finds the own line of the running operator. In a backward pass it is that of the forward pass.
 
     Autograd numbers the nodes that a thread makes. Whoever calls this for each operator lets it know which numbers a line of
     the forward pass has led to. A node that runs in the backward pass tells its number.
@@ -23,7 +23,7 @@ class AutogradLines:
     thread counts its own nodes, and a node does not tell its thread.
 
     Args:
-        line_of: finds the own line of a frame; None where no code is the user's own, so that there are none.
+        line_of: finds the own line of a frame; None if no code is the user's own, so that there are none.
     """
 
     def __init__(self, line_of: Callable[[FrameType | None], str] | None) -> None:
@@ -42,7 +42,7 @@ class AutogradLines:
     def current(self) -> str:
         """Return the own line of the operator that has just run on this thread, as ``train.py:41``.
 
-        In a backward pass whose nodes tell no line of the forward pass it is the line of ``backward()``; empty where no line
+        In a backward pass whose nodes tell no line of the forward pass it is the line of ``backward()``; empty if no line
         is known.
         """
         if self._line_of is None:
@@ -76,7 +76,7 @@ class AutogradLines:
             self._lines.append(line)
 
     def _note_elsewhere(self) -> None:
-        """Take notice of the numbers of the nodes that this thread, which does not train, has made."""
+        """Note the numbers of autograd's nodes that this thread, which does not train, has made."""
         before, upcoming = getattr(self._elsewhere, "next", 0), torch._C._autograd._get_sequence_nr()
         if upcoming > before:
             self._elsewhere.next = upcoming
@@ -142,14 +142,14 @@ class BackwardNotes:
         self._note_line = note_line
 
     def begin(self, operator: str) -> None:
-        """Take notice that an operator begins on this thread."""
+        """Note that an operator begins on this thread."""
         if torch._C._current_autograd_node() is not None:
             line = self._lines.current()
             self._note(line)
             self._note_line(line)
 
     def end(self, output: Any) -> None:
-        """Take notice that the operator has returned."""
+        """Note that the operator has returned."""
         if torch._C._current_autograd_node() is not None:
             self._note("")
             self._note_line("")

@@ -28,7 +28,7 @@ _texts: Final[list[ctypes.Array[ctypes.c_char]]] = []
 
 
 def following(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the operator `record_stream`, which notes its first use for another stream than that of the block."""
+    """Return `record_stream` as an operator that notes its first use for another stream than the block's."""
     decided: set[tuple[str, int, int]] = set()
     tries: Counter[str] = Counter()
 

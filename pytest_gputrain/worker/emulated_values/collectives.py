@@ -44,7 +44,7 @@ class Exchanges:
         self._stand_ins: Any = ctypes.CDLL(None)
 
     def operator(self, operator: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the operator of a collective, after which it is known what this process heard."""
+        """Return the operator of a collective that notes afterwards what this process has received."""
         name = operator._schema.name.partition("::")[2]
         names = [argument.name for argument in operator._schema.arguments]
         own = [place for place, name in enumerate(names) if name.startswith(("input", "tensor"))]

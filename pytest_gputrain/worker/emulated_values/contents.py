@@ -40,7 +40,7 @@ _CPU: Final = torch.device("cpu")
 
 
 class Dealt(NamedTuple):
-    """Tells that values follow from choices that were dealt.
+    """Marks values that follow from made-up choices, which are distributed evenly.
 
     Attributes:
         kind: `MATCHES`, `CHOICES` or `COUNTS`.
@@ -52,7 +52,7 @@ class Dealt(NamedTuple):
 
 
 def joined(parts: Iterable[Dealt | None]) -> Dealt | None:
-    """Tell what follows from several parts; None where none of them was dealt."""
+    """Combine the marks of several inputs; None if none of them follows from made-up choices."""
     dealt = [part for part in parts if part is not None]
     return Dealt(max(part.kind for part in dealt), frozenset().union(*(part.by for part in dealt))) if dealt else None
 
@@ -63,8 +63,8 @@ class Known:
     Attributes:
         low: its first address.
         high: the address behind it.
-        value: what all elements of its type are, in place of contents in memory; None where these are in memory.
-        dealt: how it follows from choices that were dealt; None where it does not.
+        value: what all elements of its type are, in place of contents in memory; None if these are in memory.
+        dealt: how it follows from choices that were dealt; None if it does not.
         number: of the block, until torch frees it.
         noted: how many addresses that other libraries may have written to were compared with this range.
     """
@@ -121,7 +121,7 @@ class Contents:
         torch_core = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
         # This is c10::impl::GPUTrace::set_trace, a hook for tools such as compute-sanitizer. It tells of each freed block.
         torch_core["_ZN3c104impl8GPUTrace9set_traceEPKNS0_13PyInterpreterE"](ctypes.c_void_p(stand_ins.gputrain_tracer()))
-        torch._C._cuda_synchronize()  # the tracer takes its first call for this one, and ignores such calls
+        torch._C._cuda_synchronize()  # the tracer learns from its first call which function this is
 
     def find(self, tensor: Tensor) -> Known | None:
         """Find what is known of this tensor, all of it or nothing."""
@@ -193,7 +193,7 @@ class Contents:
                 self._bound(base, known)
 
     def _bound(self, base: int, latest: Known) -> None:
-        """Forget the oldest of what follows from dealt choices where all of it is too much, and give its memory back."""
+        """Forget the oldest values that follow from made-up choices if they take too much memory."""
         if (before := self._dealt.pop(base, None)) is not None:
             self._dealt_bytes -= before.high - before.low
         while self._dealt and self._dealt_bytes + latest.high - latest.low > _MOST_DEALT_AT_ONCE:
@@ -265,7 +265,7 @@ def _turned(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def is_small(tensor: Tensor, *, dealt: Dealt | None = None) -> bool:
-    """Tell whether this tensor's values are computed, given that all it comes from are known."""
+    """Tell whether this tensor is small enough to compute its values, if everything that it comes from is known."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return False
     bytes_ = tensor.numel() * tensor.itemsize
@@ -285,7 +285,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def host_bytes(start: int, bytes_: int) -> Tensor:
-    """Make a tensor of the CPU of so many bytes at an address."""
+    """Make a tensor of the CPU of this many bytes at an address."""
     return torch.empty(0, dtype=torch.uint8).set_(_storage(start, bytes_), 0, (bytes_,), (1,))
 
 
@@ -295,7 +295,7 @@ def _storage(start: int, bytes_: int) -> Any:
 
 
 def count_collective(operator: str, size: int) -> None:
-    """Count an exchange of so many bytes with other GPUs that NCCL is not asked for, since torch's fake group answers it."""
+    """Count an exchange of this many bytes with other GPUs that torch's fake group answers instead of NCCL."""
     if "barrier" not in operator:
         name = ctypes.c_char_p(operator.rstrip("_").encode())
         ctypes.CDLL(None).gputrain_counters_add(ctypes.c_char_p(b"collectives"), name, ctypes.c_uint64(size))

@@ -42,7 +42,7 @@ def checks(name: str) -> bool:
 
 
 def asserting(contents: Contents, graphs: Graphs, name: str, run: _Kernel, original: _Kernel) -> _Kernel:
-    """Return the kernel, before which the values are checked that this operator's kernel checks on a GPU.
+    """Return the kernel with a check before it, of the values that the kernel itself checks on a GPU.
 
     Args:
         contents: what is known.
@@ -110,7 +110,7 @@ def _along(least: Callable[[int], int], place: int = 2) -> _Check:
     """Check indices along the dimension that the second argument names.
 
     Args:
-        least: the lowest index for so many elements.
+        least: the lowest index for this many elements.
         place: of the indices.
     """
 

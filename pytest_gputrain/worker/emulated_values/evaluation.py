@@ -26,7 +26,7 @@ class Values:
     def find_all(
         self, arguments: Sequence[Any], keywords: dict[str, Any], without: Sequence[Tensor] = ()
     ) -> list[Known] | None:
-        """Find what is known of all tensors among the arguments; None where one is unknown."""
+        """Find what is known of all tensors among the arguments; None if one is unknown."""
         found = []
         skipped = [id(tensor) for tensor in without]
         for tensor in flat([*arguments, *keywords.values()] if keywords else arguments):
@@ -40,7 +40,7 @@ class Values:
         return found
 
     def read(self, tensor: Tensor) -> Tensor | None:
-        """Give the values of a tensor on the host; None where they are not known."""
+        """Give the values of a tensor on the host; None if they are not known."""
         return None if tensor.is_cuda and self._contents.find(tensor) is None else self._on_host(tensor, ())
 
     def compute(
@@ -129,7 +129,7 @@ class Values:
         return True
 
     def run(self, operator: Any, arguments: Any, keywords: Any, targets: Sequence[Tensor] = ()) -> Any:
-        """Run an operator on the host's view of the device's memory; None where the CPU has no such operator."""
+        """Run an operator on the host's view of the device's memory; None if the CPU has no such operator."""
 
         others = {name: self._on_host(value, targets) for name, value in keywords.items() if name != "pin_memory"}
         computing = _OTHERWISE.get(operator._schema.name, operator)
@@ -140,7 +140,7 @@ class Values:
         return True if result is None else result
 
     def coalesced(self, tensor: Tensor) -> Tensor:
-        """Coalesce a sparse tensor whose indices are small and known; its elements are right where they are, too."""
+        """Coalesce a sparse tensor with small, known indices. Its elements are right if they are small and known, too."""
         indices, elements = on_host(tensor._indices()), tensor._values()
         known = self._contents.find(elements)
         if known is not None and is_small(elements):
@@ -186,7 +186,7 @@ class Values:
         return value
 
     def one(self, operator: Any, arguments: Any, keywords: Any) -> Tensor | None:
-        """Compute an element of an operator whose inputs are filled with one number each; None where they are not."""
+        """Compute one element of an operator whose inputs are each filled with one number; None if they are not."""
 
         try:
             result = operator(*self._as_one(arguments), **{name: self._as_one(value) for name, value in keywords.items()})

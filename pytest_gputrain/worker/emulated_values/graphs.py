@@ -22,10 +22,10 @@ _DROPPED: Final = 256
 
 
 class _Step(NamedTuple):
-    """What follows an operator, at each replay."""
+    """A computation that follows an operator at each replay."""
 
     run: Callable[..., Any] | None
-    """Takes the operator's arguments, keywords and output. None where what it writes is never known."""
+    """Takes the operator's arguments, keywords and output. None if what it writes is never known."""
     arguments: Any
     keywords: Any
     output: Any
@@ -103,7 +103,7 @@ class Graphs:
         *,
         reads_host: bool = False,
     ) -> bool:
-        """Do what follows an operator at each replay, if the current stream is captured; tell whether it is.
+        """Have a computation follow an operator at each replay, if the current stream is captured; tell whether it is.
 
         Args:
             run: takes the operator's arguments, keywords and output. None if what it writes is never known.
@@ -126,7 +126,7 @@ class Graphs:
         return True
 
     def _run(self, number: int, forget: int) -> int:
-        """Do what follows an operator.
+        """Run the computation that follows an operator.
 
         Args:
             forget: whether nobody knows if the operator has run.

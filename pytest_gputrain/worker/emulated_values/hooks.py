@@ -91,5 +91,5 @@ def follow_libraries(replace_new: Callable[[], None], replacing: Callable[[], bo
 
 
 def _take_the_first(tuner: Any, *arguments: Any, **keywords: Any) -> dict[Any, float]:
-    """Find all configurations of a compiled kernel equally fast, of which torch then takes the first."""
+    """Return equal times for all configurations of a compiled kernel, so that torch takes the first one."""
     return dict.fromkeys(tuner.launchers, 0.0)

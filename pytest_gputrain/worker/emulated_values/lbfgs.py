@@ -1,4 +1,4 @@
-"""Lets L-BFGS go on where nothing computed the numbers that it would stop by.
+"""Lets L-BFGS go on if nothing computed the numbers that it would stop by.
 
 L-BFGS keeps two vectors of the size of all parameters for each iteration that makes progress. If it went by made-up numbers,
 it would find no progress, and its history would stay empty.
@@ -35,7 +35,7 @@ class Lbfgs:
         self._losses = itertools.count()
 
     def follow(self) -> None:
-        """Take notice of each step of L-BFGS from now on."""
+        """Note each step of L-BFGS from now on."""
         after_import("torch.optim.lbfgs", self._replace)
 
     def _replace(self, module: Any) -> None:

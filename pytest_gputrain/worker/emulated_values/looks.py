@@ -170,7 +170,8 @@ class Looks:
             self._put(to, hash((sum_, _sum(str(to.dtype)))), None)
 
     def exchanged(self, operator: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a collective after which what a rank heard is another if what it sent is: others send alike."""
+        """Return a collective. What a rank receives counts as changed if what it sends has changed, because all ranks do the
+        same."""
         names = [argument.name for argument in operator._schema.arguments]
         own = [place for place, name in enumerate(names) if name.startswith(("input", "tensor"))]
         others = [place for place, name in enumerate(names) if name.startswith("output")] or own
@@ -199,7 +200,7 @@ class Looks:
         return torch.tensor(self._number(self.identity(tensor)), dtype=tensor.dtype).item()
 
     def are_equal(self, one: Tensor, other: Tensor) -> bool:
-        """Tell whether two tensors, of which at least one is unknown, hold the same values."""
+        """Tell whether two tensors hold the same values; at least one of them is unknown."""
         return one.dtype == other.dtype and one.size() == other.size() and self.identity(one) == self.identity(other)
 
     def equal(self, one: Tensor, other: Tensor) -> bool | None:
@@ -310,7 +311,8 @@ class Looks:
                 self._put(tensor, hash((origin, place)), truth)
 
     def _pass_by(self, arguments: Sequence[Any]) -> bool:
-        """Tell whether an operator of a pass has an argument that is no weight, and that nothing looked at yet.
+        """Tell whether a module's pass, or clipping, gets an unknown argument that is no weight and that nothing looked at
+        yet.
 
         Each pass makes other ones, and programs look at few of them, so it would take time for nothing to follow them all.
         """

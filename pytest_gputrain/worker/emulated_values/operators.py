@@ -1,4 +1,4 @@
-"""torch's CUDA operators, each followed by the computation of its values on the host where its inputs are small and known.
+"""Replaces torch's CUDA operators by ones that also compute on the host if their inputs are small and known.
 
 The operator itself runs as it is: it allocates what it allocates on a GPU. Operators are replaced in torch's dispatcher, and
 no `TorchDispatchMode` is entered: with one, autograd takes other ways, as accumulating gradients out of place, and so
@@ -100,10 +100,10 @@ class Observer(Protocol):
     """Follows the operators of CUDA from just above the first kernel of each: those that kernels call are a part of it."""
 
     def begin(self, operator: str) -> None:
-        """Take notice that an operator begins on this thread."""
+        """Note that an operator begins on this thread."""
 
     def end(self, output: Any) -> None:
-        """Take notice that it has returned ``output``; None if it has raised an exception."""
+        """Note that it has returned ``output``; None if it has raised an exception."""
 
 
 class Operators:
@@ -511,7 +511,7 @@ class Operators:
         return bool(truth)
 
     def _asking_operator(self) -> str:
-        """Return the name of torch's operator that reads a value for itself; empty where the program reads it."""
+        """Return the name of torch's operator that reads a value for itself; empty if the program reads it."""
         symbol = _OPERATOR.match((self._stand_ins.gputrain_asking_operator() or b"").decode())
         return symbol[2][: int(symbol[1])] if symbol else ""
 
@@ -532,7 +532,7 @@ class Operators:
         return run
 
     def _unscale(self, original: _Kernel) -> _Kernel:
-        """Take gradients as finite: what says whether they are stays as it is, which is 0."""
+        """Take gradients as finite: the flag that says whether they are stays 0."""
         contents = self.contents
 
         def run(keys: Any, gradients: list[Tensor], *others: Any) -> Any:
@@ -587,7 +587,7 @@ class Operators:
         return choose
 
     def _run(self, original: _Kernel, name: str, keys: Any, arguments: Any, keywords: Any) -> Any:
-        """Run an operator, and tell what it reads from the device where it is not replaced for that."""
+        """Run an operator, and report what it reads from the device, unless it has a replacement for that."""
         if self._unanswered.value:
             self.tell_unanswered("a library")
         try:
@@ -597,18 +597,18 @@ class Operators:
                 self.tell_unanswered(name)
 
     def _forget(self, output: Any, arguments: Sequence[Any]) -> None:
-        """Forget what an operator's parts wrote to its results, which is not all: zeros, for example."""
+        """Forget the contents of an operator's results, of which its parts have written only some, such as zeros."""
         for tensor in flat([output]):
             if not any(tensor is argument for argument in arguments):
                 self.contents.forget(tensor)
 
     def tell_unanswered(self, name: str) -> None:
-        """Tell of zeros that this thread has read from the device, if it has, where no replaced operator told of them."""
+        """Report zeros that this thread has read from the device, if no replaced operator has reported them."""
         if self._stand_ins.gputrain_take_unanswered():
             self.reads.note(f"a number for {name}")
 
     def _run_sized(self, operator: Any, original: _Kernel, keys: Any, arguments: Any, keywords: Any) -> Any:
-        """Run an operator that reads from the device how many results there are, which it is answered."""
+        """Run an operator that reads the number of its results from the device, and answer this read."""
         if self.graphs.captures.value and self.graphs.capture():
             output = original(keys, *arguments, **keywords)  # torch refuses this in a capture, unless the size is given
             self.graphs.defer(None, (), {}, None, [output])
@@ -643,7 +643,7 @@ class Operators:
     def _answered(
         self, answers: sizes.Answers, original: _Kernel, name: str, keys: Any, arguments: Any, keywords: Any
     ) -> tuple[Any, int]:
-        """Run an operator that reads these answers from the device: its output, and how many it has read."""
+        """Run an operator that reads these answers from the device; return its output, and how many it has read."""
         held = (ctypes.c_int64 * (2 * len(answers)))(*itertools.chain.from_iterable(answers))
         self._stand_ins.gputrain_answer(held, len(answers))
         try:
@@ -728,7 +728,7 @@ def _places_of_tensors(operator: Any) -> list[int]:
 
 
 def _with_tensors(arguments: Any, places: list[int]) -> Any:
-    """Make tensors of the numbers that torch gives in place of them, of the type that the result has with the number."""
+    """Make tensors of the numbers that torch passes in place of tensors, with the type that the result gets."""
     for place in places:
         if place < len(arguments) and type(arguments[place]) in (int, float, bool, complex):
             number = arguments[place]

@@ -52,7 +52,7 @@ class Pieces:
         return next(self._fresh)
 
     def of(self, tensor: Tensor, bytes_: int) -> tuple[Origin, ...]:
-        """Return where so many bytes of a tensor come from. What was not looked at before gets an origin."""
+        """Return where this many bytes of a tensor come from. What was not looked at before gets an origin."""
         pieces = self._pieces(_base(tensor))
         low = tensor.data_ptr()
         piece = pieces.get(low)

@@ -1,4 +1,4 @@
-"""Finds the lines of the program itself, in no library, and counts what happens at them."""
+"""Finds the lines of the program itself, not of libraries, and counts what happens at them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _current_line() -> str:
 
 
 def line_of(frame: FrameType | None) -> str:
-    """Describe the innermost line of the program that a frame comes from; empty where there is none."""
+    """Describe the innermost line of the program that a frame comes from; empty if there is none."""
     own = own_frame(frame)
     return describe_line(own.f_code.co_filename, own.f_lineno, own.f_code.co_name) if own else ""
 

@@ -25,10 +25,10 @@ MOST_DRAWN_BYTES: Final = 64 << 10
 """The most bytes of a tensor whose random numbers are computed."""
 
 _Read = Callable[[Tensor], Tensor | None]
-"""Gives the values of a tensor on the GPU, on the host; None where they are unknown."""
+"""Gives the values of a tensor on the GPU, on the host; None if they are unknown."""
 
 _Values = list[Tensor | None]
-"""The values of each target, or None where they are unknown."""
+"""The values of each target, or None if they are unknown."""
 
 _CPU: Final = torch.device("cpu")
 _THREADS_OF_A_BLOCK: Final = 256
@@ -88,11 +88,11 @@ class Stream(NamedTuple):
         return min(-(-count // _THREADS_OF_A_BLOCK) * _THREADS_OF_A_BLOCK, self.most_threads)
 
     def calls(self, count: int, at_once: int) -> int:
-        """Return how often each of these threads draws, where it gives this many elements at once."""
+        """Return how often each of these threads draws, if one draw gives this many elements."""
         return -(-count // (self.started(count) * at_once))
 
     def words(self, blocks: int, calls: int, threads: int, kept: int = 4, first_thread: int = 0) -> Tensor:
-        """Draw up to four words by each thread, in each of so many calls of its: by calls, words and threads.
+        """Draw up to four words in each call of each thread, as a tensor (calls, words, threads).
 
         Raises:
             OtherLaunch: no kernel of this many blocks was launched.
@@ -411,7 +411,7 @@ def _dimensions_in_memory(tensor: Tensor) -> list[int]:
 
 
 def _in_memory_order(like: Tensor, values: Tensor) -> Tensor:
-    """Give values in the order of a tensor's memory its sizes."""
+    """Give values that are in the order of a tensor's memory the sizes of the tensor."""
     if like.is_contiguous():
         return values.reshape(like.size())
     order = _dimensions_in_memory(like)

@@ -1,4 +1,4 @@
-"""Values of operators whose inputs are not known, where one is right for any, or taken as a rule."""
+"""Gives results of operators with unknown inputs, if they are the same for all inputs or follow from a rule."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _COUNTING: Final = frozenset((
 
 
 def followed(name: str, arguments: Sequence[Any], known: Sequence[Known]) -> Dealt | None:
-    """Tell how an operator's results follow from choices that were dealt; None where they do not.
+    """Tell how an operator's results follow from choices that were dealt; None if they do not.
 
     Args:
         name: without that of its overload.
@@ -121,7 +121,7 @@ DEALT: Final[Mapping[str, Callable[..., Tensor]]] = {
 
 
 def deal(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> Tensor | None:
-    """Deal the choices of an operator: the tensor of indices, on the host, or None where there are too many."""
+    """Deal the choices of an operator: the tensor of indices, on the host, or None if there are too many."""
     scores = arguments[0]
     if not scores.dtype.is_floating_point:
         return None

@@ -1,6 +1,6 @@
 """Tells operators how many results there are where their output's size depends on values, known or not.
 
-Of values that nobody computed it is assumed that all differ and that none is zero, as far as their type has so many values.
+Of values that nobody computed it is assumed that all differ and that none is zero, as far as their type has as many values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _numbers(*values: int) -> Answers:
 
 
 def _distinct(tensor: Tensor, count: int) -> int:
-    """Return how many of so many values can differ."""
+    """Return how many of this many values can differ."""
     return count if tensor.dtype.is_complex else min(count, 1 << min(8 * tensor.itemsize, 62))
 
 
@@ -87,7 +87,7 @@ def _repeat_interleave(arguments: Sequence[Any], result: Any, value: Tensor | No
 
 
 def _mode(arguments: Sequence[Any], result: Any, value: Tensor | None) -> Answers:
-    """Answer for each long row: how many neighbours and values differ, the most frequent value, and where it is."""
+    """Answer for each long row how many neighbours and values differ, the most frequent value, and its place."""
     source, *others = arguments
     if not source.dim():
         return ()

@@ -33,7 +33,7 @@ def operators_to_follow() -> Iterator[tuple[str, str]]:
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """Return the numbers that a tensor holds in its places."""
+    """Return the elements that a sparse or nested tensor stores."""
     if tensor.layout is torch.strided:
         return tensor.values() if tensor.is_nested else tensor
     return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()

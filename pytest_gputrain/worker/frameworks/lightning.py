@@ -69,7 +69,7 @@ class TrainerLoop:
 
     @staticmethod
     def _silence(trainer: Any) -> None:
-        """Leave out of the training what is none: logs, checkpoints, validation and progress bars."""
+        """Switch off what is no training: logs, checkpoints, validation and progress bars."""
         trainer.loggers = []
         trainer.check_val_every_n_epoch = sys.maxsize
         trainer.val_check_interval = 1.0
@@ -82,7 +82,7 @@ class TrainerLoop:
         ]
 
     def _begin(self) -> None:
-        """Take notice that the training begins, so that it is known whether the trainer validates."""
+        """Note that the training begins, so that it is known whether the trainer validates."""
         if self._trainer.enable_validation:
             self._beside.evaluate = self._beside.evaluate or self._validate
 
@@ -105,7 +105,7 @@ class TrainerLoop:
 
 
 def _callback(trainer: Any, case: Case, stepping: Stepping, begin: Callable[[], None]) -> Any:
-    """Return a callback, of the package that the trainer is of.
+    """Return a callback from the same package as the trainer.
 
     Args:
         begin: is called when the training begins.

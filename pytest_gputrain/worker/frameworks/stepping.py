@@ -31,22 +31,22 @@ class Stepping:
         self._taken = 0
 
     def begin(self, model: nn.Module) -> bool:
-        """Take notice that the first micro-batch is to come, and return whether any is wanted."""
+        """Note that the first micro-batch is to come, and return whether any is wanted."""
         self._watch(model)
         return self._resumed()
 
     def stepped(self, loss: Any) -> bool:
-        """Take notice that a micro-batch is over, and return whether another one is wanted.
+        """Note that a micro-batch is over, and return whether another one is wanted.
 
         Args:
-            loss: as the trainer has divided it by the accumulation; None where it is not known.
+            loss: as the trainer has divided it by the accumulation; None if it is not known.
         """
         self._taken += 1
         self._note(None if loss is None else loss * self._case.gradient_accumulation)
         return self._resumed()
 
     def end(self) -> None:
-        """Take notice that the trainer has ended.
+        """Note that the trainer has ended.
 
         Raises:
             CheckFailed: more micro-batches were wanted.

@@ -68,8 +68,7 @@ class TrainerLoop:
         stepping.end()
 
     def _silence(self) -> None:
-        """Leave out of the training what is none: logs, checkpoints, evaluation, progress bars, and reports to other
-        services."""
+        """Switch off what is no training: logs, checkpoints, evaluation, progress bars, and reports to other services."""
         trainer = self._trainer
         for strategy in _SILENCED:
             setattr(trainer.args, strategy, "no")
@@ -96,8 +95,8 @@ class TrainerLoop:
 
 
 def _first_samples(dataset: Any, most: int) -> Any:
-    """Return the first samples of a data set, or of each one in a mapping; the very data set where it has no more, or if it
-    does not tell how many it has and cannot be cut."""
+    """Return the first samples of a data set, or of each one in a mapping. A data set that is short or cannot be cut stays
+    as it is."""
     if isinstance(dataset, dict):
         firsts = {name: _first_samples(part, most) for name, part in dataset.items()}
         return firsts if any(firsts[name] is not part for name, part in dataset.items()) else dataset

@@ -14,7 +14,7 @@ from pytest_gputrain.worker.parallel.single import Single
 
 
 class DataParallel(Single):
-    """Buckets of torch's default size; micro-batches before an update exchange nothing."""
+    """The engine ddp with torch's default size of buckets. Gradients are exchanged only for an update."""
 
     forward_is_local = True
 

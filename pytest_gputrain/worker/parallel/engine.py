@@ -64,7 +64,7 @@ class Engine(abc.ABC):
         """
 
     def leave(self) -> None:  # noqa: B027 - most engines have nobody to tell
-        """Leave: no more steps will come.
+        """End the training: no more steps will come.
 
         Raises:
             CheckFailed: a tensor that another process holds was not trained.

@@ -38,7 +38,7 @@ from pytest_gputrain.worker.parallel.table_server import (
 
 
 class ParameterServer(Engine):
-    """The engine of a worker. What is not in a table is under DistributedDataParallel, where there is anything."""
+    """The engine of a worker. Everything that is not in a table is under DistributedDataParallel."""
 
     def __init__(self, model: nn.Module, options: EngineOptions) -> None:
         case = options.case
@@ -149,7 +149,7 @@ class Tables:
         self._used.clear()
 
     def push(self) -> None:
-        """Let every server have its part of the gradients: one message each, empty or not, does not wait for its end."""
+        """Send every server its part of the gradients, in one message each, without waiting for its end."""
         rows: dict[int, dict[int, Tensor]] = {server: {} for server in self._servers}
         values: dict[int, list[Tensor]] = {server: [] for server in self._servers}
         for table in sorted(self._gradients):
@@ -165,14 +165,14 @@ class Tables:
         self._gradients.clear()
 
     def settle(self) -> None:
-        """Wait until the servers have applied what was pushed by everyone; not where they are asynchronous."""
+        """Wait until the servers have applied what everyone has pushed, unless they are asynchronous."""
         if not self._asynchronous:
             self._finish()
             for server in self._servers:
                 receive(torch.empty(1), server, DONE)
 
     def leave(self) -> None:
-        """Let the servers go.
+        """Tell the servers that this worker has ended.
 
         Raises:
             CheckFailed: a table never got a gradient.

@@ -16,7 +16,7 @@ from unittest import mock
 
 @contextlib.contextmanager
 def found_in_linear_time() -> Iterator[None]:
-    """Provide a context in which shardings are found so, where this torch has the functions that take the time."""
+    """Provide a context in which shardings are found in linear time, if this torch has the slow functions."""
     propagation: Any = importlib.import_module("torch.distributed.tensor._sharding_prop")
     with contextlib.ExitStack() as stack:
         if hasattr(propagation, "_propagate_use_strided_shard_flag"):

@@ -41,7 +41,7 @@ class Single(Engine):
         return model
 
     def scaler(self, options: EngineOptions) -> torch.amp.GradScaler:
-        """Make what scales the loss where the precision wants it."""
+        """Make the scaler of the loss that the precision needs."""
         return options.precision.scaler(options.device)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:

@@ -29,7 +29,7 @@ RowsOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Request(enum.IntEnum):
-    """First number of a header; behind it, how many rows of each table."""
+    """The kind of a message: the first number of its header. The number of rows of each table follows."""
 
     PULL = 0
     PUSH = 1
@@ -68,7 +68,7 @@ class TableServer:
         return sum(shard.weight.nbytes for shard in self._shards)
 
     def serve(self, updates: int | None = None) -> None:
-        """Answer until all workers have left, or until so many updates are made."""
+        """Answer until all workers have left, or until this many updates are made."""
         header = torch.empty(1 + len(self._shards), dtype=torch.int64)
         while self._workers and (updates is None or self.updates < updates):
             worker = dist.recv(header, tag=HEADER)
@@ -183,7 +183,7 @@ def _is_by_row(state: Any) -> bool:
 
 
 def sparse(ids: Tensor, values: Tensor, rows: int) -> Tensor:
-    """Return ``values`` (ids, width) at the rows ``ids`` of a table of so many rows; equal ids are summed."""
+    """Return ``values`` (ids, width) at the rows ``ids`` of a table of this many rows; equal ids are summed."""
     size = (rows, values.shape[1])
     return torch.sparse_coo_tensor(ids.unsqueeze(0), values, size, check_invariants=False).coalesce()
 
@@ -197,7 +197,7 @@ def sparse_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def dispatch(values: Tensor, rank: int, tag: int) -> None:
-    """Send a tensor, or nothing where it is empty; returns once it may change again."""
+    """Send a tensor, or nothing if it is empty; returns once it may change again."""
     work = post(values, rank, tag)
     if work is not None:
         work.wait()

@@ -90,7 +90,7 @@ class ClickThroughModel(Workload):
         return torch.stack(slots, dim=1) % int(facts["hashed_ids"])
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the cross entropy over click and no click; of a model with one output, the binary one."""
+        """Return the cross entropy over click and no click, the binary one for a model with one output."""
         logits, clicks = self.model(inputs["ids"], inputs["dense"]), inputs["clicks"]
         if logits.shape[1] == 1:
             return functional.binary_cross_entropy_with_logits(logits.squeeze(1), clicks.to(logits.dtype))

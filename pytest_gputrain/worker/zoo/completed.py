@@ -92,7 +92,7 @@ def _completed(name: str) -> Architecture:
 
 
 def _key_of(config: dict[str, Any], value: object) -> str | None:
-    """Return the key that has a value, as ``rope_scaling.rope_type``; None where no key has it."""
+    """Return the key that has a value, as ``rope_scaling.rope_type``; None if no key has it."""
     for key, given in config.items():
         if given == value or (isinstance(given, list) and value in given):
             return key
@@ -304,7 +304,7 @@ def _check_spelling(name: str, config_class: Any, given: dict[str, Any]) -> None
 
 
 def _check_counts(name: str, given: dict[str, Any], names: dict[str, str]) -> None:
-    """Check counts that a class would build anything from.
+    """Check the counts of which a class would accept any value.
 
     Args:
         names: what the class calls the keys.
@@ -365,7 +365,7 @@ def _is_told(config_class: Any, key: str, given: Collection[str]) -> bool:
 
 
 def _sources(config_class: Any, key: str) -> set[str]:
-    """Return what a class derives a key of; nothing where it takes the key as it is."""
+    """Return the keys from which a class derives a key; nothing if it takes the key as it is."""
     names: dict[str, str] = config_class.attribute_map
     found = getattr(config_class, names.get(key, key), None)
     if not isinstance(found, property) or found.fget is None:

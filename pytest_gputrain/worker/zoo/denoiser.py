@@ -1,4 +1,4 @@
-"""Builds the families of denoisers that train alone, by diffusers: of videos, and of any class in the table of classes.
+"""Builds the denoisers of diffusers that train alone: those of videos, and any class in the table of classes.
 
 Images, videos, texts and whatever else conditions them enter as their encoders left them, as trainers store them first. What
 a class takes is a row in ``denoiser.json``, after its pipeline in diffusers: how many pixels and frames become one latent,
@@ -86,7 +86,7 @@ class Sizes:
         return tuple(shape)
 
     def embedded(self, key: str, tokens: int | None = None) -> Tensor:
-        """Draw embeddings of a text, or of so many tokens, as wide as a key of the config says."""
+        """Draw embeddings of a text, or of this many tokens, as wide as a key of the config says."""
         width = self.facts[key]
         if width is None:
             raise CheckFailed(
@@ -159,7 +159,7 @@ class Denoiser(Workload):
         return whole
 
     def checkpoint_activations(self, share: float) -> None:
-        """Recompute the blocks in backward, or the first ``share`` of them; of a UNet its stages."""
+        """Recompute the blocks in backward, or the first ``share`` of them; in a UNet the stages."""
         if "mid_block" in self.architecture.blocks:
             recompute_stages(self, share)
         else:
@@ -479,7 +479,7 @@ def _hunyuan_dit(sizes: Sizes) -> Conditions:
 
 
 def _classes(key: str) -> Callable[[Sizes], Conditions]:
-    """Return what makes a class for each sample of as many as a key of the config says; nothing where it says none."""
+    """Return what makes a class for each sample of as many as a key of the config says; nothing if it says none."""
 
     def conditions(sizes: Sizes) -> Conditions:
         count = sizes.facts[key]

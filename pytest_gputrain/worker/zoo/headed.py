@@ -15,7 +15,7 @@ from pytest_gputrain.cases.architectures.facts import Part
 
 
 def language_model(part: Part, facts: dict[str, Any]) -> nn.Module:
-    """Build a model with random weights, and put a head on it where its class has none."""
+    """Build a model with random weights, and add a head if its class has none."""
     import transformers
 
     config = getattr(transformers, part.config_class)(**facts)
@@ -37,7 +37,7 @@ def keep_in_fp32(model: Any) -> None:
 
 
 def model_class(part: Part) -> Any:
-    """Return the class of a part of transformers, imported; of a text model without a head, one that has it."""
+    """Import the class of a part of transformers. A text model without a head gets a class that has it."""
     import transformers
 
     # The package does not export all text models.

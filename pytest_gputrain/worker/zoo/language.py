@@ -25,7 +25,7 @@ IGNORED_LABEL: Final = -100
 
 
 class LanguageModel(Workload):
-    """Random weights, and the case's attention, else what transformers picks: eager for Gemma 2, sdpa for all others."""
+    """Random weights with the case's attention, or what transformers picks: eager for Gemma 2, sdpa for all others."""
 
     own = (PanGu,)
 
@@ -120,7 +120,7 @@ class LanguageModel(Workload):
         return total_loss
 
     def _further_inputs(self, device: torch.device) -> dict[str, Tensor]:
-        """Draw what a language model takes beside tokens, and gets from the model that it was taken out of."""
+        """Draw the inputs that a language model gets from the multimodal model that it was taken out of."""
         if getattr(self._config, "model_type", "") == "voxtral_realtime_text":
             # It embeds by how much the text lags behind the sound.
             model: Any = self.model
@@ -146,7 +146,7 @@ def next_token_labels(ids: Tensor) -> Tensor:
 
 
 def padded(labels: Tensor, lengths: list[int]) -> dict[str, Tensor]:
-    """Return what a batch has whose samples are padded from these lengths: the mask, and labels that end with a sample."""
+    """Return the mask and the labels of a batch whose samples are padded from these lengths."""
     mask = real_tokens(lengths, labels.shape[1], labels.device)
     # Padding follows the last real token, so that token has no label either.
     has_label = mask.roll(-1, dims=1) & mask

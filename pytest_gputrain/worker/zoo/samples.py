@@ -1,4 +1,4 @@
-"""Gives samples the lengths that a data set has, and ids the frequencies: what batches of one length and even ids hide."""
+"""Gives samples the varied lengths, and ids the frequencies, of a real data set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 SHORTEST: Final = 8
-"""The longest sample has so many times the tokens of the shortest. This is an assumption, as is that lengths are spread
+"""The longest sample has this many times the tokens of the shortest. This is an assumption, as is that lengths are spread
 evenly between them: the mean is 9/16 of the longest, and 7/16 of a batch that is padded to it are padding."""
 
 _STEPS: Final = 2**31

@@ -32,7 +32,7 @@ LEAD: Final = 1
 
 
 class VisionLanguageModel(Workload):
-    """Random weights, sdpa attention; every sample is one image and the text that follows it, of the lengths of the case.
+    """Random weights and sdpa attention. Every sample is one image and the text that follows it.
 
     All methods of the published models freeze the vision tower, where the forward pass begins, so autograd never records
     it. It stays so because only the language model's blocks are wrapped for recomputation: transformers' own switch, and
@@ -95,7 +95,7 @@ class VisionLanguageModel(Workload):
         )
 
     def _words(self, image: Image) -> tuple[int, int]:
-        """Return the range of the ids of text: on the side of the image's own id where there are more of them."""
+        """Return the range of ids of text, which is the larger side of the image's own id."""
         words: int = language_config(image.facts).get("vocab_size", image.placeholder)
         return (0, min(image.placeholder, words)) if 2 * image.placeholder > words else (image.placeholder + 1, words)
 
@@ -128,7 +128,7 @@ class Image(abc.ABC):
 
     @staticmethod
     def fixed_side(facts: dict[str, Any]) -> int:
-        """Return the side in pixels of all images of a model; 0 where it takes images of any size."""
+        """Return the side in pixels of all images of a model; 0 if it takes images of any size."""
         return 0
 
     @property

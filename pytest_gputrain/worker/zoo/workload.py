@@ -27,9 +27,9 @@ class Batch:
     """The inputs by the names that the family's loss knows."""
     samples: int
     sequence_length: int = 0
-    """Tokens per sample, padding included; 0 where samples are not token sequences."""
+    """Tokens per sample, padding included; 0 if samples are not token sequences."""
     tokens: int | None = None
-    """Tokens of all samples without padding; None where none is padding."""
+    """Tokens of all samples without padding; None if none is padding."""
 
 
 class Workload(abc.ABC):
@@ -165,7 +165,7 @@ def _recomputed(forward: Callable[..., Any], checkpointed: Callable[..., Any]) -
 
 
 def reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the same by torch's older variant: autograd sees one function, whose backward runs the whole forward pass anew.
+    """Run a block by torch's older variant: autograd sees one function, whose backward repeats the whole forward pass.
 
     It differentiates by tensors that are arguments of their own, so those in tuples become such. Where none wants a
     gradient, as behind a frozen embedding, it differentiates nothing; the first tensor is then asked for one, as
