@@ -349,6 +349,7 @@ def _places(figure: CountFigure, step: int, before: Counts, now: Counts) -> Iter
     for cause, number in _asked(figure, before, before.steps[step]):
         more[_spot(cause)] -= number
     for alike in (_text_of, _function_of):
+        # Equal numbers are set off first: they belong to one line that was moved or edited.
         for exactly in (True, False):
             _set_off(more, alike, exactly=exactly)
     for spot, number in more.most_common():
@@ -362,6 +363,7 @@ def _asked(figure: CountFigure, counts: Counts, kind: int) -> Iterator[tuple[Cou
     slow = figure.removesuffix("_flops") if figure.endswith("_flops") else None
     for cause in counts.causes:
         numbers = cause.bytes if figure.endswith(_UNITS) else cause.counts
+        # For the host a replay is one task, so what the graph does counts as `gpu_work` only.
         by_host = not (cause.replayed and figure in ("work", *PARTS_OF_WORK))
         if cause.what in what and numbers and numbers[kind] and slow in (None, cause.slow) and by_host:
             yield cause, numbers[kind]
@@ -370,6 +372,7 @@ def _asked(figure: CountFigure, counts: Counts, kind: int) -> Iterator[tuple[Cou
 def _spot(cause: CountCause) -> _Spot:
     own = (cause.own.file, cause.own.function, cause.own.text) if cause.own else None
     library = (cause.library.file, cause.library.function) if cause.library else None
+    # Names of kernels and operators differ between versions, and other names matter only if no line is known.
     by = "" if own or library or cause.what in ("launches", "operators") else cause.by
     return _Spot(own, library, cause.backward, by)
 

@@ -262,6 +262,7 @@ def _describe_tensors(phase: TrainingPhase, now: PeaksByPhase, before: PeaksByPh
     change = now.phase_peak_bytes.get(phase, 0) - before.phase_peak_bytes.get(phase, 0)
     sign = 1 if change > 0 else -1
     whole = _has_all(phase, now) and _has_all(phase, before)
+    # A row without a type adds up the smaller tensors, which can be compared only if both sides have all tensors.
     old, new = ([row for row in run.largest.get(phase, ()) if row.dtype or whole] for run in (before, now))
     # Among tensors of the same size, those with a known shape come first.
     moved = sorted(

@@ -131,6 +131,7 @@ def decide(
     faster = [max(ratio, ratio - counted) for ratio in ratios]
     above, below = sum(ratio > limit for ratio in slower), sum(ratio < -limit for ratio in faster)
     waits = paired and len(ratios) < most
+    # Rounds of an A/B comparison end early only beyond a wider limit, because sd is not certain yet.
     far = max(within, bound * EARLY_SDS / LIMIT_SDS)
     by_far = waits and (min(slower) > far or max(faster) < -far)
     needed = len(ratios) if by_far else max(min(AGREEING, most), most // 2 + 1)

@@ -100,6 +100,7 @@ class Looks:
                 return
         elif name not in _COMPARING and self._pass_by(arguments):
             return
+        # A foreach operator has a result for each tensor of its first list.
         if name.startswith("_foreach_") and isinstance(output, list):
             for number, one in enumerate(output):
                 self._derive(name, [first[number] if first else None, *arguments[1:]], keywords, one)
@@ -147,6 +148,7 @@ class Looks:
             to.fill_(truth)
         elif floats:
             to.fill_(self._number(identity))
+        # A converted or rearranged copy cannot be recognised by its bytes.
         if to.dtype != source.dtype or not _linear(to, source) or not to.is_contiguous():
             return
         long = to.nbytes >= _MARKS
@@ -156,6 +158,7 @@ class Looks:
                 marks = b"".join(bytes((mixed >> 7 * place & 0x7F, 0x3F)) for place in range(_MARKS // 2))
                 ctypes.memmove(to.data_ptr(), marks, _MARKS)
             _limit(self._copies)
+            # If the program copies these bytes to a GPU again, their checksum tells where they come from.
             self._copies[_sum_of(to)] = self._pieces.of(source, source.nbytes)
 
     def copied_to_gpu(self, to: Tensor, source: Tensor) -> None:
@@ -278,6 +281,7 @@ class Looks:
             return None
         if name in ("eq", "ne"):
             return name == "ne"
+        # An order follows from the numbers that the host would read.
         return _ORDERS[name](self._number_of(one), self._number_of(other))
 
     def _number_of(self, value: Any) -> float:
@@ -350,6 +354,7 @@ class Looks:
         if number is None:
             _limit(self._numbers)
             line = line_of(sys._getframe(1))
+            # Each read at a line gives a smaller number, so that a loop ends which waits for a falling loss.
             fallen: float = _FALL ** self._read[line]
             self._read[line] += 1
             number = self._numbers[identity] = max(fallen, _LEAST) * (0.75 - _mixed(identity) / (1 << 72))

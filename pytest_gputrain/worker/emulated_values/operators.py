@@ -388,11 +388,13 @@ class Operators:
             given = [*arguments, *keywords.values()]
             first = next(tensor for tensor in flat(given) if tensor.is_cuda)
             state = None
+            # Reading the generator's state takes time, so it is read only if it will be used.
             if in_place or first.numel() <= random_numbers.MOST_DRAWN_BYTES:
                 generator = next((one for one in given if isinstance(one, torch.Generator)), None)
                 state = random_numbers.state_of(generator, first.device)
             if "out" in keywords:
                 contents.forget(keywords["out"])
+            # The draw below checks the size of the launch that follows.
             self._stand_ins.gputrain_forget_launches()
             output = original(keys, *arguments, **keywords)
             targets = list(flat([output]))

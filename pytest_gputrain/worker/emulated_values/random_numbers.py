@@ -150,6 +150,7 @@ class Stream(NamedTuple):
 
 
 def _of_a_word(words: Tensor) -> Tensor:
+    # curand takes the middle of the interval of a word, so 0 is never drawn.
     return words.float() * 2.0**-32 + 2.0**-33
 
 
@@ -166,6 +167,7 @@ def _uniform(stream: Stream, read: _Read, targets: Sequence[Tensor], low: float 
     ends = torch.tensor([low, high], dtype=to.dtype, device=_CPU)
     span = (ends[1] - ends[0]).double()
     values = (stream.uniform(to.numel(), dtype).double() * span + ends[0].double()).to(dtype).to(to.dtype)
+    # The kernel replaces the upper end, which it may draw, by the lower one.
     return [_in_memory_order(to, torch.where(values == ends[1], ends[0], values))]
 
 
@@ -206,6 +208,7 @@ def _exponential(stream: Stream, read: _Read, targets: Sequence[Tensor], rate: f
     dtype = _computed_in(to.dtype)
     least = torch.finfo(dtype).eps / 2
     drawn = stream.uniform(to.numel(), dtype)
+    # The kernel keeps the logarithm below 0, so that no result is 0.
     logarithm = torch.where(drawn >= 1 - least, -least, drawn.double().log()).to(dtype)
     return [_in_memory_order(to, (logarithm * (-1.0 / torch.tensor(rate, dtype=dtype, device=_CPU))).to(to.dtype))]
 
@@ -239,6 +242,7 @@ def _bernoulli_by(stream: Stream, read: _Read, targets: Sequence[Tensor], chance
     if limits is None:
         return [None]
     count = to.numel()
+    # A thread of this kernel draws once, for four neighbouring elements.
     words = stream.words(-(-count // _ELEMENTS_OF_A_BLOCK), 1, -(-count // 4))[0].t().reshape(-1)[:count]
     limits = limits.to(torch.float64 if to.dtype == torch.float64 else torch.float32)
     return [(_in_memory_order(to, _of_a_word(words)) <= limits).to(to.dtype)]
@@ -285,6 +289,7 @@ def _random_to(stream: Stream, read: _Read, targets: Sequence[Tensor], high: int
 
 def _permutation(stream: Stream, read: _Read, targets: Sequence[Tensor], count: int) -> _Values:
     """Sort the numbers by random keys of as few bits as keep most of them distinct, and shuffle those of equal keys."""
+    # By torch's formula all keys differ with a probability of 0.9.
     bits = min(64, math.ceil(math.log2(count - (6.0 * count * count + 1) / (math.log(0.9) * 12))))
     if bits <= 32:
         span, base = 0xFFFFFFFF, -(1 << 31)
@@ -295,6 +300,7 @@ def _permutation(stream: Stream, read: _Read, targets: Sequence[Tensor], count: 
     if bits in (32, 64):  # Keys of these sizes are sorted as signed numbers.
         keys = [key ^ 1 << (bits - 1) for key in keys]
     order = sorted(range(count), key=keys.__getitem__)
+    # The shuffle draws after the keys.
     shuffling = stream._replace(offset=stream.offset + 4 * stream.calls(count, 2))
     begin = 0
     while begin < count:

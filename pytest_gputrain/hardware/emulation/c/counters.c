@@ -101,6 +101,7 @@ static void *(*thread_state)(void);
 
 // Returns the text of a string of Python in UTF-8; the caller frees it.
 static char *text_of(const void *string) {
+  // The state, shifted, has three bits for the bytes of a character, one for "compact", and one for ASCII.
   size_t length = AT(size_t, string, layout.length);
   unsigned state = AT(unsigned, string, layout.state) >> layout.shift, kind = state & 7;
   char *text = malloc(4 * length + 1), *to = text;
@@ -110,6 +111,7 @@ static char *text_of(const void *string) {
   for (size_t i = 0; i < length; i++) {
     uint32_t point = kind == 1 ? from[i] : kind == 2 ? ((const uint16_t *)from)[i] : ((const uint32_t *)from)[i];
     int more = point < 0x80 ? 0 : point < 0x800 ? 1 : point < 0x10000 ? 2 : 3;
+    // Tabs and line ends separate the columns and rows that the worker reads, so they become blanks.
     *to++ = (char)(more ? (0xF00 >> (more + 1) & 0xFF) | point >> 6 * more : point == '\t' || point == '\n' ? ' ' : point);
     while (more--)
       *to++ = (char)(0x80 | (point >> 6 * more & 0x3F));
@@ -176,6 +178,7 @@ static uint32_t current_stack(void) {
   }
   if (!depth)
     return 0;
+  // A stack is found by the hash of its places, so a known one needs no texts.
   make_room(&stack_table, stacks_used, hash_of_stack);
   uint32_t *slot = slot_of(&stack_table, hash, is_stack, &hash);
   if (!*slot) {
@@ -209,6 +212,7 @@ static int thread_by_name(void) {
   if (!thread_kind) {
     char thread_name[16] = "";
     pthread_getname_np(pthread_self(), thread_name, sizeof thread_name);
+    // torch names the threads of its backward passes pt_autograd_0, pt_autograd_1 and so on.
     thread_kind = strncmp(thread_name, "pt_autograd", 11) ? OTHER : AUTOGRAD;
   }
   return thread_kind;
@@ -337,6 +341,7 @@ static int by_function(const void *one, const void *other) {
   return a < b ? -1 : a > b;
 }
 static const char *name_of(const void *function) {
+  // Names come together when a library is loaded, so sorting them once before the next question is enough.
   if (!names_sorted)
     qsort(names, names_used, sizeof *names, by_function);
   names_sorted = 1;

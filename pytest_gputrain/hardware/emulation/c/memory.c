@@ -222,6 +222,7 @@ static void touch(int device) {
 static int take(int device, size_t bytes) {
   touch(device);
   size_t total = limit ? limit : gputrain_gpu()->memory, used = state->used[device];
+  // Compared without sums, which could overflow.
   if (bytes > SPAN || used > total || bytes > total - used)
     return OUT_OF_MEMORY;
   state->used[device] += bytes;

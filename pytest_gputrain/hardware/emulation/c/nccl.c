@@ -85,6 +85,7 @@ static int hear(const char *path, void *data, size_t bytes, struct header *heade
   while ((file = open(path, O_RDONLY | O_CLOEXEC)) < 0) {
     if (errno != ENOENT || seconds() > end)
       return gputrain_missing("a collective of NCCL, since another rank does not take part", SYSTEM_ERROR);
+    // The other rank has not come here yet.
     nanosleep(&(struct timespec){0, WAIT_NANOSECONDS}, NULL);
   }
   ssize_t got = readv(file, parts, 2);
@@ -113,6 +114,7 @@ static int end_exchange(struct communicator *among, int number, size_t bytes, ch
     if ((status = name(path, among, "all", number, rank, 0)) ||
         (status = hear(path, all + (size_t)rank * bytes, bytes, &header)))
       break;
+    // An exchange can be removed when the slowest rank has read it.
     ended = header.ended < ended ? header.ended : ended;
     *known &= header.known || (only >= 0 && only != rank);
   }
@@ -212,6 +214,7 @@ static double decoded(const struct format *as, unsigned bits) {
   int bias = (1 << (as->exponent_bits - 1)) - 1, exponent = (int)(magnitude >> as->fraction_bits);
   double fraction = magnitude & ((1u << as->fraction_bits) - 1), value;
   if (magnitude > as->most)
+    // E4M3 has no infinity.
     value = as != &E4M3 && fraction == 0 ? INFINITY : NAN;
   else if (exponent)
     value = ldexp(fraction + (double)(1u << as->fraction_bits), exponent - bias - as->fraction_bits);
