@@ -372,14 +372,14 @@ void gputrain_counters_begin(void) {
 }
 void gputrain_counters_end(void) { count_nothing(); }
 
-// Notes which line what this thread asks for in a backward pass belongs to, by a number of the worker's; 0 for none.
+// Notes the line, by a number of the worker's, to which this thread's requests in a backward pass belong; 0 for none.
 void gputrain_counters_note(uint32_t line) {
   noted_line = line;
   if (line && !thread_kind)
     thread_kind = AUTOGRAD;
 }
 
-// Counts for the worker what no stand-in is asked for.
+// Counts something that no stand-in is asked for, on behalf of the worker.
 void gputrain_counters_add(const char *what, const char *function, uint64_t bytes) {
   if (gputrain_counting())
     gputrain_count(gputrain_interned(what), gputrain_interned(function), bytes);

@@ -275,7 +275,7 @@ int cuMemMap(void *start, size_t bytes, size_t offset, void *handle, uint64_t fl
   return gputrain_map(start, bytes, offset, handle);
 }
 int cuMemUnmap(void *start, size_t bytes) { return gputrain_unmap(start, bytes); }
-// What another process would map has no contents.
+// Another process would map memory without contents.
 int cuMemExportToShareableHandle(void) { return gputrain_missing("cuMemExportToShareableHandle", NOT_SUPPORTED); }
 int cuMemImportFromShareableHandle(void) { return gputrain_missing("cuMemImportFromShareableHandle", NOT_SUPPORTED); }
 int cuMemSetAccess(const void *start, size_t bytes) { return bytes && gputrain_holds(start, bytes) ? OK : INVALID_VALUE; }

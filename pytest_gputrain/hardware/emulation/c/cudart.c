@@ -278,7 +278,7 @@ int cudaMemGetInfo(size_t *left, size_t *total) {
   *left = gputrain_left(gputrain_physical(gputrain_current()));
   return OK;
 }
-// Tells by the kinds of memory of both sides as what a copy is counted; one from the host to the host is no work of the GPU.
+// Returns what a copy counts as, by the kinds of memory of both sides. From host to host it is no work of the GPU.
 static const char *kind_of_copy(const void *to, const void *from, size_t bytes) {
   if (!bytes || !(gputrain_counting() || __atomic_load_n(&gputrain_captures, __ATOMIC_RELAXED)))
     return NULL;
@@ -371,7 +371,7 @@ struct stream {
   int priority;
   unsigned flags;
 };
-// Those of each program: the default one, the older one that waits for all, and one for each thread.
+// Every program has three streams: the default one, the legacy one that waits for all others, and one for each thread.
 static int is_stream(const void *stream) { return (uintptr_t)stream <= 2 || gputrain_is_handle(stream); }
 
 int cudaStreamCreateWithPriority(struct stream **stream, unsigned flags, int priority) {
@@ -472,7 +472,7 @@ static int of_event(const struct event *event) { return gputrain_is_handle(event
 int cudaStreamSynchronize(void *stream) { return wait("cudaStreamSynchronize", of_stream(stream)); }
 int cudaDeviceSynchronize(void) { return wait("cudaDeviceSynchronize", gputrain_waits(WHOLE_DEVICE)); }
 int cudaEventSynchronize(const struct event *event) { return wait("cudaEventSynchronize", of_event(event)); }
-// All that a program asked for has happened.
+// Work is over at once, so a query finds that all of it has ended.
 int cudaStreamQuery(void *stream) { return asked(of_stream(stream)); }
 int cudaEventQuery(const struct event *event) { return asked(of_event(event)); }
 int cudaStreamWaitEvent(void *stream, const struct event *event, unsigned flags) {

@@ -30,7 +30,7 @@ static void read_visible(void) {
       visible[visible_count] = visible_count;
     return;
   }
-  // As the driver does it: the list ends at the first name of no device.
+  // As in the driver, the list ends at the first name that is no device.
   for (const char *at = list; *at; at += strcspn(at, ","), at += *at == ',') {
     int found = -1;
     char *end;
@@ -48,7 +48,7 @@ static void read_visible(void) {
     }
     if (found < 0)
       break;
-    // A device that is named twice leaves none, as the driver has it.
+    // As in the driver, a device that is named twice leaves none.
     if (gputrain_visible_number(found) < visible_count) {
       visible_count = 0;
       break;

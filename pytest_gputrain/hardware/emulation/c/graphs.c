@@ -416,7 +416,7 @@ int gputrain_begin_capture(void *stream, int mode, int blocking, struct graph *i
   return status;
 }
 
-// Whether the stream that began the capture waits for all of its nodes. Needs the lock.
+// Tells whether the stream that began the capture waits for all of its nodes. Needs the lock.
 static int all_joined(struct graph *graph, const struct nodes *last) {
   struct nodes waiting = {0};
   size_t seen = 0;

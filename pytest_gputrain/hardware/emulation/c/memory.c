@@ -1,4 +1,4 @@
-// Whose memory of the emulated GPUs is where.
+// Keeps the memory of the emulated GPUs: its addresses, and how much is in use.
 //
 // Device memory is address space of one range for each device, given out as NVIDIA's driver does: torch's allocator takes
 // the lower of two free blocks of one size, so the addresses decide what it can reuse. No host memory is behind it but for
@@ -28,8 +28,8 @@ struct state {
   uint64_t managed_peak[MAX_DEVICES];
 };
 
-// Whose the addresses of a range are: memory of the emulation, addresses that physical memory is mapped to, or memory of the
-// host that the program registered.
+// What the addresses of a range are: memory of the emulation, addresses for physical memory to be mapped to, or memory of
+// the host that the program registered.
 enum how { ALLOCATED, RESERVED, REGISTERED };
 
 struct range {
@@ -139,8 +139,8 @@ static void insert_reservation(int device, size_t at, uintptr_t start, uintptr_t
   reservations[device] = all;
 }
 
-// As driver 580 put 150 allocations of 1 MiB to 4 GiB on an H200: at the lowest free addresses of its reservations, or else
-// in a new one of whole 32 MiB, as high as it fits below the first.
+// Follows driver 580, which put 150 allocations of 1 MiB to 4 GiB on an H200 at the lowest free addresses of its
+// reservations, or else in a new one of whole 32 MiB, as high as it fits below the first.
 static uintptr_t free_addresses(int device, size_t bytes) {
   if (!arenas[device]) {
     void *arena = mmap(NULL, SPAN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -232,7 +232,7 @@ static int take(int device, size_t bytes) {
 
 static void give(int device, size_t bytes) { state->used[device] -= bytes; }
 
-// From now on devices give so much memory, while they tell of as much as before.
+// Limits the memory that devices give from now on. What they report stays the same.
 void gputrain_limit(size_t bytes) {
   pthread_mutex_lock(&lock);
   limit = bytes;
@@ -251,7 +251,7 @@ static uintptr_t host_memory(size_t bytes) {
   void *start = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (start == MAP_FAILED)
     return 0;
-  // What a program gave back to the host without a word is no longer registered.
+  // A program may have unmapped registered memory without telling CUDA.
   unregister_between((uintptr_t)start, (uintptr_t)start + bytes);
   return (uintptr_t)start;
 }
@@ -304,7 +304,7 @@ int gputrain_allocate(void **out, size_t bytes, int kind) {
   return status;
 }
 
-// torch's allocator tells of its own requests, and asks again after it has emptied its cache.
+// Requests of torch's allocator do not count here, because it asks again after it has emptied its cache.
 void gputrain_refused(size_t bytes, const void *caller) {
   Dl_info at;
   int device = gputrain_physical(gputrain_current());
@@ -565,7 +565,7 @@ size_t gputrain_extent(const void *address, void **start) {
   return bytes;
 }
 
-// What the process leaves of the device. Asking makes the context, as cudaMemGetInfo does.
+// Tells what the process leaves of the device. Asking makes the context, as cudaMemGetInfo does.
 size_t gputrain_left(int device) {
   if (device < 0)
     return 0;

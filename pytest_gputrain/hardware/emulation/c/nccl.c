@@ -58,7 +58,7 @@ static int name(char path[4096], const struct communicator *among, const char *w
   return length < 0 || length >= 4096 ? SYSTEM_ERROR : OK;
 }
 
-// A file that has its name is whole.
+// A file gets its name when it is complete.
 static int tell(const char *path, const void *data, size_t bytes, int ended) {
   char part[4096 + 8];
   struct header header = {bytes, ended, gputrain_sends_known()};
@@ -103,8 +103,8 @@ static int begin_exchange(struct communicator *among, const void *own, size_t by
   return status ? status : tell(path, own, bytes, among->ended);
 }
 
-// Learns what each rank has, or only one, into `all` one after the other, and whether all of that is known. What every rank
-// has read is removed.
+// Reads what each rank has, or only one of them, into `all` one after the other, and whether all of it is known. Files that
+// every rank has read are removed.
 static int end_exchange(struct communicator *among, int number, size_t bytes, char *all, int only, int *known) {
   char path[4096];
   int status = OK, ended = number;
@@ -293,7 +293,7 @@ static double rounded(int type, double value) {
 
 // --- Operations, as NCCL's reduce_kernel.h has them
 
-// Of two numbers one that is no number loses, and zero is more than its negative.
+// A number wins against NaN, and 0 is more than -0.
 static double least(double one, double other) {
   if (isnan(one) || isnan(other))
     return isnan(one) ? other : one;
@@ -580,7 +580,7 @@ static int ask(struct request request, size_t counted, void *stream) {
   return groups ? OK : keep_requests();
 }
 
-// Whether so much data of each rank is exchanged. If not, the run says so; a rank alone exchanges nothing.
+// Tells whether this much data of each rank is exchanged. If not, the run says so; a rank alone exchanges nothing.
 static int is_exchanged(const char *function, const void *own, void *to, size_t bytes, const struct communicator *among) {
   if (bytes <= SMALL / (size_t)among->ranks)
     return bytes > 0;

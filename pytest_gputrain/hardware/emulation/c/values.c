@@ -12,8 +12,8 @@ static int tracked;
 
 void gputrain_track_values(void) {
   __atomic_store_n(&tracked, 1, __ATOMIC_RELAXED);
-  // Choices are computed in large tensors that live shortly. Among them glibc would leave holes that nothing fits into again,
-  // as its threshold rises with each block that is freed, unless it is set.
+  // Choices are computed in large tensors that live shortly. glibc's default threshold rises with each freed block, which
+  // would leave holes among them that nothing fits into.
   mallopt(M_MMAP_THRESHOLD, 1 << 20);
 }
 
