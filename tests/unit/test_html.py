@@ -290,6 +290,22 @@ def test_what_a_section_says(snapshot):
     assert {what: read(written).lines(section) for what, (section, written) in SCENES.items()} == snapshot
 
 
+def test_a_table_has_ten_figures_and_a_row_says_the_others():
+    """What tells nothing apart, a single suite or device, has no column. Notes are below the failures and the cases."""
+    every = {"gpu_seconds": 0.9, "gpu_busy_share": 0.9, "model_flops_utilization": 0.5, "joules_per_sample": 7.0}
+    busy = timed(1.0, key="busy", summary=summary(1.0, 40 * GiB, tokens_per_second=9.0, scaling_efficiency=0.8, **every))
+    waiting = msgspec.structs.replace(regressed(counts=asking(20, waits=2)), device=busy.device)
+    drawn = page.page([report(busy, waiting, notes=("a note",))], baseline_dir=BASELINES)
+    about, of_table = re.split(r"<table id=.table", drawn[drawn.index("<h2>Cases</h2>") :])
+    assert "llm on nvidia-h100-80gb-hbm3" in about
+    head = re.findall(r"<th scope=\"col\"[^>]*>([^<]*)<", of_table.partition("</thead>")[0])
+    assert head[:2] == ["Case", "Verdict"]
+    assert len(head) == 12
+    assert head[-1] == "Waits"
+    assert "<p>MFU 50.0 %, Energy 7.00 J, Model 14.9 GiB</p>" in drawn
+    assert drawn.index('id="failures"') < drawn.index('id="cases"') < drawn.index("<li>a note</li>")
+
+
 def test_of_a_case_in_several_reports_the_latest_counts():
     early, late = (report(timed(seconds), created=f"2026-02-0{day}T00:00:00Z") for day, seconds in ((1, 1.0), (2, 7.5)))
     reader = read(late, early)

@@ -198,13 +198,19 @@ def test_a_chart_tells_its_points_to_a_pointer_and_to_keys(open_page):
     assert chart.locator("svg").get_attribute("aria-labelledby")
 
 
-@pytest.mark.parametrize("width", [320, 360, 768, 1280])
+_SCROLLED = """() => [...document.querySelectorAll(".scroll, pre")].filter((one) => one.scrollWidth > one.clientWidth)
+    .map((one) => one.ariaLabel ?? one.textContent)"""
+
+
+@pytest.mark.parametrize("width", [320, 360, 768, 1200])
 def test_no_width_scrolls_sideways(open_page, width):
     opened = open_page(viewport={"width": width, "height": 740})
     opened.page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
     assert opened.page.evaluate("document.documentElement.scrollWidth") == width
     boxes = opened.page.evaluate("[...document.querySelectorAll('svg')].map((one) => one.getBoundingClientRect().width)")
     assert boxes
+    if width >= 1200:
+        assert opened.page.evaluate(_SCROLLED) == []
     assert all(width * 0.2 < box <= width for box in boxes)
 
 

@@ -6,7 +6,7 @@ import functools
 import operator
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -59,6 +59,8 @@ TONES: Final = {
 }
 """The colours of verdicts, the most urgent first."""
 _RANK: Final = {verdict: rank for rank, verdict in enumerate(TONES)}
+_MOST_COLUMNS: Final = 10
+"""The number of figures that have a column. With more, the table would scroll sideways on a screen of 1,200 pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +86,8 @@ class Row:
     """The end of a traceback; empty if there is none."""
     knobs: str
     cells: tuple[Cell, ...]
+    further: str
+    """The figures that have no column."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +95,7 @@ class Cases:
     """All cases of the page, with their counts."""
 
     columns: tuple[str, ...]
-    """Titles of the figures that at least one row has."""
+    """Titles of the figures that have a column."""
     rows: tuple[Row, ...]
     """The rows, the most urgent first, and otherwise in the order of the tests."""
     counts: dict[str, int]
@@ -113,8 +117,18 @@ def gathered(results: Sequence[Result]) -> Cases:
     """Return the cases of results, each once for a device."""
     shown = sorted(_latest(results), key=lambda result: _RANK[_verdict(result)])
     figures = {title: [figure(result) for result in shown] for title, figure in _FIGURES.items()}
-    columns = tuple(title for title, cells in figures.items() if any(cell.text for cell in cells))
-    rows = tuple(_row(result, tuple(figures[title][index] for title in columns)) for index, result in enumerate(shown))
+    known = [title for title, cells in figures.items() if any(cell.text for cell in cells)]
+    # What fails a case has a column, wherever it stands among the figures.
+    urgent = sorted(known, key=lambda title: all(cell.tone != "bad" for cell in figures[title]))[:_MOST_COLUMNS]
+    columns = tuple(title for title in known if title in urgent)
+    rows = tuple(
+        _row(
+            result,
+            tuple(figures[title][index] for title in columns),
+            {title: text for title in known if title not in urgent and (text := figures[title][index].text)},
+        )
+        for index, result in enumerate(shown)
+    )
     suites: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
         suites[row.result.suite][row.verdict] += 1
@@ -142,7 +156,7 @@ def _verdict(result: Result) -> str:
             return verdict_of(result)
 
 
-def _row(result: Result, cells: tuple[Cell, ...]) -> Row:
+def _row(result: Result, cells: tuple[Cell, ...], further: Mapping[str, str]) -> Row:
     verdict = _verdict(result)
     return Row(
         result=result,
@@ -153,6 +167,7 @@ def _row(result: Result, cells: tuple[Cell, ...]) -> Row:
         detail=detail_of(result),
         knobs=", ".join(_knobs(result)),
         cells=cells,
+        further=", ".join(f"{title} {text}" for title, text in further.items()),
     )
 
 
