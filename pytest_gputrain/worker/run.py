@@ -93,9 +93,9 @@ def run(
     except SystemExit as error:
         if said := _said_by_argparse(error):
             return Crashed(sentence=said, phase=progress.phase, step=progress.step)
-        line = lines.of_traceback(error.__traceback__)
+        at = _at(lines, error)
         return Crashed(
-            sentence=f"sys.exit() was called{f' (at {line})' if line else ''}, which ends the process that trains; move "
+            sentence=f"sys.exit() was called{at}, which ends the process that trains; move "
             'the code that only the script should run below `if __name__ == "__main__":`',
             phase=progress.phase,
             step=progress.step,
@@ -112,7 +112,7 @@ def run(
         reply = OutOfMemory(
             where=where,
             phase=progress.phase,
-            message=_first_line(error),
+            message=f"{_first_line(error)}{_at(lines if own else None, error)}",
             step=progress.step,
             peak_allocated_bytes=peaks.allocated,
             environment=environment_of(device, group),
@@ -151,16 +151,21 @@ def crash(error: BaseException, progress: Progress, lines: OwnLines | None, *, o
         lines: tells which lines are the user's own, of which the sentence has the last; None for a model of the zoo.
         on_cpu: whether the case trains on a CPU.
     """
-    line = lines.of_traceback(error.__traceback__) if lines else ""
     remedy = f"; install it for {sys.executable}" if isinstance(error, ModuleNotFoundError) else ""
     if lines and on_cpu and any(said in _message(error) for said in _NO_GPU):
         remedy = "; this run trains on the CPU: take setup.device in place of a GPU's name"
     return Crashed(
-        sentence=f"{type(error).__name__}: {_first_line(error)}{f' (at {line})' if line else ''}{remedy}{compile_time()}",
+        sentence=f"{type(error).__name__}: {_first_line(error)}{_at(lines, error)}{remedy}{compile_time()}",
         phase=progress.phase,
         step=progress.step,
         detail=_cut(utf8("".join(traceback.format_exception(error))), _LONGEST_TEXT),
     )
+
+
+def _at(lines: OwnLines | None, error: BaseException) -> str:
+    """Return the last line of the user that an exception came through, as the end of a sentence; empty without one."""
+    line = lines.of_traceback(error.__traceback__) if lines else ""
+    return f" (at {line})" if line else ""
 
 
 def _serve(task: Task, progress: Progress, device: Device, group: Group, keep: Keep) -> Served:

@@ -442,6 +442,13 @@ def test_what_is_not_over_in_time_is_told_with_the_place_of_every_rank(rank, mon
     assert timed_out([first], 9).detail == "in all_reduce"
 
 
+@pytest.mark.parametrize(("phase", "advice"), [("import", ""), ("build", ", and torch.compile was compiling")])
+def test_torch_is_not_said_to_compile_while_it_is_imported(rank, phase, advice):
+    stacks = b'File "/lib/torch/_dynamo/convert_frame.py", line 62 in <module>'
+    late = rank(polls=10_000, progress_jsonl=_events(Event(phase=phase)), stacks_txt=stacks)
+    assert timed_out([late], 9).advice == advice
+
+
 def test_stacks_are_asked_for_and_waited_for(rank, monkeypatch):
     monkeypatch.setattr(ranks, "_STACKS_SECONDS", 60)
     ended_rank = rank(polls=10_000)

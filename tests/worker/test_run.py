@@ -1,6 +1,7 @@
 """A case from its task to its reply, trained for real on the CPU."""
 
 import itertools
+import re
 import weakref
 
 import msgspec
@@ -224,10 +225,11 @@ def test_a_loss_that_is_no_finite_number_is_told(loss, said, phase):
     assert reply.phase == phase
 
 
-def test_host_memory_that_runs_out_is_an_outcome():
+def test_host_memory_that_runs_out_is_an_outcome_with_its_line():
     reply = run(MINE, lambda setup: lambda: torch.empty(1 << 60, dtype=torch.uint8))
     assert isinstance(reply, OutOfMemory)
     assert (reply.where, reply.phase) == ("host", "count")
+    assert re.search(r"\(at \S*test_run\.py:\d+\)$", reply.message)
 
 
 # How it is counted

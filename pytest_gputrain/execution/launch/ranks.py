@@ -199,7 +199,9 @@ def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
     last = ranks[0].progress.last
     several = len(ranks) > 1
     detail = "\n".join(f"rank {number}:\n{text}" if several else text for number, text in stacks.items())
-    advice = ", and torch.compile was compiling" if any(files in detail for files in _COMPILERS) else ""
+    # While torch is imported, its compiler's files are on the stack, too.
+    compiles = last.phase != "import" and any(files in detail for files in _COMPILERS)
+    advice = ", and torch.compile was compiling" if compiles else ""
     return TimedOut(timeout_seconds=timeout_seconds, phase=last.phase, step=last.step, detail=detail, advice=advice)
 
 
