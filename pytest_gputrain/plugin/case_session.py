@@ -284,6 +284,7 @@ class CaseSession:
             unclaimed=left,
         )
         late_reports.join_benchmarks(self.config, collector.results)
+        late_reports.break_sentences(self.config)
         if ran or self._failures:
             self._summarise(collector)
         if collector.failed and session.exitstatus == pytest.ExitCode.OK:
@@ -326,13 +327,13 @@ class CaseSession:
         # What to do first stands above the table, because the end of a long table is read last.
         first = explanations.advice(self.collector.results)
         for line in filter(None, [first]):
-            terminalreporter.write_line(shown(line))
+            terminalreporter.write_line(late_reports.broken(shown(line), terminalreporter))
         if self.collector.results:
             table = terminal.render(self.collector.results, width=writer.fullwidth, colour=writer.hasmarkup, most=_MOST_ROWS)
             terminalreporter.write_line(table)
         for line in notes:
             if line != first:
-                terminalreporter.write_line(shown(line))
+                terminalreporter.write_line(late_reports.broken(shown(line), terminalreporter))
 
     def _annotates(self) -> bool:
         """Return whether failures become annotations of GitHub; not if another plugin annotates every failure."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +66,25 @@ def failure_of(report: pytest.TestReport, root: Path) -> Failure:
     return Failure(
         file if is_file else None, line + 1 if is_file and line is not None else None, name, text.partition("\n")[0]
     )
+
+
+def broken(line: str, reporter: Any) -> str:
+    """Return a line as ``reporter`` shows it: broken between words on a terminal, which would break within them."""
+    if not reporter.isatty:
+        return line
+    return textwrap.fill(
+        line, reporter.config.get_terminal_writer().fullwidth, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def break_sentences(config: pytest.Config) -> None:
+    """Break the sentences of failed cases for pytest's own section of failures; what files have of them stays one line."""
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    for report in reporter.stats.get("failed", ()) if reporter is not None else ():
+        if hasattr(report, "gputrain"):
+            for entry in getattr(getattr(report.longrepr, "reprtraceback", None), "reprentries", ()):
+                if entry.style == "value":  # without a traceback
+                    entry.lines = [broken(line, reporter) for line in entry.lines]
 
 
 def join_benchmarks(config: Any, results: Sequence[Result]) -> None:

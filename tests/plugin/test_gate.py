@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from plugin_project import GEMMA, H100_FOLDER, SUITE, failures, junit_properties, only_sentence, recorded
+from plugin_project import GEMMA, H100_FOLDER, LLAMA, SUITE, failures, junit_properties, only_sentence, recorded
 
 from pytest_gputrain import GiB
 
@@ -258,3 +258,25 @@ def test_a_new_case_in_front_leaves_the_others_the_noise_of_their_suite(h100):
         stored["cases"].pop(FIRST, None)
         file.write_text(json.dumps(stored))
     assert limits[1] == pytest.approx(limits[0], rel=1e-3)
+
+
+TERMINAL = """
+def pytest_sessionstart(session):
+    session.config.pluginmanager.get_plugin("terminalreporter").isatty = lambda: True
+"""
+
+
+def test_a_terminal_gets_whole_words_and_files_whole_sentences(gated, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    gated.write(terminal_stand_in=TERMINAL)
+    gated.pytester.syspathinsert()
+    gated.answer(recorded(slower=1.05), to=GEMMA)
+    gated.answer(recorded(slower=0.9), to=LLAMA)
+    told = gated.run("--junitxml=junit.xml", "--gpu-json=report.json", "-p", "terminal_stand_in").stdout
+    ours = told.str()[told.str().index("= FAILURES =") :].splitlines()
+    assert [line for line in ours if len(line) > 80 and "junit.xml" not in line] == []
+    sentences = {entry["verdict"]["status"]: entry["verdict"]["sentence"] for entry in gated.report()["results"]}
+    for status in ("regressed", "improved"):
+        assert len(sentences[status]) > 80
+        assert sentences[status] in " ".join(" ".join(ours).split())
+    assert sentences["regressed"] in (gated.path / "junit.xml").read_text()
