@@ -71,6 +71,8 @@ def preloaded(stand_ins, torch):
     address, board = uuid.uuid4().hex, boards.board("h100")
     environ = _environment({})
     environ["PYTHONPATH"] += f"{os.pathsep}{PRELOADED}"
+    # Torch's own process that compiles would be forked as well, without the pipes that its parent gives it, and end at once.
+    environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     description = boards.describe(board, kernels=boards.find_kernels(board, stand_ins.architectures, torch.version))
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"\0{address}")
