@@ -7,10 +7,13 @@ import functools
 import gc
 import random
 import shutil
+import socket
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
+from unittest import mock
 
 import msgspec
 import numpy
@@ -19,7 +22,7 @@ from torch import nn
 
 from pytest_gputrain.records import Counts, LiveTensor, Measurement, Task, TrainingPhase
 from pytest_gputrain.utils.units import GiB, format_bytes
-from pytest_gputrain.worker.allocations import AllocationCounter
+from pytest_gputrain.worker.allocations import GIVEN, AllocationCounter
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.counted_steps import counts_of
 from pytest_gputrain.worker.device import Device
@@ -75,8 +78,10 @@ class BesideSteps:
         beside = training.beside
         if beside.evaluate is not None:
             self._progress.enter("evaluate")
-            with _undisturbed(training.model, self._device), self._phase("evaluate", counter), self._counting():
-                _call("evaluation", beside.evaluate)
+            with _undisturbed(training.model, self._device):
+                beside.prepare()
+                with self._phase("evaluate", counter), self._counting():
+                    _call("evaluation", beside.evaluate)
             self._notes = beside.notes
         # All processes share the folder, also where only the first one saves or only one of them has too much in use.
         in_use = self._in_use(counter)
@@ -90,9 +95,14 @@ class BesideSteps:
             size = format_bytes(max(map(int, sizes)))
             self._notes += (f"no checkpoint was saved, because as much as {size} might be written to the temporary folder",)
             return
+        folder, failed = self._made_folder()
+        if failed:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._notes += (f"no checkpoint was saved, because {failed}",)
+            return
         self._progress.enter("save")
         with (
-            self._folder() as folder,
+            self._removing(folder),
             _undisturbed(training.model, self._device),
             self._phase("checkpoint", counter),
             self._host() if counter is None else contextlib.nullcontext(),
@@ -137,7 +147,7 @@ class BesideSteps:
     def _phase(self, phase: TrainingPhase, counter: AllocationCounter | None) -> Iterator[None]:
         """Provide a context for a phase, whose peak is taken."""
         gc.collect()
-        before = self._in_use(counter)
+        before, events = self._in_use(counter), len(counter.trace.events) if counter else 0
         if counter is not None:
             counter.phases.begin_beside_steps(phase)
             yield
@@ -150,7 +160,9 @@ class BesideSteps:
             yield
             self._peaks[phase] = self._device.peaks().allocated or 0
         gc.collect()
-        self._kept[phase] = max(0, self._in_use(counter) - before)
+        # Data that were there before are known from the first look on.
+        _, given = counter.trace.bytes_of({GIVEN}, events) if counter else (0, 0)
+        self._kept[phase] = max(0, self._in_use(counter) - before - given)
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
@@ -177,18 +189,31 @@ class BesideSteps:
         self._peaks[phase] = peaks.by_phase.get(phase, 0)
         self._largest |= {phase: counter.trace.largest_at(peaks.events[phase], 8)} if phase in peaks.events else {}
 
-    @contextlib.contextmanager
-    def _folder(self) -> Iterator[Path]:
-        """Provide a folder that all processes of the case share, and that is removed at the end."""
-        is_first = self._group.rank == 0
-        made = {tempfile.mkdtemp(prefix="gputrain-checkpoint-")} if is_first else set[str]()
+    def _made_folder(self) -> tuple[Path, str]:
+        """Return a folder that all processes of the case have, and why one of them has none.
+
+        Those of a node share it, and those of all nodes if their temporary folder is of a file system that all see.
+        """
+        made = {tempfile.mkdtemp(prefix="gputrain-checkpoint-")} if self._group.rank == 0 else set[str]()
         ((path,),) = self._group.union((made,))
+        failed = set[str]()
         try:
-            yield Path(path)
+            Path(path).mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            place = f"{socket.gethostname()} cannot make a folder in {Path(path).parent} ({error.strerror})"
+            failed.add(f"{place}; set TMPDIR to a folder that each node has")
+        (failed,) = self._group.union((failed,))
+        return Path(path), min(failed, default="")
+
+    @contextlib.contextmanager
+    def _removing(self, folder: Path) -> Iterator[None]:
+        """Provide a context after which the folder is removed from each node, once all processes have saved."""
+        try:
+            yield
             self._group.barrier()
         finally:
-            if is_first:
-                shutil.rmtree(path, ignore_errors=True)
+            if self._group.local_rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _call(said: str, function: Callable[[], object]) -> None:
@@ -203,14 +228,25 @@ def _call(said: str, function: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module | None, device: Device) -> Iterator[None]:
-    """Provide a context after which random numbers, and whether modules train, are as before."""
+    """Provide a context after which random numbers, and whether modules train, are as before: those of the model, and any
+    other whose ``eval()`` or ``train()`` is called."""
     python, of_numpy = random.getstate(), numpy.random.get_state()
-    modes = [(module, module.training) for module in model.modules()] if model is not None else []
+    # Without a reference to a module that the evaluation makes: it would live longer.
+    modes = weakref.WeakKeyDictionary((module, module.training) for module in (() if model is None else model.modules()))
+    real_train = nn.Module.train
+
+    def train(module: nn.Module, mode: bool = True) -> nn.Module:
+        modes.setdefault(module, module.training)
+        return real_train(module, mode)
+
     try:
-        with torch.random.fork_rng([] if device.type == "cpu" else [device.torch_device]):
+        with (
+            torch.random.fork_rng([] if device.type == "cpu" else [device.torch_device]),
+            mock.patch.object(nn.Module, "train", train),
+        ):
             yield
     finally:
         random.setstate(python)
         numpy.random.set_state(of_numpy)
-        for module, trains in modes:
+        for module, trains in modes.items():
             module.training = trains

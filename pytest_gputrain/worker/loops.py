@@ -42,6 +42,8 @@ class Beside:
 
     evaluate: Callable[[], object] | None = None
     """Evaluates the model. None if the training does not, or nobody knows how."""
+    prepare: Callable[[], object] = lambda: None
+    """Lets go of what a trainer no longer has when it evaluates: the peak of an evaluation begins with what lives then."""
     save: Callable[[Path], object] | None = None
     """Saves a checkpoint in a folder, likewise."""
     notes: tuple[str, ...] = ()

@@ -70,7 +70,8 @@ class MemoryBeside:
         """Note that the last counted step has ended."""
         if self._since is not None and tracemalloc.is_tracing():
             # Counting itself keeps some memory, and the buffers of counted tensors are traced, too.
-            known = sum(map(sys.getsizeof, (trace.events, trace.allocations))) + trace.peak_of({GIVEN, LIFT}, self._since)
+            buffers, _ = trace.bytes_of({GIVEN, LIFT}, self._since)
+            known = sum(map(sys.getsizeof, (trace.events, trace.allocations))) + buffers
             self._bytes = tracemalloc.get_traced_memory()[1] - known
             self._stop()
 

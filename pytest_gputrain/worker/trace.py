@@ -85,8 +85,9 @@ class Trace:
         """Bytes of the allocations by number."""
         return [allocation.bytes for allocation in self.allocations]
 
-    def peak_of(self, operators: Set[str], since: int) -> int:
-        """Return the most bytes that existed at once of what these operators allocated after the first ``since`` events."""
+    def bytes_of(self, operators: Set[str], since: int) -> tuple[int, int]:
+        """Return of what these operators allocated after the first ``since`` events the most bytes that existed at once, and
+        those that live now."""
         live = peak = 0
         made: set[int] = set()
         for event in self.events[since:]:
@@ -96,7 +97,7 @@ class Trace:
                 peak = max(peak, live)
             elif ~event in made:
                 live -= self.allocations[~event].bytes
-        return peak
+        return peak, live
 
     def largest_at_peaks(self, phase_peaks: Peaks, rows: int = SHOWN) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
         """Return the tensors that lived at the peak of each phase, the largest ones in this many rows of alike tensors."""

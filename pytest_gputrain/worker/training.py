@@ -250,7 +250,7 @@ class Setup:
 
     def evaluation(self, evaluate: Callable[[], object]) -> None:
         """Have the worker call ``evaluate`` between two steps, as the phase ``evaluate`` with its own peak of memory and
-        counts. A loop may call this in every step; the last function counts.
+        counts. On a CPU it is called twice, once for each. A loop may call this in every step; the last function counts.
 
         Raises:
             CheckFailed: ``evaluate`` is not a function.

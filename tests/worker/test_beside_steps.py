@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from zoo_examples import measured, refused, task_of
 
 from pytest_gputrain import Case
@@ -52,8 +52,10 @@ def training(told):
 
 
 def test_an_evaluation_changes_no_figure_of_steps():
+    teacher, modes = nn.Dropout(), []
+
     def both(setup, model, evaluate):
-        setup.evaluation(lambda: evaluate(kept=6))
+        setup.evaluation(lambda: (modes.append((model.training, teacher.training)), evaluate(kept=6), teacher.eval()))
         setup.checkpoint(
             lambda folder: torch.save(
                 {name: value.clone() for name, value in model.state_dict().items()}, folder / "last.pt"
@@ -66,6 +68,8 @@ def test_an_evaluation_changes_no_figure_of_steps():
     assert with_both.phase_peak_bytes["evaluate"] > with_both.peak_allocated_bytes, "which would be its peak"
     for figure in ("peak_allocated_bytes", "losses", "counts", "flops_per_step", "updates"):
         assert getattr(with_both, figure) == getattr(without, figure), figure
+    assert teacher.training, "though it is no part of the model"
+    assert modes == [(True, True)] * 2, "once for memory, and once for counts"
     assert without.phase_peak_bytes == {phase: with_both.phase_peak_bytes[phase] for phase in without.phase_peak_bytes}
 
 
@@ -110,23 +114,37 @@ def test_what_an_evaluation_keeps_is_no_peak_of_steps():
     assert with_it.phase_peak_bytes.items() >= without.phase_peak_bytes.items()
 
 
-@pytest.mark.parametrize("in_use", [0, MOST_SAVED + 1], ids=["small", "too large"])
-def test_processes_agree_on_a_checkpoint(in_use):
+@pytest.mark.parametrize(
+    ("told", "agreed"),
+    [
+        ([{"this"}, set(), set(), set()], ["to save", "folder", "made", "barrier"]),
+        ([{"this"}, {str(MOST_SAVED + 1)}], ["to save"]),
+        ([{"this"}, set(), set(), {"node2 cannot make the folder /a"}], ["to save", "folder", "made"]),
+    ],
+    ids=["small", "too large", "a node without the folder"],
+)
+def test_processes_agree_on_a_checkpoint(told, agreed, monkeypatch, tmp_path):
     """Otherwise one of them waits in its folder for the others, which go on."""
-    asked = []
+    asked, of_the_other = [], iter(told)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     class Two(Group):
         def union(self, names):
-            asked.append(names)
-            return (names[0] | {"this"}, names[1] | ({str(in_use)} if in_use else set())) if len(names) == 2 else names
+            asked.append(agreed[len(asked)])
+            return tuple(ours | next(of_the_other) for ours in names)
 
         def barrier(self):
             asked.append("barrier")
 
     own = object.__new__(OwnCodeTraining)
     own.__dict__ |= {"model": None, "beside": Beside()}
-    BesideSteps(task_of(MINE), Cpu(), Two(size=2), mock.Mock(), mock.Mock(), None).run(own, AllocationCounter(str))
-    assert len(asked) == (1 if in_use else 3), "a folder and a barrier, though this process has nothing to save"
+    beside = BesideSteps(task_of(MINE), Cpu(), Two(size=2), mock.Mock(), mock.Mock(), None)
+    beside.run(own, AllocationCounter(str))
+    assert asked == agreed, "though this process has nothing to save"
+    assert [note.partition(" because ")[0] for note in beside._notes] == ["no checkpoint was saved,"] * (
+        "barrier" not in asked
+    )
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_copy_of_the_state_is_in_the_peak_of_a_checkpoint():
@@ -213,6 +231,47 @@ def test_a_trainer_evaluates_and_saves_as_it_is_told():
     assert longer.evaluation_counts.kinds == small.evaluation_counts.kinds
     assert longer.notes[-1] == "the evaluation took the first 8 batches alone"
     assert small.notes[-1:] != longer.notes[-1:]
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns of its own defaults
+def test_lightning_validates_and_saves_as_it_is_told(tmp_path):
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, keeps):
+            super().__init__()
+            self.keeps, self.kept = keeps, []
+            self.layers = nn.Sequential(nn.Linear(32, 1000), nn.Dropout(0.5))
+
+        def training_step(self, batch):
+            return self.layers(batch).square().mean()
+
+        def validation_step(self, batch):
+            self.kept = [*self.kept, self.layers(batch)][-self.keeps :]
+
+        def on_validation_epoch_end(self):
+            self.kept = []
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def of(*loaders, keeps=1, saves=True):
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=saves, logger=False
+        )
+        return measured(MINE, lambda setup: (trainer, Module(keeps), *loaders))
+
+    trains, validates = (DataLoader(torch.ones(number, 32), batch_size=4) for number in (40, 36))
+    neither, small, large = of(trains, saves=False), of(trains, validates), of(trains, validates, keeps=6)
+    assert {"evaluate", "checkpoint"} & neither.phase_peak_bytes.keys() == set()
+    assert small.phase_peak_bytes.keys() == {*neither.phase_peak_bytes, "evaluate", "checkpoint"}
+    for figure in ("peak_allocated_bytes", "losses"):
+        assert getattr(small, figure) == getattr(large, figure) == getattr(neither, figure), figure
+    assert small.counts == large.counts, "without validation, Lightning itself calls fewer functions"
+    # Of one that is kept, the one before lives until the next one is there. Gradients, which are larger, are gone by then.
+    assert large.phase_peak_bytes["evaluate"] - small.phase_peak_bytes["evaluate"] == 5 * 4 * 1000 * 4
+    assert small.notes[-1] == "the evaluation took the first 8 batches alone"
+    assert small.kept_behind == {"evaluate": 0, "checkpoint": 0}
 
 
 @pytest.mark.parametrize("times", [0, 1])

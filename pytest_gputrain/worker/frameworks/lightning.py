@@ -83,22 +83,24 @@ class TrainerLoop:
 
     def _begin(self) -> None:
         """Note that the training begins, so that it is known whether the trainer validates."""
-        if self._trainer.enable_validation:
-            self._beside.evaluate = self._beside.evaluate or self._validate
+        if self._trainer.enable_validation and self._beside.evaluate is None:
+            self._beside.evaluate, self._beside.prepare = self._validate, self._let_gradients_go
+
+    def _let_gradients_go(self) -> None:
+        """Let go of the gradients before a validation, as the trainer does."""
+        if not self._trainer.fit_loop.epoch_loop._should_accumulate():
+            self._trainer.lightning_module.on_validation_model_zero_grad()
 
     def _validate(self) -> None:
         """Validate as the trainer does between two steps, on the first batches of each loader."""
         trainer = self._trainer
-        epoch_loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
-        loop = epoch_loop.val_loop
+        loop, connector = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector
         loop.setup_data()
         if any(number > MOST_BATCHES for number in loop._max_batches):
             self._beside.notes = (FIRST_BATCHES,)
             loop._max_batches = [min(number, MOST_BATCHES) for number in loop._max_batches]
         first_iteration = connector._first_loop_iter
         trainer.validating = True
-        if not epoch_loop._should_accumulate():
-            trainer.lightning_module.on_validation_model_zero_grad()
         loop.run()
         trainer.training = True
         connector._first_loop_iter = first_iteration
