@@ -20,7 +20,7 @@ from pytest_gputrain.gate.expected_times import describe_slowdown
 from pytest_gputrain.gate.memory import PHASES, describe_memory, in_phase, is_memory_metric
 from pytest_gputrain.gate.messages import OtherSide, describe_checkpointing, describe_metric
 from pytest_gputrain.gate.own_training import lost_tensors, other_shapes
-from pytest_gputrain.gate.step_memory import judge_kept, judge_steps
+from pytest_gputrain.gate.step_memory import judge_heap, judge_left_behind, judge_steps
 from pytest_gputrain.gate.work import WORK, describe_work, flops_apart
 from pytest_gputrain.records import (
     FAILING,
@@ -259,7 +259,7 @@ def _metrics(before: EmulatedRun, now: EmulatedRun, *, work_rose: bool) -> Itera
         allowed_growth=now.allowed_growth,
     ):
         yield steps.verdict
-    for kept in judge_kept([now], [before], allowed_growth=now.allowed_growth):
+    for kept in (*judge_heap([now], [before], allowed_growth=now.allowed_growth), *judge_left_behind([now], [before])):
         yield kept.verdict
     for name in WORK:
         value, baseline = getattr(now, name), getattr(before, name)

@@ -14,7 +14,7 @@ import msgspec
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.criteria import Judged
 from pytest_gputrain.gate.messages import count, describe_metric, describe_process_count, listed
-from pytest_gputrain.gate.step_memory import STEP_METRICS, judge_kept, judge_steps
+from pytest_gputrain.gate.step_memory import STEP_METRICS, judge_heap, judge_left_behind, judge_steps
 from pytest_gputrain.gate.step_times import exceeds
 from pytest_gputrain.records import (
     BaselineRun,
@@ -33,9 +33,14 @@ SHARED_CPU_RATIO: Final = 0.1
 """Least memory tolerance for several processes on a CPU: the threads of gloo let go of a buffer sooner or later, which moved
 the peak of tiny models under FSDP2 by up to 7.3 % from run to run."""
 
-_SHARED_CPU_PHASE_RATIO: Final = 0.5
-"""The same for a phase, as a share of that peak. DDP sends a flattened copy of all parameters while it is built, and the
-peak of training is at least twice as large; that copy, let go of late, was 15.4 % of the peak of the click-through model."""
+_SHARED_CPU_PHASE_RATIO: Final = 0.2
+"""The same for a phase, as a share of that peak. Two buffers of FSDP2 that were let go of late were 13 % of it in one of
+four busy runs. On torch 2.13 six runs of DDP and six of FSDP2, beside 30 busy ones, took the same bytes in each phase."""
+
+_SHARED_CPU_FIRST_RATIO: Final = 0.5
+"""The same for the build and the forward pass that comes next. DDP sends a flattened copy of all parameters while it is
+built, and the peak of training is at least twice as large; that copy, let go of late, was 15.4 % of the peak of the
+click-through model."""
 
 PHASES: Final[dict[MetricName, TrainingPhase]] = {
     "build_peak_bytes": "build",
@@ -131,25 +136,38 @@ def judge_memory(
         most=most,
     )
     whole = rule.judge("peak_allocated_bytes", values, peaks)
-    if on_cpu and not alone:
+
+    def rule_of(phase: TrainingPhase) -> _MemoryLimit:
+        if alone or not on_cpu:
+            return rule
         # A buffer that outlives its phase adds the same bytes to a small phase, so the tolerance is in bytes of the largest.
-        rule = rule._replace(ratio=0.0, slack=rule.slack + round(max(rule.ratio, _SHARED_CPU_PHASE_RATIO) * max(peaks)))
-    judged = [whole, *_phases(whole.verdict, measured, fitted, rule, again)]
-    if on_cpu and not rule.exact:  # Threads or processes decide what is still alive at the end of a step.
-        return judged
-    settled, allowed = rule.exact or len(measured) >= most, measured[0].allowed_growth
-    judged += judge_steps(whole.verdict, measured, fitted, rule.judge, allowed_growth=allowed, settled=settled, again=again)
-    return [*judged, *judge_kept(measured, fitted, allowed_growth=allowed, most=most)]
+        share = _SHARED_CPU_FIRST_RATIO if phase in ("build", "forward") else _SHARED_CPU_PHASE_RATIO
+        return rule._replace(ratio=0.0, slack=rule.slack + round(max(rule.ratio, share) * max(peaks)))
+
+    judged = [whole, *_phases(whole.verdict, measured, fitted, rule_of, again)]
+    if rule.exact or not on_cpu:  # Threads or processes on a CPU decide what is still alive at the end of a step.
+        settled, growth = rule.exact or len(measured) >= most, measured[0].allowed_growth
+        judged += judge_steps(
+            whole.verdict, measured, fitted, rule.judge, allowed_growth=growth, settled=settled, again=again
+        )
+        judged += judge_heap(measured, fitted, allowed_growth=growth, most=most)
+    if all(run.counted_threads == 1 for run in measured):
+        judged += judge_left_behind(measured, fitted, most)
+    return judged
 
 
 def _phases(
-    whole: MetricVerdict, measured: Sequence[Measurement], fitted: Sequence[BaselineRun], rule: _MemoryLimit, again: str
+    whole: MetricVerdict,
+    measured: Sequence[Measurement],
+    fitted: Sequence[BaselineRun],
+    rule_of: Callable[[TrainingPhase], _MemoryLimit],
+    again: str,
 ) -> Iterator[Judged[MetricVerdict]]:
     for name, phase in PHASES.items():
         values = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
         peaks = [run.phase_peak_bytes[phase] for run in fitted if phase in run.phase_peak_bytes]
         if values and peaks:
-            peak = rule.judge(name, values, peaks)
+            peak = rule_of(phase).judge(name, values, peaks)
             # A note about the peak of training is not repeated for each phase.
             is_repeated = peak.verdict.note == whole.note
             yield peak._replace(verdict=msgspec.structs.replace(peak.verdict, note="")) if is_repeated else peak

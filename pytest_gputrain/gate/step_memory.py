@@ -81,11 +81,11 @@ def judge_steps(
         yield peak
 
 
-def judge_kept(
+def judge_heap(
     measured: Sequence[KeepsMemory], fitted: Sequence[KeepsMemory], *, allowed_growth: int = 0, most: int = 1
 ) -> Iterator[Judged[MetricVerdict]]:
-    """Judge what steps leave on the heap of the host, where no tensors of a GPU are, and the tensors that an evaluation or
-    saving a checkpoint leaves behind; nothing if the baseline has no such figure.
+    """Judge what steps leave on the heap of the host, where no tensors of a GPU are; nothing if the baseline has no such
+    figure.
 
     Args:
         allowed_growth: bytes that steps may keep each time.
@@ -97,7 +97,14 @@ def judge_kept(
         "without detach(), and for arrays in lists and caches"
     )
     limit = max(before, default=0) * (1 + _HEAP_RATIO) + max(LEAST_HEAP, allowed_growth)
-    yield from _judge_kept("heap_growth", now, before, limit, note, most)
+    return _judge_kept("heap_growth", now, before, limit, note, most)
+
+
+def judge_left_behind(
+    measured: Sequence[KeepsMemory], fitted: Sequence[KeepsMemory], most: int = 1
+) -> Iterator[Judged[MetricVerdict]]:
+    """Judge the tensors that an evaluation or saving a checkpoint leaves behind; nothing if the baseline has no such
+    figure."""
     for name, (phase, what) in _KEPT.items():
         now, before = ([run.kept_behind[phase] for run in side if phase in run.kept_behind] for side in (measured, fitted))
         note = f"leaves {{}} of tensors behind {what} ({{}} before)"

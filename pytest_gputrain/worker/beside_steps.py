@@ -9,6 +9,7 @@ import random
 import shutil
 import socket
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,8 @@ from pytest_gputrain.worker.training import OwnCodeTraining, Trainable
 
 MOST_SAVED: Final = 4 * GiB
 """The most memory in use at which a checkpoint is saved: it may write as much."""
+_LETTING_GO: Final = 0.2
+"""Seconds in which gloo's threads let go of buffers that nobody uses any more."""
 _OF_CACHES: Final = ("mallocs", "frees")
 """What depends on what the steps before have left in the caches of allocators."""
 
@@ -143,11 +146,17 @@ class BesideSteps:
         """Return the bytes in tensors now."""
         return counter.live_bytes if counter else self._device.allocated_bytes() or 0
 
+    def _left(self, counter: AllocationCounter | None) -> int:
+        """Return the bytes in tensors that no garbage, and no buffer that another process got, holds any more."""
+        gc.collect()
+        if counter is not None and self._group.size > 1:
+            time.sleep(_LETTING_GO)
+        return self._in_use(counter)
+
     @contextlib.contextmanager
     def _phase(self, phase: TrainingPhase, counter: AllocationCounter | None) -> Iterator[None]:
         """Provide a context for a phase, whose peak is taken."""
-        gc.collect()
-        before, events = self._in_use(counter), len(counter.trace.events) if counter else 0
+        before, events = self._left(counter), len(counter.trace.events) if counter else 0
         if counter is not None:
             counter.phases.begin_beside_steps(phase)
             yield
@@ -159,10 +168,10 @@ class BesideSteps:
             self._device.reset_peaks()
             yield
             self._peaks[phase] = self._device.peaks().allocated or 0
-        gc.collect()
+        left = self._left(counter)
         # Data that were there before are known from the first look on.
         _, given = counter.trace.bytes_of({GIVEN}, events) if counter else (0, 0)
-        self._kept[phase] = max(0, self._in_use(counter) - before - given)
+        self._kept[phase] = max(0, left - before - given)
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:

@@ -163,11 +163,14 @@ def test_a_heap_that_one_side_lacks_is_named_if_the_baseline_has_it():
     assert _judge_heap(None)[1] == "not-comparable"
 
 
+@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize(("phase", "said"), [("evaluate", "its evaluation"), ("checkpoint", "a checkpoint")])
-def test_more_left_behind_beside_the_steps_fails(phase, said):
-    def judge(now, before):
-        reply = measurement(environment=CPU, kept_behind={phase: now} if now is not None else {})
-        stored = baseline_run(environment=CPU, kept_behind={phase: before} if before is not None else {})
+def test_more_left_behind_beside_the_steps_fails(phase, said, processes):
+    here = cpu_environment(device_count=processes)
+
+    def judge(now, before, **fields):
+        reply = measurement(environment=here, kept_behind={phase: now} if now is not None else {}, **fields)
+        stored = baseline_run(environment=here, kept_behind={phase: before} if before is not None else {})
         verdict = judged([reply] * 2, baseline(stored), TOLERANCE).verdict
         return verdict.sentence, {metric.metric: metric.status for metric in verdict.metrics}.get(f"{phase}_kept_bytes")
 
@@ -177,3 +180,4 @@ def test_more_left_behind_beside_the_steps_fails(phase, said):
     assert judge(100 + LEAST_RISE, 100)[1] == "pass"
     assert judge(384 * KiB, None)[1] is None
     assert judge(None, 100)[1] is None
+    assert judge(384 * KiB, 100, counted_threads=2)[1] is None, "own threads decide what lives"

@@ -3,6 +3,7 @@
 import itertools
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from zoo_examples import measured, refused, task_of
 
 from pytest_gputrain import Case
+from pytest_gputrain.worker import beside_steps
 from pytest_gputrain.worker.allocations import AllocationCounter
 from pytest_gputrain.worker.beside_steps import MOST_SAVED, BesideSteps
 from pytest_gputrain.worker.device import Cpu
@@ -112,6 +114,23 @@ def test_what_an_evaluation_keeps_is_no_peak_of_steps():
     assert kept
     assert with_it.peak_allocated_bytes == without.peak_allocated_bytes
     assert with_it.phase_peak_bytes.items() >= without.phase_peak_bytes.items()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_another_process_was_sent_is_not_left_behind(processes, monkeypatch):
+    """A thread of gloo lets go of it when it comes to it."""
+    sent = []
+    monkeypatch.setattr(beside_steps.time, "sleep", lambda seconds: sent.clear())
+    own = object.__new__(OwnCodeTraining)
+    own.__dict__ |= {"model": None, "beside": Beside(evaluate=lambda: sent.append(torch.ones(1000)))}
+    counter, group = AllocationCounter(str), Group(size=processes, simulated=True)
+    beside = BesideSteps(task_of(MINE), Cpu(), group, mock.Mock(), mock.Mock(), None)
+    with counter:
+        counter.begin_step()
+        beside.run(own, counter)
+    figures = msgspec.defstruct("Figures", ["kept_behind", "evaluation_counts", ("notes", tuple, ())])
+    told = beside.behind_checks(own, figures({}, None), counts=False)
+    assert told.kept_behind == {"evaluate": 4000 * (processes == 1)}
 
 
 @pytest.mark.parametrize(
