@@ -27,7 +27,7 @@ def train(setup):
     loader = DataLoader([graph(20 + number % 40) for number in range(4 * setup.case.batch_size)], setup.case.batch_size)
     model = Model().to(setup.device)
     optimizer = torch.optim.Adam(model.parameters(), **FOREACH)
-    plant(model.head, optimizer)
+    plant(model.first, optimizer)
     setup.watch(model)
 
     def loss_of(batch):
