@@ -176,8 +176,7 @@ def _is_number(text: str) -> bool:
 
 
 def _decided(case: Case) -> dict[str, tuple[str, Any]]:
-    """Return the options that fields of the case decide, each with the fields' names and the value that follows from
-    them."""
+    """Return the options that fields of the case decide, each with the fields' names and its value."""
     zero = _ZERO
     samples = case.batch_size * case.gradient_accumulation
     options: dict[str, tuple[str, Any]] = {

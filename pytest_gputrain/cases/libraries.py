@@ -19,8 +19,8 @@ LIBRARIES: Final = ("torch", "transformers", "diffusers", "peft", "accelerate", 
 
 
 def libraries(case: Case) -> tuple[str, ...]:
-    """Return the training libraries whose code decides what the case allocates and computes; all of them for own code, which
-    nobody knows."""
+    """Return the training libraries whose code decides what the case allocates and computes. For own code, of which nothing
+    is known, these are all."""
     if case.code:
         return LIBRARIES
     used = {"torch", *(part.library for part in architectures()[case.model].parts.values())}

@@ -176,7 +176,7 @@ def _put(host: _Host, marker: str, body: str) -> str:
         raise _Failed(f"{host.me[1]} does not tell whose token this is: {json.dumps(answer)}") from None
 
     def is_ours(comment: Any) -> bool:
-        author = comment.get(host.author) or {}  # of an account that was deleted there is none
+        author = comment.get(host.author) or {}  # the account of a comment may be deleted
         return author.get("id") == me and str(comment.get("body", "")).startswith(marker)
 
     number = next((comment["id"] for comment in _comments(host) if is_ours(comment)), None)

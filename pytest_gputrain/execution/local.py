@@ -184,7 +184,7 @@ class LocalExecutor(Executor[Reply]):
 
 @contextlib.contextmanager
 def _lease(gpus: tuple[Gpu, ...], count: int) -> Iterator[tuple[Gpu, ...]]:
-    """Lease this many of the GPUs, or as many cores of a machine that has none."""
+    """Lease this many of the GPUs, or as many cores of a machine without GPUs."""
     if not gpus:
         with lease_cores(count):
             yield ()

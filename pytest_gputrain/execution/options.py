@@ -153,19 +153,19 @@ def parse_memory_tolerance(text: str) -> object:
 
 
 def parse_count_tolerances(text: str) -> object:
-    from pytest_gputrain.records.tolerance import parse_count_tolerances  # as above
+    from pytest_gputrain.records.tolerance import parse_count_tolerances  # likewise
 
     return parse_count_tolerances(text)
 
 
 def parse_axes(text: str) -> object:
-    from pytest_gputrain.cases.sweep import parse_axes  # as above
+    from pytest_gputrain.cases.sweep import parse_axes  # likewise
 
     return parse_axes(text, MARKERS)
 
 
 def parse_platform(text: str) -> str:
-    from pytest_gputrain.utils.suggest import did_you_mean  # as above
+    from pytest_gputrain.utils.suggest import did_you_mean  # Only a misspelt word needs it.
 
     if text not in MARKERS:
         raise ValueError(f"{text!r} is unknown{did_you_mean(text, MARKERS)}; known: {', '.join(MARKERS)}")

@@ -182,7 +182,7 @@ class Board:
         raise UnknownKernel(name)
 
     def work(self, operator: str, work: OperatorWork, dtype: str) -> float:
-        """Return about the seconds of all calls of an operator, each of average size.
+        """Return about how many seconds all calls of an operator take, each with the average size.
 
         Args:
             dtype: of their tensors, as rates.toml names it.

@@ -132,7 +132,7 @@ def _abandoned(root: Path, without_cases: Set[Path]) -> set[str]:
 def _unclaimed(
     settings: Settings, results: Sequence[Result], files: WholeFiles, abandoned: Set[str], host: Callable[[], Host | None]
 ) -> Iterator[_Unclaimed]:
-    """Yield the entries of the suites that were seen as a whole, on the devices of the results."""
+    """Yield stored entries that no test asked for, of suites that were seen as a whole, on the devices of the results."""
     if not _asks_for_every_case(settings):
         return
     paths: defaultdict[str, list[Path]] = defaultdict(list)

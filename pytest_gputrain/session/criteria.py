@@ -191,7 +191,7 @@ class CriteriaLookup:
         return self._priors[device, suite]
 
     def _baseline(self, suite: str, key: str, task: Task, host: Host) -> tuple[Baseline | None, str]:
-        """Find the case's baseline, and for a missing one say what else there is."""
+        """Find the case's baseline, or say what else there is if it is missing."""
         device = host.device
         if self._report is not None:
             return self._report.get(device, suite, key, task.variables_digest), ""

@@ -51,7 +51,7 @@ class Replies:
     def take(
         self, task: Task, runs: int, *, inline: bool = False, builder: Any = None, before: tuple[Reply, ...] = ()
     ) -> tuple[Reply, ...]:
-        """Run fresh processes until there are at least this many replies, fewer only where one gave no figures.
+        """Run fresh processes until there are at least this many replies; fewer if one gave no figures.
 
         Args:
             before: replies of the same test that are there already.

@@ -233,7 +233,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
 
     @abstractmethod
     def _own(self, entry: _Entry) -> dict[str, Any]:
-        """Return the fields of an entry as they stand in the file, which need not have what it shares."""
+        """Return an entry's own fields as the file has them, which may lack the part that it shares."""
 
     @abstractmethod
     def _stored(self, entries: Iterable[tuple[str, dict[str, Any]]]) -> Any:
@@ -320,7 +320,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         return (json_text.short_rows(json_text.short_lists(part)) for part in json_text.document(frame, cases))
 
     def _part(self, entry: _Entry) -> Struct | dict[str, Any]:
-        """Return what the entry shares with others, with what a newer version has added."""
+        """Return the part of an entry that others share, with what a newer version has added to it."""
         as_read = self._as_read.get(id(entry))
         return as_read.shared if as_read else self._shared(entry)
 

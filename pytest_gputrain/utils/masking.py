@@ -56,7 +56,7 @@ def masked(arguments: Iterable[str]) -> tuple[str, ...]:
 
 
 def told(arguments: Sequence[str]) -> str:
-    """Say that something is masked in these arguments; empty if nothing is."""
+    """Return a note if something is masked in these arguments; empty if nothing is."""
     changed = masked(arguments) != tuple(arguments)
     return f"what looks like a secret in the command line is {MASK} in the report" if changed else ""
 

@@ -193,7 +193,7 @@ def resizes_noted_by(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[N
 
 @contextlib.contextmanager
 def _frees_of_received_noted() -> Iterator[None]:
-    """Provide a context in which a storage that another process sent is known to be freed at once.
+    """Provide a context in which the end of a storage that another process sent is noted at once.
 
     In torch 2.9 the Python object of a storage lives on as long as C++ has a weak reference to it, and
     ``torch.multiprocessing`` keeps one to each storage that it received.
@@ -215,7 +215,7 @@ def _frees_of_received_noted() -> Iterator[None]:
 
 @functools.cache
 def name_of(operator: Any) -> str:
-    """Return the name of an operator without that of its overload: ``aten.mm``."""
+    """Return the name of an operator without its overload: ``aten.mm``."""
     return str(getattr(operator, "overloadpacket", operator))
 
 

@@ -84,8 +84,8 @@ class ShapesNoted:
 
 
 def _called(model: nn.Module | None) -> Iterator[nn.Module]:
-    """Yield the modules that are called: the model, or the parts of a container, which nobody can call. A scripted module
-    takes no hooks."""
+    """Yield the modules whose calls are noted: the model, or the parts of a container, which nobody can call. A scripted
+    module takes no hooks."""
     if model is None or isinstance(model, RecursiveScriptModule):
         return
     if type(model) in (nn.ModuleList, nn.ModuleDict):

@@ -48,8 +48,7 @@ def compile_time() -> str:
 
 
 def uncompiled(case: Case) -> contextlib.AbstractContextManager[Any]:
-    """Provide a context in which a compiled model runs as it is: compiled code has operators of its own, and a graph
-    none."""
+    """Provide a context in which a compiled model runs without its compiled code, whose operators are others."""
     return contextlib.nullcontext() if case.compile == "off" else torch.compiler.set_stance("force_eager")
 
 

@@ -142,7 +142,7 @@ class CountedSteps:
         return self._steps[index] if self._steps else None
 
     def kind_of(self, judged: Causes, *, update: bool) -> int | None:
-        """Return the kind of the steps that ask for the same as a further one; None if no step does.
+        """Return the kind of the steps that ask for the same as a further step; None if no step does.
 
         Args:
             judged: what asked for something in the further step.

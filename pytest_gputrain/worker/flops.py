@@ -180,7 +180,7 @@ def device_of(args: Any) -> str:
 
 
 def type_of(args: Any) -> torch.dtype | None:
-    """Return the type of an operator's first tensor, which has that of all its operands."""
+    """Return the type of an operator's first tensor, which all its operands share."""
     dtype = next((value.dtype for value in args if isinstance(value, torch.Tensor)), None)
     return dtype.to_real() if dtype and dtype.is_complex else dtype
 

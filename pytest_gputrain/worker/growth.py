@@ -96,7 +96,7 @@ class Growth:
         begin_step: Callable[[], None],
         end_step: Callable[[], None],
     ) -> Steps:
-        """Have the counted rounds run: the first makes the optimizer's states, the second finds them there.
+        """Have the counted rounds run: the first makes the optimizer's states, and the second uses them.
 
         Two more tell whether tensors are left over. Garbage is collected between these, so that it adds nothing to the peak.
 

@@ -316,7 +316,7 @@ def _device(index: int, peaks: Counter[str], snapshot: dict[str, Any]) -> dict[s
 
 
 def find_peak(events: Trace, at_end: int) -> tuple[int, int]:
-    """Find after which event most bytes were in use, from how many are at the end, and how many these were.
+    """Find the event after which most bytes were in use, and these bytes, going back from the bytes at the end.
 
     From the end, since only the last events are kept.
     """

@@ -279,7 +279,7 @@ def _kind_of(func: Any) -> tuple[CountName | None, str]:
 
 
 def _what_is_read(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the arguments of an operator whose values the host of a GPU would wait for; none of most operators."""
+    """Return the arguments whose values a host would wait for on a GPU. Most operators have none."""
     name = name_of(func)
     if places := _READ.get(name):
         return [] if kwargs.get("output_size") is not None else list(tensors_of(args[places]))

@@ -1,4 +1,4 @@
-"""Finds where CPython keeps what a stack of Python consists of, so that the stand-ins can read the stack of a thread.
+"""Finds the offsets of CPython's structures, so that the stand-ins can read the Python stack of a thread.
 
 The offsets in CPython's structures differ between its versions. They are found by comparing memory with what Python itself
 says of this module's own frames, and then checked: the stand-ins' answer has to be Python's.
@@ -133,7 +133,7 @@ class _Finder:
         raise StopIteration("the current frame of a thread")
 
     def _instruction(self, in_frame: Iterable[int], frame: FrameType) -> tuple[int, int]:
-        """Return where a frame has its instruction, and where a code object has the first one."""
+        """Return the offsets of the instruction in a frame, and of the first instruction in a code object."""
         start = id(frame.f_code)
         size = frame.f_code.__sizeof__()
         place, word = next((place, word) for place, word in enumerate(in_frame) if start < word < start + size)

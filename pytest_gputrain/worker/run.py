@@ -124,7 +124,7 @@ def run(
 def _keep_emulated(
     keep: Keep, task: Task, device: Device, emulated: EmulatedFigures, figures: Measurement | Served | EmulatedRun
 ) -> None:
-    """Keep figures as what they are of an emulated GPU: those of a measurement have times."""
+    """Keep a measurement's figures as those of an emulated GPU, which have no times."""
     assert isinstance(figures, Measurement), "the first worker of a case measures, and it alone runs there"
     keep(emulated_run(figures, task, device, emulated))
 
@@ -229,7 +229,7 @@ def _mixed_types(error: Exception, case: Case) -> str:
 
 
 def of_config(crashed: Crashed, task: Task, error: BaseException) -> Crashed:
-    """Return the reply, with the model in its sentence where the config.json that it is known by is what is wrong.
+    """Return the reply; its sentence names the model if the model's config.json is what is wrong.
 
     That is proven where a library fails in plain full fine-tuning. Adapters, engines and knobs have faults of their own.
     """

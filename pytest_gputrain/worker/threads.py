@@ -110,7 +110,7 @@ def countable_threads() -> Iterator[None]:
 
 
 def _relayed() -> contextlib.AbstractContextManager[None]:
-    """Provide a context in which this thread is counted, where something is, and it is not already."""
+    """Provide a context in which this thread is counted, too, if anything is."""
     seen = any(isinstance(mode, _Relay | SharedMode) for mode in _get_current_dispatch_mode_stack())
     if seen or not _entered:
         return contextlib.nullcontext()

@@ -394,7 +394,7 @@ class OwnCodeTraining:
 
 
 def _apart(case: Case, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of a build none of whose weights stay: QLoRA packs them, and FSDP2 takes shards of them.
+    """Return the context of a build whose weights are all replaced: QLoRA packs them, and FSDP2 takes shards of them.
 
     In a memory pool of its own, because torch's allocator would else put shards into the holes that packed weights leave,
     and could give back none of these. Programs that load one part of the model at a time have no such holes.

@@ -52,7 +52,7 @@ def do(python: str, order: bytes, shared: str) -> Iterator[str | bytes]:
 
 
 def serve_node(python: str, shared: str) -> None:
-    """Take part in the order in ``shared``, on another node than its first, until it is delivered."""
+    """Take part in the order in ``shared`` as one of its further nodes, until it is delivered."""
     process = _start(python, [shared, _address(), "node"], subprocess.DEVNULL)
     _wait(process, lambda: not Path(shared).exists() or Path(shared, DELIVERY).exists())
 

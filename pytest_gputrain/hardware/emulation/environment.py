@@ -42,7 +42,7 @@ _OF_REAL_GPUS: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 def emulated_environment(
     environ: Mapping[str, str], libraries: StandIns, description: str, *, state: Path | None = None
 ) -> dict[str, str]:
-    """Make an environment like this one, but with emulated GPUs in place of the host's, or of those that it emulates.
+    """Make an environment like this one, but with emulated GPUs in place of real ones, or of those that it emulates already.
 
     Args:
         description: of the GPUs, by `boards.describe`.

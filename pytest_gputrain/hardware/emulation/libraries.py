@@ -242,7 +242,7 @@ def is_nvidias(soname: str) -> bool:
 
 
 def needed_functions(torch: Torch, users: Iterable[Path]) -> dict[str, Functions]:
-    """Find the functions that these libraries need, by the library of NVIDIA's that has them."""
+    """Find the functions that these libraries need, by NVIDIA's library that has them."""
     needed: dict[str, Functions] = {soname: {} for soname in _OPENED}
     unversioned: dict[str, None] = {}
     for path in users:

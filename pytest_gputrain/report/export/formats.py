@@ -120,7 +120,7 @@ def _csv_row(report: Report, result: Result, point: Point | None) -> list[object
 
 
 def _kind(result: Result) -> str:
-    """Return what the name of a figure begins with that was not measured."""
+    """Return the prefix of the name of a figure that was not measured."""
     return "emulated " if isinstance(result, Emulated) else ""
 
 

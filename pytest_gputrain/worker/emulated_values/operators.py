@@ -376,7 +376,7 @@ class Operators:
         return run
 
     def _draw(self, original: _Kernel, name: str) -> _Kernel:
-        """Return an operator that draws random numbers, which follow from the state that its generator had before."""
+        """Return an operator that draws random numbers, which follow from the state of its generator before."""
         contents, draw = self.contents, random_numbers.DRAWN[name]
         in_place, captures = name.partition(".")[0].endswith("_"), self.graphs.captures
 
@@ -667,7 +667,7 @@ class Operators:
         return run
 
     def _coalesce(self, original: _Kernel) -> _Kernel:
-        """Answer how many elements of a sparse tensor differ in their place."""
+        """Answer how many elements of a sparse tensor have different places."""
         contents, values = self.contents, self.values
 
         def run(keys: Any, tensor: Tensor) -> Any:
@@ -741,7 +741,7 @@ def _with_tensors(arguments: Any, places: list[int]) -> Any:
 
 
 def _leave_to_python(function: _Kernel) -> None:
-    """Keep torch.compile from compiling this replacement of an operator if compiled code calls the operator from Python."""
+    """Keep torch.compile from compiling this replacement of an operator, which compiled code may call from Python."""
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     frames.set_code_exec_strategy(function.__code__, skip)

@@ -357,7 +357,8 @@ def _loaded_at_once(tensor: Tensor) -> int:
 def _multinomial(
     stream: Stream, read: _Read, targets: Sequence[Tensor], scores: Tensor, samples: int, replacement: bool = False
 ) -> _Values:
-    """Draw by the sums of the scores up to each; other draws of torch's are made of operators that are followed anyway."""
+    """Draw by the cumulative sums of the scores. torch makes its other multinomial draws of operators that are followed
+    anyway."""
     if not replacement or samples == 1 or scores.dtype not in (torch.float32, torch.float64):
         return [None]
     values = read(scores)

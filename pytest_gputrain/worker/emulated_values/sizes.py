@@ -34,7 +34,7 @@ def _distinct(tensor: Tensor, count: int) -> int:
 
 
 def repeated_nonzero(tensor: Tensor) -> int | None:
-    """Count the elements of a known tensor that are not zero, if it is large only because `expand` repeats its elements."""
+    """Count the elements that are not zero of a known tensor which is large only because `expand` repeats its elements."""
     once = tensor[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
     if not is_small(once) or tensor.numel() > _MOST_NONZERO:
         return None

@@ -40,5 +40,5 @@ def elements(tensor: Tensor) -> Tensor:
 
 
 def most_places(tensor: Tensor) -> int:
-    """Return how many elements of a sparse tensor differ in their place, if as many do as can."""
+    """Return how many different places the elements of a sparse tensor have at most."""
     return min(tensor._nnz(), math.prod(tensor.size()[: tensor.sparse_dim()]))

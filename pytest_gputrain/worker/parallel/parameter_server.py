@@ -82,7 +82,7 @@ class ParameterServer(Engine):
 
 
 class Lookup(nn.Module):
-    """Stands in place of an nn.Embedding: the same rows, from the servers."""
+    """Replaces an nn.Embedding by rows from the servers."""
 
     def __init__(self, table: int, tables: Tables) -> None:
         super().__init__()

@@ -197,19 +197,19 @@ def sparse_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def dispatch(values: Tensor, rank: int, tag: int) -> None:
-    """Send a tensor, or nothing if it is empty; returns once it may change again."""
+    """Send a tensor, unless it is empty, and return when the tensor may be changed again."""
     work = post(values, rank, tag)
     if work is not None:
         work.wait()
 
 
 def post(values: Tensor, rank: int, tag: int) -> dist.Work | None:
-    """Begin to send a tensor, which must neither change nor go before the end of what is returned; None if it is empty."""
+    """Begin to send a tensor, and return the work to wait for before the tensor changes or goes; None if it is empty."""
     return dist.isend(_bytes(values), dst=rank, tag=tag) if values.numel() else None
 
 
 def receive(values: Tensor, rank: int, tag: int) -> None:
-    """Fill ``values`` by what `dispatch` sent."""
+    """Receive into ``values`` what `dispatch` sends."""
     if values.numel():
         dist.recv(_bytes(values), src=rank, tag=tag)
 

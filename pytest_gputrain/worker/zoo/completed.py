@@ -352,13 +352,13 @@ def _config(config_class: Any, given: dict[str, Any]) -> tuple[dict[str, Any], A
 
 
 def _layers_key(config: Any) -> str:
-    """Return the key that counts the model's blocks: another where the class derives ``num_hidden_layers`` of it."""
+    """Return the key that counts the model's blocks. It is another one if ``num_hidden_layers`` follows from it."""
     key: str = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     return next((source for source in sorted(_sources(type(config), key)) if type(getattr(config, source)) is int), key)
 
 
 def _is_told(config_class: Any, key: str, given: Collection[str]) -> bool:
-    """Tell whether the given keys have one by any of its names, or what the class derives it of."""
+    """Tell whether the given keys have one by any of its names, or one that the class derives it from."""
     sources = _sources(config_class, key)
     own = config_class.attribute_map.get(key, key)
     return key in given or own in given or any(name in sources or _sources(config_class, name) & sources for name in given)
@@ -374,7 +374,7 @@ def _sources(config_class: Any, key: str) -> set[str]:
 
 
 def _is_computed(config_class: Any, key: str) -> bool:
-    """Tell whether a class derives a key of others, and takes no value for it, though it may write one."""
+    """Tell whether a class computes a key from others instead of taking a value for it."""
     found = getattr(config_class, config_class.attribute_map.get(key, key), None)
     return isinstance(found, property) and found.fset is None
 

@@ -319,7 +319,8 @@ Conditions = dict[str, Any]
 
 
 def _text(key: str, *, mask: str = "") -> Callable[[Sizes], Conditions]:
-    """Return what makes the embeddings of a text, as wide as a key of the config says, with a mask if it is named."""
+    """Return the function that makes the embeddings of a text, as wide as a key of the config says, with a mask if it is
+    named."""
 
     def conditions(sizes: Sizes) -> Conditions:
         return {"encoder_hidden_states": sizes.embedded(key), **({mask: sizes.mask()} if mask else {})}
@@ -479,7 +480,8 @@ def _hunyuan_dit(sizes: Sizes) -> Conditions:
 
 
 def _classes(key: str) -> Callable[[Sizes], Conditions]:
-    """Return what makes a class for each sample of as many as a key of the config says; nothing if it says none."""
+    """Return the function that draws a class for each sample, of as many as a key of the config says; nothing if it says
+    none."""
 
     def conditions(sizes: Sizes) -> Conditions:
         count = sizes.facts[key]

@@ -84,7 +84,7 @@ _TOKENS: Final = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a config that are others at tiny scale.
+    """Return the keys of a config whose values differ at tiny scale.
 
     Args:
         config: the full-size one, of transformers.
@@ -156,7 +156,7 @@ _TILE: Final = 4
 
 
 def tiny_vision_language_model(facts: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a config of a model of images that are others at tiny scale.
+    """Return the keys of a vision-language config whose values differ at tiny scale.
 
     Args:
         facts: all keys of the full-size one.
@@ -209,7 +209,7 @@ def _tiny_state_space(full: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def tiny_denoiser(like: Part, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a denoiser's config that are others at tiny scale.
+    """Return the keys of a denoiser's config whose values differ at tiny scale.
 
     Args:
         like: the zoo's model of the same class.
