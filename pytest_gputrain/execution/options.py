@@ -153,13 +153,13 @@ def parse_memory_tolerance(text: str) -> object:
 
 
 def parse_count_tolerances(text: str) -> object:
-    from pytest_gputrain.records.tolerance import parse_count_tolerances  # likewise
+    from pytest_gputrain.records.tolerance import parse_count_tolerances
 
     return parse_count_tolerances(text)
 
 
 def parse_axes(text: str) -> object:
-    from pytest_gputrain.cases.sweep import parse_axes  # likewise
+    from pytest_gputrain.cases.sweep import parse_axes
 
     return parse_axes(text, MARKERS)
 
