@@ -39,7 +39,7 @@ def missing(cases: Iterable[Case]) -> tuple[str, ...]:
 
 def how_to_install(names: Sequence[str]) -> str:
     """Return the rest of a sentence about libraries that are missing."""
-    return f"install {'it' if len(names) == 1 else 'them'} with: pip install {' '.join(names)}"
+    return f"install {'it' if len(names) == 1 else 'them'} with: pip install {' '.join(names)} (or pytest-gputrain[suite])"
 
 
 def versions() -> dict[str, str]:

@@ -12,6 +12,7 @@ import msgspec
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.libraries import how_to_install, missing
+from pytest_gputrain.gate.messages import listed
 from pytest_gputrain.cases.validation import complaint, problem
 from pytest_gputrain.gate.fit import Need, judge, largest_batch, need_of, tight
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS
@@ -72,7 +73,7 @@ def possible(cases: Sequence[Case], gpus: Sequence[str]) -> Sorted:
             complaints[wrong].append(case)
     if names := missing(sound):
         lacking_one = [case for case in sound if missing([case])]
-        complaints[f"cannot be predicted without {' and '.join(names)}; {how_to_install(names)}"] = lacking_one
+        complaints[f"cannot be predicted without {listed(names)}; {how_to_install(names)}"] = lacking_one
         sound = [case for case in sound if case not in lacking_one]
     left_out = [f"{_named(those)} {what}" for what, those in complaints.items()]
     asked = []

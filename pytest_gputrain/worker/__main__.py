@@ -110,7 +110,7 @@ def _cannot_import(task: Task, error: Exception) -> str:
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         return f"{sys.executable} cannot import the libraries of this case ({why})"
     if names := missing([task.case]):
-        return f"{sys.executable} cannot import {' and '.join(names)}; {how_to_install(names)} (or pytest-gputrain[suite])"
+        return f"{sys.executable} cannot import {' and '.join(names)}; {how_to_install(names)}"
     return f"{sys.executable} cannot import {error.name or 'torch'} ({error}); install it, or pytest-gputrain[suite]"
 
 

@@ -167,7 +167,7 @@ def test_libraries_that_are_missing_are_named_together_and_the_rest_is_predicted
     assert [case.method for case, _ in asked] == ["full"]
     assert left_out == [
         "the case qwen3-8b-lora-bf16 (and 1 alike) cannot be predicted without peft and bitsandbytes; install them with: "
-        "pip install peft bitsandbytes"
+        "pip install peft bitsandbytes (or pytest-gputrain[suite])"
     ]
 
 
