@@ -132,16 +132,21 @@ def photograph(page: Path, selector: str, name: str, *, width: int, height: int)
         browser.close()
 
 
-def repository(folder: Path) -> Terminal:
-    """Return a terminal in a repository whose branch ``main`` has the inputs and their recorded emulated runs."""
-    for file in ("train.py", "test_train.py"):
-        shutil.copy(INPUTS / file, folder)
+def committed(folder: Path, record: str) -> Terminal:
+    """Return a terminal in a repository whose branch ``main`` has what the folder has, and what ``record`` records."""
     (folder / ".gitignore").write_text(".*\n")
     terminal = Terminal(folder)
     terminal.run("git init --quiet --initial-branch=main", hidden=True)
-    terminal.run("pytest -m h100 --gpu-emulate --gpu-baseline-update", hidden=True)
+    terminal.run(record, hidden=True)
     terminal.commit("Training")
     return terminal
+
+
+def repository(folder: Path) -> Terminal:
+    """Return a terminal in a repository with the inputs and their recorded emulated runs."""
+    for file in ("train.py", "test_train.py"):
+        shutil.copy(INPUTS / file, folder)
+    return committed(folder, "pytest -m h100 --gpu-emulate --gpu-baseline-update")
 
 
 def failing_pull_request(folder: Path) -> None:
@@ -151,6 +156,21 @@ def failing_pull_request(folder: Path) -> None:
     terminal.run("git diff -U0 main | tail -n 2")
     terminal.run("pytest -q -m h100 --gpu-emulate", status=1)
     terminal.draw("failing-pull-request", "A pull request that needs more memory")
+
+
+def waiting_pull_request(folder: Path) -> None:
+    """Run the README's program with one line more, which the README names."""
+    readme = (TOOLS.parent / "README.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    (folder / "benchmarks").mkdir()
+    (folder / "benchmarks" / "test_training.py").write_text(program)
+    gate = "pytest -q benchmarks --gpu-platform=h100 --gpu-emulate"
+    terminal = committed(folder, f"{gate} --gpu-baseline-update")
+    terminal.run("git switch --quiet --create print-loss", hidden=True)
+    terminal.replace("benchmarks/test_training.py", "        yield", "        print(loss.item())\n        yield")
+    terminal.run("git diff -U0 main | tail -n 1")
+    terminal.run(f"{gate} | sed -n 1,4p", status=1)  # as much as the README has room for
+    terminal.draw("waiting-pull-request", "A pull request that makes each step wait for the GPU")
 
 
 def gate_power(folder: Path) -> None:
@@ -211,6 +231,7 @@ def memory_over_steps(folder: Path) -> None:
 
 SCENES: Final[dict[str, Callable[[Path], None]]] = {
     "failing-pull-request": failing_pull_request,
+    "waiting-pull-request": waiting_pull_request,
     "gate-power": gate_power,
     "gate-pace": gate_pace,
     "html-page": html_page,
