@@ -165,12 +165,12 @@ def judge_counts(
 
 
 def with_evaluation(
-    steps: JudgedCounts | None, before: Counts | None, now: Counts | None, terms: CountTerms, again: Counts | None = None
-) -> JudgedCounts | None:
+    steps: JudgedCounts, before: Counts | None, now: Counts | None, terms: CountTerms, again: Counts | None = None
+) -> JudgedCounts:
     """Judge what the evaluation of a case asks for by the same rules, and add it to what the steps do.
 
     Args:
-        steps: what counts say of the steps; None if they are not compared.
+        steps: what counts say of the steps.
         before: the counts of the evaluation; None if there is none. The same for ``now`` and ``again``.
     """
     judged = judge_counts(before, now, terms, again, "in its evaluation") if before and now and terms.mode != "off" else None
@@ -179,13 +179,12 @@ def with_evaluation(
     status: Status = "regressed" if judged.worse else "inconclusive" if judged.doubtful else "pass"
     status = "improved" if status == "pass" and judged.better else status
     metric = MetricVerdict(metric="evaluation_counts", status=status, note="; ".join(judged.told))
-    of_steps = steps or UNJUDGED
-    return of_steps._replace(
-        metrics=(*of_steps.metrics, metric),
-        worse=(*of_steps.worse, *judged.worse),
-        doubtful=(*of_steps.doubtful, *judged.doubtful),
-        better=(*of_steps.better, *judged.better),
-        told=(*of_steps.told, *judged.told),
+    return steps._replace(
+        metrics=(*steps.metrics, metric),
+        worse=(*steps.worse, *judged.worse),
+        doubtful=(*steps.doubtful, *judged.doubtful),
+        better=(*steps.better, *judged.better),
+        told=(*steps.told, *judged.told),
     )
 
 
@@ -293,15 +292,7 @@ class _Rule:
             chosen, shown = above, max(failing, key=more.__getitem__)
         elif grown:
             chosen, shown = grown, max(grown, key=more.__getitem__)
-            passes = (
-                "which is not judged"
-                if self._only_told
-                else f"which passes because the step {'reads fewer values' if self._on_cpu else 'waits less for the GPU'}"
-                if shown in excused
-                else "which passes outside of steady steps"
-                if shown in above
-                else "within the limit"
-            )
+            passes = self._why_it_passes(shown, above, excused)
         elif below and not self._only_told:
             status, chosen, shown = "improved", below, min(below, key=more.__getitem__)
         else:
@@ -321,6 +312,14 @@ class _Rule:
             when = f"in step {pair.step + 1}" if len(chosen) == 1 else f"in {len(chosen)} of its {len(pairs)} steps"
         difference = Difference(self._figure, self._parts, pair.step, pair.before, pair.now, when)
         return _Finding(metric, difference, passes, pair.step)
+
+    def _why_it_passes(self, at: int, above: Sequence[int], excused: Sequence[int]) -> str:
+        """Say why growth passes in a step, of those that are above their limits or excused."""
+        if self._only_told:
+            return "which is not judged"
+        if at in excused:
+            return f"which passes because the step {'reads fewer values' if self._on_cpu else 'waits less for the GPU'}"
+        return "which passes outside of steady steps" if at in above else "within the limit"
 
     def _values(self, counts: Counts) -> list[int]:
         return [self._value(counts.kinds[kind]) for kind in counts.steps]

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from pytest_gputrain.cases.identity import differences
-from pytest_gputrain.gate.counts import BY_THE_RULES, have_steps_in_common, judge_counts, with_evaluation
+from pytest_gputrain.gate.counts import BY_THE_RULES, UNJUDGED, have_steps_in_common, judge_counts, with_evaluation
 from pytest_gputrain.gate.criteria import Judged
 from pytest_gputrain.gate.expected_times import describe_slowdown
 from pytest_gputrain.gate.memory import PHASES, describe_memory, in_phase, is_memory_metric
@@ -171,10 +171,10 @@ def _verdict(
 
 
 def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Counts | None, side: OtherSide) -> _Compared:
-    counts = None
-    if before.counts and now.counts and before.fits and now.fits and terms.mode != "off":
-        counts = judge_counts(before.counts, now.counts, terms, again)
-    metrics = tuple(_metrics(before, now, work_rose=counts is not None and counts.work_rose))
+    are_comparable, counts = before.fits and now.fits and terms.mode != "off", UNJUDGED
+    if are_comparable and before.counts and now.counts:
+        counts = judge_counts(before.counts, now.counts, terms, again) or UNJUDGED
+    metrics = tuple(_metrics(before, now, work_rose=counts.work_rose))
     counts = with_evaluation(counts, before.evaluation_counts, now.evaluation_counts, terms)
     worse, better = (_changes(metrics, (status,), before, now) for status in _CHANGED)
     phases = before.phase_peak_bytes.keys() - now.phase_peak_bytes.keys() - {"between"} - BESIDE_STEPS
@@ -185,11 +185,9 @@ def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Co
     told = tuple(
         f"the bytes that it moves {metric.note}" for metric in metrics if metric.metric == "bytes_per_step" and metric.note
     )
-    if now.counts and not before.counts and now.fits and before.fits and terms.mode != "off":
+    if are_comparable and now.counts and not before.counts:
         note = f"what its steps ask of the GPU was not recorded{side.advise(_RECORD)}"
         metrics = (*metrics, MetricVerdict(metric="work", status="not-comparable", note=note))
-    if counts is None:
-        return _Compared(metrics, tuple(worse), tuple(better), told)
     return _Compared(
         metrics=(*metrics, *counts.metrics),
         worse=(*worse, *counts.worse),

@@ -356,7 +356,6 @@ def _counts(sides: Comparison) -> JudgedCounts:
         return UNJUDGED._replace(metrics=(metric,))
     again, evaluated_again = (measured[1].counts, measured[1].evaluation_counts) if len(measured) > 1 else (None, None)
     steps = judge_counts(before, now, terms, again)
+    assert steps is not None, "they have steps in common"
     evaluation = sides.fitted[-1].evaluation_counts, measured[0].evaluation_counts
-    judged = with_evaluation(steps, *evaluation, terms, evaluated_again)
-    assert judged is not None, "they have steps in common"
-    return judged
+    return with_evaluation(steps, *evaluation, terms, evaluated_again)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -29,6 +28,9 @@ from pytest_gputrain.records.expected import slowest
 from pytest_gputrain.records.step_memory import OfStep, StepMemory, folded, unfolded
 from pytest_gputrain.utils.units import format_bytes
 
+_HIGHEST: Final = ("heap_growth", "peak_reserved_bytes", "device_used_bytes")
+_ADDED_UP: Final = ("flops_per_step", "recomputed_flops_per_step")
+
 
 def merge(replies: Sequence[Reply | Served | EmulatedRun]) -> Measurement:
     """Merge the figures of all ranks, in their order, into the case's."""
@@ -45,26 +47,15 @@ def merge(replies: Sequence[Reply | Served | EmulatedRun]) -> Measurement:
         environment=msgspec.structs.replace(first.environment, hosts=hosts if len(hosts) > 1 else ()),
         step_seconds=tuple(map(max, slowest)),
         warmup_seconds=tuple(map(max, slowest_warmup)),
-        core_wait_share=max(
-            (reply.core_wait_share for reply in measured if reply.core_wait_share is not None), default=None
-        ),
         gpu_steps=_slowest_gpu([reply.gpu_steps for reply in measured]),
-        input_seconds=max((reply.input_seconds for reply in measured if reply.input_seconds is not None), default=None),
         losses=tuple(sum(step) / len(measured) for step in zip(*(reply.losses for reply in measured), strict=False)),
-        batch_size=sum(reply.batch_size for reply in measured),
-        tokens=_total(reply.tokens for reply in measured),
-        model_bytes=_largest(reply.model_bytes for reply in figures),
-        peak_allocated_bytes=max(reply.peak_allocated_bytes for reply in figures),
+        **_each(("core_wait_share", "input_seconds", "counted_threads", *_HIGHEST), _largest, measured),
+        **_each(("batch_size", "tokens", *_ADDED_UP), _total, measured),
+        **_each(("model_bytes", "peak_allocated_bytes"), _largest, figures),
+        **_each(("peak_host_bytes",), _total, figures),
         **_phases(measured),
         memory_of_steps=_steps(measured),
         kept_behind=_kept(measured),
-        heap_growth=_largest(reply.heap_growth for reply in measured),
-        peak_reserved_bytes=_largest(reply.peak_reserved_bytes for reply in measured),
-        device_used_bytes=_largest(reply.device_used_bytes for reply in measured),
-        peak_host_bytes=sum(reply.peak_host_bytes for reply in figures),
-        flops_per_step=_total(reply.flops_per_step for reply in measured),
-        recomputed_flops_per_step=_total(reply.recomputed_flops_per_step for reply in measured),
-        counted_threads=max(reply.counted_threads for reply in measured),
         trained=_trained(measured),
         notes=tuple(dict.fromkeys(note for reply in measured for note in reply.notes)),
         own_seconds=(),
@@ -86,22 +77,22 @@ def merge_emulated(replies: Sequence[EmulatedRun]) -> EmulatedRun:
         **_phases(replies),
         memory_of_steps=_steps(replies),
         kept_behind=_kept(replies),
-        heap_growth=_largest(reply.heap_growth for reply in replies),
-        bytes_per_step=_total(reply.bytes_per_step for reply in replies),
+        **_each(("model_bytes", *_HIGHEST), _largest, replies),
+        **_each(("bytes_per_step", *_ADDED_UP), _total, replies),
         operators=_work_of_all(replies),
         trained=_trained(replies),
         batch_shapes=replies[0].batch_shapes,
         counts=_counts_of_all([reply.counts for reply in replies if reply.counts]),
         expected=slowest(reply.expected for reply in replies),
         allocated_by_rank=tuple(peaks),
-        peak_reserved_bytes=max(reply.peak_reserved_bytes for reply in replies),
-        device_used_bytes=max(reply.device_used_bytes for reply in replies),
-        model_bytes=_largest(reply.model_bytes for reply in replies),
-        flops_per_step=_total(reply.flops_per_step for reply in replies),
-        recomputed_flops_per_step=_total(reply.recomputed_flops_per_step for reply in replies),
         not_counted=tuple(dict.fromkeys(what for reply in replies for what in reply.not_counted)),
         notes=(*notes, *([spread] if peaks[most] > peaks[least] else [])),
     )
+
+
+def _each(names: Iterable[str], merged: Callable[[Iterable[Any]], Any], replies: Sequence[object]) -> dict[str, Any]:
+    """Return what each of these fields is of all ranks together."""
+    return {name: merged(getattr(reply, name) for reply in replies) for name in names}
 
 
 def _slowest_gpu(steps: Sequence[GpuSteps | None]) -> GpuSteps | None:
@@ -145,11 +136,10 @@ def _trained(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> TrainedT
     known = [reply.trained for reply in replies if reply.trained]
     if not known:
         return None
-    learning, idle = (
-        {name: max(of_rank.get(name, 0) for of_rank in of_ranks) for name in dict.fromkeys(itertools.chain(*of_ranks))}
-        for of_ranks in ([trained.learning for trained in known], [trained.idle for trained in known])
-    )
-    return TrainedTensors(learning=learning, idle=idle)
+    learning, idle = Counter[str](), Counter[str]()
+    for trained in known:
+        learning, idle = learning | Counter(trained.learning), idle | Counter(trained.idle)
+    return TrainedTensors(learning=dict(learning), idle=dict(idle))
 
 
 def _work_of_all(replies: Sequence[EmulatedRun]) -> dict[str, OperatorWork]:
