@@ -28,6 +28,7 @@ from pytest_gputrain.hardware.emulation.environment import RATES, TORCH, emulate
 from pytest_gputrain.hardware.rates import rates_of
 from pytest_gputrain.records.emulation import (
     ASSUMPTION,
+    ESTIMATED,
     AtLine,
     DeviceUse,
     EmulatedDevice,
@@ -316,6 +317,8 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
     if whole:
         if process.unknown:
             yield f"  not known, and not counted: {', '.join(process.unknown)}"
+        if process.estimated_bytes:
+            yield f"  {ESTIMATED} ({format_bytes(process.estimated_bytes)})"
         yield from _lines_of_peak(device)
         yield from _lines_of_counts(process) if process.expected is None else _lines_of_expected(report)
         if graphs := process.graphs:

@@ -6,7 +6,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from pytest_gputrain.records.emulation import DeviceUse, EmulatedProcess, ProgramFit, Refused
+from pytest_gputrain.records.emulation import ESTIMATED, DeviceUse, EmulatedProcess, ProgramFit, Refused
 from pytest_gputrain.utils.units import format_bytes
 
 
@@ -46,7 +46,7 @@ def judge(
     fullest = max(by_gpu.values(), key=sum)
     headroom = memory_bytes - sum(fullest)
     of = f"of {format_bytes(memory_bytes)}" + (" on the fullest GPU" if len(by_gpu) > 1 else "")
-    if why := [*_unknown(status, processes, use)]:
+    if why := [*_unknown(status, processes, use, headroom)]:
         left = f"at most {format_bytes(max(headroom, 0))} {of} are left"
         return ProgramFit(verdict="incomplete", headroom_bytes=headroom, sentence=f"{left}, and {'; '.join(why)}")
     if headroom < 0:
@@ -70,7 +70,7 @@ def _refusal(refused: Refused) -> str:
     return f"the memory that is free lies in pieces, none for {asked}"
 
 
-def _unknown(status: int, processes: Sequence[EmulatedProcess], use: Sequence[DeviceUse]) -> Iterator[str]:
+def _unknown(status: int, processes: Sequence[EmulatedProcess], use: Sequence[DeviceUse], headroom: int) -> Iterator[str]:
     """Yield what is not known, as the end of a sentence."""
     if status:
         yield f"what comes after is not known: the program ended with exit status {status}"
@@ -82,3 +82,6 @@ def _unknown(status: int, processes: Sequence[EmulatedProcess], use: Sequence[De
         )
     if unknown := dict.fromkeys(what for process in processes for what in process.unknown):
         yield f"not counted: {', '.join(unknown)}"
+    largest = max((process.estimated_bytes for process in processes), default=0)
+    if 0 <= headroom < largest:
+        yield f"{ESTIMATED} ({format_bytes(largest)}): whether it fits is within that error"

@@ -44,13 +44,14 @@ def judge(case: Case, memory_bytes: int, at: At) -> Judgement:
 
 def _judged(case: Case, memory_bytes: int, free: EmulatedRun, at: At) -> Judgement:
     needed, least = needed_bytes(free, case), _least_bytes(free, case)
-    if needed <= tight(memory_bytes):
+    surely = tight(memory_bytes, free.estimated_bytes)
+    if needed <= surely:
         return Judgement("fits", needed)
     if least > (1 + ERROR) * memory_bytes:
         return Judgement("does-not-fit", needed)
     on_gpu = free if needed <= memory_bytes else at(memory_bytes)
     if on_gpu is free or on_gpu.fits:
-        sure = at(tight(memory_bytes)).fits
+        sure = at(surely).fits
         return Judgement("fits" if sure else "within-error", needed_bytes(on_gpu, case))
     maybe = at(round(memory_bytes * (1 + ERROR))).fits
     return Judgement("within-error" if maybe else "does-not-fit", needed)
@@ -79,9 +80,13 @@ def _highest(figures: EmulatedRun, case: Case) -> int:
     return max((peak for phase, peak in figures.phase_peak_bytes.items() if phase not in left_out), default=0)
 
 
-def tight(memory_bytes: int) -> int:
-    """Tell how much memory a case may need of a GPU that it surely fits."""
-    return int(memory_bytes / (1 + ERROR))
+def tight(memory_bytes: int, estimated_bytes: int = 0) -> int:
+    """Tell how much memory a case may need of a GPU that it surely fits.
+
+    Args:
+        estimated_bytes: how far workspaces that are estimated can be off.
+    """
+    return min(int(memory_bytes / (1 + ERROR)), max(memory_bytes - estimated_bytes, 1))
 
 
 def loads_in_parts(case: Case) -> bool:
@@ -108,10 +113,10 @@ def need_of(case: Case, memory_bytes: int, at: At) -> Need:
     free = at(0)
     if _is_cut_short(free):
         return Need(False, None)
-    needed = needed_bytes(free, case)
-    if needed <= tight(memory_bytes):
+    needed, surely = needed_bytes(free, case), tight(memory_bytes, free.estimated_bytes)
+    if needed <= surely:
         return Need(True, needed)
-    if _least_bytes(free, case) > tight(memory_bytes) or not at(tight(memory_bytes)).fits:
+    if _least_bytes(free, case) > surely or not at(surely).fits:
         return Need(False, needed)
     return Need(True, needed if needed <= memory_bytes else needed_bytes(at(memory_bytes), case))
 

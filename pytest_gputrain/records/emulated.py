@@ -123,6 +123,9 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     """The shapes that the model of own code is given."""
     not_counted: tuple[str, ...] = ()
     """Memory of libraries that is not known here, such as ``cuDNN's workspaces``."""
+    estimated_bytes: Whole = 0
+    """The largest workspace of a convolution, which is estimated: reserved memory can be off by about as much. 0 without
+    convolutions of cuDNN. Not stored in baselines."""
     notes: tuple[str, ...] = ()
     """Sentences about what the figures rest on, and about what was not checked or was chosen for the case."""
 
@@ -160,6 +163,7 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
             allowed_growth=0,
             evaluation_counts=self.evaluation_counts.as_stored() if self.evaluation_counts else None,
             peak_bytes_by_origin={},
+            estimated_bytes=0,
             expected=None,
         )
 

@@ -18,6 +18,9 @@ BESIDE_TORCH: Final = "the driver's buffers for CUDA graphs"
 ASSUMPTION: Final = "unknown values are assumed to differ from each other and from zero, and to pass torch's checks"
 """What sizes and checks rest on if nothing computed the values that they depend on."""
 
+ESTIMATED: Final = "cuDNN's workspaces of convolutions are estimated, so reserved memory can be off by about the largest"
+"""How sure reserved memory is with convolutions."""
+
 
 class OtherKernels(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU that is emulated by CUDA's kernels for another one."""
@@ -180,6 +183,8 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     known."""
     unknown: tuple[str, ...] = ()
     """Memory of libraries and of the driver that is not known and not counted."""
+    estimated_bytes: int = 0
+    """The largest workspace of a convolution, as in `EmulatedRun`."""
     unknown_reads: tuple[AtLine, ...] = ()
     """The lines that read values that no kernel computed, and got made-up ones. Most first."""
     not_exchanged: tuple[NotExchanged, ...] = ()

@@ -31,7 +31,7 @@ from pytest_gputrain.records import (
     TracedCall,
 )
 from pytest_gputrain.records.emulated import NO_VALUES, NOT_MADE
-from pytest_gputrain.records.emulation import ASSUMPTION, NotExchanged, OtherKernels, not_exchanged_sentence
+from pytest_gputrain.records.emulation import ASSUMPTION, ESTIMATED, NotExchanged, OtherKernels, not_exchanged_sentence
 from pytest_gputrain.utils.torch_beside import ORIGIN_VARIABLE
 from pytest_gputrain.worker.device import Accelerator, Device
 from pytest_gputrain.worker.device_allocations import DeviceAllocations
@@ -40,7 +40,7 @@ from pytest_gputrain.worker.emulated_values.autograd_lines import AutogradLines
 from pytest_gputrain.worker.emulated_values.contents import count_collective, is_small
 from pytest_gputrain.worker.emulated_values.operators import A_TRUTH_VALUE, Observer
 from pytest_gputrain.worker.flops import count_flops
-from pytest_gputrain.worker.memory_recorder import not_exchanged, unknown
+from pytest_gputrain.worker.memory_recorder import estimated_bytes, not_exchanged, unknown
 from pytest_gputrain.worker.own_lines import OwnLines
 from pytest_gputrain.worker.parallel import sharding_rules
 from pytest_gputrain.worker.step_counts import StepCounter
@@ -211,7 +211,8 @@ def emulated_reply(
             peak_reserved_bytes=peaks.reserved or 0,
             device_used_bytes=peaks.used or 0,
             not_counted=tuple(unknown()),
-            notes=tuple(_own_rests_on(tracking.report())),
+            estimated_bytes=estimated_bytes(),
+            notes=(*of_estimates(estimated_bytes()), *_own_rests_on(tracking.report())),
         )
     assert isinstance(reply, OutOfMemory | Crashed), "a worker on an emulated GPU serves nobody, and waits for nobody"
     return reply
@@ -248,9 +249,11 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
         flops_per_step=measured.flops_per_step,
         recomputed_flops_per_step=measured.recomputed_flops_per_step,
         not_counted=tuple(unknown()),
+        estimated_bytes=estimated_bytes(),
         notes=(
             *measured.notes,
             *filter(None, [unnamed]),
+            *of_estimates(estimated_bytes()),
             NO_VALUES if measured.trained else NOT_MADE,
             *_own_rests_on(reads),
             *of_counts(counts, reads["unknown_reads"]),
@@ -305,6 +308,12 @@ def rests_on(
 def _own_rests_on(reads: Mapping[str, Sequence[Mapping[str, str | int]]]) -> Iterator[str]:
     """Yield the assumptions that the figures of this process rest on."""
     return rests_on(reads["dealt"], reads["assumed"], msgspec.convert(list(not_exchanged()), list[NotExchanged]))
+
+
+def of_estimates(estimated: int) -> Iterator[str]:
+    """Yield the sentence about workspaces that are estimated, if there are any."""
+    if estimated:
+        yield ESTIMATED
 
 
 def read_though_unknown(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:

@@ -191,6 +191,7 @@ class Recorder:
             "rank": os.environ.get("RANK"),
             "devices": [device for device in devices if device["peak_allocated_bytes"] or device["refused"]],
             "unknown": list(unknown()),
+            "estimated_bytes": estimated_bytes(),
             "not_exchanged": list(not_exchanged()),
             "packages": packages(),
             **counts,
@@ -264,6 +265,16 @@ def unknown() -> Iterator[str]:
     torch = sys.modules.get("torch")
     by_time = torch is not None and torch.backends.cudnn.benchmark
     return (what for what in _listed("gputrain_unknown_at") if by_time or "cudnn.benchmark" not in what)
+
+
+def estimated_bytes() -> int:
+    """Return the largest workspace of a convolution that the stand-in of cuDNN has estimated."""
+    try:
+        told = ctypes.CDLL(None).gputrain_estimated_bytes
+    except AttributeError:
+        return 0
+    told.restype = ctypes.c_uint64
+    return int(told())
 
 
 def not_exchanged() -> Iterator[dict[str, Any]]:

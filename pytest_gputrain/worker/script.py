@@ -19,7 +19,7 @@ from pytest_gputrain.utils.linux import end_with_parent
 from pytest_gputrain.utils.reading import read_message, tail
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.device import Accelerator
-from pytest_gputrain.worker.emulated import conditions, of_counts, read_though_unknown, rests_on
+from pytest_gputrain.worker.emulated import conditions, of_counts, of_estimates, read_though_unknown, rests_on
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.group import ALONE
 from pytest_gputrain.worker.progress import Progress
@@ -50,6 +50,7 @@ class _Recorded(Struct):
     """Seconds at the ends of steps, for each training; with a framework's trainer at the begin of the first one, too."""
     out_of_memory: str | None
     unknown: list[str]
+    estimated_bytes: int = 0
     not_exchanged: list[NotExchanged] = []
     dealt: list[dict[str, str | int]] = []
     assumed: list[dict[str, str | int]] = []
@@ -121,6 +122,7 @@ def _reply(task: Task, status: int, recorded: list[_Recorded], stderr: Path) -> 
         resting = rests_on(process.dealt, process.assumed, process.not_exchanged)
         notes = (
             _NOT_LOOKED_AT,
+            *of_estimates(process.estimated_bytes),
             *resting,
             *read_though_unknown(process.unknown_reads),
             *of_counts(process.steps, process.unknown_reads),
@@ -131,6 +133,7 @@ def _reply(task: Task, status: int, recorded: list[_Recorded], stderr: Path) -> 
             **peaks,
             counts=process.steps if full is None else None,
             not_counted=tuple(process.unknown),
+            estimated_bytes=process.estimated_bytes,
             notes=notes,
         )
     environment = environment_of(device, ALONE)

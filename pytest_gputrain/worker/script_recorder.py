@@ -67,6 +67,7 @@ class _Recorder:
             "stamps": self._of_framework if self._framework else [max(self._of_optimizers, key=len, default=[])],
             "out_of_memory": str(error) if isinstance(error, torch.OutOfMemoryError) else None,
             "unknown": list(self._memory_recorder.unknown()),
+            "estimated_bytes": self._memory_recorder.estimated_bytes(),
             "not_exchanged": list(self._memory_recorder.not_exchanged()),
             **(self._counter.report() if self._counter is not None else {}),
             **(self._values.report() if self._values else {}),

@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
+from pytest_gputrain.utils.units import format_bytes
+
 TESTS = Path(__file__).parents[1]
 
 PROGRAM = f"""
@@ -36,20 +40,41 @@ PROGRAM = f"""
 def test_workspaces_are_those_of_an_h200(emulate):
     done, report = emulate(PROGRAM, gpu="h200")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["438 260 419", "512", "6"]
+    assert done.stdout.splitlines() == ["438 295 424", "512", "6"]
     assert not report["processes"][0]["unknown"]
 
 
-def test_those_of_other_compute_capabilities_are_not_known(emulate):
-    done, report = emulate(
-        """
-        import torch
-        torch.nn.functional.conv2d(torch.ones(1, 8, 9, 9, device="cuda"), torch.ones(8, 8, 3, 3, device="cuda"))
-        """,
-        gpu="a100",
-    )
+MEASURED = """
+    import torch
+    for batch, channels, side, type in (2, 64, 128, torch.float), (4, 128, 64, torch.float), (2, 64, 128, torch.bfloat16):
+        source = torch.zeros(batch, channels, side, side, device="cuda", dtype=type)
+        weight = torch.zeros(channels, channels, 3, 3, device="cuda", dtype=type)
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        result = torch.nn.functional.conv2d(source, weight, padding=1)
+        print(torch.cuda.max_memory_allocated() - held - result.nbytes)
+    """
+
+
+@pytest.mark.parametrize(
+    ("gpu", "measured"),
+    [("rtx_pro_6000", (16_925_184, 17_367_552, 8_462_848)), ("rtx_3090", (8_536_576, 8_978_944, 8_462_848))],
+)
+def test_workspaces_are_those_published_of_12_0_and_of_8_6(emulate, gpu, measured):
+    done, report = emulate(MEASURED, gpu=gpu)
+    assert [int(line) for line in done.stdout.split()] == list(measured), done.stderr
+    (process,) = report["processes"]
+    assert not process["unknown"]
+    assert max(measured) - 512 <= process["estimated_bytes"] <= max(measured)
+    assert f"so reserved memory can be off by about the largest ({format_bytes(max(measured))})\n" in done.stderr
+
+
+def test_workspaces_of_volta_and_turing_are_not_known(emulate):
+    done, report = emulate(MEASURED, gpu="t4")
     assert done.returncode == 0, done.stderr
-    assert report["processes"][0]["unknown"] == ["cuDNN's workspaces"]
+    (process,) = report["processes"]
+    assert process["unknown"] == ["cuDNN's workspaces"]
+    assert not process["estimated_bytes"]
 
 
 def test_those_that_benchmark_chooses_are_not_known(emulate):

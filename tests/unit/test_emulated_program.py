@@ -8,11 +8,11 @@ from pytest_gputrain.records.emulation import DeviceUse, EmulatedDevice, Emulate
 GIB = 1 << 30
 
 
-def process(number=1, *, refused=(), unknown=()):
+def process(number=1, *, refused=(), unknown=(), estimated=0):
     device = EmulatedDevice(
         index=0, gpu=0, peak_allocated_bytes=0, peak_reserved_bytes=0, peak=None, course=(), refused=tuple(refused)
     )
-    return EmulatedProcess(process=number, devices=(device,), unknown=unknown)
+    return EmulatedProcess(process=number, devices=(device,), unknown=unknown, estimated_bytes=estimated * GIB)
 
 
 def use(gib, number=1, gpu=0):
@@ -43,6 +43,8 @@ SCENES = {
     "killed": (137, [], [use(60)], 20),
     "ended without Python's end": (0, [process()], [use(60), use(20, 2, gpu=1)], 20),
     "not counted": (0, [process(unknown=("cuDNN's workspaces",))], [use(60)], 20),
+    "estimated": (0, [process(estimated=20)], [use(60)], 20),
+    "estimated within its error": (0, [process(), process(2, estimated=21)], [use(60)], 20),
     "two processes too many": (0, [process(1), process(2)], [use(50, 1), use(40, 2)], -10),
 }
 

@@ -65,6 +65,13 @@ def test_figures_that_their_error_would_turn_are_within_the_error(share, expecte
     assert tight(MEMORY) * (1 + ERROR) <= MEMORY < (tight(MEMORY) + 2) * (1 + ERROR)
 
 
+@pytest.mark.parametrize(("estimated", "expected", "surely"), [(10, "fits", True), (11, "within-error", False)])
+def test_workspaces_that_are_estimated_widen_the_error(estimated, expected, surely):
+    at = of_any_memory(70 * GiB, estimated_bytes=estimated * GiB)
+    assert judge(LORA, MEMORY, at).fit == expected
+    assert need_of(LORA, MEMORY, at).fits is surely
+
+
 def test_memory_that_the_allocator_would_give_back_is_not_needed():
     """Held up to the capacity and beyond, and a GPU of less memory would do as well."""
 

@@ -77,7 +77,7 @@ def merge_emulated(replies: Sequence[EmulatedRun]) -> EmulatedRun:
         **_phases(replies),
         memory_of_steps=_steps(replies),
         kept_behind=_kept(replies),
-        **_each(("model_bytes", *_HIGHEST), _largest, replies),
+        **_each(("model_bytes", "estimated_bytes", *_HIGHEST), _largest, replies),
         **_each(("bytes_per_step", *_ADDED_UP), _total, replies),
         operators=_work_of_all(replies),
         trained=_trained(replies),

@@ -134,6 +134,8 @@ void *gputrain_stream_of(const void *handle);
 
 // Notes that a figure does not hold all memory, since a library's own share is unknown.
 void gputrain_unknown(const char *what);
+// Notes the bytes of a workspace that is estimated.
+void gputrain_estimated(uint64_t bytes);
 // Notes that a collective of NCCL did nothing, since each rank has so many bytes. The function is a constant.
 void gputrain_not_exchanged(const char *function, size_t bytes);
 int gputrain_missing(const char *function, int status);

@@ -135,6 +135,14 @@ const char *gputrain_unknown_at(int index) {
   return what;
 }
 
+static uint64_t estimated; // the largest
+void gputrain_estimated(uint64_t bytes) {
+  uint64_t known = __atomic_load_n(&estimated, __ATOMIC_RELAXED);
+  while (known < bytes && !__atomic_compare_exchange_n(&estimated, &known, bytes, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+    ;
+}
+uint64_t gputrain_estimated_bytes(void) { return __atomic_load_n(&estimated, __ATOMIC_RELAXED); }
+
 // What NCCL did not exchange, by function.
 static struct not_exchanged {
   const char *function;
