@@ -12,9 +12,9 @@ import msgspec
 
 from pytest_gputrain.cases.architectures.facts import architectures
 from pytest_gputrain.cases.libraries import how_to_install, missing
-from pytest_gputrain.gate.messages import listed
 from pytest_gputrain.cases.validation import complaint, problem
 from pytest_gputrain.gate.fit import Need, judge, largest_batch, need_of, tight
+from pytest_gputrain.gate.messages import listed
 from pytest_gputrain.hardware.catalog import MARKERS, PLATFORMS
 from pytest_gputrain.records import Case, EmulatedRun
 from pytest_gputrain.records.fit import FitCell, LargestBatch
