@@ -50,7 +50,7 @@ def table(
         for number, (header, show) in enumerate(figures.items()):
             failed = "" if number else outcome(result)
             cells[header].append(failed if result.figures is None else show(result.figures))
-    cells = {header: column for header, column in cells.items() if header != "Expected" or any(column)}
+    cells = {header: column for header, column in cells.items() if any(column)}
     cases = [" ".join(filter(None, names(result))) for result in results]
     return rich_text.case_table(cases, cells, [verdict(result) for result in results], width)
 
