@@ -66,27 +66,13 @@ def complaint(case: Case, markers: Sequence[str]) -> str | None:
                 return f"asks for {field}, {knob.own_code}, and leave the knob out"
     if case.epoch and (not case.code or case.method == "script" or case.gpus > 1):
         return "asks for epoch, which only own code in one process has an end of; leave epoch out"
-    own_words = ("method", "precision") if case.code and case.method == "script" else ("method",)
-    vocabulary: list[tuple[str, str, Iterable[str]]] = [
-        *((name, getattr(case, name), knob.words) for name, knob in KNOBS.items() if knob.words and name not in own_words),
-        *(("platform", platform, markers) for platform in case.platforms),
-    ]
-    if case.code:
-        vocabulary.append(("method", case.method, ("custom", "script")))
-    else:
-        if case.args:
-            return "has args, but they are for the function of own code; leave them out"
-        if not case.model:
-            return f"names no model; known: {', '.join(architectures())}"
-        vocabulary.insert(0, ("model", case.model, architectures()))
-        vocabulary.insert(1, ("method", case.method, KNOBS["method"].words))
-    for field, value, names in vocabulary:
-        choices = tuple(names)
-        if value not in choices:
-            hint = did_you_mean(value, choices)
-            return f"names the unknown {field} {value!r}{hint}; known: {', '.join(filter(None, choices))}"
+    if not case.code and case.args:
+        return "has args, but they are for the function of own code; leave them out"
+    if not case.code and not case.model:
+        return f"names no model; known: {', '.join(architectures())}"
     return (
-        bad_value(case)
+        _unknown_word(case, markers)
+        or bad_value(case)
         or (None if case.code else _bad_model(case))
         or _bad_attention(case)
         or _bad_quantized_compute(case)
@@ -94,6 +80,25 @@ def complaint(case: Case, markers: Sequence[str]) -> str | None:
         or _bad_parallelism(case)
         or _bad_arithmetic(case)
     )
+
+
+def _unknown_word(case: Case, markers: Sequence[str]) -> str | None:
+    """Say which word of the case the package does not know."""
+    # A script has its own precision.
+    own_words = ("method", "precision") if case.code and case.method == "script" else ("method",)
+    methods = ("custom", "script") if case.code else KNOBS["method"].words
+    vocabulary: list[tuple[str, str, Iterable[str]]] = [
+        *([] if case.code else [("model", case.model, architectures()), ("method", case.method, methods)]),
+        *((name, getattr(case, name), knob.words) for name, knob in KNOBS.items() if knob.words and name not in own_words),
+        *(("platform", platform, markers) for platform in case.platforms),
+        ("method", case.method, methods),
+    ]
+    for field, value, names in vocabulary:
+        choices = tuple(names)
+        if value not in choices:
+            hint = did_you_mean(value, choices)
+            return f"names the unknown {field} {value!r}{hint}; known: {', '.join(filter(None, choices))}"
+    return None
 
 
 def _changed(case: Case) -> Iterator[tuple[str, Knob]]:
@@ -156,17 +161,15 @@ def _bad_model(case: Case) -> str | None:
         )
     if complaint := _bad_input(case, architecture):
         return complaint
-    if case.loss and (
-        architecture.family not in ("language", "vision_language") or architecture.trained_part.library == "own"
-    ):
-        return f"asks for loss={case.loss!r}, which {case.model} does not have; leave it out"
-    if case.loss_chunks > 1:
-        scaled = any(map(facts.language.get, _SCALED_LOGITS))
-        if architecture.family != "language" or facts.library == "own" or scaled:
-            return f"asks for loss_chunks, which {case.model} does not have; leave it out"
-    if case.activation_checkpointing and not architecture.blocks:
-        return f"asks for activation_checkpointing, which {case.model} does not have; leave it out"
-    return None
+    family, is_of_library = architecture.family, facts.library != "own"
+    chunked = family == "language" and is_of_library and not any(map(facts.language.get, _SCALED_LOGITS))
+    asked: tuple[tuple[str, object, object], ...] = (
+        (f"loss={case.loss!r}", case.loss, family in ("language", "vision_language") and is_of_library),
+        ("loss_chunks", case.loss_chunks > 1, chunked),
+        ("activation_checkpointing", case.activation_checkpointing, architecture.blocks),
+    )
+    lacking = next((what for what, is_asked, has in asked if is_asked and not has), None)
+    return f"asks for {lacking}, which {case.model} does not have; leave it out" if lacking else None
 
 
 def _bad_part(case: Case, architecture: Architecture) -> str | None:
