@@ -69,13 +69,9 @@ class EmulatingRunner(CaseRunner):
             raise CannotRun(NO_SERVERS)
         if request.inline:
             raise CannotRun("runs inline, but an emulated GPU needs a process of its own")
-        self._declared.refuse_same_id(request.suite, request.case)
-        case = self._tasks.with_steps(request.case)
-        task = self._tasks.make(case, request.module, growth_bytes=request.terms.growth_bytes)
-        case = task.case
-        recorded = self._recorded(request, task) if request.judged else None
+        request, task = self._prepared(request)
+        case, recorded = task.case, self._recorded(request, task) if request.judged else None
         self._declared.refuse_namesake(request.suite, case, recorded.case if recorded else None)
-        request = self._answered_before(request, task)
         reply, verdict = self._reply(task), None
         self._note_answered(request, task)
         if isinstance(reply, EmulatedRun):

@@ -80,10 +80,17 @@ class CaseRunner:
         """
         raise NotImplementedError
 
-    def _answered_before(self, request: Request, task: Task) -> Request:
-        """Note in a request of a test, unless it runs its own function, whose figures answer it."""
+    def _prepared(self, request: Request) -> tuple[Request, Task]:
+        """Make the task of a request, and note in the request which test's figures answer it.
+
+        Raises:
+            BadCase: the suite has another case of that id, or there can be no such task.
+        """
+        self._declared.refuse_same_id(request.suite, request.case)
+        case, growth = self._tasks.with_steps(request.case), request.terms.growth_bytes
+        task = self._tasks.make(case, request.module, growth_bytes=growth, inline=request.inline)
         first = "" if request.builder is not None else self._first_tests.get(identity_of(task, request.inline), "")
-        return dataclasses.replace(request, measured_for=first)
+        return dataclasses.replace(request, measured_for=first), task
 
     def _note_answered(self, request: Request, task: Task) -> None:
         """Note that a request has its figures."""

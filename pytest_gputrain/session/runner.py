@@ -78,19 +78,16 @@ class Runner(CaseRunner):
         host = self.executor.host
         scaling = request.scaling and not self._is_study
         refuse_unfit(request.case, request.markers, request.expression, host, self.settings, scaling=scaling)
-        self._declared.refuse_same_id(request.suite, request.case)
-        case, inline = self._tasks.with_steps(request.case), request.inline or self.settings.isolation == "inline"
-        if inline:
-            self._refuse_inline(case)
+        if inline := request.inline or self.settings.isolation == "inline":
+            self._refuse_inline(request.case)
             request = dataclasses.replace(request, inline=True)
-        task = self._tasks.make(case, request.module, growth_bytes=request.terms.growth_bytes, inline=inline)
-        request = self._answered_before(request, task)
+        request, task = self._prepared(request)
         # A study runs other cases than the declared one, so their host is known only afterwards.
         host = host if self._is_study else self._replies.host_of(task, inline)
         # The baseline is read before the case runs for minutes, so that a broken file is told at once.
         judged = request.judged and not self._is_study
         criteria = self._lookup.of(request.suite, task, host, request.terms, judged=judged)
-        self._declared.refuse_namesake(request.suite, case, criteria.baseline.case if criteria.baseline else None)
+        self._declared.refuse_namesake(request.suite, task.case, criteria.baseline.case if criteria.baseline else None)
         if self._is_study:
             return self._study(request, task)
         if criteria.wanted > 1:
