@@ -36,6 +36,7 @@ from pytest_gputrain.records.emulation import (
     Emulation,
     Tensors,
     not_exchanged_sentence,
+    unpadded_sentence,
 )
 from pytest_gputrain.records.expected import slowest
 from pytest_gputrain.report import expected
@@ -333,6 +334,8 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
             yield f"  {not_exchanged_sentence(process.not_exchanged)}"
         if process.assumed:
             yield f"  {ASSUMPTION}, by {_lines(process.assumed)}"
+        if process.unpadded:
+            yield f"  {unpadded_sentence(process.unpadded)}"
         if process.unknown_reads:
             yield f"  made-up values were read where a GPU would have computed them, by {_lines(process.unknown_reads)}"
 

@@ -156,6 +156,26 @@ def not_exchanged_sentence(calls: Sequence[NotExchanged]) -> str:
     return f"NCCL did not exchange or compute data of more than 1 MiB for all GPUs together, by {named}"
 
 
+class Unpadded(msgspec.Struct, frozen=True, kw_only=True):
+    """Matrix products that Inductor would pad if it measured that to be faster, which an emulated GPU cannot."""
+
+    product: str
+    """The operator, the sizes of its matrices, and their type."""
+    bytes: int
+    """What the padded copies of one such product take."""
+    count: int
+    """The number of these products in the compiled code."""
+
+
+def unpadded_sentence(products: Sequence[Unpadded]) -> str:
+    """Say how much more memory the compiled code can take on a GPU, where padding is chosen by time."""
+    most, largest = sum(one.bytes * one.count for one in products), products[0]
+    return (
+        "torch.compile pads a matrix product on a GPU if it measures that to be faster, and pads none here: memory can be "
+        f"up to {format_bytes(most)} higher, {format_bytes(largest.bytes * largest.count)} of it by {largest.product}"
+    )
+
+
 class CudaGraphs(msgspec.Struct, frozen=True, kw_only=True):
     """The CUDA graphs of a process."""
 
@@ -193,6 +213,8 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Choices among unknown scores that were dealt in turn, such as those of experts by a router."""
     assumed: tuple[AtLine, ...] = ()
     """Operators that assume of unknown values that all differ and none is zero, and checks that are assumed to pass."""
+    unpadded: tuple[Unpadded, ...] = ()
+    """What Inductor might pad on a GPU. Those first that would take most."""
     graphs: CudaGraphs | None = None
     """What it captured; None if it captured nothing."""
     packages: dict[str, str] = {}

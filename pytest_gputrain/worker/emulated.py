@@ -31,7 +31,15 @@ from pytest_gputrain.records import (
     TracedCall,
 )
 from pytest_gputrain.records.emulated import NO_VALUES, NOT_MADE
-from pytest_gputrain.records.emulation import ASSUMPTION, ESTIMATED, NotExchanged, OtherKernels, not_exchanged_sentence
+from pytest_gputrain.records.emulation import (
+    ASSUMPTION,
+    ESTIMATED,
+    NotExchanged,
+    OtherKernels,
+    Unpadded,
+    not_exchanged_sentence,
+    unpadded_sentence,
+)
 from pytest_gputrain.utils.torch_beside import ORIGIN_VARIABLE
 from pytest_gputrain.worker.device import Accelerator, Device
 from pytest_gputrain.worker.device_allocations import DeviceAllocations
@@ -291,7 +299,10 @@ def _other_kernels() -> OtherKernels | None:
 
 
 def rests_on(
-    dealt: Sequence[Mapping[str, str | int]], assumed: Sequence[Mapping[str, str | int]], calls: Sequence[NotExchanged]
+    dealt: Sequence[Mapping[str, str | int]],
+    assumed: Sequence[Mapping[str, str | int]],
+    calls: Sequence[NotExchanged],
+    unpadded: Sequence[Unpadded],
 ) -> Iterator[str]:
     """Yield what the figures rest on if nothing computed or exchanged the values that they depend on, or the kernels are
     those of another GPU."""
@@ -303,11 +314,14 @@ def rests_on(
         yield f"{ASSUMPTION}, by {_places(assumed)}"
     if calls:
         yield not_exchanged_sentence(calls)
+    if unpadded:
+        yield unpadded_sentence(unpadded)
 
 
 def _own_rests_on(reads: Mapping[str, Sequence[Mapping[str, str | int]]]) -> Iterator[str]:
     """Yield the assumptions that the figures of this process rest on."""
-    return rests_on(reads["dealt"], reads["assumed"], msgspec.convert(list(not_exchanged()), list[NotExchanged]))
+    calls = msgspec.convert(list(not_exchanged()), list[NotExchanged])
+    return rests_on(reads["dealt"], reads["assumed"], calls, msgspec.convert(reads["unpadded"], list[Unpadded]))
 
 
 def of_estimates(estimated: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from pytest_gputrain.records import Counts, Crashed, EmulatedRun, Measurement, OutOfMemory, Reply, Task
-from pytest_gputrain.records.emulation import NotExchanged
+from pytest_gputrain.records.emulation import NotExchanged, Unpadded
 from pytest_gputrain.utils.linux import end_with_parent
 from pytest_gputrain.utils.reading import read_message, tail
 from pytest_gputrain.worker.checks import CheckFailed
@@ -54,6 +54,7 @@ class _Recorded(Struct):
     not_exchanged: list[NotExchanged] = []
     dealt: list[dict[str, str | int]] = []
     assumed: list[dict[str, str | int]] = []
+    unpadded: list[Unpadded] = []
     unknown_reads: list[dict[str, str | int]] = []
     """The reads of unknown values, because an emulated GPU computes none."""
     steps: Counts | None = None
@@ -119,7 +120,7 @@ def _reply(task: Task, status: int, recorded: list[_Recorded], stderr: Path) -> 
         fits = {"fits": False, "refused": full} if full is not None else {"fits": True}
         if full is None:
             _check_steps(name, process, _LEAST_STEPS)
-        resting = rests_on(process.dealt, process.assumed, process.not_exchanged)
+        resting = rests_on(process.dealt, process.assumed, process.not_exchanged, process.unpadded)
         notes = (
             _NOT_LOOKED_AT,
             *of_estimates(process.estimated_bytes),

@@ -454,7 +454,7 @@ def test_compiled_code_reserves_the_same_when_its_code_comes_from_the_disk(emula
         done, report = emulate(
             """
             import torch
-            model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).cuda()
+            model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1027)).cuda()
             compiled = torch.compile(model)
             for _ in range(2):
                 compiled(torch.ones(4096, 1024, device="cuda")).softmax(0).square().mean().backward()
@@ -465,12 +465,42 @@ def test_compiled_code_reserves_the_same_when_its_code_comes_from_the_disk(emula
             TRITON_CACHE_DIR=str(tmp_path / "triton"),
         )
         assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+        assert "up to 64.3 MiB higher, 32.1 MiB of it by mm of 4096 x 1027 and 1027 x 4096, float32" in done.stderr
         return only_device(report)
 
     first, second = run(), run()
     assert first["peak_allocated_bytes"] > 2 * 4 * 4096 * 4096
     assert first["peak_reserved_bytes"] == second["peak_reserved_bytes"]
     assert not (tmp_path / "inductor").exists()  # a real GPU must not find what was chosen without times
+
+
+@pytest.mark.slow
+@pytest.mark.weekly
+@needs_triton
+def test_padded_products_take_no_more_than_is_told(emulate):
+    code = """
+        import torch
+        from torch.nn import functional as F
+        head = torch.nn.Linear(768, 50257, bias=False, device="cuda", dtype=torch.bfloat16)
+        states = torch.ones(4096, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.zeros(4096, dtype=torch.long, device="cuda")
+        for padded in (False, True):
+            torch._dynamo.reset()
+            torch._inductor.config.force_shape_pad = padded
+            loss = torch.compile(lambda states: F.cross_entropy(head(states).float(), labels))
+            torch.cuda.reset_peak_memory_stats()
+            for _ in range(2):
+                loss(states).backward()
+                head.zero_grad()
+            print(torch.cuda.max_memory_allocated())
+    """
+    done, report = emulate(code)
+    assert done.returncode == 0, done.stderr
+    plain, padded = map(int, done.stdout.split())
+    products = report["processes"][0]["unpadded"]
+    assert [product["count"] for product in products] == [1, 1, 1]
+    copy_of_logits = 2 * 4096 * 50264
+    assert 0.9 * copy_of_logits < padded - plain <= sum(product["bytes"] for product in products)
 
 
 def test_ranks_have_a_gpu_each(emulate):

@@ -12,9 +12,10 @@ from torch import Tensor
 from .after_import import after_import
 from .contents import Contents
 from .graphs import Graphs
+from .padding import Padding
 
 
-def follow_triton(contents: Contents, graphs: Graphs) -> None:
+def follow_triton(contents: Contents, graphs: Graphs, padding: Padding) -> None:
     """Make unknown what kernels of Triton write, those of torch.compile and those of the program."""
 
     def forget(names: Any, arguments: Any) -> None:
@@ -56,14 +57,11 @@ def follow_triton(contents: Contents, graphs: Graphs) -> None:
         selector.make_precompile_fn = lambda *arguments, **keywords: dict
         selector.make_benchmark_fn = lambda *arguments, **keywords: lambda choices: dict.fromkeys(choices, 1.0)
 
-    def follow_padding(module: Any) -> None:
-        module.get_cached_should_pad = lambda key: False
-
-    # Times mean nothing here, and a choice by times would differ between two runs. So Inductor takes its first choice, and
-    # allocates no buffers to measure others.
+    # Times mean nothing here, and a choice by times would differ between two runs. So Inductor takes its first
+    # choice, and allocates no buffers for measuring all choices.
     after_import("torch._inductor.runtime.triton_heuristics", follow_compiled)
     after_import("torch._inductor.select_algorithm", follow_templates)
-    after_import("torch._inductor.fx_passes.pad_mm", follow_padding)
+    after_import("torch._inductor.fx_passes.pad_mm", padding.follow)
     after_import("triton.runtime.jit", follow_own)
 
 

@@ -28,6 +28,7 @@ from .graphs import Graphs
 from .hooks import follow_libraries, follow_triton
 from .lbfgs import Lbfgs
 from .looks import Looks
+from .padding import Padding
 from .program_lines import CountsByLine
 
 _Kernel = Callable[..., Any]
@@ -118,6 +119,7 @@ class Operators:
         deciding: those of them from which sizes follow, or what the host goes by.
         assumed: which sizes and checks rest on values that nobody knows.
         graphs: the CUDA graphs.
+        padding: which matrix products Inductor would measure with padding.
     """
 
     def __init__(self, observer: Observer | None = None) -> None:
@@ -128,6 +130,7 @@ class Operators:
         self.dealt = CountsByLine()
         self.deciding: set[tuple[str, str]] = set()
         self.assumed = CountsByLine()
+        self.padding = Padding()
         self._lbfgs = Lbfgs(self.contents, self.assumed.note)
         self._stand_ins: Any = ctypes.CDLL(None)
         self._stand_ins.gputrain_take_unanswered.restype = ctypes.c_uint64
@@ -148,7 +151,7 @@ class Operators:
         self._stand_ins.gputrain_track_values()
         self._replace_new()
         follow_libraries(self._replace_new, lambda: self._replacing)
-        follow_triton(self.contents, self.graphs)
+        follow_triton(self.contents, self.graphs, self.padding)
         self._exchanges.replace_functions()
         self._lbfgs.follow()
         self.graphs.follow_pools()

@@ -36,15 +36,16 @@ def enable(observer: Observer | None = None) -> None:
 
 def report() -> dict[str, list[dict[str, str | int]]]:
     """Tell what read unknown values, which choices were dealt in turn that sizes or the host's way follow from, and which
-    sizes and checks rest on assumptions, each with its line and how often."""
+    sizes and checks rest on assumptions, each with its line and how often; and the products that Inductor might pad."""
     operators: Operators | None = getattr(torch, _HELD, None)
     if operators is None:
-        return {"unknown_reads": [], "dealt": [], "assumed": []}
+        return {"unknown_reads": [], "dealt": [], "assumed": [], "unpadded": []}
     operators.tell_unanswered("a library")
     return {
         "unknown_reads": operators.reads.rows(),
         "dealt": operators.dealt.rows(operators.deciding),
         "assumed": operators.assumed.rows(),
+        "unpadded": operators.padding.rows(),
     }
 
 
