@@ -69,8 +69,8 @@ def test_workspaces_are_those_published_of_12_0_and_of_8_6(emulate, gpu, measure
     assert f"so reserved memory can be off by about the largest ({format_bytes(max(measured))})\n" in done.stderr
 
 
-def test_workspaces_of_volta_and_turing_are_not_known(emulate):
-    done, report = emulate(MEASURED, gpu="t4")
+def test_workspaces_of_capabilities_up_to_8_0_are_not_known(emulate):
+    done, report = emulate(MEASURED, gpu="a100")
     assert done.returncode == 0, done.stderr
     (process,) = report["processes"]
     assert process["unknown"] == ["cuDNN's workspaces"]

@@ -1,5 +1,5 @@
 // Stands in for cuDNN: one engine serves every graph. What the engines of cuDNN 9.19 take for convolutions and attention was
-// measured on an H200. Convolutions of capabilities 8.0 and newer are estimated from it; other workspaces are not known.
+// measured on an H200. Convolutions of capabilities from 8.6 on are estimated from it; other workspaces are not known.
 #include "emulated.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -526,11 +526,11 @@ int cudnnBackendFinalize(struct descriptor *to) {
   note_product(to);
   if (refuses(to))
     return NOT_SUPPORTED_BY_CUDNN;
-  int major = gputrain_gpu()->major;
+  const struct gpu *gpu = gputrain_gpu();
   int attends = to->kind == ATTENTION_FORWARD || to->kind == MATMUL;
   int convolves = to->kind == CONVOLUTION_FORWARD || to->kind == CONVOLUTION_BACKWARD_DATA ||
                   to->kind == CONVOLUTION_BACKWARD_FILTER;
-  if (major < 8 || (attends && major != 9)) // not known
+  if (10 * gpu->major + gpu->minor < 86 || (attends && gpu->major != 9)) // not known
     return OK;
   if (convolves)
     gputrain_unknown("cuDNN's workspaces that cudnn.benchmark chooses by time"); // the worker drops it where that is off
