@@ -3,7 +3,7 @@
     python tools/changed_sentences.py           what differs from the last commit; or from COMMIT, if one is named
 
 A sentence is what stands in quotes. A test is found by three words in a row that the code no longer has: in the test, in the
-rest of its file, or in its snapshots. Tests of emulated GPUs are only named, for `tox -e emulated`, and so are pages.
+rest of its file, or in its snapshots. Tests that the environment `tests` skips are only named, and so are pages.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parent.parent
+_SKIPPED: Final = {"emulated": ("tests/emulated", "tests/gpu"), "bare": ("tests/bare",)}
+"""Folders of tests that need another environment than `tests`, by its name in tox.ini."""
 _QUOTED: Final = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _BETWEEN: Final = re.compile(r"\{[^}]*\}|[^A-Za-z' -]+")
 _GOES_ON: Final = re.compile(r'"\s*\n\s*[rf]*"')
@@ -73,14 +75,15 @@ def main(arguments: Sequence[str]) -> int:
     for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))):
         if _has(page.read_text(), sought):
             print(f"shown on {page.relative_to(ROOT)}")
-    emulated = [each for each in found if each.startswith(("tests/emulated", "tests/gpu"))]
-    if emulated:
-        print("run by `tox -e emulated`:", *emulated)
-    named = [each for each in found if each not in emulated and not each.startswith(("tests/unit", "tests/bare"))]
+    named = [each for each in found if not each.startswith("tests/unit")]
+    for environment, folders in _SKIPPED.items():
+        if skipped := [each for each in named if each.startswith(folders)]:
+            print(f"run by `tox -e {environment}`:", *skipped)
+            named = [each for each in named if each not in skipped]
     pytest = (sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal")
     runs = (
         [*pytest, "--slow", "-m", "not (weekly or ray or recipes)", *named] if named else [],
-        [*pytest, "tests/unit", "tests/bare"],
+        [*pytest, "tests/unit"],
     )
     return max(subprocess.run(run, cwd=ROOT, check=False).returncode for run in runs if run)
 

@@ -1,5 +1,7 @@
 """Tests which tests are found for a sentence that was changed."""
 
+import subprocess
+
 import changed_sentences
 import pytest
 
@@ -35,3 +37,26 @@ def test_a_test_is_found_by_what_it_looks_for(tmp_path, monkeypatch, text, snaps
     path.write_text(text)
     (tmp_path / "__snapshots__" / "test_own.ambr").write_text(snapshot)
     assert list(changed_sentences.tests_of(path, GONE)) == [f"test_own.py{each}" for each in found]
+
+
+def test_tests_that_are_skipped_here_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(changed_sentences, "ROOT", tmp_path)
+    (tmp_path / "README.md").touch()
+    for folder in ("bare", "emulated", "plugin"):
+        path = tmp_path / "tests" / folder / f"test_{folder}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text('def test_it():\n    assert "more memory"\n')
+    commands = []
+
+    def run(command, **options):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, DIFF)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert changed_sentences.main([]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "run by `tox -e bare`: tests/bare/test_bare.py::test_it" in printed
+    assert "run by `tox -e emulated`: tests/emulated/test_emulated.py::test_it" in printed
+    _, named, unit = commands
+    assert [each for each in named if "::" in each] == ["tests/plugin/test_plugin.py::test_it"]
+    assert unit[-1] == "tests/unit"
