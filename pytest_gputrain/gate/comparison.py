@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def baseline_fits(self) -> bool:
-        # None is recorded of both kinds, but a report may have such a case. One bad process must not lift its limits.
+        # Recorded baselines either fit or do not. A report may have both, and one bad process must not change that.
         return 2 * len(self.fitted) >= len(self.baseline.runs)
 
     @property
@@ -81,7 +81,7 @@ class Comparison:
 
     @functools.cached_property
     def other_host(self) -> str:
-        """How the host differs; one whose cores other programs take, more than in the baseline, is another one, too."""
+        """How the host differs from the baseline's. A host whose cores other programs take counts as another one, too."""
         return self.held_up or other_host(self.measured, self.fitted)
 
     @functools.cached_property
@@ -90,7 +90,7 @@ class Comparison:
 
     @functools.cached_property
     def lost_tensors(self) -> str:
-        """Which tensors train in no process any more. On a GPU a router may choose other experts in another process."""
+        """The tensors that train in no process any more. On a GPU a router may choose other experts in another process."""
         lost = [lost_tensors(run.trained, self.fitted[-1].trained) for run in self.measured]
         return lost[0] if all(lost) else ""
 
@@ -117,7 +117,7 @@ class Comparison:
 
 def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], tolerance: Tolerance) -> str:
     if here.device_type == "cpu":
-        # The same tiny step in fresh processes of one machine differed by up to 26 %, and more beside a busy neighbour.
+        # Fresh processes of one machine differed by up to 26 % in the same tiny step, and by more beside other programs.
         if not tolerance.cpu_time:
             return "time on a CPU is shown, not judged"
         if len(fitted) < tolerance.cpu_runs:
@@ -132,7 +132,8 @@ def _why_time_is_foreign(here: Environment, fitted: Sequence[BaselineRun], toler
 
 
 def other_device(here: Environment | None, runs: Iterable[BaselineRun]) -> str:
-    """Name the other device a run was recorded on; empty where all were recorded on this one, or this one is not known."""
+    """Name the other device that the baseline was recorded on; empty if it was recorded on this one, or if this one is not
+    known."""
     for there in (run.environment for run in runs):
         if here is not None and here.device_name != there.device_name:
             return f"recorded on {there.device_name}, here {here.device_name}"

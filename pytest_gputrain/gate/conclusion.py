@@ -51,7 +51,7 @@ def without_baseline(criteria: Criteria, replies: Sequence[Reply], no_scaling: s
 def to_record(
     sides: Comparison, status: Status, said: str, metrics: tuple[MetricVerdict, ...] = (), why: str = ""
 ) -> Verdict:
-    """Make a verdict whose remedy is another baseline, where the other side is one.
+    """Make a verdict whose remedy is another baseline, if the other side is one.
 
     Args:
         said: the rest of a sentence that begins with the case.
@@ -70,7 +70,7 @@ class Conclusion:
     counts: JudgedCounts
 
     def verdict(self) -> Verdict:
-        """Return the verdict: the gravest that there is something to say of."""
+        """Return the verdict: the gravest one that any metric has."""
         gravest = (self._foreign, self._worse, self._unclear, self._not_gated, self._better)
         return next(filter(None, (say() for say in gravest)), None) or self._passed()
 
@@ -110,7 +110,7 @@ class Conclusion:
         return self._verdict("inconclusive", "; it also ".join(doubtful)) if doubtful else None
 
     def _not_gated(self) -> Verdict | None:
-        """Return the verdict if something cannot be gated that was asked for or recorded: it must not pass for gated."""
+        """Return the verdict if something that was asked for or recorded cannot be gated, because it must not pass."""
         sides, side = self.sides, self.sides.side.name
         record = sides.side.advise(_RECORD)
         missing = {metric.metric: metric for metric in self.metrics if metric.status in ("new", "not-comparable")}
@@ -151,7 +151,7 @@ class Conclusion:
         return {metric.metric for metric in self.metrics if metric.status == status}
 
     def _described(self, status: Status) -> list[str]:
-        """Describe the metrics of this status, but for counts, which describe themselves."""
+        """Describe the metrics of this status, except counts, which have sentences of their own."""
         chosen = [metric for metric in self.metrics if metric.status == status]
         parts = [
             f"{describe_metric(metric)}{f'; {metric.note}' if metric.note else ''}"
@@ -168,7 +168,7 @@ class Conclusion:
         )
 
     def _explanation(self) -> str:
-        """Say what may explain all that is inconclusive."""
+        """Say what may explain the inconclusive metrics."""
         unclear, sides = self._with_status("inconclusive"), self.sides
         if unclear == {"mean_step_seconds"} and sides.held_up:
             return "the host"
@@ -188,7 +188,7 @@ def _describe_seconds(metric: MetricVerdict) -> str:
 
 
 def _subject_of_note(metric: MetricVerdict) -> str:
-    """Return what a note is about, to begin it with."""
+    """Return the subject with which a note begins."""
     name = metric.metric
     if name == "python_calls" and metric.status == "not-comparable":
         return "its calls of Python functions are not compared: "

@@ -92,7 +92,8 @@ def judge(criteria: Criteria, replies: Sequence[Reply], shift: float = 0.0, no_s
 
 
 def first_ratio(criteria: Criteria, replies: Sequence[Reply]) -> float | None:
-    """Logarithm of the first run's step time over the baseline's; None where the two are not compared, or tell of the host.
+    """Return the logarithm of the first run's step time over the baseline's; None if the two are not compared, or tell only
+    of the host.
 
     Where the GPU waits for the host, it is that of GPU seconds as soon as these are held to the time tolerance.
     """
@@ -136,11 +137,11 @@ def _out_of_memory(sides: Comparison) -> Judged[Verdict]:
 
 
 def _times(sides: Comparison) -> list[Judged[MetricVerdict]]:
-    """Judge the seconds of a step, and those of its GPU where either side has them."""
+    """Judge the seconds of a step, and its GPU seconds if either side has them."""
     if reason := sides.why_time_is_foreign:
         return [Judged(_medians("step_seconds", "not-comparable", sides.now, sides.before, reason))]
     judged = [_step_seconds(sides)]
-    # Another host may make steps of all kinds slower, which `_step_seconds` allows for.
+    # On another host all steps may be slower, for which `_step_seconds` allows.
     if not ((sides.pace.is_host_bound or sides.pace.changed) and sides.other_host):
         judged += _mean_step_seconds(sides, judged[0].verdict.status)
     if sides.pace.share is not None:
@@ -149,7 +150,7 @@ def _times(sides: Comparison) -> list[Judged[MetricVerdict]]:
 
 
 def _step_seconds(sides: Comparison) -> Judged[MetricVerdict]:
-    """Judge wall seconds by the time tolerance, or where the GPU waits for the host by what the host is known to vary."""
+    """Judge wall seconds by the time tolerance. If the GPU waits for the host, they are judged by how much hosts vary."""
     found, other, tolerance = sides.pace, sides.other_host, sides.tolerance
     if found.is_host_bound and other:
         value, baseline = statistics.median(sides.now), statistics.median(sides.before)
@@ -166,14 +167,14 @@ def _step_seconds(sides: Comparison) -> Judged[MetricVerdict]:
             allowed = format_percent(metric.limit / metric.baseline - 1, signed=False)
             about = f"is held to {allowed}, {'because' if found.is_host_bound else 'although'} {found}"
         elif metric.status == "regressed" and other and (metric.change or 0.0) <= tolerance.host_time:
-            # Only a step that the GPU decided in its baseline. No host explains more than this tolerance.
+            # In the baseline the GPU decided this step, so no host explains more than this tolerance.
             about, metric = f"{found}, {other}", msgspec.structs.replace(metric, status="inconclusive")
         metric = msgspec.structs.replace(metric, note="; ".join(filter(None, [about, metric.note])))
     return judged._replace(verdict=metric)
 
 
 def _mean_step_seconds(sides: Comparison, of_median: Status) -> list[Judged[MetricVerdict]]:
-    """Judge the mean of the steps where their median tells no change: it sees every third or tenth step that is slow."""
+    """Judge the mean of the steps if their median has not changed. It shows that every third or tenth step is slow."""
     runs = (sides.measured, sides.fitted)
     means, base = ([mean for run in side if (mean := mean_step(run.step_seconds))] for side in runs)
     if of_median == "regressed" or len(means) < len(sides.measured) or not base:
@@ -187,7 +188,7 @@ def _mean_step_seconds(sides: Comparison, of_median: Status) -> list[Judged[Metr
 
 
 def _input_seconds(sides: Comparison) -> list[Judged[MetricVerdict]]:
-    """Judge on a GPU how long a step waits for its batches. It may wait longer by what the host may add to a step.
+    """Judge on a GPU how long a step waits for its batches. It may wait longer by as much as the host may slow a step.
 
     A GPU that works meanwhile, or a gain elsewhere, hides it in the time of the step.
     """
@@ -217,7 +218,7 @@ def _input_seconds(sides: Comparison) -> list[Judged[MetricVerdict]]:
 
 
 def _gpu_seconds(sides: Comparison) -> Judged[MetricVerdict]:
-    """Judge GPU seconds where the GPU waits for the host, and else only show them: wall seconds hold them there."""
+    """Judge GPU seconds if the GPU waits for the host. Otherwise they are only shown, because wall seconds are judged."""
     profiled = [run for run in sides.measured if run.gpu_steps]
     new, base = gpu_seconds(profiled), gpu_seconds(sides.fitted)
     if not new or not base:
@@ -245,7 +246,7 @@ def _scaling(sides: Comparison, value: Sequence[float], base: Sequence[float]) -
     if reason or not base:
         status: Status = "not-comparable" if reason else "new"
         return Judged(_medians("scaling_efficiency", status, value, base, reason or "there was none before"))
-    # A share of time that is lost to the others is a time, too: that of a step in units of one worker's.
+    # The reciprocal of an efficiency is a time: that of a step in units of one worker's step.
     lost, before = [1 / efficiency for efficiency in value], [1 / efficiency for efficiency in base]
     return _decided("scaling_efficiency", sides.for_host(), before, lost)
 
@@ -271,14 +272,15 @@ def _decided(name: MetricName, sides: Comparison, base: Sequence[float], new: Se
 def _ruled(
     name: MetricName, sides: Comparison, base: Sequence[float], new: Sequence[float], most: int
 ) -> Judged[MetricVerdict]:
-    """Judge times; an efficiency, whose reciprocals they are then, is shown as such."""
+    """Judge times. An efficiency is judged by its reciprocals, and shown as it is."""
     decision = decide(
         base,
         new,
         tolerance=sides.tolerance.time,
         prior=sides.prior,
         most=most,
-        shift=0.0 if name == "scaling_efficiency" else sides.shift,  # a slow day slows one worker as much as several
+        # a slow day slows one worker as much as several, so their ratio stays
+        shift=0.0 if name == "scaling_efficiency" else sides.shift,
         doubted_from=sides.doubted_from,
         paired=sides.criteria.paired,
     )
@@ -308,8 +310,8 @@ def _ruled(
 
 
 def _flops(sides: Comparison) -> Iterator[Judged[MetricVerdict]]:
-    """Judge the FLOPs of a step, an exact count that is the same on every device, and apart from them those that activation
-    checkpointing repeats, as a share of all; nothing where neither side has them."""
+    """Judge the FLOPs of a step, which are an exact count, and separately those of recomputation, as a share of all; nothing
+    if neither side has them."""
     now, before = sides.measured[0], sides.fitted[-1]
     value, again = now.flops_per_step, now.recomputed_flops_per_step
     baseline, repeated = flops_apart((before.flops_per_step, before.recomputed_flops_per_step), (value, again))

@@ -100,7 +100,7 @@ _LEAST_SHARE: Final = 0.01
 
 
 def explain(results: Sequence[Result], *, against_base: bool = False) -> list[str]:
-    """Yield sentences for what passed or was skipped over without a full comparison; regressions have their failures.
+    """Yield sentences for cases that passed or were skipped without a full comparison; regressions have their failures.
 
     Args:
         against_base: the results are compared with those of another version, and not with baselines.
@@ -136,7 +136,7 @@ def _doubts(results: Sequence[Result], descriptions: Mapping[str, str]) -> Itera
     for verdict in (result.verdict for result in results if result.verdict):
         held_to = verdict.held_to if verdict.status == "new" else None
         other = "other-conditions" if verdict.status == "pass" and verdict.other_conditions else ""
-        # What fails without a baseline is worse than none.
+        # Other failing verdicts need no baseline, so nothing was accepted.
         kind = "accepted" if verdict.before == "regressed" else held_to or other or verdict.status
         doubts[kind].append(verdict.sentence)
     return (_doubt(description, doubts[kind]) for kind, description in descriptions.items() if doubts[kind])

@@ -43,7 +43,7 @@ _OF_CACHES: Final = ("mallocs", "frees")
 
 
 class BesideSteps:
-    """What a training does beside its steps. It disturbs none of them: it runs between two steps, where nothing is timed or
+    """What a training does beside its steps. It disturbs none of them: it runs between two steps, if nothing is timed or
     counted, and random numbers and the modes of modules are then as before.
 
     Args:
@@ -86,7 +86,7 @@ class BesideSteps:
                 with self._phase("evaluate", counter), self._counting():
                     _call("evaluation", beside.evaluate)
             self._notes = beside.notes
-        # All processes share the folder, also where only the first one saves or only one of them has too much in use.
+        # All processes share the folder, even if only one saves, or only one has too much memory in use.
         in_use = self._in_use(counter)
         too_much = in_use > min(MOST_SAVED, shutil.disk_usage(tempfile.gettempdir()).free // 2)
         saving, sizes = self._group.union(
@@ -114,12 +114,12 @@ class BesideSteps:
                 _call("checkpoint", functools.partial(save, folder))
 
     def behind_timed_steps(self, training: Trainable, figures: Measurement) -> Measurement:
-        """Run it on a GPU, where the timed steps are over, and return their figures with its peaks."""
+        """Run it on a GPU after the timed steps, and return their figures with its peaks."""
         self.run(training)
         return msgspec.structs.replace(figures, phase_peak_bytes=self._peaks, largest=self._largest)
 
     def behind_checks(self, training: Trainable, figures: Measurement, *, counts: bool) -> Measurement:
-        """Return the figures with all else that is known of it.
+        """Return the figures with everything else that is known of it.
 
         Args:
             counts: whether own code is to evaluate once more, to count what that asks of a CPU.
@@ -169,7 +169,7 @@ class BesideSteps:
             yield
             self._peaks[phase] = self._device.peaks().allocated or 0
         left = self._left(counter)
-        # Data that were there before are known from the first look on.
+        # Data that existed before count as new when they are first seen, so they are subtracted.
         _, given = counter.trace.bytes_of({GIVEN}, events) if counter else (0, 0)
         self._kept[phase] = max(0, left - before - given)
 
@@ -240,7 +240,7 @@ def _undisturbed(model: nn.Module | None, device: Device) -> Iterator[None]:
     """Provide a context after which random numbers, and whether modules train, are as before: those of the model, and any
     other whose ``eval()`` or ``train()`` is called."""
     python, of_numpy = random.getstate(), numpy.random.get_state()
-    # Without a reference to a module that the evaluation makes: it would live longer.
+    # The references are weak, because a module that the evaluation makes must not live longer.
     modes = weakref.WeakKeyDictionary((module, module.training) for module in (() if model is None else model.modules()))
     real_train = nn.Module.train
 

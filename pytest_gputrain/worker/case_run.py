@@ -46,12 +46,12 @@ class CaseRun:
     figures: Measurement = field(init=False)
     """The figures so far, from the last timed step on."""
     fallback: tuple[Callable[[BaseException], str | None], Callable[[], None]] | None = field(init=False, default=None)
-    """What becomes of the figures if the step that runs fails, see `may_fail`; None where the run fails with it."""
+    """What becomes of the figures if the step that runs fails, see `may_fail`; None if the run fails with it."""
 
     def __post_init__(self) -> None:
         self.case, self.on_cpu = self.task.case, self.device.type == "cpu"
         self.compile_calls = CompileCalls(on_cpu=self.on_cpu)
-        # Up to torch 2.9 FSDP loses the local parts of its gradients below a dispatch mode that keeps their storages.
+        # Up to torch 2.9 FSDP loses local parts of its gradients under a dispatch mode that keeps their storages.
         loses_shards = self.case.parallel.startswith("fsdp") and torch.__version__ < "2.10"
         counts = self.on_cpu and self.task.counts and not self.task.curve and not loses_shards
         self.operators = OperatorCounter(self.lines if self.own else None) if counts else None
@@ -59,17 +59,17 @@ class CaseRun:
 
     @property
     def counter(self) -> CountedSteps | None:
-        """Counts what steps ask for; None where nothing does."""
+        """The counter of what steps ask for; None if nothing counts it."""
         return self.operators.steps if self.operators else self.emulated.counter if self.emulated else None
 
     @property
     def measures_times(self) -> bool:
-        """Whether it is asked for more than a curve of losses or the memory."""
+        """Whether more is asked for than a curve of losses or the memory."""
         return not (self.task.curve or self.task.memory_only)
 
     @property
     def is_profiled(self) -> bool:
-        """Whether further steps run under a profiler: of a real GPU, where steps are measured."""
+        """Whether further steps run under a profiler, as they do on a real GPU."""
         return self.device.computes and self.measures_times and not self.on_cpu
 
     @property
@@ -78,7 +78,8 @@ class CaseRun:
         return self.case.epoch and self.own is not None and self.measures_times
 
     def whole_rounds(self, steps: int) -> int:
-        """Return the steps of whole rounds of the accumulation: own code updates when it will, and not in the last step."""
+        """Return the number of steps in whole rounds of the accumulation, because own code updates only at the end of a
+        round."""
         if self.own is None or self.task.curve:
             return steps
         return -(-steps // self.case.gradient_accumulation) * self.case.gradient_accumulation
@@ -101,20 +102,20 @@ class CaseRun:
     def may_fail(
         self, note_of: Callable[[BaseException], str | None], finish: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Provide a context for steps that only checks and counts need, and that may fail where those before did not.
+        """Provide a context for steps that only checks and counts need, and that may fail although earlier ones did not.
 
         They may need more memory, and under their dispatch modes torch refuses some operators of a GPU.
 
         Args:
-            note_of: returns the note on what is missing, which may be empty; None where the error is one of the case.
+            note_of: returns the note on what is missing, which may be empty; None if the error is one of the case.
             finish: does what can be done without them, once the error and what its frames held are freed.
         """
         self.fallback = note_of, finish
-        yield  # an exception leaves the fallback to whoever catches it
+        yield  # after an exception the caller finds the fallback still set
         self.fallback = None
 
     def may_miss(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Provide a context for steps whose failure means but this note, with the error in brackets."""
+        """Provide a context for steps whose failure only leads to this note, with the error in brackets."""
         return self.may_fail(lambda error: in_note(what, error))
 
 

@@ -1,4 +1,4 @@
-"""Has further steps run behind the timed ones, which only checks and counts need, and adds to the figures what they tell."""
+"""Runs further steps after the timed ones, which only checks and counts need, and adds what they tell to the figures."""
 
 from __future__ import annotations
 
@@ -61,25 +61,28 @@ class Confirmation:
         """The note on tensors of own code that do not train."""
 
     def _movement_of_model(self, counting: contextlib.ExitStack) -> Movement | None:
-        """Return that of the model; None where nothing of it can be checked. A look at its weights is not counted."""
+        """Return the movement of the model's weights; None if nothing of it can be checked. Looking at the weights is not
+        counted."""
         run, training, computes = self._run, self._run.training, self._run.device.computes
         if run.own:
             run.own.seeds.end_build()
-        # A curve may end in weights that are NaN, of which nothing can be checked.
+        # A curve may end in weights that are NaN, and then nothing can be checked.
         if training.model is None or run.task.curve or not (computes or run.own):
             return None
-        # fp16 rounds small gradients to zero, scaled or not: on an H200 those of 16 of 680 tensors of Stable Diffusion 3.
+        # fp16 rounds small gradients to zero, even if they are scaled: on an H200 those of 16 of 680 tensors of Stable
+        # Diffusion 3.
         zeros = run.own is not None or PRECISIONS[run.case.precision].scaled
         with _disable_current_modes():
             movement = Movement(training.model, training.idle, accepts_zeros=zeros, knows_values=computes)
         if isinstance(training, OwnCodeTraining):
             movement.check_declared(training.idle_names)
         if not computes and not run.compile_calls.any:
-            counting.enter_context(movement.watching())  # a step may train another part, and no changed value tells it there
+            # Another step may train another part, and without computed values nothing tells that it has changed.
+            counting.enter_context(movement.watching())
         return movement
 
     def check_losses(self, losses: tuple[float, ...], steps: int) -> None:
-        """Keep the losses that tell how the case trains among the figures.
+        """Add to the figures the losses that tell how the case trains.
 
         Args:
             steps: how many there were, those included in which tensors were counted.
@@ -95,7 +98,7 @@ class Confirmation:
         self._run.set(losses=losses)
 
     def check(self, *, steps: int) -> Steps:
-        """Have the further steps run that only checks need, and add to the figures what they tell.
+        """Run the further steps that only checks need, and add to the figures what they tell.
 
         Args:
             steps: how many there were before.
@@ -136,14 +139,14 @@ class Confirmation:
         yield from _count_own_steps(run)
 
     def _watched(self, *, steps: int) -> Generator[bool, None, FlopCount]:
-        """Have a further step run, whose operations are counted and whose gradients are checked.
+        """Run a further step whose operations are counted and whose gradients are checked.
 
         Args:
             steps: how many there are with it.
         """
         run, own, movement = self._run, self._run.own, self._movement
-        # A compiled case takes this step as it is written: in blocks of other sizes than those that the allocator kept, and
-        # maybe in more memory than there is.
+        # A compiled case runs this step without compiled code, which takes blocks of other sizes, and maybe more memory than
+        # there is.
         run.device.reset_peaks()
         may_fail = run.case.compile != "off" or run.emulated is not None
         if may_fail:
@@ -151,7 +154,7 @@ class Confirmation:
         traced_later = run.compile_calls.any and run.group.size == 1
         updates = own is None or run.case.gradient_accumulation == 1
         with (
-            # Of several processes, the others would wait for the one that has no memory.
+            # If one of several processes runs out of memory, the others would wait for it.
             run.may_fail(self._why_unwatched, lambda: self._do_without(steps=steps - 1))
             if may_fail and run.group.size == 1
             else contextlib.nullcontext(),
@@ -165,9 +168,10 @@ class Confirmation:
         ):
             yield True
         moved, reached = movement.changes() if movement else (set(), set())
-        if not run.emulated:  # where each process tells of its own tensors, and a large message has no known bytes
+        # On an emulated GPU each process reports its own tensors, because large messages have no contents.
+        if not run.emulated:
             moved, reached = run.group.union((moved, reached))
-        # A CUDA graph calls nothing for a gradient, and only values that are computed would tell.
+        # A CUDA graph calls no hooks of gradients, and on an emulated GPU it computes no values that would tell.
         if not (run.emulated and flops.launches_graphs):
             self._check_movement(moved, reached, steps=steps)
         return flops
@@ -186,16 +190,17 @@ class Confirmation:
         self._run.note(self._not_trained)
 
     def _check_movement(self, moved: set[str], reached: set[str] | None, *, steps: int) -> None:
-        """Check that the model trains, and note what of own code's does not, which only a baseline can tell to be wrong.
+        """Check that the model trains. Note which tensors of own code do not, because only a baseline can tell whether that
+        is wrong.
 
         Args:
-            reached: the names of tensors that got a gradient; None where no step was watched.
+            reached: the names of tensors that got a gradient; None if no step was watched.
         """
         training = self._run.training
         if self._movement is None:
             return
         if isinstance(training, OwnCodeTraining):
-            # A step of own code may train but a part, as one of two players or the experts that are chosen.
+            # A step of own code may train only a part, such as one of two players, or the chosen experts.
             reached = None if reached is None else reached | moved
             trained, self._not_trained = self._movement.tell(moved, reached, steps=steps, declared=training.idle_names)
             self._run.set(trained=trained)
@@ -212,7 +217,7 @@ def _counting_step(run: CaseRun, *, update: bool) -> contextlib.AbstractContextM
 
 
 def _take_counts(run: CaseRun) -> None:
-    """Put what was counted of a CPU so far among the figures."""
+    """Add to the figures what was counted of a CPU so far."""
     if run.operators is None:
         return
     run.set(counts=run.operators.counts())
@@ -221,7 +226,7 @@ def _take_counts(run: CaseRun) -> None:
 
 
 def _count_own_steps(run: CaseRun) -> Steps:
-    """Have further steps of own code run in which it is counted what they ask for: a whole round of its accumulation.
+    """Run further steps of own code to count what they ask for: a whole round of its accumulation.
 
     Of several processes there is none, because the others would wait for one whose step fails.
     """
@@ -238,14 +243,14 @@ def _count_own_steps(run: CaseRun) -> Steps:
 
 
 def count_python_calls(run: CaseRun) -> Steps:
-    """Have one more step run whose calls of Python functions are counted, where it can be compared with others."""
+    """Run one more step to count its calls of Python functions, if they can be compared with others."""
     emulated, counter = run.emulated.counter if run.emulated else None, run.counter
     rounds = run.case.gradient_accumulation > 1
     if counter is None or run.case.asynchronous or not run.measures_times:
         return
     if run.operators and run.own and rounds and (run.compile_calls.any or run.group.size > 1):
-        return  # whose place in the round is that of no counted step
-    # A built-in model has made a whole round. Own code has made the first step of one, and on a CPU a whole one.
+        return  # this step would have another place in the round than the counted ones
+    # A built-in model has made whole rounds. Own code has made the first step of one, and on a CPU a whole one.
     update = not rounds or not run.own or (emulated is not None and run.case.gradient_accumulation == 2)
     with run.may_miss(_UNCALLED):
         if not run.own and rounds:
@@ -271,7 +276,7 @@ def count_python_calls(run: CaseRun) -> Steps:
 
 
 def profile_gpu(run: CaseRun, meet: Callable[[], None], timed: Sequence[bool]) -> Steps:
-    """Have more steps run under a profiler, which tells how long the GPU works in them.
+    """Run more steps under a profiler, which tells how long the GPU works in them.
 
     Args:
         meet: waits for the other processes between two steps.
@@ -280,13 +285,13 @@ def profile_gpu(run: CaseRun, meet: Callable[[], None], timed: Sequence[bool]) -
     if not run.is_profiled:
         return
     run.keep(run.figures)
-    run.group.barrier()  # from here on no process that fails, and that others wait for, loses any other figure
+    run.group.barrier()  # from here on a process that fails loses no other figure
     run.progress.enter("profile")
     if isinstance(run.training, OwnCodeTraining):
         run.training.keeps_losses = False
     profile = StepProfile(run.device, meet)
     accumulation = run.case.gradient_accumulation
-    # Of several processes the others would wait for the one whose step fails.
+    # If the step of one of several processes fails, the others would wait for it.
     with run.may_miss(UNPROFILED) if run.group.size == 1 else contextlib.nullcontext():
         yield from profile.steps(schedule(run.whole_rounds(steps_to_profile(timed, accumulation)), accumulation))
     with run.may_miss(UNPROFILED):

@@ -72,7 +72,7 @@ class Measuring:
             if run.emulated:
                 counting.enter_context(run.emulated.allocations.following())
             if run.own:
-                # On a CPU nothing is to be compiled in any later step, either.
+                # On a CPU no later step is compiled either, so the calls are noted until the end.
                 (noting if run.on_cpu else counting).enter_context(run.compile_calls.noted())
                 if self._counter is not None:
                     counting.enter_context(self._beside.noting(run.lines))
@@ -90,7 +90,7 @@ class Measuring:
                         raise
                     run.note(note)
             if finish:
-                device.reset_peaks()  # only here: the exception and what its frames held are freed
+                device.reset_peaks()  # By now the exception is freed, with everything that its frames held.
                 finish()
         if run.is_profiled:
             run.progress.enter("check")
@@ -98,7 +98,7 @@ class Measuring:
         return run.figures
 
     def _ask(self, own: OwnCode) -> None:
-        """Have it counted what own code asks of loaders and optimizers, and known where the build of a generator ends."""
+        """Count what own code asks of loaders and optimizers, and note where the build of a generator ends."""
         run, training = self._run, self._run.training
         if run.counter:
             run.counter.asked = own.asked
@@ -112,7 +112,7 @@ class Measuring:
     def _steps(self, counting: contextlib.ExitStack) -> Steps:
         run, device, memory, emulated = self._run, self._run.device, self._memory, self._run.emulated
         confirmation = Confirmation(run, counting)
-        # Libraries raise and catch exceptions when they are first used, whose frames hold what was being built.
+        # When libraries are first used, they raise and catch exceptions whose frames keep what was being built.
         gc.collect()
         device.reset_peaks()
         if run.task.limit and run.task.limit.of_steps:
@@ -124,7 +124,7 @@ class Measuring:
             followed.follow_sizes_only()
         elif not emulated:
             counting.close()
-        # What the build left on the heap never becomes garbage: without this, a collection of it costs one step 0.2 s.
+        # Objects of the build never become garbage. Without this, one step would take 0.2 s longer to look through them.
         gc.collect()
         gc.freeze()
         run.progress.enter("warmup")
@@ -153,7 +153,7 @@ class Measuring:
             yield from memory.to_the_end(run.own.growth)
 
     def _meet(self) -> None:
-        """Wait for the other processes. Asynchronous workers meet once: how far one runs ahead is their own affair."""
+        """Wait for the other processes. Asynchronous workers wait only once, because one may run ahead of another."""
         if not self._run.case.asynchronous:
             self._run.group.barrier()
 
@@ -168,20 +168,19 @@ class Measuring:
         """End such a step, and tell whether it is the last one that makes sense."""
         run, losses = self._run, self._run.training.losses
         if run.emulated:
-            losses.clear()  # they mean nothing, and would be memory that the program does not have
+            losses.clear()  # they mean nothing here, and would take memory
             run.emulated.allocations.end_step()
         self._memory.end_step()
         run.progress.stepped(step, seconds if run.device.computes else None, run.device.allocated_bytes())
-        # What comes after a loss that is not finite is no training: the rest of a curve need not be waited for. Of
-        # several processes none may end before the others.
+        # After a loss that is not finite there is no training, so a curve ends. Several processes must all go on.
         return run.task.curve and run.group.size == 1 and not all(math.isfinite(float(loss)) for loss in losses[-1:])
 
     def _count(self, counter: AllocationCounter) -> Steps:
-        """Have steps run for the tensors that live in them."""
+        """Run steps to count the tensors that live in them."""
         run, own, beside = self._run, self._run.own, self._beside
         run.progress.enter("count")
         counter.threads.clear()
-        # What has run while tensors are counted is never compiled afterwards.
+        # A module that runs here uncompiled would never be compiled afterwards.
         with run.noting_shapes(), uncompiled(run.case):
             if own is None:
                 for update in counted_steps(run.case):
@@ -203,29 +202,29 @@ class Measuring:
                 yield from self._memory.follow(own.growth, counter)
 
     def _warm_up(self) -> Generator[bool, None, tuple[float, ...]]:
-        """Have the steps run that come before the timed ones; return their seconds."""
+        """Run the steps before the timed ones; return their seconds."""
         case, device = self._run.case, self._run.device
         updates = schedule(self._run.whole_rounds(case.warmup), case.gradient_accumulation)
         warmup = yield from timed(updates, device, self._end_step, self._begin_step)
         if not case.loader_workers or self._run.task.curve:
             return warmup
-        # Batches that were loaded while nothing trained would hide that the loader is too slow.
+        # Batches that were loaded while nothing trained would hide a loader that is too slow.
         self._run.training.drain()
         updates = schedule(lead_in(case), case.gradient_accumulation)
         return warmup + (yield from timed(updates, device, self._end_step, self._begin_step))
 
     def _steps_to_time(self) -> int:
-        """Return how many steps are still to come; the losses of those before are forgotten, unless they are of a curve."""
+        """Return how many steps are still to come. The losses of earlier steps are forgotten, except those of a curve."""
         run, losses = self._run, self._run.training.losses
         if not run.task.curve:
             losses.clear()
             return timed_steps(run.case)
-        # The counted steps trained too: the curve begins with the first of them, and is as long on a CPU as on a GPU.
+        # A curve includes the counted steps, because they have trained, too. So it is equally long on a CPU and on a GPU.
         finite = all(math.isfinite(float(loss)) for loss in losses)
         return max(1, run.case.steps - len(losses)) if finite or run.group.size > 1 else 1
 
     def _timed(self, updates: Sequence[bool]) -> Generator[bool, None, tuple[float, ...]]:
-        """Have the timed steps run; return their seconds."""
+        """Run the timed steps; return their seconds."""
         run, own, counter = self._run, self._run.own, self._run.emulated.counter if self._run.emulated else None
 
         def begin_step() -> None:
@@ -245,7 +244,7 @@ class Measuring:
                 own.growth.end_step(run.training, run.device.allocated_bytes())
             return self._end_step(step, seconds)
 
-        # A look at shapes would be part of the time.
+        # Looking at shapes takes time, which would be measured.
         with contextlib.nullcontext() if run.device.computes else run.noting_shapes():
             return (yield from timed(updates, run.device, end_step, begin_step))
 
@@ -295,7 +294,7 @@ class Measuring:
         )
 
     def _finish(self, confirmation: Confirmation, losses: tuple[float, ...], peaks: Peaks) -> Steps:
-        """Have the further steps run that only checks and counts need.
+        """Run the further steps that only checks and counts need.
 
         Args:
             losses: of the timed steps, and of all of a curve.

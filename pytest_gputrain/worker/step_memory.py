@@ -1,4 +1,4 @@
-"""Follows the memory of a training's steps, and has all steps of the user's loop run where its end is asked for."""
+"""Follows the memory of a training's steps, up to the end of the user's loop if that is asked for."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class StepMemory:
     def __init__(self, run: CaseRun) -> None:
         self._run = run
         self.counter: AllocationCounter | None = None
-        """Tells the memory of a step from the warm-up on; None where the device does, or nobody."""
+        """Tells the memory of a step from the warm-up on; None if the device does, or nobody."""
         self.of_steps: list[OfStep] = []
         self.late_growth = ""
         """The note on what steps keep now and then."""
 
     def begin_step(self) -> None:
-        """Take notice that a step is to begin."""
+        """Note that a step is to begin."""
         if self.counter:
             self.counter.begin_step()
         else:
@@ -47,28 +47,28 @@ class StepMemory:
         return memory
 
     def note(self, memory: OfStep | None) -> None:
-        """Note the memory of a step that is over, without the losses that the worker keeps; None where nobody knows it."""
+        """Note the memory of a step that is over, without the losses that the worker keeps; None if it is not known."""
         if memory is None:
             return
         losses = self._run.training.losses
         kept = [taken(loss.nbytes, self._run.device.type) for loss in losses if isinstance(loss, Tensor)]
-        # That of the step itself is made at its end.
+        # The loss of the step itself is made at its end, so it is not in the peak.
         self.of_steps.append(OfStep(memory.peak - sum(kept[:-1]), memory.end - sum(kept)))
 
     def follow(self, growth: Growth, counter: AllocationCounter) -> Steps:
-        """Have as many steps of own code run as were asked for, those included whose tensors were counted.
+        """Run as many steps of own code as were asked for, including those whose tensors were counted.
 
         Of the others it is counted how much memory they take: a later one may have a larger sample, or begin to keep more.
         """
         run, steps = self._run, self._run.whole_rounds(self._run.case.steps)
         counter.follow_sizes_only()
-        gc.freeze()  # without what is there already, the collection behind each step takes no time
+        gc.freeze()  # without older objects the collection after each step is fast
         rounds = (steps - len(self.of_steps)) // run.case.gradient_accumulation
         self.late_growth = yield from growth.follow(run.training, lambda: counter.live_bytes, rounds)
         gc.unfreeze()
 
     def to_the_end(self, growth: Growth) -> Steps:
-        """Have all further steps of the user's loop run, for the memory that they take.
+        """Run all further steps of the user's loop for the memory that they take.
 
         Raises:
             CheckFailed: there are too many; or its steps keep more and more memory, or its optimizer steps otherwise than
@@ -84,7 +84,7 @@ class StepMemory:
             self._run.set(memory_of_steps=folded(self.of_steps))
             self._run.note(growth.judge_ends(len(self.of_steps)))
 
-        # In the steps of the checks other modes than that of the counter decide what lives.
+        # Steps of the checks have no figures, because other modes than the counter keep tensors alive.
         self.of_steps += [OfStep(0, 0)] * (training.updates - len(self.of_steps))
         with self._run.may_fail(lambda error: "" if isinstance(error, LoopEnded) else None, finish):
             while training.updates < _MOST_STEPS:

@@ -64,7 +64,7 @@ _LOST: Final[dict[Doing, tuple[Cause, str]]] = {
 
 @dataclass(eq=False, slots=True)
 class _Ticket:
-    """An order on its way."""
+    """An order with its job and its outcome."""
 
     order: Order
     folder: Path
@@ -79,7 +79,7 @@ class _Ticket:
 
 
 class Fleet:
-    """Runs orders through a scheduler, as many at once as that should hold.
+    """Runs orders through a scheduler, as many at once as its queue should hold.
 
     Args:
         shared: folder that all machines see.
@@ -122,7 +122,7 @@ class Fleet:
         self._number = 0
 
     def expect(self, orders: Iterable[Order], *, soon: bool = False) -> None:
-        """Submit these, one after the other as the scheduler's queue has space for them; `run` will ask for them.
+        """Submit these orders, one after the other as the scheduler's queue has space. `run` will ask for them.
 
         Args:
             soon: before those that were expected earlier.
@@ -140,7 +140,7 @@ class Fleet:
         return self._requested[key] + len(self._open.get(key, ()))
 
     def arrived(self, order: Order) -> list[Delivery | Lost]:
-        """Return what came of orders that no test has asked for, up to the first whose outcome is unknown."""
+        """Return the outcomes of orders that no test has asked for yet, up to the first that is unknown."""
         outcomes: list[Delivery | Lost] = []
         for ticket in self._open.get(_key(order), ()):
             if ticket.outcome is None:
@@ -149,7 +149,7 @@ class Fleet:
         return outcomes
 
     def wait(self, order: Order) -> Iterator[Order]:
-        """Wait until it is known what comes of an order, which `run` then tells; the caller may leave it out.
+        """Wait until the outcome of an order is known, which `run` then returns.
 
         Yields:
             Other orders, when something comes of them that no test has taken.
@@ -161,7 +161,7 @@ class Fleet:
         if not ticket.job and ticket.outcome is None:
             with contextlib.suppress(ValueError):
                 self._to_submit.remove(ticket)
-            self._to_submit.appendleft(ticket)  # first in the queue: a test waits for it
+            self._to_submit.appendleft(ticket)  # a test waits for this one
         while True:
             self.step()
             while self._arrivals:
@@ -187,11 +187,11 @@ class Fleet:
         return ticket.outcome
 
     def drop(self, order: Order) -> None:
-        """Cancel what was expected of this order and not asked for. What has an outcome keeps it."""
+        """Cancel what was expected of this order and not asked for. Known outcomes are kept."""
         self._drop([_key(order)])
 
     def only(self, orders: Iterable[Order]) -> None:
-        """Drop all others."""
+        """Drop all other orders."""
         self._drop(self._open.keys() - {_key(order) for order in orders})
 
     def _drop(self, keys: Iterable[bytes]) -> None:
@@ -208,7 +208,7 @@ class Fleet:
             self._scheduler.cancel(jobs)
 
     def close(self) -> None:
-        """Cancel what has not ended, and what was dropped once more: Ctrl-C or a silent scheduler may have kept it."""
+        """Cancel all jobs that have not ended, and dropped ones again, which Ctrl-C or a silent scheduler may have kept."""
         jobs, self._live, self._dropped = [*(ticket.job for ticket in self._live), *self._dropped], [], []
         self._to_submit.clear()
         self._open.clear()
@@ -219,7 +219,7 @@ class Fleet:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def step(self) -> None:
-        """Submit what the scheduler's queue has space for, and see what has become of the rest."""
+        """Submit what the scheduler's queue has space for, and handle what has become of the others."""
         now = self._now()
         if now >= self._ask_at:
             self._ask_at = now + min(ASK_SECONDS, self._scheduler.ask_seconds)
@@ -232,7 +232,7 @@ class Fleet:
         if self._folder is None:
             self._shared.mkdir(parents=True, exist_ok=True)
             self._folder = Path(tempfile.mkdtemp(prefix="fleet-", dir=self._shared))
-            self._folder.chmod(0o755)  # a node's job may be another user's, or root's without rights
+            self._folder.chmod(0o755)  # a job on a node may run as another user
         ticket = _Ticket(order, self._folder / str(self._number))
         self._open.setdefault(_key(order), deque()).append(ticket)
         return ticket
@@ -241,7 +241,7 @@ class Fleet:
         while self._to_submit and self._has_capacity():
             ticket = self._to_submit[0]
             try:
-                with undisturbed():  # what the scheduler has taken has to be known, or nobody cancels it
+                with undisturbed():  # A job that the scheduler has taken must be noted, or nobody cancels it.
                     ticket.folder.mkdir(exist_ok=True)
                     write_record(ticket.folder / ORDER, ticket.order)
                     ticket.job = self._scheduler.submit(ticket.order, ticket.folder)
@@ -272,7 +272,7 @@ class Fleet:
         return len(self._live) < min(self._most_jobs, most)
 
     def _put_off(self, refusal: QueueFull | Unreachable) -> None:
-        """Try again later, unless nothing has got on for too long: all that wait have waited as long then."""
+        """Try again later, unless no job has begun or ended for too long: then all that wait are lost."""
         now = self._now()
         self._submit_at = now + ASK_SECONDS
         if self._refused is None and not self._live:
@@ -296,7 +296,7 @@ class Fleet:
         return self._scheduler.remedies["unreachable"]
 
     def _ask(self) -> None:
-        """See what the scheduler says of the jobs."""
+        """Ask the scheduler what the jobs do."""
         if not self._live:
             return
         now = self._now()
@@ -314,7 +314,7 @@ class Fleet:
                 self._handle(ticket, jobs.get(ticket.job, Job("forgotten")))
 
     def _handle(self, ticket: _Ticket, job: Job) -> None:
-        """Decide what follows from what a job does."""
+        """Handle what a job does."""
         now, before = self._now(), ticket.seen
         if before is None or before.doing != job.doing:
             self._progress = now if job.doing not in _NOT_BEGUN else self._progress
@@ -341,7 +341,7 @@ class Fleet:
     def _is_lost(self, ticket: _Ticket, job: Job, now: float) -> bool:
         """Tell whether nothing will come of a job: it has waited for too long, or has ended without a delivery."""
         if job.doing in _NOT_BEGUN:
-            # What waits for its turn waits for others of this fleet, too, as long as these get on.
+            # A job that waits for its turn has not waited too long as long as other jobs of this fleet begin or end.
             since = max(ticket.since, self._progress) if job.doing == "waiting" else ticket.since
             if now - since < self._wait_seconds:
                 return False
@@ -355,10 +355,10 @@ class Fleet:
         return ticket.outcome is None and not (may_come and now - ticket.ended < GRACE_SECONDS)
 
     def _collect(self, ticket: _Ticket) -> None:
-        """Take the delivery in, if it is there."""
+        """Take the delivery of a job, if it is there."""
         try:
             delivery = msgspec.json.decode(read_message(ticket.folder / DELIVERY), type=Delivery)
-        except OSError:  # not there yet, or a network file system is not
+        except OSError:  # The file is not there yet, or the network file system does not answer.
             return
         except UNREADABLE as error:
             self._lose(
@@ -383,5 +383,5 @@ class Fleet:
 
 
 def _key(order: Order) -> bytes:
-    """Return what tells an order from others."""
+    """Return a key that is the same for equal orders."""
     return msgspec.json.encode(order)
