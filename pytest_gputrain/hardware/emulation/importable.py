@@ -49,7 +49,7 @@ def _missing(torch: Torch) -> list[str]:
     """Find which of NVIDIA's libraries that torch needs are neither where the loader looks, nor where torch does."""
     command = ["ldd", str(torch.folder / "lib" / "libtorch_python.so")]
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+        listed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600).stdout
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [
