@@ -22,7 +22,7 @@ EMULATED: Final = "emulated"
 MOST_CONDITIONS: Final = 4
 """Figures that are kept of a case, for test environments that differ in their libraries."""
 
-_NO_GROWTH: Final = {"allowed_growth": 0}
+_ZERO: Final = {"allowed_growth": 0, "estimated_bytes": 0}
 _LEFT_OUT: Final = (
     "counts",
     "trained",
@@ -33,6 +33,7 @@ _LEFT_OUT: Final = (
     "heap_growth",
     "allowed_growth",
     "peak_bytes_by_origin",
+    "estimated_bytes",
     "expected",
 )
 """Fields that files have only where they have a value. Files that are older than a field have none, and are as an update
@@ -82,7 +83,7 @@ class EmulationStore(SuiteStore[Recorded, EmulatedRun]):
         return {
             name: value
             for name, value in fields.items()
-            if name not in shared and (name not in _LEFT_OUT or value not in (None, (), [], {}, _NO_GROWTH.get(name)))
+            if name not in shared and (name not in _LEFT_OUT or value not in (None, (), [], {}, _ZERO.get(name)))
         }
 
     def _stored(self, entries: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
