@@ -30,7 +30,7 @@ def case_runner(
     resumed_report: ResumedReport | None,
     watch: Watch,
 ) -> CaseRunner:
-    """Make what answers the requests of the tests.
+    """Make the runner that answers the requests of the tests.
 
     Args:
         environment: variables of the session.

@@ -135,7 +135,7 @@ class WholeFiles:
         """The ids of tests that were skipped because their cases are for other machines or kinds of runs."""
 
     def note_collected(self, item: pytest.Item, cases: Sequence[str]) -> None:
-        """Note a test with cases that was found, and of the ids of those that it is parametrized with."""
+        """Note a test with cases that was collected, and the ids of the cases that it is parametrized with."""
         self._collected[item.path].add(item.nodeid)
         if cases:
             self._cases[item.nodeid] = tuple(cases)

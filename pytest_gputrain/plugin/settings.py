@@ -100,7 +100,7 @@ def _refuse_outputs(settings: Settings) -> None:
 
 
 def _refuse_to_prune(settings: Settings) -> None:
-    """Refuse to remove baselines on the word of tests that ask for other cases than their own."""
+    """Refuse to remove baselines in a run whose tests ask for other cases than their own."""
     if not settings.baseline_prune:
         return
     others = {

@@ -229,7 +229,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
 
     @abstractmethod
     def _shared(self, entry: _Entry) -> Struct:
-        """Return what the entry shares with others."""
+        """Return the part of an entry that others share."""
 
     @abstractmethod
     def _own(self, entry: _Entry) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class LoadsAndUpdates:
             self._add("repeated_updates", type(optimizer).__name__, 1)
 
     def loaded(self, iterator: Any, batch: _Batch, seconds: float) -> None:
-        """Note a batch that a loader gives, and of how long that took."""
+        """Note a batch that a loader gives, and how long that took."""
         if threading.get_ident() != self._thread:
             return
         if self.waits:

@@ -341,7 +341,7 @@ def find_peak(events: Trace, at_end: int) -> tuple[int, int]:
 
 
 def course(trace: Trace, in_use: int, reserved: int) -> list[tuple[int, int, int]]:
-    """Find how memory went: numbers of allocations, with the most bytes in use and reserved around each.
+    """Find the course of memory: numbers of allocations, each with the most bytes in use and reserved around it.
 
     Args:
         in_use: bytes at the end.

@@ -176,7 +176,7 @@ class _WorkOfProgram(WorkCount):
 
 
 class _ProgramLines(OwnLines):
-    """Takes each file of no library for the program's own."""
+    """Takes each file that belongs to no library for the program's own."""
 
     def _name(self, file: str) -> str:
         if Path(file).is_relative_to(_PACKAGE):

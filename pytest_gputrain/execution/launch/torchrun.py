@@ -132,7 +132,7 @@ class _Agents:
         self._spoke = self._began = time.monotonic()
 
     def start(self) -> None:
-        """Let the nodes begin."""
+        """Let the nodes begin the case."""
         self._say("train")
         self._began = time.monotonic()
         if self._cluster.by_slurm:
