@@ -14,7 +14,7 @@ import msgspec
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.criteria import Judged
 from pytest_gputrain.gate.messages import count, describe_metric, describe_process_count, listed
-from pytest_gputrain.gate.step_memory import STEP_METRICS, judge_heap, judge_left_behind, judge_steps
+from pytest_gputrain.gate.step_memory import KEPT, STEP_METRICS, judge_heap, judge_left_behind, judge_steps, own_peaks
 from pytest_gputrain.gate.step_times import exceeds
 from pytest_gputrain.records import (
     BaselineRun,
@@ -144,14 +144,15 @@ def judge_memory(
         share = _SHARED_CPU_FIRST_RATIO if phase in ("build", "forward") else _SHARED_CPU_PHASE_RATIO
         return rule._replace(ratio=0.0, slack=rule.slack + round(max(rule.ratio, share) * max(peaks)))
 
-    judged = [whole, *_phases(whole.verdict, measured, fitted, rule_of, again)]
+    tells_left = all(run.counted_threads == 1 for run in measured)
+    judged = [whole, *_phases(whole.verdict, measured, fitted, rule_of, again, tells_left=tells_left)]
     if rule.exact or not on_cpu:  # Threads or processes on a CPU decide what is still alive at the end of a step.
         settled, growth = rule.exact or len(measured) >= most, measured[0].allowed_growth
         judged += judge_steps(
             whole.verdict, measured, fitted, rule.judge, allowed_growth=growth, settled=settled, again=again
         )
         judged += judge_heap(measured, fitted, allowed_growth=growth, most=most)
-    if all(run.counted_threads == 1 for run in measured):
+    if tells_left:
         judged += judge_left_behind(measured, fitted, most)
     return judged
 
@@ -162,9 +163,11 @@ def _phases(
     fitted: Sequence[BaselineRun],
     rule_of: Callable[[TrainingPhase], _MemoryLimit],
     again: str,
+    *,
+    tells_left: bool,
 ) -> Iterator[Judged[MetricVerdict]]:
     for name, phase in PHASES.items():
-        values = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
+        values = own_peaks(phase, measured, fitted if tells_left else ())
         peaks = [run.phase_peak_bytes[phase] for run in fitted if phase in run.phase_peak_bytes]
         if values and peaks:
             peak = rule_of(phase).judge(name, values, peaks)
@@ -210,7 +213,13 @@ def describe_memory(
 ) -> Iterator[str]:
     """Describe peaks that are worse, or better: the peak of training, the phases behind it, and single steps."""
     yield from _describe_peaks(metrics, measured, fitted)
-    yield from (metric.note for metric in metrics if metric.metric in STEP_METRICS)
+    for metric in metrics:
+        phase, _ = KEPT.get(metric.metric, (None, ""))
+        if phase and all(PHASES.get(other.metric) != phase for other in metrics):  # whose peak has the same tensors
+            value, baseline = _value_and_baseline(metric)
+            yield metric.note + _describe_tensors(phase, measured, _highest(fitted, phase), value - baseline)
+        elif metric.metric in STEP_METRICS:
+            yield metric.note
 
 
 def _describe_peaks(
@@ -273,11 +282,16 @@ def _describe_phase(metric: MetricVerdict) -> str:
     return f"needs {size}{share} {_more_or_less(metric)} {in_phase(PHASES[metric.metric])}, {text}{limit}"
 
 
-def _describe_tensors(phase: TrainingPhase, now: PeaksByPhase, before: PeaksByPhase) -> str:
-    """Describe the tensors at the phase's peak that are new there, or gone."""
+def _describe_tensors(phase: TrainingPhase, now: PeaksByPhase, before: PeaksByPhase, change: int | None = None) -> str:
+    """Describe the tensors at the phase's peak that are new there, or gone.
+
+    Args:
+        change: the bytes that they are to explain; None for those by which the peak has changed.
+    """
     if phase in before.phase_peak_bytes and not before.largest.get(phase):
         return ""  # the baseline has no tensors of this phase
-    change = now.phase_peak_bytes.get(phase, 0) - before.phase_peak_bytes.get(phase, 0)
+    if change is None:
+        change = now.phase_peak_bytes.get(phase, 0) - before.phase_peak_bytes.get(phase, 0)
     sign = 1 if change > 0 else -1
     whole = _has_all(phase, now) and _has_all(phase, before)
     # A row without a type adds up the smaller tensors, which can be compared only if both sides have all tensors.

@@ -19,11 +19,16 @@ from pytest_gputrain.records import MetricName, MetricVerdict, StepMemory, Train
 from pytest_gputrain.records.step_memory import LEAST_HEAP, LEAST_RISE, OfStep, Rise, rise_of, unfolded
 from pytest_gputrain.utils.units import format_bytes
 
-_KEPT: Final[dict[MetricName, tuple[TrainingPhase, str]]] = {
+KEPT: Final[dict[MetricName, tuple[TrainingPhase, str]]] = {
     "evaluate_kept_bytes": ("evaluate", "its evaluation"),
     "checkpoint_kept_bytes": ("checkpoint", "a checkpoint"),
 }
-STEP_METRICS: Final[tuple[MetricName, ...]] = ("step_peak_bytes", "step_growth_bytes", "heap_growth", *_KEPT)
+_CAUSES: Final[dict[TrainingPhase, tuple[TrainingPhase, ...]]] = {
+    "evaluate": ("evaluate",),
+    "checkpoint": ("evaluate", "checkpoint"),
+}
+"""Of each peak, which of these is behind it."""
+STEP_METRICS: Final[tuple[MetricName, ...]] = ("step_peak_bytes", "step_growth_bytes", "heap_growth", *KEPT)
 _HEAP_RATIO: Final = 0.5
 _KEPT_RUNS: Final = 2
 """Fresh processes that have to agree on memory that is left behind."""
@@ -41,6 +46,15 @@ class KeepsMemory(Protocol):
 
     @property
     def heap_growth(self) -> int | None: ...
+    @property
+    def kept_behind(self) -> Mapping[TrainingPhase, int]: ...
+
+
+class LeavesMemory(Protocol):
+    """A run of which it may be known what runs beside its steps and leaves behind."""
+
+    @property
+    def phase_peak_bytes(self) -> Mapping[TrainingPhase, int]: ...
     @property
     def kept_behind(self) -> Mapping[TrainingPhase, int]: ...
 
@@ -81,6 +95,26 @@ def judge_steps(
         yield peak
 
 
+def own_peaks(phase: TrainingPhase, measured: Sequence[LeavesMemory], fitted: Sequence[LeavesMemory]) -> list[int]:
+    """Return the peaks of a phase of those runs that have it, without what `judge_left_behind` tells of.
+
+    What an evaluation leaves behind is at the peaks of itself and of the checkpoint that is saved after it.
+
+    Args:
+        fitted: the runs of the baseline; none where it is not told.
+    """
+    causes = _CAUSES.get(phase, ())
+    most = {
+        cause: max((run.kept_behind[cause] for run in fitted if cause in run.kept_behind), default=None) for cause in causes
+    }
+
+    def told(run: LeavesMemory) -> int:
+        more = (run.kept_behind.get(cause, 0) - before for cause, before in most.items() if before is not None)
+        return sum(grown for grown in more if grown > LEAST_RISE)
+
+    return [run.phase_peak_bytes[phase] - told(run) for run in measured if phase in run.phase_peak_bytes]
+
+
 def judge_heap(
     measured: Sequence[KeepsMemory], fitted: Sequence[KeepsMemory], *, allowed_growth: int = 0, most: int = 1
 ) -> Iterator[Judged[MetricVerdict]]:
@@ -105,7 +139,7 @@ def judge_left_behind(
 ) -> Iterator[Judged[MetricVerdict]]:
     """Judge the tensors that an evaluation or saving a checkpoint leaves behind; nothing if the baseline has no such
     figure."""
-    for name, (phase, what) in _KEPT.items():
+    for name, (phase, what) in KEPT.items():
         now, before = ([run.kept_behind[phase] for run in side if phase in run.kept_behind] for side in (measured, fitted))
         note = f"leaves {{}} of tensors behind {what} ({{}} before)"
         yield from _judge_kept(name, now, before, max(before, default=0) + LEAST_RISE, note, most)
@@ -115,7 +149,7 @@ def _judge_kept(
     name: MetricName, now: Sequence[int], before: Sequence[int], limit: float, note: str, most: int
 ) -> Iterator[Judged[MetricVerdict]]:
     # If a run no longer evaluates, the verdict on the peak of the evaluation tells it.
-    if not before or (not now and name in _KEPT):
+    if not before or (not now and name in KEPT):
         return
     metric = MetricVerdict(metric=name, status="pass", baseline=max(before), limit=limit, runs=len(now))
     if not now:

@@ -113,6 +113,11 @@ class BesideSteps:
             if (save := beside.save) is not None:
                 _call("checkpoint", functools.partial(save, folder))
 
+    @property
+    def left_bytes(self) -> int:
+        """The bytes that an evaluation and a checkpoint have left behind so far, which no later step is to blame for."""
+        return sum(self._kept.values())
+
     def behind_timed_steps(self, training: Trainable, figures: Measurement) -> Measurement:
         """Run it on a GPU after the timed steps, and return their figures with its peaks."""
         self.run(training)

@@ -181,3 +181,46 @@ def test_more_left_behind_beside_the_steps_fails(phase, said, processes):
     assert judge(384 * KiB, None)[1] is None
     assert judge(None, 100)[1] is None
     assert judge(384 * KiB, 100, counted_threads=2)[1] is None, "own threads decide what lives"
+
+
+def _judge_beside(kept, peaks, **fields):
+    """Judge what an evaluation leaves behind, and the peaks of an evaluation and a checkpoint, in MiB."""
+
+    def run(kind, kept, peaks, **fields):
+        sizes = dict(zip(("evaluate", "checkpoint"), (round(peak * MiB) for peak in peaks), strict=True))
+        left = {} if kept is None else {"evaluate": round(kept * MiB), "checkpoint": 0}
+        return kind(environment=CPU, phase_peak_bytes=sizes, kept_behind=left, **fields)
+
+    stored = run(baseline_run, None if kept is None else 0, (5, 6))
+    verdict = judged([run(measurement, kept, peaks, **fields)] * 3, baseline(stored), TOLERANCE).verdict
+    return verdict.sentence, {metric.metric for metric in verdict.metrics if metric.status == "regressed"}
+
+
+def test_what_an_evaluation_leaves_behind_is_told_once():
+    sentence, regressed = _judge_beside(2, (7, 8))
+    assert regressed == {"evaluate_kept_bytes"}, "though it is at the peaks of the evaluation and of the checkpoint"
+    assert "leaves 2.00 MiB of tensors behind its evaluation (0 B before) (" in sentence
+
+
+@pytest.mark.parametrize(
+    ("peaks", "said", "metric"),
+    [
+        ((8, 8), "needs 1.00 MiB (20.0 %) more in evaluation, 6.00 MiB against 5.00 MiB allocated", "evaluate_peak_bytes"),
+        (
+            (7, 9),
+            "needs 1.00 MiB (16.7 %) more while saving a checkpoint, 7.00 MiB against 6.00 MiB",
+            "checkpoint_peak_bytes",
+        ),
+    ],
+    ids=["evaluation", "checkpoint"],
+)
+def test_what_a_peak_has_grown_beside_what_is_left_is_told(peaks, said, metric):
+    sentence, regressed = _judge_beside(2, peaks)
+    assert regressed == {"evaluate_kept_bytes", metric}
+    assert said in sentence
+    assert "leaves 2.00 MiB of tensors behind its evaluation (0 B before)" in sentence
+
+
+def test_a_peak_is_judged_whole_where_what_is_left_is_not():
+    both = {"evaluate_peak_bytes", "checkpoint_peak_bytes"}
+    assert _judge_beside(None, (7, 8))[1] == _judge_beside(2, (7, 8), counted_threads=2)[1] == both
