@@ -219,7 +219,7 @@ class Project:
 
     def spawn(self, *arguments):
         """In a process of its own."""
-        return self.pytester.runpytest_subprocess(*arguments, timeout=300)
+        return self.pytester.runpytest_subprocess(*arguments, timeout=600)
 
     def without_configuration(self):
         """Move everything into the folder ``benchmarks``, and leave no configuration file; return the folder."""
