@@ -56,7 +56,8 @@ class StepMemory:
         kept = [taken(loss.nbytes, self._run.device.type) for loss in losses if isinstance(loss, Tensor)]
         left = self._beside.left_bytes
         # The loss of the step itself is made at its end, so it is not in the peak.
-        self.of_steps.append(OfStep(memory.peak - sum(kept[:-1]) - left, max(0, memory.end - sum(kept) - left)))
+        peak, end = memory.peak - sum(kept[:-1]) - left, memory.end - sum(kept) - left
+        self.of_steps.append(OfStep(max(0, peak), max(0, end)))
 
     def follow(self, growth: Growth, counter: AllocationCounter) -> Steps:
         """Run as many steps of own code as were asked for, including those whose tensors were counted.
