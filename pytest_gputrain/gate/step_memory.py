@@ -128,7 +128,7 @@ def judge_heap(
     now, before = ([run.heap_growth for run in side if run.heap_growth is not None] for side in (measured, fitted))
     note = (
         "leaves {} more on the host's heap after each step ({} before): look for losses that are kept "
-        "without detach(), and for arrays in lists and caches"
+        "without detach(), and for arrays in lists and caches, whose lines two compared snapshots of tracemalloc name"
     )
     limit = max(before, default=0) * (1 + _HEAP_RATIO) + max(LEAST_HEAP, allowed_growth)
     return _judge_kept("heap_growth", now, before, limit, note, most)

@@ -390,6 +390,17 @@ def test_growth_of_a_count_fails_only_if_a_second_process_confirms_it(counting):
     assert WAITS in only_sentence(counting.run(*EMULATE, "--gpu-strict"), TEST)
 
 
+def test_a_heap_that_grows_fails_only_if_a_second_process_agrees(counting):
+    steady, growing = ({**counted(), "heap_growth": size} for size in (0, 200_000))
+    counting.answer(steady, to=GEMMA)
+    counting.run(*EMULATE, UPDATE).assert_outcomes(passed=3)
+    counting.answer(growing, to=GEMMA)
+    sentence = only_sentence(counting.run(*EMULATE), TEST)
+    assert sentence.startswith(f"{GEMMA} leaves 195 KiB more on the host's heap after each step (0 B before): look for")
+    counting.answer(growing, steady, to=GEMMA)
+    counting.run(*EMULATE).assert_outcomes(passed=3)
+
+
 def test_two_tests_of_a_case_share_the_run_that_confirms_its_limit(counting):
     limited = SUITE.replace("@pytest.mark.p", "@pytest.mark.gpu_limit(waits=0)\n@pytest.mark.p")
     counting.write(test_tuning=limited, test_too=limited.replace("gputrain.check", "gputrain.measure"))
