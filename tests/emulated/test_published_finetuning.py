@@ -12,6 +12,7 @@ VERSIONS = {"transformers": "5.12.1", "peft": "0.19.1"}
 PUBLISHED = {
     "0.8b full 16": 6.630,
     "0.8b lora 16": 1.756,
+    "0.8b lora 128 --checkpointing": 1.876,
     "0.8b nf4 16": 1.072,
 }
 """GiB that torch had allocated at the peak of an update, as printed. Each is within 1 MiB."""
