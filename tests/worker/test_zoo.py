@@ -39,7 +39,8 @@ def test_batch_is_full_of_real_tokens_with_labels_shifted_by_one(name):
 
 
 def test_the_parent_s_vocabulary_is_what_the_worker_offers():
-    models = architectures().values()
+    # Other tests may have added models that have a config.json.
+    models = [model for name, model in architectures().items() if "#" not in name]
     assert {method for architecture in models for method in architecture.trainable} <= set(KNOBS["method"].words)
     assert set(KNOBS["precision"].words) == set(precision.PRECISIONS)
     assert set(KNOBS["optimizer"].words) == set(training.OPTIMIZERS)
