@@ -20,7 +20,7 @@ from pytest_gputrain.gate.expected_times import describe_slowdown
 from pytest_gputrain.gate.memory import PHASES, describe_memory, in_phase, is_memory_metric
 from pytest_gputrain.gate.messages import OtherSide, describe_checkpointing, describe_metric
 from pytest_gputrain.gate.own_training import lost_tensors, other_shapes
-from pytest_gputrain.gate.step_memory import judge_heap, judge_left_behind, judge_steps, own_peaks
+from pytest_gputrain.gate.step_memory import judge_heap, judge_left_behind, judge_steps
 from pytest_gputrain.gate.work import WORK, describe_work, flops_apart
 from pytest_gputrain.records import (
     FAILING,
@@ -248,8 +248,7 @@ def _metrics(before: EmulatedRun, now: EmulatedRun, *, work_rose: bool) -> Itera
         yield _compared(name, getattr(before, name), getattr(now, name))
     for name, phase in PHASES.items():
         if phase in before.phase_peak_bytes and phase in now.phase_peak_bytes:
-            (value,) = own_peaks(phase, [now], [before])
-            yield _compared(name, before.phase_peak_bytes[phase], value)
+            yield _compared(name, before.phase_peak_bytes[phase], now.phase_peak_bytes[phase])
     for steps in judge_steps(
         _compared("peak_allocated_bytes", before.peak_allocated_bytes, now.peak_allocated_bytes),
         [now],

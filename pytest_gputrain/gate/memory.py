@@ -14,7 +14,7 @@ import msgspec
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.criteria import Judged
 from pytest_gputrain.gate.messages import count, describe_metric, describe_process_count, listed
-from pytest_gputrain.gate.step_memory import KEPT, STEP_METRICS, judge_heap, judge_left_behind, judge_steps, own_peaks
+from pytest_gputrain.gate.step_memory import KEPT, STEP_METRICS, judge_heap, judge_left_behind, judge_steps
 from pytest_gputrain.gate.step_times import exceeds
 from pytest_gputrain.records import (
     BaselineRun,
@@ -144,15 +144,14 @@ def judge_memory(
         share = _SHARED_CPU_FIRST_RATIO if phase in ("build", "forward") else _SHARED_CPU_PHASE_RATIO
         return rule._replace(ratio=0.0, slack=rule.slack + round(max(rule.ratio, share) * max(peaks)))
 
-    tells_left = all(run.counted_threads == 1 for run in measured)
-    judged = [whole, *_phases(whole.verdict, measured, fitted, rule_of, again, tells_left=tells_left)]
+    judged = [whole, *_phases(whole.verdict, measured, fitted, rule_of, again)]
     if rule.exact or not on_cpu:  # Threads or processes on a CPU decide what is still alive at the end of a step.
         settled, growth = rule.exact or len(measured) >= most, measured[0].allowed_growth
         judged += judge_steps(
             whole.verdict, measured, fitted, rule.judge, allowed_growth=growth, settled=settled, again=again
         )
         judged += judge_heap(measured, fitted, allowed_growth=growth, most=most)
-    if tells_left:
+    if all(run.counted_threads == 1 for run in measured):
         judged += judge_left_behind(measured, fitted, most)
     return judged
 
@@ -163,11 +162,9 @@ def _phases(
     fitted: Sequence[BaselineRun],
     rule_of: Callable[[TrainingPhase], _MemoryLimit],
     again: str,
-    *,
-    tells_left: bool,
 ) -> Iterator[Judged[MetricVerdict]]:
     for name, phase in PHASES.items():
-        values = own_peaks(phase, measured, fitted if tells_left else ())
+        values = [run.phase_peak_bytes[phase] for run in measured if phase in run.phase_peak_bytes]
         peaks = [run.phase_peak_bytes[phase] for run in fitted if phase in run.phase_peak_bytes]
         if values and peaks:
             peak = rule_of(phase).judge(name, values, peaks)
@@ -211,15 +208,29 @@ def phase_prefix(metric: MetricVerdict) -> str:
 def describe_memory(
     metrics: Sequence[MetricVerdict], measured: PeaksByPhase, fitted: Sequence[PeaksByPhase]
 ) -> Iterator[str]:
-    """Describe peaks that are worse, or better: the peak of training, the phases behind it, and single steps."""
+    """Describe peaks that are worse, or better: the peak of training, the phases behind it, and single steps.
+
+    What an evaluation or a checkpoint leaves behind is told once, and not again by the peaks that have the same bytes.
+    """
+    left = sum(map(_increase, (metric for metric in metrics if metric.metric in KEPT)))
+    metrics = [metric for metric in metrics if not (_is_behind(metric) and 0 < _increase(metric) <= left)]
     yield from _describe_peaks(metrics, measured, fitted)
     for metric in metrics:
         phase, _ = KEPT.get(metric.metric, (None, ""))
         if phase and all(PHASES.get(other.metric) != phase for other in metrics):  # whose peak has the same tensors
-            value, baseline = _value_and_baseline(metric)
-            yield metric.note + _describe_tensors(phase, measured, _highest(fitted, phase), value - baseline)
+            yield metric.note + _describe_tensors(phase, measured, _highest(fitted, phase), round(_increase(metric)))
         elif metric.metric in STEP_METRICS:
             yield metric.note
+
+
+def _is_behind(metric: MetricVerdict) -> bool:
+    """Tell whether what an evaluation or a checkpoint leaves behind is in the figure, too."""
+    return metric.metric == "step_peak_bytes" or PHASES.get(metric.metric) in BESIDE_STEPS
+
+
+def _increase(metric: MetricVerdict) -> float:
+    value, baseline = _value_and_baseline(metric)
+    return value - baseline
 
 
 def _describe_peaks(

@@ -23,11 +23,6 @@ KEPT: Final[dict[MetricName, tuple[TrainingPhase, str]]] = {
     "evaluate_kept_bytes": ("evaluate", "its evaluation"),
     "checkpoint_kept_bytes": ("checkpoint", "a checkpoint"),
 }
-_CAUSES: Final[dict[TrainingPhase, tuple[TrainingPhase, ...]]] = {
-    "evaluate": ("evaluate",),
-    "checkpoint": ("evaluate", "checkpoint"),
-}
-"""Of each peak, which of these is behind it."""
 STEP_METRICS: Final[tuple[MetricName, ...]] = ("step_peak_bytes", "step_growth_bytes", "heap_growth", *KEPT)
 _HEAP_RATIO: Final = 0.5
 _KEPT_RUNS: Final = 2
@@ -46,15 +41,6 @@ class KeepsMemory(Protocol):
 
     @property
     def heap_growth(self) -> int | None: ...
-    @property
-    def kept_behind(self) -> Mapping[TrainingPhase, int]: ...
-
-
-class LeavesMemory(Protocol):
-    """A run of which it may be known what runs beside its steps and leaves behind."""
-
-    @property
-    def phase_peak_bytes(self) -> Mapping[TrainingPhase, int]: ...
     @property
     def kept_behind(self) -> Mapping[TrainingPhase, int]: ...
 
@@ -93,26 +79,6 @@ def judge_steps(
     peak = _worst_peak(whole, now, before, judge)
     if growth.status == "pass" and peak is not None:
         yield peak
-
-
-def own_peaks(phase: TrainingPhase, measured: Sequence[LeavesMemory], fitted: Sequence[LeavesMemory]) -> list[int]:
-    """Return the peaks of a phase of those runs that have it, without what `judge_left_behind` tells of.
-
-    What an evaluation leaves behind is at the peaks of itself and of the checkpoint that is saved after it.
-
-    Args:
-        fitted: the runs of the baseline; none where it is not told.
-    """
-    causes = _CAUSES.get(phase, ())
-    most = {
-        cause: max((run.kept_behind[cause] for run in fitted if cause in run.kept_behind), default=None) for cause in causes
-    }
-
-    def told(run: LeavesMemory) -> int:
-        more = (run.kept_behind.get(cause, 0) - before for cause, before in most.items() if before is not None)
-        return sum(grown for grown in more if grown > LEAST_RISE)
-
-    return [run.phase_peak_bytes[phase] - told(run) for run in measured if phase in run.phase_peak_bytes]
 
 
 def judge_heap(

@@ -36,8 +36,8 @@ from pytest_gputrain.worker.training import OwnCodeTraining, Trainable
 
 MOST_SAVED: Final = 4 * GiB
 """The most memory in use at which a checkpoint is saved: it may write as much."""
-_LETTING_GO: Final = 0.2
-"""Seconds in which gloo's threads let go of buffers that nobody uses any more."""
+_LETTING_GO: Final = 1.0
+"""Seconds in which gloo's threads have let go of buffers that nobody uses any more, also on a busy machine."""
 _OF_CACHES: Final = ("mallocs", "frees")
 """What depends on what the steps before have left in the caches of allocators."""
 
@@ -113,11 +113,6 @@ class BesideSteps:
             if (save := beside.save) is not None:
                 _call("checkpoint", functools.partial(save, folder))
 
-    @property
-    def left_bytes(self) -> int:
-        """The bytes that an evaluation and a checkpoint have left behind so far, which no later step is to blame for."""
-        return sum(self._kept.values())
-
     def behind_timed_steps(self, training: Trainable, figures: Measurement) -> Measurement:
         """Run it on a GPU after the timed steps, and return their figures with its peaks."""
         self.run(training)
@@ -151,11 +146,17 @@ class BesideSteps:
         """Return the bytes in tensors now."""
         return counter.live_bytes if counter else self._device.allocated_bytes() or 0
 
-    def _left(self, counter: AllocationCounter | None) -> int:
-        """Return the bytes in tensors that no garbage, and no buffer that another process got, holds any more."""
+    def _left(self, counter: AllocationCounter | None, least: int = 0) -> int:
+        """Return the bytes in tensors that no garbage, and no buffer that another process got, holds any more.
+
+        Args:
+            least: bytes at which there is nothing to wait for.
+        """
         gc.collect()
         if counter is not None and self._group.size > 1:
-            time.sleep(_LETTING_GO)
+            ends = time.monotonic() + _LETTING_GO
+            while self._in_use(counter) > least and time.monotonic() < ends:
+                time.sleep(0.01)
         return self._in_use(counter)
 
     @contextlib.contextmanager
@@ -173,10 +174,9 @@ class BesideSteps:
             self._device.reset_peaks()
             yield
             self._peaks[phase] = self._device.peaks().allocated or 0
-        left = self._left(counter)
         # Data that existed before count as new when they are first seen, so they are subtracted.
         _, given = counter.trace.bytes_of({GIVEN}, events) if counter else (0, 0)
-        self._kept[phase] = max(0, left - before - given)
+        self._kept[phase] = max(0, self._left(counter, before + given) - before - given)
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:

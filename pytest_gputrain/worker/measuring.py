@@ -50,7 +50,7 @@ class Measuring:
         self._beside_steps = BesideSteps(run.task, run.device, run.group, run.progress, run.lines, run.emulated)
         self._counter: AllocationCounter | None = None
         """Counts the tensors of a CPU, where no allocator does."""
-        self._memory = StepMemory(run, self._beside_steps)
+        self._memory = StepMemory(run)
         self._is_checked = False
 
     def run(self, builder: StepBuilder | None) -> Measurement:

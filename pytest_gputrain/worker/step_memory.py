@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pytest_gputrain.records.step_memory import OfStep, folded
 from pytest_gputrain.worker.allocations import AllocationCounter
-from pytest_gputrain.worker.beside_steps import BesideSteps
 from pytest_gputrain.worker.case_run import CaseRun
 from pytest_gputrain.worker.checks import CheckFailed, LoopEnded
 from pytest_gputrain.worker.growth import Growth
@@ -24,8 +23,8 @@ _MOST_STEPS: Final = 1_000
 class StepMemory:
     """The memory of each step so far."""
 
-    def __init__(self, run: CaseRun, beside: BesideSteps) -> None:
-        self._run, self._beside = run, beside
+    def __init__(self, run: CaseRun) -> None:
+        self._run = run
         self.counter: AllocationCounter | None = None
         """Tells the memory of a step from the warm-up on; None if the device does, or nobody."""
         self.of_steps: list[OfStep] = []
@@ -48,16 +47,13 @@ class StepMemory:
         return memory
 
     def note(self, memory: OfStep | None) -> None:
-        """Note the memory of a step that is over, without the losses that the worker keeps, and without what an evaluation
-        or a checkpoint before it has left behind; None if it is not known."""
+        """Note the memory of a step that is over, without the losses that the worker keeps; None if it is not known."""
         if memory is None:
             return
         losses = self._run.training.losses
         kept = [taken(loss.nbytes, self._run.device.type) for loss in losses if isinstance(loss, Tensor)]
-        left = self._beside.left_bytes
         # The loss of the step itself is made at its end, so it is not in the peak.
-        peak, end = memory.peak - sum(kept[:-1]) - left, memory.end - sum(kept) - left
-        self.of_steps.append(OfStep(max(0, peak), max(0, end)))
+        self.of_steps.append(OfStep(memory.peak - sum(kept[:-1]), memory.end - sum(kept)))
 
     def follow(self, growth: Growth, counter: AllocationCounter) -> Steps:
         """Run as many steps of own code as were asked for, including those whose tensors were counted.
