@@ -30,7 +30,10 @@ def judge(
     refused = [one for process in processes for device in process.devices for one in device.refused]
     if refused:
         largest = max(refused, key=_missing)
-        return ProgramFit(verdict="does not fit", headroom_bytes=-_missing(largest), sentence=_refusal(largest) + went_on)
+        missing, sentence = _missing(largest), _refusal(largest) + went_on
+        if within := _within_error(missing, processes, use):
+            return ProgramFit(verdict="incomplete", headroom_bytes=-missing, sentence=f"{sentence}; {within}")
+        return ProgramFit(verdict="does not fit", headroom_bytes=-missing, sentence=sentence)
     if beside := max((one.missing_beside_torch for one in use), default=0):
         sentence = f"at least {format_bytes(beside)} are missing for a request beside torch's allocator{went_on}"
         return ProgramFit(verdict="does not fit", headroom_bytes=-beside, sentence=sentence)
@@ -82,6 +85,15 @@ def _unknown(status: int, processes: Sequence[EmulatedProcess], use: Sequence[De
         )
     if unknown := dict.fromkeys(what for process in processes for what in process.unknown):
         yield f"not counted: {', '.join(unknown)}"
-    largest = max((process.estimated_bytes for process in processes), default=0)
-    if 0 <= headroom < largest:
-        yield f"{ESTIMATED} ({format_bytes(largest)}): whether it fits is within that error"
+    if headroom >= 0 and (within := _within_error(headroom, processes, use)):
+        yield within
+
+
+def _within_error(margin: int, processes: Sequence[EmulatedProcess], use: Sequence[DeviceUse]) -> str:
+    """Return the sentence on workspaces if their error, of all processes of a GPU, is larger than ``margin`` bytes."""
+    errors = {process.process: process.estimated_bytes for process in processes}
+    by_gpu: defaultdict[int, int] = defaultdict(int)
+    for one in use:
+        by_gpu[one.gpu] += errors.get(one.process, 0)
+    error = max(by_gpu.values(), default=0)
+    return f"{ESTIMATED} ({format_bytes(error)}): whether it fits is within that error" if margin < error else ""

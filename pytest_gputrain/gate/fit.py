@@ -45,16 +45,16 @@ def judge(case: Case, memory_bytes: int, at: At) -> Judgement:
 def _judged(case: Case, memory_bytes: int, free: EmulatedRun, at: At) -> Judgement:
     needed, least = needed_bytes(free, case), _least_bytes(free, case)
     surely = tight(memory_bytes, free.estimated_bytes)
+    perhaps = max(round(memory_bytes * (1 + ERROR)), memory_bytes + free.estimated_bytes)
     if needed <= surely:
         return Judgement("fits", needed)
-    if least > (1 + ERROR) * memory_bytes:
+    if least > perhaps:
         return Judgement("does-not-fit", needed)
     on_gpu = free if needed <= memory_bytes else at(memory_bytes)
     if on_gpu is free or on_gpu.fits:
         sure = at(surely).fits
         return Judgement("fits" if sure else "within-error", needed_bytes(on_gpu, case))
-    maybe = at(round(memory_bytes * (1 + ERROR))).fits
-    return Judgement("within-error" if maybe else "does-not-fit", needed)
+    return Judgement("within-error" if at(perhaps).fits else "does-not-fit", needed)
 
 
 def _is_cut_short(free: EmulatedRun) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import msgspec
@@ -157,6 +158,7 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
         return msgspec.structs.replace(
             self,
             torch_build=UNSET,  # other builds of the same version have the same figures
+            refused=re.sub(r" \(at [^()]*\)$", "", self.refused),
             largest=without_lines(self.largest),
             operators={name: work.without_lines() for name, work in self.operators.items()},
             counts=self.counts.as_stored() if self.counts else None,

@@ -8,7 +8,7 @@ from typing import Final
 
 from pytest_gputrain.utils.sanitize import shown
 
-_REFERENCE: Final = re.compile(r"(?<![A-Za-z0-9])@(?=[A-Za-z0-9])|[#!](?=\d)|(?<=\bGH)-(?=\d)|&(?=#|commat;|num;|excl;)")
+_REFERENCE: Final = re.compile(r"(?<![A-Za-z0-9])@(?=\w)|[#!&$%](?=\d)|(?<=\b[Gg][Hh])-(?=\d)|&(?=#|commat;|num;|excl;)")
 """Text that GitHub or GitLab takes for a mention of somebody, of a team, an issue or a merge request, and what may begin an
 entity that stands for such a character; not an address, nor ``gemma-7b@tiny``."""
 

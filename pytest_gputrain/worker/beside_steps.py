@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from unittest import mock
 
 import msgspec
@@ -243,20 +243,35 @@ def _call(said: str, function: Callable[[], object]) -> None:
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module | None, device: Device) -> Iterator[None]:
     """Provide a context after which random numbers, and whether modules train, are as before: those of the model, and any
-    other whose ``eval()`` or ``train()`` is called."""
+    other that is there before and whose ``eval()`` or ``train()`` is called."""
     python, of_numpy = random.getstate(), numpy.random.get_state()
-    # The references are weak, because a module that the evaluation makes must not live longer.
+    # The references are weak, because a module that the evaluation lets go of must not live longer.
     modes = weakref.WeakKeyDictionary((module, module.training) for module in (() if model is None else model.modules()))
+    # A module that is being made may have no hash yet, so modules are known by their ids.
+    made: dict[int, weakref.ref[nn.Module]] = {}
+
+    def noting(real: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(real)
+        def make(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+            made[id(module)] = weakref.ref(module)
+            return real(module, *arguments, **keywords)
+
+        return make
+
     real_train = nn.Module.train
 
     def train(module: nn.Module, mode: bool = True) -> nn.Module:
-        modes.setdefault(module, module.training)
+        if (known := made.get(id(module))) is None or known() is not module:
+            modes.setdefault(module, module.training)
         return real_train(module, mode)
 
     try:
         with (
             torch.random.fork_rng([] if device.type == "cpu" else [device.torch_device]),
             mock.patch.object(nn.Module, "train", train),
+            mock.patch.object(nn.Module, "__init__", noting(nn.Module.__init__)),
+            # Copies and unpickled modules are made by this one.
+            mock.patch.object(nn.Module, "__setstate__", noting(nn.Module.__setstate__)),
         ):
             yield
     finally:

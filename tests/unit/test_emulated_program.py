@@ -44,7 +44,9 @@ SCENES = {
     "ended without Python's end": (0, [process()], [use(60), use(20, 2, gpu=1)], 20),
     "not counted": (0, [process(unknown=("cuDNN's workspaces",))], [use(60)], 20),
     "estimated": (0, [process(estimated=20)], [use(60)], 20),
-    "estimated within its error": (0, [process(), process(2, estimated=21)], [use(60)], 20),
+    "estimated within its error": (0, [process(estimated=9), process(2, estimated=12)], [use(30), use(30, 2)], 20),
+    "estimated on another GPU": (0, [process(estimated=9), process(2, estimated=12)], [use(60), use(60, 2, gpu=1)], 20),
+    "refused by less than the error": (1, [process(refused=[OOM], estimated=13)], [use(60)], -12),
     "two processes too many": (0, [process(1), process(2)], [use(50, 1), use(40, 2)], -10),
 }
 

@@ -56,6 +56,11 @@ RUN = EmulatedRun(
 STORED = RUN.as_stored()
 
 
+def test_a_refusal_is_stored_without_its_line():
+    refused = msgspec.structs.replace(RUN, refused="CUDA out of memory (at train.py:5 in grow)")
+    assert refused.as_stored().refused == "CUDA out of memory"
+
+
 def _judged(before=STORED, terms=BY_THE_RULES, **changes):
     now = msgspec.structs.replace(RUN, **changes)
     return judge(CASE, now, Recorded(case=CASE, scale="full", figures=(before,)), "H100", terms)

@@ -72,6 +72,11 @@ def test_workspaces_that_are_estimated_widen_the_error(estimated, expected, sure
     assert need_of(LORA, MEMORY, at).fits is surely
 
 
+@pytest.mark.parametrize(("estimated", "expected"), [(4, "does-not-fit"), (5, "within-error")])
+def test_a_case_may_fit_if_estimates_are_too_high(estimated, expected):
+    assert judge(LORA, MEMORY, of_any_memory(MEMORY + 5 * GiB, estimated_bytes=estimated * GiB)).fit == expected
+
+
 def test_memory_that_the_allocator_would_give_back_is_not_needed():
     """Held up to the capacity and beyond, and a GPU of less memory would do as well."""
 

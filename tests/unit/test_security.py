@@ -82,11 +82,15 @@ def test_no_text_is_markup(text):
 
 @pytest.mark.parametrize(
     ("text", "mentions"),
-    [("@someone", 1), ("by @some/team, @other", 2), ("a@b.example", 0), ("gemma-7b@tiny", 0), ("@ @", 0), ("#12, a/b#3", 2)],
+    [
+        *(("@someone", 1), ("by @some/team, @other", 2), ("@_one", 1)),
+        *(("a@b.example", 0), ("gemma-7b@tiny", 0), ("@ @", 0), ("94.3 %", 0)),
+        *(("#12, a/b#3", 2), ("!1 %2 $3 GH-4 gh-5", 5)),
+    ],
 )
 def test_nobody_and_no_issue_is_mentioned(text, mentions):
     escaped = markdown.escaped(text)
-    assert re.search(r"(^|[^\w])@\w|#\d", escaped) is None
+    assert re.search(r"(^|[^\w])@\w|[#!$%]\d|(?i:gh)-\d", escaped) is None
     assert escaped.count("\u200b") == mentions
 
 

@@ -1,5 +1,6 @@
 """Evaluation and the saving of a checkpoint: phases of their own, which leave the figures of the steps as they are."""
 
+import copy
 import itertools
 from unittest import mock
 
@@ -54,10 +55,16 @@ def training(told):
 
 
 def test_an_evaluation_changes_no_figure_of_steps():
-    teacher, modes = nn.Dropout(), []
+    teacher, modes, made = nn.Dropout(), [], []
+
+    def evaluating(model, evaluate):
+        made.append(copy.deepcopy(teacher).eval())
+        modes.append((model.training, teacher.training, *(metric.training for metric in made)))
+        evaluate(kept=6)
+        teacher.eval()
 
     def both(setup, model, evaluate):
-        setup.evaluation(lambda: (modes.append((model.training, teacher.training)), evaluate(kept=6), teacher.eval()))
+        setup.evaluation(lambda: evaluating(model, evaluate))
         setup.checkpoint(
             lambda folder: torch.save(
                 {name: value.clone() for name, value in model.state_dict().items()}, folder / "last.pt"
@@ -71,7 +78,7 @@ def test_an_evaluation_changes_no_figure_of_steps():
     for figure in ("peak_allocated_bytes", "losses", "counts", "flops_per_step", "updates"):
         assert getattr(with_both, figure) == getattr(without, figure), figure
     assert teacher.training, "though it is no part of the model"
-    assert modes == [(True, True)] * 2, "once for memory, and once for counts"
+    assert modes == [(True, True, False), (True, True, False, False)], "once for memory, and once for counts"
     assert without.phase_peak_bytes == {phase: with_both.phase_peak_bytes[phase] for phase in without.phase_peak_bytes}
 
 

@@ -30,7 +30,7 @@ class Padding:
         def decide_and_note(match: Any, mat1: Tensor, mat2: Tensor, op: Any, input: Tensor | None = None) -> bool:
             self._measured = False
             padded: bool = decide(match, mat1, mat2, op, input)
-            kind = f"{op} {mat1.shape} {mat1.stride()} {mat2.shape} {mat2.stride()} {mat1.dtype}"
+            kind = f"{op} {mat1.shape} {mat1.stride()} {mat2.shape} {mat2.stride()} {mat1.dtype} {mat1.device.type}"
             if self._measured:
                 self._kinds.add(kind)  # torch asks once for those that are alike
             nodes = (match.kwargs["mat1"], match.kwargs["mat2"])
