@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pytest_gputrain.gate.messages import REPLACED
+
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 900
 """The time limit of a commit."""
@@ -84,7 +86,7 @@ def changes(results: list[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
         verdict = result["verdict"]
         status = verdict.get("before") or verdict["status"]
         if status not in ("pass", "new"):
-            sentence = verdict["sentence"].partition("; before, ")[2] or verdict["sentence"]
+            sentence = verdict["sentence"].partition(REPLACED)[2] or verdict["sentence"]
             yield result["nodeid"].partition("::")[2], status, sentence
 
 

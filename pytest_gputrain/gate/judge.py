@@ -14,6 +14,7 @@ from pytest_gputrain.gate.contention import why_not_recorded
 from pytest_gputrain.gate.count_lines import count_changes
 from pytest_gputrain.gate.criteria import Criteria
 from pytest_gputrain.gate.limits import judge_limits, with_limits
+from pytest_gputrain.gate.messages import REPLACED
 from pytest_gputrain.gate.new_device import judge_by_emulated, judge_by_published
 from pytest_gputrain.gate.published import judge_published, why_not_comparable
 from pytest_gputrain.records import Measurement, OutOfMemory, Published, Reply, Verdict
@@ -76,7 +77,7 @@ def _recorded(criteria: Criteria, verdict: Verdict, replies: tuple[Reply, ...], 
         return msgspec.structs.replace(verdict, status="failed", sentence=f"{case} {why_not}")
     what = "running out of memory" if isinstance(with_figures[0], OutOfMemory) else "today's figures"
     what += f", without a scaling efficiency ({no_scaling})," if no_scaling else ""
-    before = f"; before, {verdict.sentence}" if criteria.baseline is not None else ""
+    before = f"{REPLACED}{verdict.sentence}" if criteria.baseline is not None else ""
     sentence = f"{case} has {what} as its baseline now{before}"
     old = criteria.baseline.runs[-1].counts if criteria.baseline is not None else None
     new = with_figures[0].counts if isinstance(with_figures[0], Measurement) else None

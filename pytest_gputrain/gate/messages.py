@@ -31,6 +31,9 @@ from pytest_gputrain.utils.units import (
     format_topology,
 )
 
+REPLACED: Final = "; against the baseline that it replaces: "
+"""Comes before the sentence of the case in a sentence that says that its figures were recorded."""
+
 
 def describe_failure(reply: Crashed | TimedOut | OutOfMemory | Lost, wanted: str = "measurement") -> str:
     """Say what went wrong, as the rest of a sentence that begins with the case.

@@ -14,7 +14,7 @@ from pytest_gputrain.execution.settings import Settings
 from pytest_gputrain.gate.count_lines import count_changes
 from pytest_gputrain.gate.emulation import judge
 from pytest_gputrain.gate.limits import judge_exact, with_limits
-from pytest_gputrain.gate.messages import describe_failure
+from pytest_gputrain.gate.messages import REPLACED, describe_failure
 from pytest_gputrain.hardware import catalog
 from pytest_gputrain.hardware.rates import rates_of
 from pytest_gputrain.records import Case, Counts, Emulated, EmulatedRun, LimitVerdict, Recorded, Result, Task, Verdict
@@ -101,7 +101,7 @@ class EmulatingRunner(CaseRunner):
         verdict = self._verdict(request, task, figures, recorded, title)
         if not records(self.settings, recorded=recorded is not None):
             return verdict
-        instead = f"; before, {verdict.sentence}" if recorded is not None and verdict.status != "pass" else ""
+        instead = f"{REPLACED}{verdict.sentence}" if recorded is not None and verdict.status != "pass" else ""
         accepted = _accepted(task.case, figures, recorded) if recorded is not None else ()
         described = f"these figures of an emulated {title}{'' if figures.fits else f', not fitting {title},'}"
         sentence = f"{task.case} has {described} as its baseline now{instead}"

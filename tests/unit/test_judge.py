@@ -78,7 +78,7 @@ def test_figures_that_are_wanted_are_recorded_whatever_they_are(stored):
     assert (_status(judgement), judgement.settled) == ("recorded", True)
     assert "has today's figures as its baseline now" in judgement.verdict.sentence
     assert judgement.verdict.before == ("new" if stored is None else "regressed")
-    assert ("before, " in judgement.verdict.sentence) == (stored is not None)
+    assert ("; against the baseline that it replaces: " in judgement.verdict.sentence) == (stored is not None)
     out = _judge(out_of_memory(), records=True).verdict
     assert (out.status, "has running out of memory as its baseline now" in out.sentence) == ("recorded", True)
 
