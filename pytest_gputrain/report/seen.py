@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from pytest_gputrain.gate.messages import count, listed
+from pytest_gputrain.gate.messages import count
 from pytest_gputrain.records import Case, Emulated, EmulatedRun, Measured, Measurement, Result, TrainingPhase
 from pytest_gputrain.records.step_memory import COUNTED_ROUNDS, counted_steps
 
-_BESIDE_STEPS: Final[dict[TrainingPhase, str]] = {"evaluate": "no evaluation", "checkpoint": "no checkpoint saved"}
+_BESIDE_STEPS: Final[dict[TrainingPhase, str]] = {
+    "evaluate": "no evaluation was measured",
+    "checkpoint": "no checkpoint was measured",
+}
 
 
 def line(results: Sequence[Result]) -> str:
-    """Return the line; empty if nothing was left out."""
-    seen = phrases(results)
-    return f"this run saw {listed(seen)}" if seen else ""
-
-
-def phrases(results: Sequence[Result]) -> list[str]:
-    """Return what a run saw of the programs of its cases, if that is not all: ``memory of 4 of 30 steps``, ``no
-    evaluation``.
+    """Return the line; empty if nothing was left out.
 
     Steps of a built-in model are alike, so that the first ones tell of all.
     """
@@ -31,7 +27,9 @@ def phrases(results: Sequence[Result]) -> list[str]:
         for what, steps in _counted(case, run):
             if steps < asked:
                 counted.setdefault(what, []).append((steps, asked))
-    return [*(f"{what} of {_steps(pairs)}" for what, pairs in counted.items()), *_left_out([run for _, run in of_own_code])]
+    steps_seen = ", and ".join(f"{what} counted in {_steps(pairs)}" for what, pairs in counted.items())
+    left_out = ", and ".join(_left_out([run for _, run in of_own_code]))
+    return "; ".join(filter(None, [steps_seen, left_out]))
 
 
 def _left_out(runs: Sequence[Measurement | EmulatedRun]) -> Iterator[str]:
@@ -60,8 +58,8 @@ def _run_of_own_code(result: Result) -> Measurement | EmulatedRun | None:
 def _counted(case: Case, run: Measurement | EmulatedRun) -> Iterator[tuple[str, int]]:
     """Yield what was counted of a run, and in how many of its steps."""
     if run.memory_of_steps:
-        yield "memory", counted_steps(run.memory_of_steps)
+        yield "memory was", counted_steps(run.memory_of_steps)
     elif isinstance(run, Measurement) and run.environment.device_type == "cpu":
-        yield "memory", COUNTED_ROUNDS * case.gradient_accumulation
+        yield "memory was", COUNTED_ROUNDS * case.gradient_accumulation
     if run.counts is not None:
-        yield "operators and reads" if run.counts.on_cpu else "requests to the GPU", len(run.counts.steps)
+        yield "operators and reads were" if run.counts.on_cpu else "requests to the GPU were", len(run.counts.steps)

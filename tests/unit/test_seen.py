@@ -25,19 +25,19 @@ def _emulated(counted):
     ("results", "said"),
     [
         ([_measured(counted=30)], ""),
-        ([_measured()], "this run saw operators and reads of 2 of 30 steps"),
-        ([_measured(), _measured()], "this run saw operators and reads of 2 of 30 steps"),
+        ([_measured()], "operators and reads were counted in 2 of 30 steps"),
+        ([_measured(), _measured()], "operators and reads were counted in 2 of 30 steps"),
         (
             [_measured(), _measured(OWN.replace(steps=10), steps=10)],
-            "this run saw operators and reads of 4 of 40 steps in 2 cases",
+            "operators and reads were counted in 4 of 40 steps in 2 cases",
         ),
-        ([_measured(steps=0)], "this run saw memory of 4 of 30 steps and operators and reads of 2 of 30 steps"),
+        ([_measured(steps=0)], "memory was counted in 4 of 30 steps, and operators and reads were counted in 2 of 30 steps"),
         ([_measured(OWN.replace(gradient_accumulation=8), steps=0, counted=30)], ""),
-        ([_measured(OWN.replace(steps=3, epoch=True), counted=3)], "this run saw operators and reads of 3 of 30 steps"),
+        ([_measured(OWN.replace(steps=3, epoch=True), counted=3)], "operators and reads were counted in 3 of 30 steps"),
         ([_measured(CASE.replace(steps=30))], ""),
         ([_measured(OWN.replace(method="script"))], ""),
         ([_emulated(30)], ""),
-        ([_emulated(13)], "this run saw requests to the GPU of 13 of 30 steps"),
+        ([_emulated(13)], "requests to the GPU were counted in 13 of 30 steps"),
     ],
     ids=[
         "all",
@@ -60,14 +60,14 @@ def test_a_run_says_how_many_of_the_steps_were_counted(results, said):
 @pytest.mark.parametrize(
     ("phases", "said"),
     [
-        ([{}], "no evaluation and no checkpoint saved"),
-        ([BOTH, {"evaluate": 7}, {"evaluate": 7}], "no checkpoint saved in 2 of 3 cases"),
+        ([{}], "no evaluation was measured, and no checkpoint was measured"),
+        ([BOTH, {"evaluate": 7}, {"evaluate": 7}], "no checkpoint was measured in 2 of 3 cases"),
         ([BOTH], ""),
     ],
 )
 def test_a_run_says_where_nothing_was_evaluated_or_saved(phases, said):
     built_in = result(CASE, replies=(measurement(),))
     seen = line([built_in, *(_measured(counted=30, phases=of_case) for of_case in phases)])
-    assert seen == (said and f"this run saw {said}")
-    everything = [_measured(phases={})]
-    assert line(everything) == "this run saw operators and reads of 2 of 30 steps, no evaluation and no checkpoint saved"
+    assert seen == said
+    nothing_beside = "no evaluation was measured, and no checkpoint was measured"
+    assert line([_measured(phases={})]) == f"operators and reads were counted in 2 of 30 steps; {nothing_beside}"
