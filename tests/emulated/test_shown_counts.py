@@ -10,7 +10,7 @@ README, COUNTS = (ROOT / name for name in ("README.md", "docs/counts.md"))
 (PROGRAM,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
 CHANGES = [
     (README, "        yield", "        print(loss.item())\n        yield"),
-    (COUNTS, "torch.randn(512, 256, device=setup.device)", "torch.randn(512, 256).to(setup.device)"),
+    (COUNTS, "batch_size, 256, device=setup.device)", "batch_size, 256).to(setup.device)"),
     (COUNTS, "AdamW(model.parameters())", "AdamW(model.parameters(), foreach=False)"),
 ]
 
