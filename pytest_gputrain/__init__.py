@@ -55,7 +55,8 @@ if not TYPE_CHECKING:  # A type checker would take any name for one of this pack
         module = {"grid": "cases.grid", "Script": "cases.script"}.get(name) or (
             "utils.units" if name in ("GiB", "KiB", "MiB") else "records"
         )
-        # The name is not kept: pytester forgets the modules that a run has imported, and the next run makes other classes.
+        # The name is not stored in this module, because pytester removes imported modules after a run, and the next run
+        # makes new classes.
         return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
     def __dir__():

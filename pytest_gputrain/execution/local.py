@@ -101,8 +101,8 @@ class LocalExecutor(Executor[Reply]):
             if len(gpus) > 1 and any(gpu.uuid.startswith("MIG-") for gpu in gpus):
                 raise BadCase(f"{task.case} takes several GPUs, and parts of one GPU cannot exchange data")
             between, before = drivers.paths(gpus), self._before(task.case, gpus, inline)
-            # An inline case trains in this process, whose time the watching thread would take. Of several nodes, the others
-            # cannot be watched from here.
+            # An inline case trains in this process, so the watching thread would slow it down. GPUs of other nodes cannot be
+            # watched from here.
             with watching(() if inline or nodes > 1 else gpus, _process_tree) as watched:
                 timeout_seconds = self._conditions.timeout_seconds
                 if inline:

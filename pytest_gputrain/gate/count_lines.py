@@ -372,7 +372,8 @@ def _asked(figure: CountFigure, counts: Counts, kind: int) -> Iterator[tuple[Cou
 def _spot(cause: CountCause) -> _Spot:
     own = (cause.own.file, cause.own.function, cause.own.text) if cause.own else None
     library = (cause.library.file, cause.library.function) if cause.library else None
-    # Names of kernels and operators differ between versions, and other names matter only if no line is known.
+    # Names of kernels and operators differ between versions, so they are not compared. Other names are compared only if no
+    # line is known.
     by = "" if own or library or cause.what in ("launches", "operators") else cause.by
     return _Spot(own, library, cause.backward, by)
 

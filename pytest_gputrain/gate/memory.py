@@ -140,7 +140,8 @@ def judge_memory(
     def rule_of(phase: TrainingPhase) -> _MemoryLimit:
         if alone or not on_cpu:
             return rule
-        # A buffer that outlives its phase adds the same bytes to a small phase, so the tolerance is in bytes of the largest.
+        # A buffer that outlives its phase adds as many bytes to a small phase as to a large one. So the tolerance is a share
+        # of the largest peak.
         share = _SHARED_CPU_FIRST_RATIO if phase in ("build", "forward") else _SHARED_CPU_PHASE_RATIO
         return rule._replace(ratio=0.0, slack=rule.slack + round(max(rule.ratio, share) * max(peaks)))
 

@@ -139,7 +139,8 @@ def _unclaimed(
     for path in files.paths:
         paths[suite_of(path)].append(path)
     claimed = _claimed(results)
-    abandoned -= {result.suite for result in results}  # These tests ask for cases only while they run.
+    # A suite with results is not abandoned, even if its file does not show that its tests ask for cases.
+    abandoned -= {result.suite for result in results}
     whole: Set[str] = {suite for suite in paths if not any(map(files.is_a_part, paths[suite]))} | abandoned
     seen = {(store_type, device, is_tiny) for store_type, device, _, is_tiny in claimed}
     # This also finds files of which no test asked for a case.

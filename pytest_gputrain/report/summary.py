@@ -45,7 +45,7 @@ def write(
         return
     path = Path(named)
     present = path.stat().st_size if path.exists() else 0
-    with path.open("a", encoding="utf-8") as file:  # Other commands of the step may write to it, too.
+    with path.open("a", encoding="utf-8") as file:  # Other commands of the CI step may write to it, too.
         file.write(fitted(summary_lines, MOST_BYTES - present))
 
 

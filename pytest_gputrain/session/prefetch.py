@@ -87,8 +87,8 @@ class Prefetcher:
             return WantedRuns(expected.suite, expected.task, criteria.wanted)
         if criteria.records or judge(criteria, replies, self._suite_noise.shift).settled:
             return None
-        # If a case looks slower, the whole suite may be. So others are measured before it is measured again, if there are
-        # enough.
+        # If a case looks slower, perhaps the whole suite is. So this case waits until enough others have been measured, if
+        # there are as many.
         is_compared = first_ratio(criteria, replies) is not None
         if is_compared and 0 < self._suite_noise.lacking <= len(self._to_come):
             self._put_off[identity_of(expected.task)] = host_replies

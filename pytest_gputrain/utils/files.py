@@ -150,7 +150,7 @@ def within(folder: Path, *names: str) -> Path:
     except OSError as error:
         if error.errno == errno.ELOOP:  # From Python 3.13 on `Path.resolve` does not raise for this.
             raise ValueError(f"{path} leads nowhere ({error.strerror})") from None
-        target = Path(os.path.realpath(path))  # opening the file raises the right error
+        target = Path(os.path.realpath(path))  # A missing file is no error here, because opening it raises the right one.
     if not target.is_relative_to(folder.resolve()):
         raise ValueError(f"{path} is a link to {target}, which is not in {folder}")
     return path

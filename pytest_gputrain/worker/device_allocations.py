@@ -153,7 +153,7 @@ class DeviceAllocations:
         self._thread.inner = 0
         self._thread.call = self._calls[number] = _Call(operator, self.phases.current)
         if self._note is not None:
-            self._note(number)  # allocations of this thread now have the number
+            self._note(number)  # From here on torch attaches this call's number to each allocation of this thread.
         if torch._C._current_autograd_node() is not None:
             self._thread.call.line = self._lines.current()
             self._note_line(self._thread.call.line)

@@ -112,7 +112,7 @@ class Growth:
         first = []
         for _ in range(COUNTED_ROUNDS // 2):
             first.append((yield from self._round(training, allocated)))
-        if self._curve:  # All steps of a curve count, so there are no further ones.
+        if self._curve:  # All steps of a curve have been counted by now, so no further rounds follow.
             return
         later = [self._collected(training, allocated)]
         training.losses.clear()  # the losses of further rounds would add to the peak
@@ -359,8 +359,8 @@ class _Makers(SharedMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if wraps(types):
             return NotImplemented
-        # This is read before the operator, because `set_` gives a tensor another storage. Batches from a DataLoader's
-        # process arrive so.
+        # The storages are read before the operator runs, because `set_` gives a tensor another one. Batches from a
+        # DataLoader's process arrive by `set_`.
         given = {storage._cdata for _, storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor, storage in _storages(result):

@@ -155,7 +155,7 @@ class GeneratorLoop:
         opened = [mode for mode in _get_current_dispatch_mode_stack() if not any(mode is other for other in modes)]
         if opened:
             with contextlib.suppress(Exception):
-                self._generator.close()  # closing leaves the contexts of the generator
+                self._generator.close()  # Closing the generator leaves its `with` blocks.
             raise CheckFailed(
                 f"the loop of {self._name} yields inside of {type(opened[-1]).__name__}, which would see what the "
                 "measurement does; leave that context before the yield"

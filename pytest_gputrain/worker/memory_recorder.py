@@ -435,7 +435,7 @@ def _part(frames: list[dict[str, Any]]) -> str:
     if any(file.startswith(("torch/optim/", "bitsandbytes/optim/")) for file, _ in functions):
         return "optimizer"
     if any(file == "torch/utils/checkpoint.py" and name in _RECOMPUTING for file, name in functions):
-        return "backward pass"  # checkpointing computes this again
+        return "backward pass"  # Activation checkpointing computes this again during the backward pass.
     if any(file.startswith("torch/nn/modules/") and name in _MAKING for file, name in functions):
         return "weights and buffers"
     if any(file == "torch/nn/modules/module.py" and name in _CALLING for file, name in functions):

@@ -140,7 +140,8 @@ class OperatorCounter(SharedMode):
                 for tensor in (*tensors_of((result,)), *written):
                     self._trained.add(tensor)
             what, name = _kind_of(func)
-            place = self._place()  # also for views, whose autograd nodes get this line
+            # This is also called for views, because it notes the line for their autograd nodes.
+            place = self._place()
             if place and what:
                 size = max(_bytes_of(given), _bytes_of(tensors_of((result,)))) if what == "collectives" else 0
                 self._add(what, name, place, size)
@@ -162,8 +163,7 @@ class OperatorCounter(SharedMode):
                 self._add_read(f"Tensor.{name}", place, trained=True)
             if name != "cpu":
                 return real(tensor, *args, **kwargs)
-            # On a GPU `.cpu()` is one wait, and the host may read the copy as often as it likes, so this one is no longer
-            # followed.
+            # On a GPU `.cpu()` waits once, and reading the copy costs nothing more. So the copy is not followed.
             with _disable_current_modes():
                 return tensor.clone()
 

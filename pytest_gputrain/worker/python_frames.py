@@ -83,7 +83,7 @@ class _Finder:
         in_frame = self._words(self._word(id(outer) + _FRAME_OF_OBJECT), 16)
         in_code = self._words(id(code), 40)
         instruction, instructions = self._instruction(in_frame, outer)
-        # A method is used, because its qualified name differs from its name.
+        # This is the code of a method, because only then does the qualified name differ from the name.
         own = sys._getframe().f_code
         state, shift = self._state_of_strings()
         return (

@@ -67,7 +67,8 @@ class ForkServer:
         )
         with self._lock:
             if imports in self._refused:
-                return None  # Another process would import the libraries only to refuse as well.
+                # These imports were refused before. Another process would import the libraries only to refuse again.
+                return None
             return self._fork(imports, folder, rank, environment, timeout_seconds)
 
     def _fork(

@@ -138,5 +138,5 @@ class Exchanges:
 
     def _end_of_replay(self, _: Any, __: Any, tensors: Sequence[Tensor], replays: bool) -> None:
         what = self._stand_ins.gputrain_end_exchange()
-        # a group of calls that ends later has exchanged nothing yet
+        # A group of calls may end later. It has exchanged nothing yet, so its values are unknown.
         self._end(what if what == _KNOWN else _UNKNOWN, tensors)

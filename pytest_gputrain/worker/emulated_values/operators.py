@@ -397,7 +397,7 @@ class Operators:
                 state = random_numbers.state_of(generator, first.device)
             if "out" in keywords:
                 contents.forget(keywords["out"])
-            # The draw below checks the size of the launch that follows.
+            # Earlier launches are forgotten, so that the draw below checks only the size of the next one.
             self._stand_ins.gputrain_forget_launches()
             output = original(keys, *arguments, **keywords)
             targets = list(flat([output]))

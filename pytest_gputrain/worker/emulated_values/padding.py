@@ -32,7 +32,7 @@ class Padding:
             padded: bool = decide(match, mat1, mat2, op, input)
             kind = f"{op} {mat1.shape} {mat1.stride()} {mat2.shape} {mat2.stride()} {mat1.dtype} {mat1.device.type}"
             if self._measured:
-                self._kinds.add(kind)  # torch asks once for those that are alike
+                self._kinds.add(kind)  # torch decides once for products that are alike
             nodes = (match.kwargs["mat1"], match.kwargs["mat2"])
             seen = self._seen.setdefault(nodes[0].graph, set())
             if not padded and kind in self._kinds and str(nodes) not in seen:

@@ -122,7 +122,7 @@ class LanguageModel(Workload):
     def _further_inputs(self, device: torch.device) -> dict[str, Tensor]:
         """Draw the inputs that a language model gets from the multimodal model that it was taken out of."""
         if getattr(self._config, "model_type", "") == "voxtral_realtime_text":
-            # It embeds by how much the text lags behind the sound.
+            # This model also gets an embedding of how far the text lags behind the sound.
             model: Any = self.model
             words = model.get_input_embeddings()
             return {"t_cond": torch.randn(1, words.embedding_dim, dtype=words.weight.dtype, device=device)}

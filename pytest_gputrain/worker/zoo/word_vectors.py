@@ -46,7 +46,7 @@ class WordVectorModel(Workload):
         Raises:
             CheckFailed: the case's optimizer takes no sparse gradients.
         """
-        # Parameter servers have every optimizer for sparse rows.
+        # Parameter servers implement every optimizer for sparse gradients. Otherwise only SGD takes them.
         if self.case.optimizer != "sgd" and self.case.parallel != "ps":
             raise CheckFailed(
                 f"{self.case.model} trains on sparse gradients, which the optimizer {self.case.optimizer!r} does not take; "
