@@ -167,7 +167,8 @@ class AllocationCounter(SharedMode):
         super().__exit__(*exc_info)
         self.phases.__exit__(*exc_info)
         self._noting.__exit__(*exc_info)
-        # Callbacks into a counter that nobody reads any more would disturb the timed steps that follow.
+        # If callbacks remained, they would call a counter that nobody reads any more, and disturb the timed steps that
+        # follow.
         self._storages.leave()
 
     def _see(self, storage: torch.UntypedStorage, operator: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:

@@ -103,7 +103,7 @@ def _shapes(given: object) -> Iterator[tuple[int, ...]]:
             return
         value, depth = values.pop()
         if isinstance(value, Tensor):
-            # A jagged tensor's sizes are no numbers, but those of its values and offsets are.
+            # The sizes of a jagged tensor are not numbers, but the sizes of its values and of its offsets are.
             parts = (value.values(), value._offsets) if isinstance(value, NestedTensor) else strided_parts(value)
             yield from (tuple(part.shape) for part in parts if part.shape)
         elif depth < _DEEPEST:

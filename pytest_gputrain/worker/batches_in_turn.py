@@ -36,7 +36,7 @@ def batches_in_turn() -> Iterator[None]:
             for kind in type(loader).__mro__:
                 follow(kind)
             initialize(loader, *args, **kwargs)
-            # On a machine with a GPU whose CPU is measured, a thread would pin the batches in the order of their arrival.
+            # If a CPU is measured on a machine with a GPU, a thread would pin the batches in the order in which they arrive.
             loader._pin_memory = False
 
         for kind in _subclasses(_BaseDataLoaderIter):  # A loader of any of these classes may be in use already.
@@ -65,7 +65,7 @@ def _in_turn(kind: Any) -> Iterator[None]:
             success, data = receive(loader, *args, **kwargs)
         if success and rebuilding.made:
             _, sent = data
-            # A process has started, and sends the state of its data set instead of a batch.
+            # A process that has just started sends the state of its data set instead of a batch.
             if with_state and not isinstance(sent, tuple):
                 for rebuilt in rebuilding.made:
                     rebuilt.show()

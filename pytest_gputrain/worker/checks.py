@@ -181,7 +181,7 @@ class Movement:
         def note_gradient_of(name: str) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
                 gradient = None if parameter.grad is None else local(parameter.grad)
-                # Further operators for own code would be counted as those of its step on an emulated GPU.
+                # Operators of this check would be counted as those of the step of own code on an emulated GPU.
                 if gradient is not None and gradient.is_sparse and not self._accepts_zeros:
                     gradient = gradient.coalesce().values()
                 if gradient is None or not gradient.numel():
@@ -323,7 +323,7 @@ def _without_numbers(name: str) -> str:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor that is sharded over several; the tensor itself otherwise."""
-    # The first attribute is that of torch's DTensor, the second that of DeepSpeed's stage 3.
+    # torch's DTensor has the first attribute, and DeepSpeed's stage 3 has the second one.
     shard: Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
     return shard
 

@@ -121,7 +121,7 @@ class CountedSteps:
             update: whether the optimizer was to update at the end of the step.
         """
         figures = _figures(judged, update)
-        # Names of kernels are left out: those of compiled code differ between equal runs.
+        # Names of kernels are left out, because names of compiled kernels differ between equal runs.
         lines = sorted((repr(msgspec.structs.replace(cause, by="")), *numbers) for cause, numbers in judged.items())
         key = msgspec.json.encode([figures, lines])
         kind = self._kinds.setdefault(key, len(self._kinds))
@@ -178,7 +178,7 @@ class CountedSteps:
         frames, breaks = compiled()
         if (added := frames - before[0]) > 0:  # If a program has cleared torch's counters, this is negative.
             utils: Any = sys.modules["torch._dynamo.utils"]
-            # Compiled backward graphs have metrics, but no function of their own.
+            # A compiled backward graph has metrics, but it has no function of its own.
             named = [one for one in getattr(utils, "get_compilation_metrics", list)() if getattr(one, "co_name", None)]
             for one in [*named[-added:], *[None] * (added - len(named))]:
                 yield CountCause(what="compilations", counts=(), **self._compiled_function(one))
@@ -212,7 +212,7 @@ class CountedSteps:
             if kind == "own":
                 return self._own_place(name, file, function, line), library, False
             if kind == "ours":
-                # The worker itself has called this, so it has no own line.
+                # The worker itself has called this operator, so it has no line of the user's code.
                 return None, library, self.lines is not None and library is None
             if kind == "measuring":
                 return None, library, True

@@ -198,7 +198,8 @@ class DeviceAllocations:
 
     def _entered(self, phase: TrainingPhase) -> None:
         if (self._phase, phase) == ("backward", "optimizer"):
-            # The phase between both gets a peak, too. A later version that allocates there is compared with it.
+            # The phase between backward and optimizer gets a peak, too, because a later version that allocates there is
+            # compared with it.
             self._entered("between")
         self._keep_peak()
         self._phase = phase if self.phases.in_steps else None
@@ -264,7 +265,7 @@ class DeviceAllocations:
         at, phase = next(entered)
         current: TrainingPhase = "build"
         for event in events:
-            action, address = event["action"], event.get("addr", 0)  # an event of running out of memory has no address
+            action, address = event["action"], event.get("addr", 0)  # The event of running out of memory has no address.
             if action == "alloc":
                 text = event.get("user_metadata", "")
                 call = self._calls.get(text)
@@ -291,8 +292,8 @@ def _outputs(value: Any) -> Iterator[_Output]:
     if isinstance(value, torch.Tensor):
         if value.is_cuda:
             for part in strided_parts(value):
-                # The storage is not touched: its Python object would count as a user of the gradient, and autograd would no
-                # longer add to it in place.
+                # The storage is not read here. Its Python object would count as a user of the gradient, and autograd would
+                # no longer add to the gradient in place.
                 yield _Output(extent(part), tuple(part.shape), name_of_dtype(part.dtype))
     elif isinstance(value, torch.UntypedStorage):
         yield _Output(value.nbytes(), (value.nbytes(),), "bytes")

@@ -135,7 +135,7 @@ def training_on_emulated_gpu(case: Case, figures: EmulatedFigures) -> Iterator[N
         if case.cpu_offload or case.offload_optimizer or case.offload_param:
             stack.enter_context(UntouchedHost())
         if case.parallel.startswith("zero"):
-            # DeepSpeed would compile its optimizers, which needs NVIDIA's compiler and takes minutes.
+            # Otherwise DeepSpeed would compile its optimizers, which needs NVIDIA's compiler and takes minutes.
             stack.enter_context(mock.patch("deepspeed.ops.adam.fused_adam.FusedAdamBuilder", _InPlace))
             stack.enter_context(mock.patch("deepspeed.ops.adam.cpu_adam.CPUAdamBuilder", _InPlace))
         yield
@@ -186,7 +186,7 @@ def _make_answered(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> 
     """
     _make(self, *args, **kwargs)
     if dist.get_backend(self.process_group) == "fake":
-        # The hook has no annotations, because torch compares them with types, and here they would be texts.
+        # The hook has no annotations. torch compares annotations with types, and in this module they would be texts.
         self.register_comm_hook(None, lambda state, bucket: _answer(bucket.buffer()))
 
 

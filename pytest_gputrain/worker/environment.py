@@ -44,7 +44,7 @@ def environment_of(device: Device, group: Group) -> Environment:
 def _cudnn() -> str | UnsetType:
     """Return the version of cuDNN, or of MIOpen, which is numbered otherwise."""
     number = None
-    # The cuDNN that was found may not be the one of torch's build, which only matters to a case that uses it.
+    # The cuDNN that was found may differ from that of torch's build. This matters only to a case that uses cuDNN.
     with contextlib.suppress(RuntimeError):
         number = torch.backends.cudnn.version()
     if number is None:

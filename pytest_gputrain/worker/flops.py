@@ -212,8 +212,8 @@ def _recomputation_within(recomputing: Callable[[], contextlib.AbstractContextMa
 
     def again(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            # The older variant first runs the same function without gradients, which is the forward pass and no
-            # recomputation.
+            # The older variant of checkpointing first runs the same function without gradients. That run is the forward
+            # pass, and no recomputation.
             with recomputing() if torch.is_grad_enabled() else contextlib.nullcontext():
                 return function(*args)
 

@@ -69,15 +69,16 @@ class Confirmation:
         # A curve may end in weights that are NaN, and then nothing can be checked.
         if training.model is None or run.task.curve or not (computes or run.own):
             return None
-        # fp16 rounds small gradients to zero, even if they are scaled: on an H200 those of 16 of 680 tensors of Stable
-        # Diffusion 3.
+        # fp16 rounds small gradients to zero, even if they are scaled. On an H200 this happened to 16 of 680 tensors of
+        # Stable Diffusion 3.
         zeros = run.own is not None or PRECISIONS[run.case.precision].scaled
         with _disable_current_modes():
             movement = Movement(training.model, training.idle, accepts_zeros=zeros, knows_values=computes)
         if isinstance(training, OwnCodeTraining):
             movement.check_declared(training.idle_names)
         if not computes and not run.compile_calls.any:
-            # Another step may train another part, and without computed values nothing tells that it has changed.
+            # Another step may train another part of the model, and without computed values nothing tells that a part has
+            # changed.
             counting.enter_context(movement.watching())
         return movement
 
@@ -168,7 +169,7 @@ class Confirmation:
         ):
             yield True
         moved, reached = movement.changes() if movement else (set(), set())
-        # On an emulated GPU each process reports its own tensors, because large messages have no contents.
+        # On an emulated GPU each process reports its own tensors, because large messages between processes have no contents.
         if not run.emulated:
             moved, reached = run.group.union((moved, reached))
         # A CUDA graph calls no hooks of gradients, and on an emulated GPU it computes no values that would tell.
@@ -200,7 +201,8 @@ class Confirmation:
         if self._movement is None:
             return
         if isinstance(training, OwnCodeTraining):
-            # A step of own code may train only a part, such as one of two players, or the chosen experts.
+            # A step of own code may train only a part, such as one of two networks of a GAN, or the experts that were
+            # chosen.
             reached = None if reached is None else reached | moved
             trained, self._not_trained = self._movement.tell(moved, reached, steps=steps, declared=training.idle_names)
             self._run.set(trained=trained)
@@ -249,7 +251,7 @@ def count_python_calls(run: CaseRun) -> Steps:
     if counter is None or run.case.asynchronous or not run.measures_times:
         return
     if run.operators and run.own and rounds and (run.compile_calls.any or run.group.size > 1):
-        return  # this step would have another place in the round than the counted ones
+        return  # This step would have another place in the round of micro-batches than the counted ones.
     # A built-in model has made whole rounds. Own code has made the first step of one, and on a CPU a whole one.
     update = not rounds or not run.own or (emulated is not None and run.case.gradient_accumulation == 2)
     with run.may_miss(_UNCALLED):
@@ -285,7 +287,7 @@ def profile_gpu(run: CaseRun, meet: Callable[[], None], timed: Sequence[bool]) -
     if not run.is_profiled:
         return
     run.keep(run.figures)
-    run.group.barrier()  # from here on a process that fails loses no other figure
+    run.group.barrier()  # From here on a process that fails loses no other figure.
     run.progress.enter("profile")
     if isinstance(run.training, OwnCodeTraining):
         run.training.keeps_losses = False

@@ -147,7 +147,7 @@ class Growth:
         if rise is None:
             return ""
         step = steps - len(self._last_ends) + rise.first * self._steps + 1
-        # There are no further steps, so nobody knows whether this is kept for ever or comes from longer batches.
+        # There are no further steps. So it is unknown whether this memory is kept for ever or comes from longer batches.
         return self._told(rise, step)
 
     def _told(self, rise: Rise, step: int) -> str:
@@ -313,7 +313,8 @@ class Growth:
             CheckFailed: they do.
         """
         ends = [self._collected(training, allocated)]
-        known = None if kept is None else kept()  # without a mode, because an operator may refuse one
+        # If `kept` tells what is kept, no mode is used, because an operator may refuse one.
+        known = None if kept is None else kept()
         with _Makers(OwnLines(self._folders), self._device) if known is None else contextlib.nullcontext() as makers:
             for _ in range(_ROUNDS):
                 if makers:
@@ -321,7 +322,7 @@ class Growth:
                 end = yield from self._round(training, allocated, collect=True)
                 ends.append(end - makers.latest_bytes() if makers else end)
         if makers:
-            del ends[0]  # its round was not followed, so nobody knows what it has made
+            del ends[0]  # Its round was not followed, so it is unknown what that round has made.
         if not self._grows(ends):
             return
         mean = (ends[-1] - ends[0]) / (len(ends) - 1)
@@ -371,7 +372,7 @@ class _Makers(SharedMode):
                     bytes=storage.nbytes(), count=1, operator=name_of(func), phase="forward", shape=tuple(tensor.shape),
                     dtype=dtype, lines=(line,) if line else (),
                 )  # fmt: skip
-                # A new storage may have the address of a freed one, and replaces it here.
+                # A new storage may have the address of a freed one, whose entry it replaces here.
                 self._rounds[-1][storage._cdata] = weakref.ref(storage), made
         return result
 
@@ -387,7 +388,7 @@ class _Makers(SharedMode):
             growth: the bytes that are left over after each round. A part that explains less than a tenth is not described.
         """
         kept: Counter[LiveTensor] = Counter()
-        # An LSTM on a GPU gives a tensor the storage of its weights by `set_` in each round, which no round has made.
+        # An LSTM on a GPU gives a tensor the storage of its weights by `set_` in each round. No round has made this storage.
         times = Counter(key for storages in self._rounds for key, (living, _) in storages.items() if living() is not None)
         for storages in self._rounds[:-1]:
             kept.update(made for key, (living, made) in storages.items() if living() is not None and times[key] == 1)

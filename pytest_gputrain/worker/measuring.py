@@ -72,7 +72,7 @@ class Measuring:
             if run.emulated:
                 counting.enter_context(run.emulated.allocations.following())
             if run.own:
-                # On a CPU no later step is compiled either, so the calls are noted until the end.
+                # On a CPU later steps are not compiled either, so the calls are noted until the end.
                 (noting if run.on_cpu else counting).enter_context(run.compile_calls.noted())
                 if self._counter is not None:
                     counting.enter_context(self._beside.noting(run.lines))
@@ -168,11 +168,12 @@ class Measuring:
         """End such a step, and tell whether it is the last one that makes sense."""
         run, losses = self._run, self._run.training.losses
         if run.emulated:
-            losses.clear()  # they mean nothing here, and would take memory
+            losses.clear()  # These losses mean nothing here, and would take memory.
             run.emulated.allocations.end_step()
         self._memory.end_step()
         run.progress.stepped(step, seconds if run.device.computes else None, run.device.allocated_bytes())
-        # After a loss that is not finite there is no training, so a curve ends. Several processes must all go on.
+        # After a loss that is not finite there is no training, so a curve ends. If there are several processes, all must go
+        # on.
         return run.task.curve and run.group.size == 1 and not all(math.isfinite(float(loss)) for loss in losses[-1:])
 
     def _count(self, counter: AllocationCounter) -> Steps:
@@ -208,7 +209,7 @@ class Measuring:
         warmup = yield from timed(updates, device, self._end_step, self._begin_step)
         if not case.loader_workers or self._run.task.curve:
             return warmup
-        # Batches that were loaded while nothing trained would hide a loader that is too slow.
+        # If batches were loaded while nothing trained, they would hide a loader that is too slow.
         self._run.training.drain()
         updates = schedule(lead_in(case), case.gradient_accumulation)
         return warmup + (yield from timed(updates, device, self._end_step, self._begin_step))

@@ -61,7 +61,7 @@ class MemoryBeside:
     def begin_step(self, trace: Trace) -> None:
         """Note that a counted step is to begin."""
         self._steps_to_come -= 1
-        # If a program uses tracemalloc itself, it is left alone.
+        # If a program uses tracemalloc itself, tracemalloc is left alone.
         if self._steps_to_come == -1 and not tracemalloc.is_tracing():
             self._since = len(trace.events)
             tracemalloc.start()

@@ -61,7 +61,7 @@ Trace = list[dict[str, Any]]
 def install(torch: ModuleType) -> None:
     """Begin to record when the program first uses the GPU, and write when it ends."""
     recorder = Recorder(torch)
-    # Recording begins later, because a program that uses CUDA before it forks cannot use it in its children.
+    # Recording does not begin yet, because a program that uses CUDA before it forks cannot use it in its children.
     torch.cuda._lazy_call(recorder.begin)
     atexit.register(recorder.write)
     recorder.watch_resets()
@@ -333,7 +333,7 @@ def find_peak(events: Trace, at_end: int) -> tuple[int, int]:
     """
     at, peak, now = len(events) - 1, at_end, at_end
     for number in range(len(events) - 1, -1, -1):
-        if now >= peak:  # Going backwards, the last one found is the first time at the peak.
+        if now >= peak:  # The loop goes backwards, so the last moment that it finds is the first one at the peak.
             at, peak = number, now
         event = events[number]
         now += event["size"] if event["action"] == "free_completed" else -event["size"]

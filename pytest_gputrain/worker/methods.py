@@ -112,7 +112,7 @@ def default_targets(model: nn.Module) -> tuple[str, ...] | str:
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", "")
     known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    # A language model that was taken out of a vision-language model adapts the same layers as in there.
+    # If a language model was taken out of a vision-language model, the same layers are adapted as in that model.
     targets = known.get(kind) or known.get(kind.removesuffix("_text"))
     if isinstance(targets, str):
         pattern = targets
@@ -186,7 +186,7 @@ def _read_by_code(model: nn.Module) -> list[str]:
         if layers and _is_of_a_model(parent):
             source = sources.get(kind) or inspect.getsource(kind)
             sources[kind] = source
-            # Code that reads only the type or the shape of a weight works with a packed one.
+            # Code that reads only the type or the shape of a weight also works with a packed weight.
             read = re.findall(r"self\.(\w+)\.weight\.(?!dtype|device|shape)", source)
             found += [f"{prefix}.{name}" for name in layers if name in read]
     return found

@@ -73,7 +73,7 @@ class OperatorCounter(SharedMode):
         super().__init__()
         self.steps = CountedSteps(lines)
         self.steps.on_cpu = True
-        self.steps.compiled = compiled()  # cases before this one in the same process have compiled, too
+        self.steps.compiled = compiled()  # Cases that ran before this one in the same process have compiled functions, too.
         self._trained = _Trained()
         self._thread = threading.get_ident()
         self._lines = AutogradLines(self._line_of)
@@ -285,7 +285,8 @@ def _what_is_read(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         return [] if kwargs.get("output_size") is not None else list(tensors_of(args[places]))
     if name not in _INDEXED:
         return []
-    if len(args) > 2 and args[2].numel() == 1:  # torch writes a single value as by `masked_fill_`, without reading the mask.
+    # torch writes a single value as `masked_fill_` does, without reading the mask.
+    if len(args) > 2 and args[2].numel() == 1:
         return []
     return [index for index in tensors_of(args[1]) if index.dtype in (torch.bool, torch.uint8)]
 

@@ -64,7 +64,7 @@ class OwnLines:
             name = self.name_of(frame.f_code.co_filename)
             if name == _BY_US:
                 if not asking:
-                    return ""  # this package called it, and frames further out may be those of a test
+                    return ""  # This package called the operator, and frames further out may be those of a test.
             else:
                 asking = False
                 if name:
@@ -90,7 +90,7 @@ class OwnLines:
         return name
 
     def _name(self, file: str) -> str:
-        if file.startswith("<"):  # Code of exec has no file, such as methods of dataclasses.
+        if file.startswith("<"):  # Code that `exec` runs, such as methods of dataclasses, has no file.
             return _BY_OTHERS
         path = Path(file).resolve()
         if path.is_relative_to(_PACKAGE):

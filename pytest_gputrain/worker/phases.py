@@ -75,7 +75,7 @@ class Phases:
         """Find the phase that runs. Operators of other threads belong to the phase of the thread that trains."""
         if self._is_beside_steps or not self._is_training() or (self.current == "build" and not self._has_begun()):
             return
-        # torch has one number for a whole backward pass, also between its nodes.
+        # torch has one number for a whole backward pass, also between the nodes of the pass.
         backward = torch._C._current_graph_task_id()
         phase = self._outside
         if self._optimizers and self._optimizers[-1] == backward:

@@ -56,7 +56,8 @@ PRECISIONS: Final = {
 def tf32_allowed(allowed: bool | None) -> Iterator[None]:
     """Provide a context in which products and convolutions of fp32 may be computed in TF32, or may not; None changes
     nothing."""
-    # Switches are read only if they are to change, because torch refuses it once own code has set its newer ones.
+    # Switches are read only if they are to change, because torch refuses to read them once own code has set its newer
+    # switches.
     switches: list[Any] = [] if allowed is None else [torch.backends.cuda.matmul, torch.backends.cudnn]
     before = [switch.allow_tf32 for switch in switches]
     try:

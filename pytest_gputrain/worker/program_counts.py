@@ -131,7 +131,7 @@ class ProgramTimer(ProgramCounter):
         self._work = _WorkOfProgram(lambda: "")
         super().__init__()
         self._processes = 1
-        # The context is never left before the process ends, because another mode of the program may then be innermost.
+        # The context is never left, because another mode of the program may be the innermost one at that time.
         self._following = contextlib.ExitStack()
         self._following.enter_context(countable_threads())
         self._following.enter_context(count_flops(self._work))

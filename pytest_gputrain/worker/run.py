@@ -203,7 +203,7 @@ def _out_of_memory(error: Exception) -> Literal["device", "host"] | None:
         return "device"
     message = _message(error)
     if isinstance(error, RuntimeError) and "out of memory" in message and ("CUDA" in message or "HIP" in message):
-        return "device"  # a library has allocated this without torch's allocator
+        return "device"  # A library has allocated this memory without torch's allocator.
     if isinstance(error, RuntimeError) and _LIBRARY_OUT_OF_MEMORY.search(message):
         return "device"
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in message):

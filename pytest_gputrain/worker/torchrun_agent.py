@@ -97,7 +97,7 @@ class Agent:
             rdzv_configs={"join_timeout": seconds, "read_timeout": seconds, "is_host": self._node == 0},
             max_restarts=0,
             monitor_interval=_POLL_SECONDS,
-            # Elsewhere its folder for temporary files would not be removed.
+            # In another place its folder for temporary files would not be removed.
             logs_specs=DefaultLogsSpecs(log_dir=str(self._own)),
             local_addr=self._host,
         )

@@ -374,7 +374,7 @@ class OwnCodeTraining:
         if loss is None or not self.keeps_losses:
             return
         if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
-            # It is copied, because the loss may be a view of something large.
+            # The loss is copied, because it may be a view of something large.
             self.losses.append(loss.detach().clone())
             return
         try:

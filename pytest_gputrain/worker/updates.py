@@ -115,11 +115,11 @@ class Updates:
         Raises:
             CheckFailed: gradients are accumulated over another number of steps than the case says.
         """
-        self._rounds.clear()  # what stepped before belongs to the build
+        self._rounds.clear()  # Updates that were made before belong to the build.
         for update in steps:
             yield update
             self._steps += 1
-            self._running = None  # a step that has raised may have left it
+            self._running = None  # An update that has raised an exception may have left this set.
         self.check()
 
     def check(self) -> None:

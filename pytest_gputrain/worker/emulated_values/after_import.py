@@ -41,7 +41,7 @@ class _Finder:
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self._name or self not in sys.meta_path:
             return None
-        # Finders before this one may wait for the same module, and would ask this one again.
+        # Finders before this one may wait for the same module, and would then ask this finder again.
         others = [finder for finder in sys.meta_path[sys.meta_path.index(self) + 1 :] if hasattr(finder, "find_spec")]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:

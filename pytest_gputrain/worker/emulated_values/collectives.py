@@ -52,7 +52,7 @@ class Exchanges:
 
         def run(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             if not dist.is_initialized() or dist.get_backend() == "fake":
-                # NCCL is not called here. It would move the larger of what is sent and what is received.
+                # NCCL is not called here. NCCL would move the larger of what is sent and what is received.
                 sides = [sum(one.nbytes for one in flat([arguments[place] for place in places])) for places in (own, others)]
                 count_collective(name, max(sides))
                 return original(keys, *arguments, **keywords)
@@ -72,7 +72,7 @@ class Exchanges:
         of_nccl = name.startswith("_nccl")
 
         def run(first: Any, second: Any, *others: Any, **keywords: Any) -> Any:
-            # torch broadcasts the first tensor, whatever root the call names.
+            # torch broadcasts the first tensor, whichever root the call names.
             sent = [first[0]] if name == "_nccl_broadcast" else list(flat([first]))
             addresses = {tensor.data_ptr() for tensor in sent}
 

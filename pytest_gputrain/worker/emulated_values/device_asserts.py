@@ -95,7 +95,8 @@ def _fail(reason: str) -> NoReturn:
 
 
 def _outside(indices: Tensor | None, least: int, size: int) -> str | None:
-    if indices is None or indices.dtype in (torch.bool, torch.uint8):  # torch itself compares the sizes of masks.
+    # A mask holds no indices, and torch itself compares its size.
+    if indices is None or indices.dtype in (torch.bool, torch.uint8):
         return None
     for dimension, stride in enumerate(indices.stride()):
         if not stride:  # A dimension that was expanded repeats the same indices, so one of them is enough.
@@ -206,7 +207,7 @@ def _bernoulli_in_place(look: _Look, arguments: Sequence[Any]) -> str | None:
 
 def _drawn(look: _Look, arguments: Sequence[Any]) -> str | None:
     if len(arguments) < 3 or not arguments[2] or arguments[1] == 1:
-        return None  # torch itself asserts for these
+        return None  # In these cases torch itself checks the weights.
     return _within(0, 0, sys.float_info.max, "a weight is negative, infinite or NaN")(look, arguments)
 
 

@@ -135,7 +135,7 @@ class Values:
         computing = _OTHERWISE.get(operator._schema.name, operator)
         try:
             result = computing(*self._on_host(arguments, targets), **others)
-        except Exception:  # The CPU lacks the operator or the type, or the GPU would fail later, too.
+        except Exception:  # The CPU lacks the operator or the type, or the program would fail on a GPU as well, only later.
             return None
         return True if result is None else result
 
@@ -150,8 +150,8 @@ class Values:
         size = [*tensor.size()[: tensor.sparse_dim()], *elements.size()[1:]]
         return torch.sparse_coo_tensor(indices, elements, size, check_invariants=False).coalesce()
 
-    # These are methods and no nested functions: a nested function that calls itself is a cycle, which would keep tensors and
-    # their memory until Python collects it.
+    # These are methods and not nested functions. A nested function that calls itself is a reference cycle, which would keep
+    # tensors and their memory until Python's garbage collector runs.
 
     def _on_host(self, value: Any, targets: Sequence[Tensor]) -> Any:
         """Give the host's views of what an operator reads and writes."""

@@ -64,7 +64,7 @@ class Graphs:
         def end_and_note(this: Any) -> None:
             try:
                 end(this)
-            finally:  # torch keeps the pool of a capture that fails, too.
+            finally:  # torch keeps the pool also if the capture fails.
                 in_pools = sum(one["total_size"] for one in memory_segments() if tuple(one["segment_pool_id"]) != (0, 0))
                 self._most_in_pools = max(self._most_in_pools, in_pools)
 

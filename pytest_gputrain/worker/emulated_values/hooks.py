@@ -21,7 +21,8 @@ def follow_triton(contents: Contents, graphs: Graphs, padding: Padding) -> None:
     def forget(names: Any, arguments: Any) -> None:
         written = []
         for index, argument in enumerate(arguments):
-            read_only = index < len(names) and names[index].startswith("in_ptr")  # torch.compile gives inputs this name
+            # torch.compile gives this name to inputs that a kernel only reads.
+            read_only = index < len(names) and names[index].startswith("in_ptr")
             if isinstance(argument, Tensor) and argument.is_cuda and not read_only:
                 written.append(argument)
         if not (graphs.captures.value and graphs.defer(None, (), {}, None, written)):

@@ -199,7 +199,7 @@ class Looks:
             return type(zero)(truth)
         if not isinstance(zero, (float, complex)):
             return zero
-        # a copy on the host has the same number
+        # A copy of this tensor on the host has the same number.
         return torch.tensor(self._number(self.identity(tensor)), dtype=tensor.dtype).item()
 
     def are_equal(self, one: Tensor, other: Tensor) -> bool:
@@ -281,7 +281,7 @@ class Looks:
             return None
         if name in ("eq", "ne"):
             return name == "ne"
-        # An order follows from the numbers that the host would read.
+        # The order of two values follows from the numbers that the host would read for them.
         return _ORDERS[name](self._number_of(one), self._number_of(other))
 
     def _number_of(self, value: Any) -> float:

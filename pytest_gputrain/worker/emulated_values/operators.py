@@ -439,7 +439,7 @@ class Operators:
 
         def after(tensors: Any, _: Any, __: Any, replays: bool = False) -> None:
             to, source = tensors
-            self._stand_ins.gputrain_take_unanswered()  # the code below answers this read, or tells of it
+            self._stand_ins.gputrain_take_unanswered()  # The code below answers this read, or reports it.
             known = contents.find(source) if source.is_cuda else _ON_HOST
             if not to.is_cuda:
                 if known is None:
@@ -637,7 +637,7 @@ class Operators:
         output, taken = self._answered(answers, original, name, keys, arguments, keywords)
         for tensor in flat([output]):
             self.contents.forget(tensor)
-        if taken and name != "mode":  # The results of `mode` have the same size, whatever it reads.
+        if taken and name != "mode":  # The results of `mode` have the same size whatever values it reads.
             self._decide(self.contents.find(arguments[0]), torch.bool, MATCHES)
         if result is not None:
             self.values.write(flat([output]), result, dealt=dealt)

@@ -208,7 +208,7 @@ def _exponential(stream: Stream, read: _Read, targets: Sequence[Tensor], rate: f
     dtype = _computed_in(to.dtype)
     least = torch.finfo(dtype).eps / 2
     drawn = stream.uniform(to.numel(), dtype)
-    # The kernel keeps the logarithm below 0, so that no result is 0.
+    # The kernel keeps the logarithm below 0, so that no result becomes 0.
     logarithm = torch.where(drawn >= 1 - least, -least, drawn.double().log()).to(dtype)
     return [_in_memory_order(to, (logarithm * (-1.0 / torch.tensor(rate, dtype=dtype, device=_CPU))).to(to.dtype))]
 
@@ -300,7 +300,7 @@ def _permutation(stream: Stream, read: _Read, targets: Sequence[Tensor], count: 
     if bits in (32, 64):  # Keys of these sizes are sorted as signed numbers.
         keys = [key ^ 1 << (bits - 1) for key in keys]
     order = sorted(range(count), key=keys.__getitem__)
-    # The shuffle draws after the keys.
+    # The numbers of the shuffle are drawn after those of the keys.
     shuffling = stream._replace(offset=stream.offset + 4 * stream.calls(count, 2))
     begin = 0
     while begin < count:

@@ -102,7 +102,7 @@ def followed(name: str, arguments: Sequence[Any], known: Sequence[Known]) -> Dea
     if base in _COUNTING:
         return dealt._replace(kind=COUNTS)
     if base in ("eq", "ne") and len(known) == 2 and not all(one.dealt for one in known):
-        first, second = arguments[:2]  # the number of an expert is a plain number, or a tensor of another size
+        first, second = arguments[:2]  # The number of an expert may be a plain number, or a tensor of another size.
         return dealt._replace(kind=MATCHES) if first.size() == second.size() else dealt
     return dealt
 

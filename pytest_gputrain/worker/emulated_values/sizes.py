@@ -52,7 +52,7 @@ def _nonzero(arguments: Sequence[Any], result: Any, value: Tensor | None) -> Ans
 
 def _unique(arguments: Sequence[Any], result: Any, value: Tensor | None) -> Answers:
     source = arguments[0]
-    if source.dtype == torch.bool:  # torch asks for the number of true elements.
+    if source.dtype == torch.bool:  # For booleans torch asks for the number of true elements.
         if result is not None:
             kinds = result[0].tolist()
             return _numbers(source.numel() if kinds == [True] else len(kinds) - 1)

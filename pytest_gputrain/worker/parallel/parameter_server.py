@@ -204,7 +204,8 @@ class Tables:
     def _send(self, values: Tensor, server: int, tag: int) -> None:
         work = post(values, server, tag)
         if work is not None:
-            self._under_way.append((work, values))  # the memory must stay until the message is sent
+            # The values are kept, because their memory must stay until the message is sent.
+            self._under_way.append((work, values))
 
     def _finish(self) -> None:
         """Wait until everything sent has arrived."""

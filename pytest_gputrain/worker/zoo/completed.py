@@ -125,7 +125,7 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
             f"{name} has {layers_key}={given[layers_key]!r} in its config.json, but {config_class.__name__} makes it "
             f"{layers} of the other keys; how it is built is not known"
         )
-    # A value that the class adds by itself is kept, because others may depend on it.
+    # A value that the class adds by itself is kept, because other values may depend on it.
     facts = {**given, layers_key: layers, "vocab_size": config.vocab_size}
     if layers_key in _sources(config_class, "num_hidden_layers"):
         facts.pop("num_hidden_layers", None)
@@ -207,11 +207,11 @@ def _stated(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    # It is copied, because classes write into the dictionaries that they get.
+    # The dictionary is copied, because classes write into the dictionaries that they get.
     stated = {key: value for key, value in copy.deepcopy(language_config(config)).items() if key != "model_type"}
     kind: str = config["model_type"]
     if kind not in CONFIG_MAPPING and language_config(config) is not config:
-        # A class that only the hub has may hold a language model that transformers has.
+        # A model class that only the hub has may contain a language model that transformers has.
         kind = language_config(config).get("model_type", kind)
         config = language_config(config)
     config_class: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else _by_architectures(name, kind, config)

@@ -152,7 +152,8 @@ class Denoiser(Workload):
             for path, module in model.named_modules():
                 if path.rpartition(".")[2] in model._keep_in_fp32_modules:
                     module.float()
-                    for layer in module.children():  # Before training these are zeros, which let no gradient through.
+                    # Before training, the weights of these layers are zeros, which let no gradient through.
+                    for layer in module.children():
                         if isinstance(layer, nn.Linear):
                             layer.reset_parameters()
         whole: nn.Module = model

@@ -165,7 +165,7 @@ class UNet(ImageDiffusion):
         if not self.facts.get("addition_embed_type"):
             width = self.facts["cross_attention_dim"]
             return {} if self.encoders else {"text": torch.randn(self.samples, self.text_tokens, width)}
-        # These are the size before cropping, the place of the crop, and the size, each embedded by itself.
+        # These numbers are the size before cropping, the place of the crop, and the size. Each is embedded by itself.
         sizes = torch.tensor([self.height, self.width, 0, 0, self.height, self.width], dtype=torch.float32)
         pooled = self.facts["projection_class_embeddings_input_dim"] - len(sizes) * self.facts["addition_time_embed_dim"]
         cached = self._embeddings(self.facts["cross_attention_dim"], pooled)

@@ -166,7 +166,7 @@ def transformers_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross entropy as transformers computes it, from a copy of the logits in fp32."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    # With `shift_labels` the loss ignores other labels.
+    # If the loss gets `shift_labels`, it ignores the other labels.
     loss: Tensor = ForCausalLMLoss(logits, None, logits.shape[-1], ignore_index=IGNORED_LABEL, shift_labels=labels)
     return loss
 

@@ -55,5 +55,5 @@ def zipf(count: int, size: tuple[int, ...], exponent: float, device: torch.devic
     else:
         rest = 1 - exponent
         ranks = (1 + share * ((count + 1) ** rest - 1)) ** (1 / rest)
-    # Rounding may give the end itself, which is no index.
+    # Rounding may give the end of the range itself, which is no index.
     return (ranks.long() - 1).clamp(0, count - 1)

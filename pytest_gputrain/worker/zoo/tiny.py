@@ -95,7 +95,7 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
     tiny = {key: value for key, value in shallow.items() if value != facts[key]}
 
     def full(key: str) -> Any:
-        # Defaults of the class count, but values that it computes from other keys are computed again.
+        # Defaults of the class are used, but values that the class computes from other keys are computed again.
         name = names.get(key, key)
         return facts.get(name, facts.get(key, getattr(type(config), name, None)))
 
@@ -107,7 +107,7 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
         if key == "linear_num_key_heads":
             return HEADS if value == full("linear_num_value_heads") else min(value, 2)
         if key == "head_dim":
-            if value == full("qk_rope_head_dim"):  # With compressed attention it is another name of that size.
+            if value == full("qk_rope_head_dim"):  # With compressed attention this key is another name of that size.
                 return min(value, _MOST["qk_rope_head_dim"])
             return 16 if value * heads == full("hidden_size") else 32
         return min(value, _MOST[key])
@@ -129,7 +129,7 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
                 }
                 for number, entry in value.items()
             }
-    if _is_count(facts.get("qk_head_dim")):  # It is the sum of the parts with and without positions.
+    if _is_count(facts.get("qk_head_dim")):  # This size is the sum of the parts with and without positions.
         tiny["qk_head_dim"] = sum(tiny.get(key) or full(key) or 0 for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
     if _is_count(scalar := full("query_pre_attn_scalar")):
         tiny["query_pre_attn_scalar"] = tiny.get("head_dim") or full("head_dim") or scalar

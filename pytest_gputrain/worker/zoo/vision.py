@@ -85,5 +85,5 @@ class VisionModel(Workload):
 
     def loss(self, inputs: dict[str, Tensor]) -> Tensor:
         output = self.model(inputs["images"])
-        # Models of transformers wrap their logits.
+        # Models of transformers return their logits inside of an object.
         return functional.cross_entropy(getattr(output, "logits", output), inputs["labels"])

@@ -109,7 +109,7 @@ class Workload(abc.ABC):
 
     @functools.cached_property
     def _contexts(self) -> Callable[[], tuple[Any, Any]]:
-        # This is cached when the first block runs, because by then all libraries with operators are loaded.
+        # This is computed when the first block runs, and then kept, because by then all libraries with operators are loaded.
         return selective_contexts(self.case.activation_checkpointing_policy)
 
     def table_limited_length(self) -> int:
