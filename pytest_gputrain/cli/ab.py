@@ -198,7 +198,7 @@ def _alternate(
     complete, interrupted = 0, ""
     try:
         for number in range(rounds):
-            # The order of both sides changes with each round, so a machine that gets slower all the time is slower for both.
+            # The order of both sides changes with each round. So a machine that gets slower all the time slows both equally.
             for side in (base, head) if number % 2 == 0 else (head, base):
                 if len(reports[side.name]) > number:
                     continue

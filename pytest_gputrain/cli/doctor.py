@@ -146,7 +146,7 @@ def _nvidia(gpus: list[Gpu]) -> Iterator[Check]:
     for gpu in silent:
         yield Check(
             "gpus",
-            "warning" if found else "problem",  # runs use all other GPUs without it
+            "warning" if found else "problem",  # Runs use the other GPUs, if there are any.
             f"GPU {gpu.index} is not described by its driver ({gpu.fault})",
             "see what nvidia-smi says",
         )
@@ -178,7 +178,7 @@ def _amd(gpus: list[Gpu]) -> Iterator[Check]:
             found = None if driver is None else driver.gpus()
             left_out = () if driver is None else driver.left_out()
     except HardwareError as error:
-        yield Check("amd", "problem", str(error))  # this stops every run
+        yield Check("amd", "problem", str(error))  # This error stops every run.
         return
     if found is None:
         yield Check("amd", "ok", "no AMD driver on this host")

@@ -222,7 +222,7 @@ def _knobs(options: argparse.Namespace, base: Case) -> str:
     if lacking := [f"--set {knob}={SIZES[knob].size}" for knob in SIZES if knob in needed - {"sequence_length"}]:
         raise ValueError(f"{base.model.partition('#')[0]} has inputs whose size you choose; add {' '.join(lacking)}")
     if "loss" not in given and architecture.family in _LANGUAGE and architecture.trained_part.library == "transformers":
-        lines.append("loss=fp32")  # transformers and its Trainer compute the loss so
+        lines.append("loss=fp32")  # transformers and its Trainer compute the loss in fp32.
     return "\n".join(lines)
 
 

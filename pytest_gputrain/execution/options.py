@@ -165,7 +165,7 @@ def parse_axes(text: str) -> object:
 
 
 def parse_platform(text: str) -> str:
-    from pytest_gputrain.utils.suggest import did_you_mean  # Only a misspelt word needs it.
+    from pytest_gputrain.utils.suggest import did_you_mean  # Only a misspelt word needs this module.
 
     if text not in MARKERS:
         raise ValueError(f"{text!r} is unknown{did_you_mean(text, MARKERS)}; known: {', '.join(MARKERS)}")

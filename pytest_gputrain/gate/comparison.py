@@ -64,7 +64,8 @@ class Comparison:
 
     @property
     def baseline_fits(self) -> bool:
-        # Recorded baselines either fit or do not. A report may have both, and one bad process must not change that.
+        # All runs of a recorded baseline fit, or none does. A report may have both kinds, and one bad process must not
+        # change the verdict.
         return 2 * len(self.fitted) >= len(self.baseline.runs)
 
     @property

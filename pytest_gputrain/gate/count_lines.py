@@ -264,7 +264,7 @@ def count_changes(before: Counts, now: Counts, *, only_more: bool = False) -> It
     calling = [pair for pair in in_common if all(step.python_calls for step in pair)] if before.python == now.python else []
     for figure in COUNT_FIGURES:
         pairs = calling if figure == "python_calls" else in_common
-        if figure == "work" or not pairs:  # The parts of the work are named instead.
+        if figure == "work" or not pairs:  # The figures that `work` consists of are named instead.
             continue
         if figure == "gpu_work" and not (before.launches_graphs or now.launches_graphs):
             continue
@@ -349,7 +349,7 @@ def _places(figure: CountFigure, step: int, before: Counts, now: Counts) -> Iter
     for cause, number in _asked(figure, before, before.steps[step]):
         more[_spot(cause)] -= number
     for alike in (_text_of, _function_of):
-        # Equal numbers are set off first: they belong to one line that was moved or edited.
+        # Equal numbers are set off against each other first, because they belong to one line that was moved or edited.
         for exactly in (True, False):
             _set_off(more, alike, exactly=exactly)
     for spot, number in more.most_common():

@@ -334,8 +334,8 @@ class _Rule:
         if self._tolerance:
             return value + self._tolerance.ratio * whole + self._tolerance.more
         if self._figure in _SLOW_CLASSES:
-            # If a step computes more of everything, its slow part may grow as much. What moved between two slower classes
-            # was slow before.
+            # If a step computes more of everything, its slow part may grow in the same proportion. What moved from one
+            # slower class to another was slow before.
             others = set(_SLOW_CLASSES) - {self._figure}
             left = sum(max(0, base.figure(other_class) - other.figure(other_class)) for other_class in others)
             growth = whole / base.library_flops if base.library_flops else 1.0

@@ -69,7 +69,7 @@ def judge_limits(
         value = statistics.median_high(values) if values else None
         limits.append(_judged(cap, value, reason, is_over=over is not False, runs=len(values)))
         settled = settled and over is not None
-    # After a crash no further process is started.
+    # After a crash no further process is started, so the limits are settled.
     return JudgedLimits(tuple(limits), settled or any(isinstance(reply, (Crashed, TimedOut, Lost)) for reply in replies))
 
 

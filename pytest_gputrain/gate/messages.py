@@ -128,7 +128,7 @@ def describe_metric(metric: MetricVerdict) -> str:
             word, change = "more" if more else "less", abs(metric.value - metric.baseline)
             ends = format_bytes(metric.value), format_bytes(metric.baseline)
             needed = f"{format_bytes(change)} ({size})"
-            if ends[0] == ends[1]:  # Both ends would print alike, so the exact bytes are shown.
+            if ends[0] == ends[1]:  # Both figures would be printed alike, so the exact bytes are shown.
                 ends, needed = (f"{metric.value:,.0f}", f"{metric.baseline:,.0f} bytes"), count(round(change), "byte")
             return f"needs {needed} {word} memory: {ends[0]} against {ends[1]} {_MEMORY[metric.metric]}{of}{limit}"
 

@@ -57,7 +57,7 @@ def judge_published(
     out = [reply for reply in replies if isinstance(reply, OutOfMemory)]
     reason = why_not_comparable(case, row, scale, elsewhere)
     if row is None or reason:
-        if out:  # No published row expects a case to run out of memory.
+        if out:  # A published row never expects that a case runs out of memory.
             return Verdict(status="failed", sentence=f"{case} {describe_failure(out[0])}; {reason}")
         return Verdict(status="not-comparable", sentence=f"{case} cannot be compared: {reason}")
     if out:

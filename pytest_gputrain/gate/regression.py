@@ -141,7 +141,7 @@ def _times(sides: Comparison) -> list[Judged[MetricVerdict]]:
     if reason := sides.why_time_is_foreign:
         return [Judged(_medians("step_seconds", "not-comparable", sides.now, sides.before, reason))]
     judged = [_step_seconds(sides)]
-    # On another host all steps may be slower, for which `_step_seconds` allows.
+    # On another host all steps may be slower. `_step_seconds` allows for this.
     if not ((sides.pace.is_host_bound or sides.pace.changed) and sides.other_host):
         judged += _mean_step_seconds(sides, judged[0].verdict.status)
     if sides.pace.share is not None:
@@ -167,7 +167,7 @@ def _step_seconds(sides: Comparison) -> Judged[MetricVerdict]:
             allowed = format_percent(metric.limit / metric.baseline - 1, signed=False)
             about = f"is held to {allowed}, {'because' if found.is_host_bound else 'although'} {found}"
         elif metric.status == "regressed" and other and (metric.change or 0.0) <= tolerance.host_time:
-            # In the baseline the GPU decided this step, so no host explains more than this tolerance.
+            # In the baseline the GPU decided how long this step took, so another host explains no more than this tolerance.
             about, metric = f"{found}, {other}", msgspec.structs.replace(metric, status="inconclusive")
         metric = msgspec.structs.replace(metric, note="; ".join(filter(None, [about, metric.note])))
     return judged._replace(verdict=metric)
@@ -246,7 +246,7 @@ def _scaling(sides: Comparison, value: Sequence[float], base: Sequence[float]) -
     if reason or not base:
         status: Status = "not-comparable" if reason else "new"
         return Judged(_medians("scaling_efficiency", status, value, base, reason or "there was none before"))
-    # The reciprocal of an efficiency is a time: that of a step in units of one worker's step.
+    # The reciprocal of an efficiency is the time of a step, in units of the step of one worker.
     lost, before = [1 / efficiency for efficiency in value], [1 / efficiency for efficiency in base]
     return _decided("scaling_efficiency", sides.for_host(), before, lost)
 
@@ -279,7 +279,7 @@ def _ruled(
         tolerance=sides.tolerance.time,
         prior=sides.prior,
         most=most,
-        # a slow day slows one worker as much as several, so their ratio stays
+        # A slow day slows one worker as much as several workers, so the ratio of their times stays the same.
         shift=0.0 if name == "scaling_efficiency" else sides.shift,
         doubted_from=sides.doubted_from,
         paired=sides.criteria.paired,

@@ -126,12 +126,12 @@ def decide(
     within = math.log1p(tolerance) + ROUNDING
     limit = max(within, bound)
     counted = shift if abs(shift) > LEAST_SHIFT else 0.0
-    # The smaller one counts: the case's own slowdown, or what is left of it without that of the whole suite.
+    # The smaller figure is judged: the slowdown of the case, or what is left of it without that of the whole suite.
     slower = [min(ratio, ratio - counted) for ratio in ratios]
     faster = [max(ratio, ratio - counted) for ratio in ratios]
     above, below = sum(ratio > limit for ratio in slower), sum(ratio < -limit for ratio in faster)
     waits = paired and len(ratios) < most
-    # Rounds of an A/B comparison end early only beyond a wider limit, because sd is not certain yet.
+    # Rounds of an A/B comparison end early only beyond a wider limit, because the standard deviation is not certain yet.
     far = max(within, bound * EARLY_SDS / LIMIT_SDS)
     by_far = waits and (min(slower) > far or max(faster) < -far)
     needed = len(ratios) if by_far else max(min(AGREEING, most), most // 2 + 1)
@@ -144,7 +144,7 @@ def decide(
     elif below >= needed:
         outcome = "improved"
     else:
-        # A case that is slower only because the whole suite is does not pass either.
+        # A case that is slower only because the whole suite is slower does not pass either.
         outcome = "inconclusive" if middle > (within if looks_slow else limit) else "pass"
     decided = max(above, below, len(ratios) - above - below) >= needed
     settled = decided or not suspicious or len(ratios) >= most
@@ -154,7 +154,7 @@ def decide(
         outcome=outcome,
         settled=settled,
         suspicious=suspicious,
-        centre=float(f"{math.exp(centre):.12g}"),  # rounded, so that equal times have no difference
+        centre=float(f"{math.exp(centre):.12g}"),  # This is rounded, so that equal times have no difference.
         ratios=ratios,
         sd=sd,
         limit=limit,

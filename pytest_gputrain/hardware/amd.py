@@ -96,7 +96,7 @@ class Amd:
             order = sorted(range(len(handles)), key=lambda at: (self._number(handles[at], at), at))
             usable = [at for at in order if self._is_usable(handles[at])]
             names = [self._uuid(handles[at]) for at in usable]
-            # Parts of a partitioned GPU may have the same UUID or none. ROCm also takes their number.
+            # Parts of a partitioned GPU may have the same UUID or none. Then their number is used, which ROCm also accepts.
             counts = Counter(names)
             unique = [name if name and counts[name] == 1 else str(index) for index, name in enumerate(names)]
             self._devices = {

@@ -54,7 +54,7 @@ class Recorder:
         attribute = getattr(self._library, name)
         if isinstance(attribute, type):
             if issubclass(attribute, enum.Enum):
-                # this has aliases, too
+                # `__members__` also has aliases.
                 self.constants[name] = {member: item.value for member, item in attribute.__members__.items()}
             return attribute
         if not callable(attribute):

@@ -217,7 +217,7 @@ class Board:
         if name.startswith(_GATHERING):
             kind = "gathers"
             if call.written and "backward" not in name and "put" not in name:
-                moved = 2 * call.written  # only these rows move, not the whole table
+                moved = 2 * call.written  # Only these rows are moved, and not the whole table.
         elif name.startswith(_REDUCING):
             kind = "reductions"
         elif name in _OVERWRITING:

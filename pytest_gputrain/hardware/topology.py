@@ -56,7 +56,7 @@ class Sysfs:
         ways = self._way(address), self._way(other)
         if not all(ways):
             return UNKNOWN
-        # A way has host bridge, root port, ports of switches and device, in this order.
+        # The list of a device has the host bridge, the root port, ports of switches and the device, in this order.
         common = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*ways, strict=False))))
         if common == 0:
             nodes = self.place(address).numa_node, self.place(other).numa_node

@@ -63,7 +63,7 @@ class Watch:
             if now >= look:
                 look = now + _LOOK_AROUND_SECONDS
                 self._look_for_others(driver, own())
-        self._read(driver)  # it counts what came after the sample before
+        self._read(driver)  # This counts what came after the previous sample.
 
     def _read(self, driver: Driver) -> float:
         """Take a sample, and return when that was."""
@@ -74,7 +74,8 @@ class Watch:
     def _look_for_others(self, driver: Driver, own: set[int]) -> None:
         for gpu in self._gpus:
             holders = driver.occupancy(gpu).holders or ()
-            # In a container the driver may list processes by the host's numbers, by which nobody knows its own.
+            # In a container the driver may list processes by the numbers of the host, and a process does not know its own
+            # one.
             if any(holder.pid in own for holder in holders):
                 self._others |= {(holder.pid, gpu.index): holder for holder in drivers.other_processes(holders, own)}
 

@@ -159,12 +159,12 @@ def _unclaimed(
         try:
             stored = store.suite(device, suite)
         except BaselineError:
-            continue  # the tests have told this error
+            continue  # The tests have reported this error.
         unknown = []
         for end, cases in (test for path in paths[suite] for test in files.not_passed(path)):
             asked = {key for case in cases for key in (case, f"{case}@tiny") if key in stored}
             keys.update(asked)
-            if not asked:  # Nobody knows which cases it would have asked for.
+            if not asked:  # It is unknown which cases this test would have asked for.
                 unknown.append(end)
         # A file may declare cases for as many GPUs as it finds, so cases of more GPUs belong to other machines.
         most = max((result.case.gpus for result in results if result.suite == suite), default=1)

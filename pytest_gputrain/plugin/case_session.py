@@ -158,7 +158,7 @@ class CaseSession:
                 suite = suite_of(item.path)
                 terms = NO_TERMS if self.runner.settings.fleet is None else _terms_of(item)
                 expected += [ExpectedCase(suite, case, markers, expression, terms) for case in _cases_of(item)]
-        self.runner.expect(expected, submit=self.collector is not None)  # under xdist its workers submit what they run
+        self.runner.expect(expected, submit=self.collector is not None)  # Under xdist the workers submit what they run.
 
     def _watch(self, case: Case, event: Event, run: int) -> None:
         """Draw what the running case does if there is a terminal."""
@@ -221,7 +221,7 @@ class CaseSession:
             endings.clear()
         # Every phase counts, because a fixture may measure, too.
         if results or hasattr(report, "gputrain_endings") or has_cases(item):
-            # As JSON, because xdist sends only plain attributes of a report from its workers.
+            # The result is sent as JSON, because xdist sends only plain attributes of a report from its workers.
             report.gputrain = [msgspec.json.encode(result).decode() for result in results]  # type: ignore[attr-defined]
             results.clear()
 
@@ -261,7 +261,7 @@ class CaseSession:
         """
         collector = self.collector
         assert collector is not None, "a worker of xdist keeps no results"
-        for results in self._measured.values():  # These tests did not come to their end.
+        for results in self._measured.values():  # These tests did not end normally.
             for result in results:
                 collector.add(result, passed=False)
         ended = not interrupted and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
@@ -269,7 +269,8 @@ class CaseSession:
         ran = bool(self._tests.outcomes or collector.results)
         if (ran or self._failures) and self._unseen:
             collector.notes.append(self._unseen)
-            # A run does not fail for this because of CI alone: a driver's file may be there for the graphics of a CPU.
+            # The variable CI alone does not make a run fail for this: a driver's file may be there for the graphics of a
+            # CPU.
             collector.failed |= self.runner.settings.strict is True
         left = absence.note_unclaimed(collector, self._files, without_cases, self._host if ended else lambda: None)
         collector.notes += notes
@@ -324,7 +325,7 @@ class CaseSession:
         writer = self.config.get_terminal_writer()
         terminalreporter.section("gputrain")
         notes = self._notes(self.collector)
-        # What to do first stands above the table, because the end of a long table is read last.
+        # What the user should do first stands above the table, because the end of a long table is read last.
         first = explanations.advice(self.collector.results)
         for line in filter(None, [first]):
             terminalreporter.write_line(late_reports.broken(shown(line), terminalreporter))

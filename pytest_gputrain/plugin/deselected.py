@@ -38,7 +38,7 @@ class DeselectedTests:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         selected = {file_of(item) for item in session.items if has_cases(item)}
         if selected and session.config.getoption("keyword", ""):
-            selected |= self._platforms.keys()  # -k may have left these out, not the marker
+            selected |= self._platforms.keys()  # -k may have left these tests out, and not the marker.
         for file in selected:
             self._platforms.pop(file, None)
         if hasattr(session.config, "workeroutput"):  # This is a worker of xdist.

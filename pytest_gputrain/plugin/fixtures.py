@@ -207,7 +207,7 @@ class GpuTrain:
         except CannotRun as reason:
             raise skipped(shown(str(reason)), "platform" if isinstance(reason, OtherPlatform) else "unfit") from None
         except BadCase as error:
-            # With its cause, pytest would print the sentence twice.
+            # If the exception had its cause, pytest would print the sentence twice.
             raise _failed(error) from None
         self._note(result)
         return _to_be_read(result, is_strict(self._runner.settings))

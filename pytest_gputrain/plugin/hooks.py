@@ -174,7 +174,7 @@ class GpuTrainPlugin:
         """`cases`, where something has asked for them."""
         return self.__dict__.get("cases")
 
-    @pytest.hookimpl(trylast=True)  # ids end with what the command line adds
+    @pytest.hookimpl(trylast=True)  # The ids end with what the command line adds.
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if self.cases_so_far and "gputrain" in metafunc.fixturenames:
             self.cases_so_far.parametrize(metafunc)
@@ -204,7 +204,7 @@ class GpuTrainPlugin:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         ended = yield
-        is_stopped = session.shouldfail or session.shouldstop  # xdist tells its workers to stop so
+        is_stopped = session.shouldfail or session.shouldstop  # xdist tells its workers to stop in this way.
         if self.cases_so_far and not is_stopped:
             self.cases_so_far.complete()
         return ended

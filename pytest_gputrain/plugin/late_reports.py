@@ -59,7 +59,7 @@ def failure_of(report: pytest.TestReport, root: Path) -> Failure:
         root: pytest's own, which the report's path is in.
     """
     path, line, name = report.location
-    crash = getattr(report.longrepr, "reprcrash", None)  # It has the exception without a traceback.
+    crash = getattr(report.longrepr, "reprcrash", None)  # This attribute has the exception without a traceback.
     text = report.longreprtext if crash is None else crash.message.removeprefix("Failed: ")
     file = root / path
     is_file = file.is_file()

@@ -69,7 +69,7 @@ def unwritten(path: Path, lines: Sequence[HistoryLine], session: RunInfo) -> lis
     """
     if not path.exists() or all(line.session == session.id for line in lines):
         return list(lines)
-    # A torn line is ignored here, because appending reports it.
+    # A line that was cut off is ignored here, because appending reports it.
     present = {identity for _, identity in read(path, _LineIdentity, lambda torn: None)}
     return [line for line in lines if _LineIdentity(line.session, line.device, line.suite, line.key) not in present]
 

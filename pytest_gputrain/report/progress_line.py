@@ -14,8 +14,8 @@ from pytest_gputrain.utils.units import format_bytes, format_seconds
 
 _DRAW_EVERY_SECONDS: Final = 0.1
 
-# An index moves down, and scrolls at the bottom, so there is a line below; then up again. Then: save the place, down, write,
-# restore.
+# The sequence first moves down one line, which scrolls at the bottom, so that there is a line below. Then it moves up again,
+# saves the place, moves down, writes, and restores the place.
 _BEGIN: Final = "\x1bD\x1b[1A\x1b7\x1b[1B\r\x1b[2K"
 _END: Final = "\x1b8"
 _CLEAR: Final = "\x1b7\x1b[1B\r\x1b[2K\x1b8"

@@ -121,7 +121,7 @@ def _table(results: Sequence[Measured], width: int) -> Table:
     if rich_text.natural_width(table) <= width:
         return table
     if compared and width < _WIDTH_OF_ALL_COLUMNS:
-        # A change that is left out is in the sentence of a regression and in the JSON report.
+        # The changes that are left out here are in the sentence of a regression and in the JSON report.
         shown = {
             header: cells for header, cells in shown.items() if header not in ("(Model)", _CHANGES["scaling_efficiency"])
         }

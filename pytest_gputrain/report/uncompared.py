@@ -39,7 +39,7 @@ def line(results: Sequence[Result], *, skipped: int = 0, left_out: int = 0, uncl
             continue
         missing = {metric.metric for metric in verdict.metrics if metric.status == "not-comparable"}
         missing |= {limit.metric for limit in verdict.limits if limit.status == "not-judged"}
-        # Neither an emulated run nor a row of another machine limits the time.
+        # An emulated run and a row of another machine do not limit the time.
         missing |= {"step_seconds"} if is_held else set()
         metrics.update(METRIC_NAMES[metric] for metric in sorted(missing))
     parts = [f"{count(number, 'case')} {what}" for what, number in cases.items()]

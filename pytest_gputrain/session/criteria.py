@@ -40,7 +40,7 @@ def is_strict(settings: Settings) -> bool:
     """Tell whether a case without a comparable baseline fails."""
     if settings.strict is not None:
         return settings.strict
-    # Being strict by default is for figures that somebody forgot to record, and nobody records published ones.
+    # A run is strict by default because somebody may forget to record a figure. Nobody records published figures.
     return in_ci() and settings.baseline != "published" and not settings.baseline_update
 
 
@@ -168,7 +168,7 @@ class CriteriaLookup:
         """The published tables; None if they cannot be read."""
         try:
             return PublishedStore.beside(self.settings.baseline_dir)
-        # --gpu-baseline=published tells this error; a comparison with baselines does not need the tables.
+        # --gpu-baseline=published reports this error. A comparison with baselines does not need the tables.
         except BaselineError:
             return None
 

@@ -120,7 +120,7 @@ def _seconds(case: Case) -> float:
     linear = kinds.count("linear_attention") if isinstance(kinds, list) else 0
     more = _LINEAR_SECONDS * linear + case.sequence_length * _token_seconds(case)
     layers = config.get("num_hidden_layers") or config.get("num_layers")
-    if not isinstance(layers, int):  # The worker will refuse such a config.json.
+    if not isinstance(layers, int):  # The worker will refuse such a config.json with a reason.
         layers = 0
     sharded = _SHARDED if case.parallel in ("fsdp", "zero3") else 1
     return 1 + sharded * _BLOCK_SECONDS * (layers or _UNKNOWN_BLOCKS) + more

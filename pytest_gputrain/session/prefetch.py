@@ -100,4 +100,4 @@ class Prefetcher:
             try:
                 yield expected, self._lookup.of(expected.suite, expected.task, host, expected.terms)
             except BadCase:
-                continue  # its test tells the error
+                continue  # The test of this case reports the error.

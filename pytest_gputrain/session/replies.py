@@ -169,10 +169,10 @@ class Replies:
             return
         resumed = self.resumed(task)
         replies = [*resumed.replies, *asked, *self._executor.arrived(task)]
-        if not replies:  # A later run has come before the first one.
+        if not replies:  # The reply of a later run has come before that of the first one.
             return
         figures = [reply for reply in replies if isinstance(reply, Measurement | OutOfMemory)]
-        if len(figures) < len(replies):  # After a failed run no test asks for more.
+        if len(figures) < len(replies):  # If a run has failed, no test asks for more runs.
             self._executor.drop(task)
             figures = []
         host = resumed.host or self._executor.host_of(task)

@@ -82,7 +82,7 @@ class Runner(CaseRunner):
             self._refuse_inline(request.case)
             request = dataclasses.replace(request, inline=True)
         request, task = self._prepared(request)
-        # A study runs other cases than the declared one, so their host is known only afterwards.
+        # A study runs other cases than the declared one, so the host of these cases is known only afterwards.
         host = host if self._is_study else self._replies.host_of(task, inline)
         # The baseline is read before the case runs for minutes, so that a broken file is told at once.
         judged = request.judged and not self._is_study
@@ -92,7 +92,7 @@ class Runner(CaseRunner):
             return self._study(request, task)
         if criteria.wanted > 1:
             self._replies.want(request.suite, task, criteria.wanted)
-        # A closure may not work any more when its test is over.
+        # A closure may fail once its test is over, so it is measured at once.
         if not criteria.records or inline:
             return self._measure(request, task, criteria, criteria.wanted)
         again = functools.partial(self._measure, request, task, criteria)
@@ -132,7 +132,7 @@ class Runner(CaseRunner):
                 looked = True
                 self._measure_other_cases()
                 continue
-            # These replies lack the seconds of one worker, which are added below.
+            # These replies lack the seconds of one worker. They are added below.
             self._replies.want(request.suite, task, criteria.next_runs(len(replies)), soon=True)
             replies = take(len(replies) + 1, before=replies)
         host = self._replies.host_of(task, request.inline)
@@ -187,7 +187,7 @@ class Runner(CaseRunner):
             try:
                 criteria = self._lookup.of(suite, task, self._replies.host_of(task), terms)
             except BadCase:
-                continue  # its own test tells the error
+                continue  # The test of this case reports the error.
             if criteria.baseline is not None and criteria.baseline.case.identity() == task.case.identity():
                 replies = self._replies.take(task, criteria.wanted)
                 noise.add(suite, key_of(task.case, task.scale), first_ratio(criteria, replies))

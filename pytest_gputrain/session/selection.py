@@ -44,7 +44,7 @@ def platforms_of(declared: object) -> tuple[str, ...]:
 def platforms_named(expression: str) -> list[str]:
     """Return the platforms that a ``-m`` expression asks for by name."""
     words = set(_names_in(expression))
-    others = words - _ALL  # a test may have these or not
+    others = words - _ALL  # A test may have these markers or not.
     return [m for m in MARKERS if m in words and (_holds(expression, {m}) or _holds(expression, {m} | others))]
 
 
@@ -148,7 +148,7 @@ def what_lacks(case: Case, *, gpus: int, most_nodes: int, most_processes: int, a
     if gpus:
         return None
     if all_of_them and most_processes < case.gpus:
-        # With fewer processes the engine would run, but the efficiency would not be that of the case.
+        # With fewer processes the engine would run, but the scaling efficiency would not be that of the case.
         return f"needs {case.gpus} processes; -o gpu_processes={case.gpus} runs them on a CPU"
     if case.gpus + case.servers > 1 and most_processes == 1:
         few = "two workers and two servers at most" if case.servers else "two of them"

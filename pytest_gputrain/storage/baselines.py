@@ -314,7 +314,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         shared = {_digest(part): part for record in records.values() for part in map(self._part, self._entries(record))}
         frame = msgspec.structs.asdict(self.file_type(FORMAT, device, suite, dict(sorted(shared.items())), {}))
         *_, cases_name = frame
-        frame |= {**self._beside.get((path, ""), {}), cases_name: frame.pop(cases_name)}  # the cases stay the last
+        frame |= {**self._beside.get((path, ""), {}), cases_name: frame.pop(cases_name)}  # The cases stay the last key.
         stored = ({**self._stored_case(records[key]), **self._beside.get((path, key), {})} for key in sorted(records))
         cases = map(json_text.item, stored, sorted(records))
         return (json_text.short_rows(json_text.short_lists(part)) for part in json_text.document(frame, cases))

@@ -35,7 +35,7 @@ class Forecast:
             return None
         try:
             recorded = self._store.get(self.platform, suite, key_of(case, "full"))
-        except BaselineError:  # --gpu-emulate tells this error; a real run does not need the figures.
+        except BaselineError:  # --gpu-emulate reports this error. A real run does not need the figures.
             self._unreadable.add(suite)
             return None
         return recorded.figures[-1] if recorded is not None and recorded.case.identity() == case.identity() else None
@@ -92,4 +92,4 @@ def _seconds_at_peaks(run: EmulatedRun, platform: Platform, case: Case) -> float
         max(work.flops / (of_convolutions if "convolution" in name else flops), work.bytes / platform.bandwidth)
         for name, work in run.operators.items()
     )
-    return seconds / max(1, len(run.allocated_by_rank))  # the work is the sum of all ranks that ran
+    return seconds / max(1, len(run.allocated_by_rank))  # The work is the sum over all ranks that ran.

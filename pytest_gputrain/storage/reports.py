@@ -50,12 +50,12 @@ class ReportStore:
         self._recorded: dict[tuple[str, str, str, str], Recorded] = {}
         for result in sorted(
             report.results, key=lambda result: not result.variables
-        ):  # The last one counts, which is the case with unchanged variables.
+        ):  # The last entry is used, which is the case with unchanged variables.
             if isinstance(result, Emulated) and (recorded := to_recorded(result)) is not None:
                 for digest in ("", result.variables_digest):
                     self._recorded[result.platform, result.suite, result.key, digest] = recorded
             if not isinstance(result, Measured):
-                continue  # it was emulated, or has another batch or other steps than the case
+                continue  # The entry was emulated, or has another batch or other steps than the case.
             baseline = to_baseline(result, date=report.created, session=report.session, commit=report.commit)
             if baseline.runs:
                 self._suites.setdefault(result.suite, {})[result.key] = baseline

@@ -101,7 +101,7 @@ class Child:
         with contextlib.suppress(OSError, AttributeError):
             self._descriptor = os.pidfd_open(pid)
             weakref.finalize(self, os.close, self._descriptor)
-        # The parent is checked after opening: from then on no other process gets the number.
+        # The parent is checked after opening, because from then on no other process gets the number.
         if _parent_of(pid) not in (parent, None):
             raise ValueError(f"process {pid} is not a child of {parent}")
 

@@ -187,4 +187,4 @@ def read_number(value: object) -> int | float | None:
     """Return ``value`` if it is a number that something can have: finite and not negative. A switch is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value if 0 <= value <= _MOST else None  # not-a-number fails this comparison, too
+    return value if 0 <= value <= _MOST else None  # NaN fails this comparison, too.

@@ -32,7 +32,7 @@ class Durations:
     def __init__(self, platform: str, history: Path | None, forecast: Forecast | None) -> None:
         self._forecast = forecast
         self._steps: dict[tuple[str, str], float] = {}
-        # Other readers tell of a history that cannot be read; cases can be ordered without it.
+        # Other readers report a history that cannot be read. Without a history cases can still be ordered.
         with contextlib.suppress(HistoryError):
             for _, line in read(history, _Line, lambda warning: None) if history is not None and history.exists() else ():
                 if line.platform == platform and line.median_step_seconds is not None:

@@ -85,7 +85,7 @@ class FleetExecutor(Executor[Reply]):
             self._fleet.drop(order)
             raise
         if not isinstance(reply, Measurement | OutOfMemory):
-            self._fleet.drop(order)  # its further runs are not needed
+            self._fleet.drop(order)  # Further runs of this case are not needed.
         return reply
 
     def want(self, wanted: Iterable[WantedRuns]) -> None:
@@ -99,7 +99,8 @@ class FleetExecutor(Executor[Reply]):
                     self._fleet.expect([order] * missing, soon=True)
                     continue
                 seconds = self._seconds_of(suite, task)
-                # A case with several missing runs is submitted in turn with others, the one with most work left first.
+                # A case that lacks several runs is submitted in turn with other cases, beginning with the case that has most
+                # work left.
                 orders += [(left * seconds, left, order) for left in range(1, missing + 1)]
             self._fleet.expect(order for _, _, order in sorted(orders, key=lambda entry: entry[:2], reverse=True))
 
@@ -135,7 +136,7 @@ class FleetExecutor(Executor[Reply]):
         return outcome.reply
 
     def _order(self, task: Task) -> Order:
-        # Equal tasks share their figures, so they share their runs, too, under whichever name one is asked for.
+        # Equal tasks share their figures, so they also share their runs, under whichever name a run is asked for.
         task = self._firsts.setdefault(identity_of(task), task)
         gpus = min(task.case.gpus, self._requested.gpus)
         return Order(

@@ -341,7 +341,7 @@ class Fleet:
     def _is_lost(self, ticket: _Ticket, job: Job, now: float) -> bool:
         """Tell whether nothing will come of a job: it has waited for too long, or has ended without a delivery."""
         if job.doing in _NOT_BEGUN:
-            # A job that waits for its turn has not waited too long as long as other jobs of this fleet begin or end.
+            # The waiting time of a job is not over as long as other jobs of this fleet begin or end.
             since = max(ticket.since, self._progress) if job.doing == "waiting" else ticket.since
             if now - since < self._wait_seconds:
                 return False

@@ -181,7 +181,7 @@ class Ray:
 
     def _cancel(self, run: _Run, **how: bool) -> None:
         for task in (run.answers, *run.other_nodes):
-            with contextlib.suppress(Exception):  # The task has ended, or Ray has.
+            with contextlib.suppress(Exception):  # The task may have ended, or Ray itself.
                 self._ray.cancel(task, **how)
 
     def _job(self, run: _Run, alive: Mapping[str, Mapping[str, float]]) -> Job:

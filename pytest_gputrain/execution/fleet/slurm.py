@@ -127,7 +127,7 @@ class Slurm:
         if process.returncode == 0:
             return said.partition(";")[0]
         if process.returncode < 0:
-            for job in self._by_name(name) - self._known:  # The job was submitted just before sbatch was ended.
+            for job in self._by_name(name) - self._known:  # These jobs were submitted just before sbatch was ended.
                 return job
         words = " ".join(complaint.replace("sbatch: ", "").replace("error: ", "").split()) or f"sbatch: {process.returncode}"
         if _has(complaint, _QUEUE_FULL):

@@ -63,7 +63,7 @@ def _sweep(temporary: Path) -> None:
         return
     _swept.add(temporary)
     for lock in temporary.glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError):  # The folder is in use, another user's, or gone meanwhile.
+        with contextlib.suppress(OSError):  # The folder is in use, belongs to another user, or has been removed meanwhile.
             if lock.parent.is_symlink() or lock.parent.lstat().st_uid != os.geteuid():
                 continue
             descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)

@@ -100,7 +100,7 @@ def worker_environment(task: Task, gpus: Sequence[Gpu], environ: Mapping[str, st
 
 
 def _is_dropped(name: str) -> bool:
-    # pytest's variable changes with each test, and would make each environment another one.
+    # pytest's own variable changes with each test, so that each test would have another environment.
     return name in (*_OF_LAUNCHERS, "PYTEST_CURRENT_TEST") or name.startswith("TORCHELASTIC_")
 
 
@@ -136,10 +136,11 @@ def _loopback() -> str:
 
 def _visible(gpus: Sequence[Gpu], environment: dict[str, str]) -> dict[str, str]:
     """Return the variables that show ``gpus`` to the vendor's runtime, and no other GPU to any runtime."""
-    # CUDA takes a UUID only with such a beginning, which that of a Jetson does not have.
+    # CUDA accepts a UUID only if it begins like this, which the UUID of a Jetson does not.
     named = [gpu.uuid if gpu.vendor == "amd" or gpu.uuid.startswith(("GPU-", "MIG-")) else str(gpu.index) for gpu in gpus]
     names = ",".join(named)
-    # HIP's variables choose among the GPUs that ROCm's has left, by other numbers, and HIP takes empty ones for unset.
+    # HIP's variables choose among the GPUs that ROCm's variable has left, and number them anew. HIP treats an empty variable
+    # as one that is not set.
     for name in CHOOSING:
         environment.pop(name, None)
     if any(gpu.vendor == "amd" for gpu in gpus):

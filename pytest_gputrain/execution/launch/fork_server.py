@@ -94,7 +94,7 @@ class ForkServer:
             if child == 0:
                 self._refused.add(imports)
             if child is None or not (child or source.has_workers()):
-                source.close()  # otherwise its late answer would be taken for the next one
+                source.close()  # Otherwise a late answer would be taken for the next one.
             elif not child:
                 self._refusing.append(source)
         return ForkedProcess(source, child) if isinstance(child, Child) else None

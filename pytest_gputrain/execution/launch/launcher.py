@@ -108,7 +108,7 @@ def _run_processes(
         ranks: list[Rank] = []
         try:
             for number in range(1 if task.simulated else task.processes + task.servers):
-                # ranks has each one at once, so that all are ended if the next one does not start
+                # Each process is put into `ranks` at once, so that all are ended if the next one does not start.
                 ranks.append(Rank(number, folder, process))
             reply = follow(ranks, timeout_seconds, watch, grace_seconds=_GRACE_SECONDS if len(ranks) > 1 else 0.0)
             if isinstance(reply, TimedOut) and reply.phase == "build" and task.case.method == "custom":

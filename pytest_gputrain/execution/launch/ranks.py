@@ -134,7 +134,7 @@ def follow(
     cause: Crashed | None = None
     while True:
         ended = [rank for rank in ranks if rank.process.poll() is not None]
-        # This comes after the look at who has ended; otherwise a rank's last events would be lost.
+        # The events are read after looking which ranks have ended. Otherwise the last events of a rank would be lost.
         for event in ranks[0].progress.read():
             watch(event)
         for rank in ranks:
@@ -143,7 +143,7 @@ def follow(
         wrong = trouble()
         now = time.monotonic()
         if over == math.inf and (failed or wrong):
-            # The first thing that goes wrong is the cause, and whatever follows is its consequence.
+            # The first failure is the cause, and what follows is its consequence.
             over, cause = now + grace_seconds, wrong
         if len(ended) == len(ranks) or now >= over:
             break

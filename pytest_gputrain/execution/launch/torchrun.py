@@ -242,7 +242,8 @@ def _start_by_slurm(folder: Path, count: int, environment: Mapping[str, str]) ->
     """Start one agent on each of ``count`` nodes of the allocation."""
     environment = {name: value for name, value in environment.items() if name != PARENT}
     if any(environment.get(name) for name in CHOOSING):
-        # GPUs have other names on other nodes, so these get the variables as they were when pytest started, or Slurm's.
+        # The GPUs have other names on other nodes. So these nodes get the variables as they were when pytest started, or
+        # those of Slurm.
         environment = {name: value for name, value in environment.items() if name not in CHOOSING}
         environment |= {name: value for name, value in os.environ.items() if name in CHOOSING}
     srun = [

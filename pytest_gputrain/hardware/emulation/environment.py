@@ -64,7 +64,8 @@ def emulated_environment(
     # The paths are absolute, because torch looks into the nvidia-* packages before LD_LIBRARY_PATH.
     emulated[_PRELOAD] = ":".join([*paths, *environ.get(_PRELOAD, "").split(":")]).rstrip(":")
     emulated["TRITON_LIBCUDA_PATH"] = str(libraries.folder)
-    # The folder is one of its own: kernels were chosen here without measuring, so a real GPU must not find this choice.
+    # The emulation has a folder of its own. Kernels were chosen here without measuring, so a real GPU must not find this
+    # choice.
     compiled = Path(environ.get(_COMPILED) or _own_compiled()) / _APART
     # Compiling allocates on the GPU, and compiled code from the disk does not. So each run of a program starts without any.
     emulated[_COMPILED] = str(compiled if state is None else state / "compiled")

@@ -35,7 +35,8 @@ def make_importable(torch: Torch) -> None:
     if "torch" in sys.modules or not _missing(torch) or _is_loaded(_DRIVER):
         return
     paths = {path.name: path for path in stand_ins(torch).libraries if path.name != _MANAGEMENT}
-    # All other libraries need these two. By its name the loader would find a real driver in LD_LIBRARY_PATH first.
+    # All other libraries need these two. If they were loaded by name, the loader would find a real driver in LD_LIBRARY_PATH
+    # first.
     core = ctypes.CDLL(str(paths.pop(CORE)))
     described = os.environ.pop(DEVICE, None)
     core.gputrain_gpu()  # the library reads the description only once, and must find none

@@ -159,7 +159,7 @@ _ANSWERING: Final = re.compile(
 """The functions of these libraries that give the host an answer, or write into memory what it goes by. They fail."""
 
 _WITHOUT_ANSWER: Final = re.compile(
-    # Registering, loading, allowing and giving back have no effect that a program sees.
+    # Functions that register, load, allow or give back something have no effect that a program sees.
     r"__cuda\w*|cuda(DeviceEnablePeerAccess|FuncSetAttribute|KernelSetAttributeForDevice|LibraryUnload|MemPoolSet\w+|"
     r"MemPoolTrimTo|MemPrefetchAsync|MemcpyToSymbol|Profiler\w+|StreamDestroy)|cu(LinkAddData|LinkDestroy|LibraryUnload|"
     r"MemSetAccess|ModuleUnload)(_v2)?|"

@@ -132,7 +132,7 @@ def _peak(point: Point) -> dict[str, Any]:
     result = point.result
     entry = {
         "name": f"{point.name}: {_kind(result)}peak memory",
-        "unit": "MiB",  # the action compares numbers, so all have one unit
+        "unit": "MiB",  # The GitHub action compares numbers, so all figures have one unit.
         "value": point.peak_allocated_bytes / MiB,
         "extra": f"device: {result.device}\nscale: {result.scale}\nverdict: {verdict_of(result)}",
     }

@@ -118,7 +118,7 @@ def gathered(results: Sequence[Result]) -> Cases:
     shown = sorted(_latest(results), key=lambda result: _RANK[_verdict(result)])
     figures = {title: [figure(result) for result in shown] for title, figure in _FIGURES.items()}
     known = [title for title, cells in figures.items() if any(cell.text for cell in cells)]
-    # What fails a case has a column, wherever it stands among the figures.
+    # A figure that fails a case has a column, wherever it stands among the figures.
     urgent = sorted(known, key=lambda title: all(cell.tone != "bad" for cell in figures[title]))[:_MOST_COLUMNS]
     columns = tuple(title for title in known if title in urgent)
     rows = tuple(

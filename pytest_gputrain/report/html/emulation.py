@@ -126,7 +126,7 @@ def _course(process: EmulatedProcess, device: EmulatedDevice, report: Emulation,
         about=(
             f"{report.device_name}. The axis counts allocations. Of neighbouring allocations the picture shows the highest."
         ),
-        # Labels of both lines are the same at each point, so those of the first suffice.
+        # The labels of both lines are the same at each point, so the labels of the first line suffice.
         chart=Chart(svg=chart.svg, points=chart.points[: len(device.course)]),
         legend=(*names, *(LegendEntry(text=fact) for fact in facts)),
     )
