@@ -72,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
     """Print what is found; 0, 1 where something is wrong, 2 if there is no such folder."""
     folder: Path = options.folder
     if not folder.is_dir():
-        console.say(f"{folder} is not a folder; give the one that --gpu-baseline-dir names")
+        console.say(f"there is no folder {folder}: record one with `pytest benchmarks --gpu-baseline-update`, or name yours")
         return 2
     problems = [*check(folder), *_without_tests(folder)]
     for problem in problems:

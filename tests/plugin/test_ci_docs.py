@@ -47,7 +47,8 @@ def test_no_job_that_runs_a_pull_request_may_write_or_keeps_a_token():
             assert checkout["with"]["persist-credentials"] is False
     jobs = WORKFLOWS[0]["jobs"]
     assert "refs/heads/main" in WORKFLOWS[1]["jobs"]["charts"]["if"]
-    assert jobs["accept"]["if"] == "github.event_name == 'workflow_dispatch'", "who starts it may push, unlike a fork"
+    started = "github.event_name == 'workflow_dispatch'"  # who starts it may push, unlike a fork
+    assert jobs["accept"]["if"] == f"{started} && github.ref_name != github.event.repository.default_branch"
     assert {name: job["permissions"] for name, job in jobs.items() if name in MAY_WRITE} == {
         name: {what: "write"} for name, what in MAY_WRITE.items() if name in jobs
     }
@@ -76,11 +77,14 @@ def test_actions_pin_others_and_put_no_input_into_a_script():
             assert step.get("shell") == ("bash" if "run" in step else None)
             assert re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step.get("uses", f"actions/a@{'0' * 40}"))
             assert "${{" not in step.get("run", ""), "a value that is put into a script may be a command"
+            named = [step.get("with", {}).get("name")] if "-artifact@" in step.get("uses", "") else []
+            assert named in ([], ["${{ inputs.name }}"]), "several uses in one workflow have artifacts of their own"
 
 
 RECORDS = """#!/bin/sh
 echo "$@" >> arguments
-echo "## 1 regressed" > gputrain-out/cpu.md
+case "$*" in *=cpu*) echo "## 1 regressed" > gputrain-out/cpu.md;; esac
+[ -z "$WRITES_NOTHING" ] || exit 3
 mkdir -p suite/baselines/cpu
 echo '{}' > suite/baselines/cpu/llm.json
 echo changed > code.py
@@ -112,19 +116,21 @@ def test_figures_of_a_branch_are_judged_or_committed_to_it(tmp_path, monkeypatch
     run(first, "git", "commit", "--quiet", "-m", "before")
     run(first, "git", "push", "--quiet", "origin", "HEAD:main")
     given = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "TESTS": "suite", "ARGUMENTS": "-k 'a b'"}
-    given |= {"GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md")}
+    given |= {"GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"), "BASELINES": "baselines"}
     gate = ("bash", str(ROOT / "ci" / "gate.sh"))
     assert run(first, *gate, "cpu", **given, RECORD="false").returncode == 1
     assert (tmp_path / "summary.md").read_text() == "## 1 regressed\n"
+    assert run(first, *gate, "h100", **given, RECORD="true", WRITES_NOTHING="1").returncode == 3
+    assert "the run ended before it could write a summary" in (first / "gputrain-out" / "h100.md").read_text()
     assert run(first, *gate, "h100", **given, RECORD="true").returncode == 1
-    judged, recorded = (first / "arguments").read_text().splitlines()
+    judged, _, recorded = (first / "arguments").read_text().splitlines()
     assert judged.startswith("suite -n 2 --gpu-platform=cpu --gpu-json=gputrain-out/cpu.json")
     assert "--gpu-emulate --gpu-baseline-update" in recorded
     assert "update" not in judged
     run(tmp_path, "git", "clone", "--quiet", "origin", "last")
     shutil.copytree(first / "gputrain-out", last / "gputrain-out")
     commit = ACTIONS["accept"]["runs"]["steps"][-1]["run"]
-    done = run(last, "bash", "-e", "-c", commit, MESSAGE="accepted; $(false)")
+    done = run(last, "bash", "-e", "-c", commit, MESSAGE="accepted; $(false)", BASELINES="baselines")
     assert done.returncode == 0, done.stderr
     told = run(tmp_path / "origin", "git", "show", "--stat", "--format=%s", "main").stdout
     assert told.splitlines()[0] == "accepted; $(false)"
