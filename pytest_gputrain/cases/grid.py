@@ -16,9 +16,9 @@ _FIELDS: Final = frozenset(name for name, knob in KNOBS.items() if knob.settable
 def grid(base: Case, *, platforms: Sequence[str] | None = None, **axes: Iterable[Any]) -> list[Case]:
     """Return a case for each combination of the values of ``axes``. The last axis varies fastest.
 
-    An axis is a field of `Case` with a list of values, and ``base`` has all other fields. The ids always show model,
-    method, precision and parallel, and they show other axes by name (``...-batch_size=32``). ``platforms`` is not an axis:
-    each case gets all of them::
+    An axis is a field of `Case` with a list of values, and ``base`` has all other fields. The ids show model, method
+    (not of own code), precision and, unless it is ``single``, parallel; other axes by name (``...-batch_size=32``).
+    ``platforms`` is not an axis: each case gets all of them::
 
         grid(Case(batch_size=2, sequence_length=8192), model=["llama-3.1-8b"], method=["full", "lora"], platforms=["h100"])
 

@@ -188,7 +188,7 @@ def _describe_seconds(metric: MetricVerdict) -> str:
 
 
 def _subject_of_note(metric: MetricVerdict) -> str:
-    """Return the subject with which a note begins."""
+    """Return the words with which the note on a figure begins."""
     name = metric.metric
     if name == "python_calls" and metric.status == "not-comparable":
         return "its calls of Python functions are not compared: "

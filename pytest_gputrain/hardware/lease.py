@@ -83,7 +83,7 @@ def emulated_gpus() -> int:
 
 
 def held_locks() -> tuple[int, ...]:
-    """Open files of what this process holds, for the workers that use it."""
+    """Return the descriptors of the lock files that this process holds, for its workers to inherit."""
     return tuple(_held.values())
 
 

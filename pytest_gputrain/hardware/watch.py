@@ -90,7 +90,7 @@ class Watch:
 
     @property
     def others(self) -> tuple[Holder, ...]:
-        """Return the other processes on the GPUs since those of the case were there."""
+        """The other processes that were seen on the GPUs while the case used them."""
         return tuple(self._others.values())
 
 

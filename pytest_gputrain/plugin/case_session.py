@@ -253,7 +253,8 @@ class CaseSession:
     def close(
         self, session: pytest.Session, exitstatus: int, notes: Sequence[str], without_cases: Set[Path], *, interrupted: bool
     ) -> None:
-        """Save what the run has measured, and fail it where something is wrong with that. Called on the controller only.
+        """Write what the run has measured, and fail the run if files, cases or baselines are missing. Called on the
+        controller only.
 
         Args:
             notes: what else is to be shown.

@@ -191,8 +191,8 @@ class WholeFiles:
         return path not in self._tests or path in self._partial
 
     def not_passed(self, path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield the outcome of each test of a file that did not come to its end, with the ids of the cases that it is
-        parametrized with."""
+        """Yield the outcome of each test of a file that did not pass, with the ids of the cases that it is parametrized
+        with."""
         for nodeid in sorted(self._tests[path]):
             end = self._ended.get(nodeid, "not run")
             if end != "passed":

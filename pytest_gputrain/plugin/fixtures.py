@@ -123,7 +123,7 @@ class GpuTrain:
             args: keyword arguments for that function, after its setup. They must be plain JSON values, and they are part
                 of the case's id.
             inline: run in this process. Any callable will do, but torch and its state stay in the process.
-            knobs: fields of `Case` to set.
+            knobs: fields of `Case` to set. The id of a `Case` shows only those that every id has; use `grid` for the others.
 
         A case without figures (out of memory, crashed, timed out) fails the test with the reason, and so does a case that
         exceeds a ``gpu_limit``. Under ``--gpu-find-batch`` the figures are those of the fastest batch. Under

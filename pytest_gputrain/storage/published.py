@@ -83,7 +83,7 @@ class _Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PublishedTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One document's table."""
+    """The figures that one document has published."""
 
     format: int
     name: str

@@ -74,7 +74,7 @@ def item(value: Any, key: str | None = None) -> bytes:
 
 
 def whole(record: msgspec.Struct) -> bytes:
-    """Return the text of a document that is not large, with short lists."""
+    """Return a record as indented JSON with each list of numbers on one line; for records that are not large."""
     return short_lists(msgspec.json.format(encoded(record), indent=1)) + b"\n"
 
 

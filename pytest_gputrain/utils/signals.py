@@ -75,7 +75,7 @@ def undisturbed(*, to_the_end: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held() -> Iterator[None]:
-    """Provide a context in which the kernel keeps these signals back: between two handlers none is lost."""
+    """Provide a context in which SIGINT, SIGTERM and SIGHUP are held back: between two handlers none is lost."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         yield

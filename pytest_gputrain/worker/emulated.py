@@ -331,7 +331,7 @@ def of_estimates(estimated: int) -> Iterator[str]:
 
 
 def read_though_unknown(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
-    """Yield what a script has read, and may have gone by, though nothing computed it."""
+    """Yield a sentence that says where a script has read made-up values."""
     if reads:
         yield f"made-up values were read where a GPU would have computed them, by {_places(reads)}"
 

@@ -148,8 +148,8 @@ class _Collate:
 
 
 def _unpack_batches_of(kind: Any) -> None:
-    """Have the iterators of a class give the data of a batch, and tell of it. A class that derives from torch's may change
-    the data that ``_next_data`` returns.
+    """Make the iterators of a class return the plain batch, and report each batch to the recorder. A class that derives
+    from torch's may change the data that ``_next_data`` returns.
 
     This stays for as long as the process lives: loaders may outlive the training, and with them the processes that make such
     batches.

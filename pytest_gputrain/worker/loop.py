@@ -64,7 +64,7 @@ def counted_steps(case: Case) -> list[bool]:
 
 
 def timed_steps(case: Case) -> int:
-    """Count the timed steps. With a loader this is a multiple of its processes, see `levelled`."""
+    """Return how many steps are timed. With a loader this is a multiple of its processes, see `levelled`."""
     return math.ceil(case.steps / max(1, case.loader_workers)) * max(1, case.loader_workers)
 
 

@@ -45,7 +45,7 @@ def _check_release(parameters: list[nn.Parameter]) -> None:
 
 
 def _paged_adamw_8bit(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    """Make the same with states in CUDA's unified memory; on a CPU, which has none, bitsandbytes warns and does not page."""
+    """Make AdamW of 8 bits with its states in CUDA's unified memory; on a CPU, which has none, in plain memory."""
     import bitsandbytes
 
     if not any(is_gpu(value.device) for value in parameters):

@@ -64,7 +64,7 @@ class OwnCode:
             yield self
 
     def recording_threads(self) -> contextlib.AbstractContextManager[None]:
-        """Provide a context for the step whose FLOPs are counted."""
+        """Provide a context that records which operators run on threads, for the step whose FLOPs are counted."""
         return self._thread_operators.recording()
 
     def check(self, flops: FlopCount, training: Trainable) -> Checked:

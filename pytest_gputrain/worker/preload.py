@@ -1,4 +1,4 @@
-"""Forks workers that find their libraries imported: ``python -P -m pytest_gputrain.worker.preload``.
+"""Forks workers whose libraries are imported already: ``python -P -m pytest_gputrain.worker.preload``.
 
 It reads requests from stdin, one JSON line each (folder, rank, cwd, variables). It answers each on stdout with the id of the
 process that it forked, or with 0 if it must not fork, and later with that process's end. It ends when its stdin does.

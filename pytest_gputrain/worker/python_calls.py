@@ -78,7 +78,7 @@ class CannotCount(Exception):
 
 
 class PythonCalls:
-    """The calls of one step of the calling thread's training.
+    """Counts the calls of Python functions in one step that the calling thread trains.
 
     Args:
         lines: finds the user's own lines; None for a case without own code.

@@ -210,7 +210,7 @@ class Setup:
     device: torch.device
     """The device to train on."""
     precision: Precision
-    """The case's precision."""
+    """How the case stores and computes, with ``weights`` and ``autocast``; the name is ``setup.case.precision``."""
     rank: int = 0
     """The number of this process among those of the case; if there are several, torch.distributed is initialised."""
     processes: int = 1
@@ -233,7 +233,7 @@ class Setup:
 
     def watch(self, model: nn.Module, *, idle: Sequence[str] = ()) -> None:
         """Have the worker count the parameters of ``model`` and check that training changes them. A loop may call it in
-        every step.
+        every step. For several networks pass one ``nn.ModuleList``.
 
         Args:
             idle: the names of tensors that require a gradient, and get none on purpose, as in ``model.named_parameters()``;

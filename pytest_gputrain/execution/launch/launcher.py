@@ -74,7 +74,8 @@ def emulate(
     watch: Watch = lambda event: None,
     fork_server: ForkServer | None = None,
 ) -> EmulatedRun | OutOfMemory | Crashed | TimedOut:
-    """Run ``task``, which names an emulated GPU, in processes of its own: one for each rank, or one for the first.
+    """Run ``task``, which names an emulated GPU, in processes of its own: one for each rank, or one for the first rank
+    alone.
 
     Args:
         environ: variables of the processes, with those that find emulated GPUs.

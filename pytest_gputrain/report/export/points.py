@@ -53,7 +53,7 @@ def points(results: Sequence[Result], *, timed: bool = False) -> list[Point]:
 
 
 def left_out(results: Sequence[Result], *, timed: bool = False) -> list[str]:
-    """Return a sentence for each case that is none of `points`: as a number, it would read as a fast one."""
+    """Return a sentence that says why, for each case that `points` leaves out."""
     return [point for result in latest(results) if isinstance(point := _point(result, timed), str)]
 
 

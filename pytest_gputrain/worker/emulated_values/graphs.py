@@ -90,7 +90,7 @@ class Graphs:
         }
 
     def capture(self) -> bool:
-        """Tell whether the current stream is captured."""
+        """Tell whether a CUDA graph is being captured from the current stream."""
         return self.captures.value > 0 and torch.cuda.is_current_stream_capturing()
 
     def defer(
@@ -163,7 +163,8 @@ def _are_strided(values: Iterable[Any]) -> bool:
 
 
 def _without_owning(value: Any, reads_host: bool) -> Any:
-    """Give tensors of the same memory that do not keep it, as the graph's pool does, and copies of those on the host."""
+    """Return the value with GPU tensors as aliases that do not own their memory, and host tensors copied unless the graph
+    reads them."""
     if isinstance(value, Tensor):
         if not value.is_cuda:
             return value if reads_host else value.clone()

@@ -63,7 +63,7 @@ class Lbfgs:
             self._thread.decides = before
 
     def _loss(self, loss: Any) -> float:
-        """Read a loss. One that is not known is less than all before, because L-BFGS stops if two are equal."""
+        """Return a loss as a number. One that nobody computed is less than all before: L-BFGS stops if two are equal."""
         number = float(loss)
         unknown = isinstance(loss, Tensor) and loss.is_cuda and self._contents.find(loss) is None
         return -float(next(self._losses)) if unknown else number

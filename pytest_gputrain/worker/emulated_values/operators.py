@@ -592,7 +592,7 @@ class Operators:
         return choose
 
     def _run(self, original: _Kernel, name: str, keys: Any, arguments: Any, keywords: Any) -> Any:
-        """Run an operator, and report what it reads from the device, unless it has a replacement for that."""
+        """Run an operator; report a value that it reads from the device and that no replacement has answered."""
         if self._unanswered.value:
             self.tell_unanswered("a library")
         try:

@@ -92,7 +92,7 @@ class Stream(NamedTuple):
         return -(-count // (self.started(count) * at_once))
 
     def words(self, blocks: int, calls: int, threads: int, kept: int = 4, first_thread: int = 0) -> Tensor:
-        """Draw up to four words in each call of each thread, as a tensor (calls, words, threads).
+        """Return the random words that each thread draws in each call, four at most, as a tensor (calls, words, threads).
 
         Raises:
             OtherLaunch: no kernel of this many blocks was launched.

@@ -10,7 +10,7 @@ from pytest_gputrain.worker.zoo.workload import Batch, Workload
 
 
 class MaskedLanguageModel(Workload):
-    """transformers' model with both heads, dropout on."""
+    """Trains BERT of transformers with both heads (masked tokens, next sentence) and dropout."""
 
     def batch(self, device: torch.device) -> Batch:
         """Draw pairs of sentences of equal length, without padding, the same count of masked tokens in each pair.
