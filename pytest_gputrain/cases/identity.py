@@ -26,7 +26,7 @@ def same_id(suite: str, first: Case, second: Case) -> str:
 
 
 def key_of(case: Case, scale: Scale) -> str:
-    """Name of a case in its baseline file."""
+    """Return the name of a case in its baseline file."""
     return f"{case}@tiny" if scale == "tiny" else str(case)
 
 
@@ -39,5 +39,5 @@ def identity_of(task: Task, inline: bool = False) -> bytes:
 
 
 def suite_of(path: Path) -> str:
-    """Name of a test file's suite: ``test_llm_finetuning.py`` holds ``llm_finetuning``."""
+    """Return the name of a test file's suite: ``test_llm_finetuning.py`` holds ``llm_finetuning``."""
     return path.stem.removeprefix("test_")

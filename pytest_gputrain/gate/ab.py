@@ -174,7 +174,7 @@ def _baseline(key: _Key, reports: Sequence[Report], rounds: Sequence[Mapping[_Ke
 
 
 def _level(baseline: Baseline | None, results: Sequence[Result]) -> tuple[Baseline | None, list[Result]]:
-    """Return both sides without what their rounds have in common, where every round has figures of both."""
+    """Return both sides without what the two runs of each round have in common, if every round has figures of both."""
     runs = baseline.runs if baseline else ()
     replies = [reply for result in results for reply in result.replies]
     measured = [reply for reply in replies if isinstance(reply, Measurement)]

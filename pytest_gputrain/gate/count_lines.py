@@ -110,7 +110,7 @@ class Difference(NamedTuple):
     """The steps that differ: ``a step``, ``in step 3`` or ``in 5 of its 10 steps``."""
 
     def changed(self, sign: int) -> Iterator[CountFigure]:
-        """Yield the figures that have much to do with growth, or with a fall where ``sign`` is -1."""
+        """Yield the figures that make up much of the growth, or of the fall where ``sign`` is -1."""
         changes = {name: sign * (self.now.figure(name) - self.before.figure(name)) for name in self.figures}
         least = min(max(changes.values()), _LEAST_SHARE_OF_WORK * sum(changes.values()))
         yield from (name for name, change in changes.items() if change > 0 and change >= least)

@@ -33,7 +33,7 @@ class Machine:
 
     @property
     def slug(self) -> str:
-        """Folder of this machine's baselines."""
+        """The name of the folder of this machine's baselines."""
         # Releases of ROCm give one board several names, and two boards the same one.
         if self.gpus and self.gpus[0].vendor == "amd" and (marker := marker_of(self.gpus[0])) is not None:
             return catalog.slug(f"AMD Instinct {catalog.PLATFORMS[marker].title}")

@@ -171,7 +171,7 @@ class GpuTrainPlugin:
 
     @property
     def cases_so_far(self) -> CaseSession | None:
-        """`cases`, where something has asked for them."""
+        """`cases` if something has asked for it; otherwise None."""
         return self.__dict__.get("cases")
 
     @pytest.hookimpl(trylast=True)  # The ids end with what the command line adds.

@@ -368,5 +368,5 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def variables_digest(self) -> str:
-        """Tells changed variables from others by their values; empty if none has changed."""
+        """A digest of the names and values of the changed variables; empty if none has changed."""
         return hashlib.sha256(msgspec.json.encode(self.variables)).hexdigest()[:12] if self.variables else ""

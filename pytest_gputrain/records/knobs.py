@@ -41,7 +41,7 @@ class Knob:
 
     @property
     def history_type(self) -> Any:
-        """Its type in a line of the history, where a column has one type: a number if it may be one."""
+        """The type of the knob in a line of the history, where a column has one type: a number if the knob may be one."""
         if self.type == bool | float:
             return float
         return self.type

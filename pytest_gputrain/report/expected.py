@@ -26,7 +26,7 @@ def most_of_it(expected: ExpectedTime) -> str:
 
 
 def describe(expected: ExpectedTime) -> str:
-    """Return both, or why there is no estimate."""
+    """Return the interval and the part that takes longest, or why there is no estimate."""
     if expected.seconds is None:
         return f"not known: {expected.unknown}"
     return ", ".join(filter(None, [interval(expected), most_of_it(expected)]))

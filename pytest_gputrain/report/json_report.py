@@ -28,5 +28,5 @@ def write(report: Report, path: Path, more_results: Iterable[Result] = ()) -> No
 
 
 def generator() -> str:
-    """Name and version of this package."""
+    """Return the name and version of this package."""
     return f"pytest-gputrain {metadata.version('pytest-gputrain')}"

@@ -91,7 +91,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _refuse_links_of_others(path: Path) -> None:
-    """Refuse what Linux does with fs.protected_symlinks: a link of another user in a folder that all may write to.
+    """Refuse what Linux refuses with fs.protected_symlinks: a link of another user in a folder that all may write to.
 
     Whoever writes ``/tmp/report.json`` would replace a file that somebody else has chosen. One's own links are followed.
     """

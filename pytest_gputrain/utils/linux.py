@@ -52,7 +52,7 @@ _AUTOGRAD: Final = "pt_autograd"
 
 
 class CoreWait:
-    """How long this thread, or autograd's in a backward pass on a GPU, is ready to run and has no CPU core, from now on.
+    """Measures how long this thread, or autograd's in a backward pass on a GPU, is ready to run and has no CPU core.
 
     Others may wait for one without delaying it.
     """
@@ -63,14 +63,14 @@ class CoreWait:
         self._begin = time.monotonic_ns(), self._waited()
 
     def share(self) -> float | None:
-        """Return that share of the time, from 0 to 1; None if the kernel does not tell, or the thread has ended."""
+        """Return the share of time without a core, from 0 to 1; None if the kernel does not tell, or the thread ended."""
         (begin, before), now = self._begin, self._waited()
         if before is None or now is None:
             return None
         return min(1.0, max(0.0, (now - before) / max(1, time.monotonic_ns() - begin)))
 
     def _waited(self) -> int | None:
-        """Return the nanoseconds until now."""
+        """Return the nanoseconds that the thread has waited for a core until now."""
         each: dict[str, int] = {}
         with contextlib.suppress(OSError):
             for task in self._tasks.iterdir():

@@ -85,7 +85,7 @@ class EmulatedFigures:
 
     @contextlib.contextmanager
     def counting_work(self) -> Iterator[WorkCount]:
-        """Provide a context for that step."""
+        """Provide a context for the step whose work is counted."""
         work = WorkCount(self._lines.current)
         FOLLOWED.work = work
         with count_flops(work):
@@ -180,7 +180,7 @@ _make: Final = DistributedDataParallel.__init__
 
 
 def _make_answered(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-    """Make the module. If its group is torch's fake one, each bucket of gradients comes back from it at once.
+    """Initialise DistributedDataParallel. If its group is torch's fake one, each bucket of gradients comes back at once.
 
     The fake group answers an exchange with nothing, where the reducer wants the bucket.
     """

@@ -167,7 +167,7 @@ def read_seconds(steps: Sequence[ProfiledStep]) -> GpuSteps:
 
 
 def union(activities: Iterable[Activity]) -> int:
-    """Return the nanoseconds in which at least one of them ran."""
+    """Return the nanoseconds in which at least one of the activities ran."""
     total = until = 0
     for start, end in sorted((activity.start, activity.end) for activity in activities):
         total += max(0, end - max(start, until))
@@ -254,7 +254,7 @@ def read_counts(step: ProfiledStep, other_threads: Collection[int]) -> tuple[_Nu
 
 
 def _counted_as(activity: Activity) -> CountName | None:
-    """Return as what is counted that the GPU did something; None for a copy from the host to the host."""
+    """Return the count that an activity of the GPU belongs to; None for a copy from the host to the host."""
     if activity.kind != "copy":
         return "collectives" if activity.kind == "collective" else "kernels"
     if activity.name.startswith("Memset"):

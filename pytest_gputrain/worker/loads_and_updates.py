@@ -100,7 +100,7 @@ class LoadsAndUpdates:
             self._add("loader_workers", name, iterator._num_workers)
 
     def _first(self, user: object) -> bool:
-        """Tell whether this asks for the first time in this step, and note it."""
+        """Tell whether this loader or optimizer asks for the first time in this step, and note it."""
         first = all(user is not seen() for seen in self._seen)
         if first:
             self._seen.append(weakref.ref(user))

@@ -92,7 +92,7 @@ class OperatorCounter(SharedMode):
 
     @contextlib.contextmanager
     def counting(self, parameters: Iterable[Tensor], *, update: bool) -> Iterator[None]:
-        """Provide a context for one step.
+        """Provide a context for one step, in which is counted what the step asks for.
 
         Args:
             parameters: those that train, as far as they are known.
@@ -254,7 +254,7 @@ class _Trained:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that hold its storages; none for one that has none."""
+    """Return the tensors that hold the storages of a tensor; none if the tensor has no storage."""
     return () if isinstance(tensor, FakeTensor) or wraps((type(tensor),)) else strided_parts(tensor)
 
 

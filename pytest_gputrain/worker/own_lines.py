@@ -58,7 +58,7 @@ class OwnLines:
         return self.of_frame(sys._getframe(1))
 
     def of_frame(self, frame: FrameType | None) -> str:
-        """Return the same for another frame of Python, such as that of another thread."""
+        """Return the same line as `current`, for another frame of Python, such as that of another thread."""
         asking = True
         while frame is not None:
             name = self.name_of(frame.f_code.co_filename)

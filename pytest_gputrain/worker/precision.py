@@ -18,7 +18,7 @@ from pytest_gputrain.worker.checks import CheckFailed, local
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """Storage of the weights and arithmetic of the step."""
+    """The types in which a case stores its weights and computes its steps."""
 
     weights: torch.dtype
     autocast: torch.dtype | None = None

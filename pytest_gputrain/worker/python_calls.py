@@ -101,7 +101,7 @@ class PythonCalls:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Provide a context for the step.
+        """Provide a context for the step whose calls are counted.
 
         Raises:
             CannotCount: the program uses Python's means of counting itself.

@@ -35,7 +35,7 @@ class ThreadOperators:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Provide a context that records its operators."""
+        """Provide a context that records the operators of all threads."""
         config = _ExperimentalConfig(profile_all_threads=True)
         silence_profiler()
         with profiler.profile(use_cpu=True, use_kineto=True, experimental_config=config) as profiled:

@@ -86,8 +86,8 @@ class Trace:
         return [allocation.bytes for allocation in self.allocations]
 
     def bytes_of(self, operators: Set[str], since: int) -> tuple[int, int]:
-        """Return of what these operators allocated after the first ``since`` events the most bytes that existed at once, and
-        those that live now."""
+        """Return the most bytes that existed at once of what these operators allocated after the first ``since`` events, and
+        the bytes of it that live now."""
         live = peak = 0
         made: set[int] = set()
         for event in self.events[since:]:

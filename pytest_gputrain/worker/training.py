@@ -405,7 +405,7 @@ def _apart(case: Case, device: torch.device) -> contextlib.AbstractContextManage
 
 
 class _default_dtype:
-    """torch.set_default_dtype as a context."""
+    """Sets torch's default type for as long as the context lasts."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

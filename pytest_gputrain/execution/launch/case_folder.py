@@ -48,7 +48,7 @@ def folder_of(task: Task, shared: Path | None = None) -> Iterator[Path]:
 
 
 def _take(folder: Path) -> int:
-    """Lock the folder for as long as this process lives; who finds the file finds it locked."""
+    """Lock the folder for as long as this process lives. The lock file is locked before it gets its name."""
     part = folder / f"{_LOCK}.part"
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
     with contextlib.suppress(OSError):  # On a file system without locks nobody ever removes the folder.

@@ -173,8 +173,8 @@ class Looks:
             self._put(to, hash((sum_, _sum(str(to.dtype)))), None)
 
     def exchanged(self, operator: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a collective. What a rank receives counts as changed if what it sends has changed, because all ranks do the
-        same."""
+        """Return a function that runs a collective. What a rank receives counts as changed if what it sends has changed,
+        because all ranks do the same."""
         names = [argument.name for argument in operator._schema.arguments]
         own = [place for place, name in enumerate(names) if name.startswith(("input", "tensor"))]
         others = [place for place, name in enumerate(names) if name.startswith("output")] or own

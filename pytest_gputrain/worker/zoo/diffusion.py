@@ -316,5 +316,5 @@ def flow_loss(predicted: Tensor, latents: Tensor, noise: Tensor) -> Tensor:
 
 
 def preconditioned_flow_loss(predicted: Tensor, noisy: Tensor, latents: Tensor, spread: Tensor) -> Tensor:
-    """Return the same error seen at the latents, which the predicted velocity leads to from ``noisy``."""
+    """Return the mean squared error, in fp32, of the latents that the predicted velocity leads to from ``noisy``."""
     return functional.mse_loss(noisy.float() - spread * predicted.float(), latents.float())

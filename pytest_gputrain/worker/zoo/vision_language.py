@@ -302,7 +302,7 @@ class SquareImage(Image):
 
 
 class ShuffledImage(SquareImage):
-    """The same with neighbouring patches in one token: one tile of InternVL or of Llama 4."""
+    """A `SquareImage` with neighbouring patches in one token: one tile of InternVL or of Llama 4."""
 
     @property
     def tokens(self) -> int:
@@ -311,24 +311,24 @@ class ShuffledImage(SquareImage):
 
 
 class TypedImage(SquareImage):
-    """The same for a model that is told which tokens are of the image, which attend to each other: Gemma 3."""
+    """A `SquareImage` for a model that is told which tokens are of the image, which attend to each other: Gemma 3."""
 
     @property
     def tokens(self) -> int:
         return int(self.facts["mm_tokens_per_image"])
 
     def inputs(self, samples: int, text: int, device: torch.device) -> dict[str, Tensor]:
-        """Draw also ``token_type_ids`` (batch, sequence), 1 for the image."""
+        """Draw the inputs of a `SquareImage`, and ``token_type_ids`` (batch, sequence), 1 for the image."""
         kinds = torch.zeros(samples, self.tokens + text, dtype=torch.long, device="cpu")
         kinds[:, LEAD : LEAD + self.tokens] = 1
         return {**super().inputs(samples, text, device), "token_type_ids": kinds.to(device)}
 
 
 class PrefixedImage(SquareImage):
-    """The same for a model that is told which tokens are of the prompt, which attend to each other: PaliGemma."""
+    """A `SquareImage` for a model that is told which tokens are of the prompt, which attend to each other: PaliGemma."""
 
     def inputs(self, samples: int, text: int, device: torch.device) -> dict[str, Tensor]:
-        """Draw also ``token_type_ids`` (batch, sequence), 0 for the prompt, which is all but the last half of the text."""
+        """Draw the inputs of a `SquareImage`, and ``token_type_ids``, 0 for the prompt: all but the last half of text."""
         kinds = torch.zeros(samples, self.tokens + text, dtype=torch.long, device="cpu")
         kinds[:, LEAD + self.tokens + text // 2 :] = 1
         return {**super().inputs(samples, text, device), "token_type_ids": kinds.to(device)}
