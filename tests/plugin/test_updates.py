@@ -71,7 +71,11 @@ def test_an_update_on_a_cpu_records_one_run_and_changes_what_is_judged_there_alo
         (0, 1.0, "3 baselines in * are unchanged, because their judged figures are the same"),
         (1, 1.0, "1 baseline recorded in *; review the difference in git; 2 more have the same figures*"),
         (8 * GiB, 1.0, f"1 case recorded although worse than the baseline before: {GEMMA} has today's figures as its *"),
-        (0, 1.05, f"*{GEMMA} has today's figures as its baseline now; against the baseline that it replaces: {GEMMA} * 5.0 %*"),
+        (
+            0,
+            1.05,
+            f"*{GEMMA} has today's figures as its baseline now; against the baseline that it replaces: {GEMMA} * 5.0 %*",
+        ),
     ],
     ids=["same", "a byte", "bigger", "slower"],
 )
