@@ -88,7 +88,7 @@ class Nvidia:
     def _described(self, index: int, handle: Any, driver: str) -> list[Gpu]:
         """Describe a GPU, or the parts of one that is partitioned."""
         mode = self._ask("nvmlDeviceGetMigMode", handle)
-        partitioned = bool(mode and mode[0])  # such a GPU is no device, even if it has no parts yet
+        partitioned = bool(mode and mode[0])  # A partitioned GPU is no device, even if it has no parts yet.
         limit = None if partitioned else self._ask("nvmlDeviceGetEnforcedPowerLimit", handle)
         address, minor = self._ask("nvmlDeviceGetPciInfo", handle), self._ask("nvmlDeviceGetMinorNumber", handle)
         described = []

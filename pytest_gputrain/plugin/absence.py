@@ -143,7 +143,7 @@ def _unclaimed(
     abandoned -= {result.suite for result in results}
     whole: Set[str] = {suite for suite in paths if not any(map(files.is_a_part, paths[suite]))} | abandoned
     seen = {(store_type, device, is_tiny) for store_type, device, _, is_tiny in claimed}
-    # This also finds files of which no test asked for a case.
+    # The set also has files of which no test asked for a case.
     expected: Set[str] = whole & {*map(suite_of, files.with_cases), *abandoned}
     if not seen:
         expected = {suite for suite in expected if not any(map(files.is_for_others, paths[suite]))}

@@ -28,7 +28,7 @@ class DeselectedTests:
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         with_cases = [item for item in items if has_cases(item)] if self._expression else []
         if with_cases:
-            # It is imported only if there are tests with cases.
+            # The module is imported only if there are tests with cases.
             from pytest_gputrain.session.selection import platforms_missed
 
             for item in with_cases:

@@ -72,7 +72,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     try:
         torch = libraries.find_torch()
     except CannotEmulate:
-        return  # the session tells the error
+        return  # The session reports the error.
     if torch.environment is not None:
         return  # tests import the user's CPU build of torch, which needs no stand-ins
     try:
@@ -87,7 +87,7 @@ def _emulates(config: pytest.Config) -> bool:
     try:
         return bool(option.parse(str(typed) if typed is not None else config.getini(option.ini) or "false"))
     except ValueError:
-        return False  # the session tells the error
+        return False  # The session reports the error.
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,7 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
     plugin = GpuTrainPlugin(config)
     given = [config.getoption(option.flag) is not None for option in OPTIONS if not option.ini_only]
     if any(given) or any(config.getini(option.ini) for option in OPTIONS):
-        settings = plugin.cases.runner.settings  # reading them refuses a wrong value before any test runs
+        settings = plugin.cases.runner.settings  # Reading the settings refuses a wrong value before any test runs.
         plugin.without_cases = FilesWithoutCases(settings.baseline_dir)
     config.stash[_PLUGIN] = plugin
     config.pluginmanager.register(plugin, "gputrain-manager")
@@ -152,7 +152,8 @@ class GpuTrainPlugin:
         self.environment = SessionEnvironment()
         self.deselected = DeselectedTests(expression_of(config))
         beside = config.rootpath if config.inipath is None else config.inipath.parent
-        self.without_cases = FilesWithoutCases(beside / "baselines")  # the default, if no option names another folder
+        # This is the default, if no option names another folder.
+        self.without_cases = FilesWithoutCases(beside / "baselines")
         self.ending = contextlib.ExitStack()
         self._is_terminable = False
         self._is_ending = False

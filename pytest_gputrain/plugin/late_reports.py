@@ -83,7 +83,7 @@ def break_sentences(config: pytest.Config) -> None:
     for report in reporter.stats.get("failed", ()) if reporter is not None else ():
         if hasattr(report, "gputrain"):
             for entry in getattr(getattr(report.longrepr, "reprtraceback", None), "reprentries", ()):
-                if entry.style == "value":  # without a traceback
+                if entry.style == "value":  # This entry has no traceback.
                     entry.lines = [broken(line, reporter) for line in entry.lines]
 
 

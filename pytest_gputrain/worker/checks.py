@@ -193,7 +193,8 @@ class Movement:
 
         hooks = [value.register_post_accumulate_grad_hook(note_gradient_of(name)) for name, value in self._trained.items()]
         for value in self._trained.values():
-            # This hook comes first, because others may take the gradient away. torch calls hooks in the order of this dict.
+            # This hook comes first, because other hooks may take the gradient away. torch calls hooks in the order of this
+            # dict.
             others: dict[int, Any] = value._post_accumulate_grad_hooks
             for number in [*others][:-1]:
                 others[number] = others.pop(number)

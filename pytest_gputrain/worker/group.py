@@ -77,7 +77,7 @@ class Group:
         if self.servers:
             # A server waits for a message from any process, and one that leaves early would break this wait.
             dist.barrier()
-        # This comes only after success, because leaving would wait for a rank that is lost.
+        # The group is left only after success, because leaving would wait for a rank that is lost.
         dist.destroy_process_group()
 
     @contextlib.contextmanager

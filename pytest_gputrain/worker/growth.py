@@ -249,7 +249,7 @@ class Growth:
         ends = self._handed_out[:: self._steps]
         if len(ends) <= _ROUNDS or self._curve:
             return None
-        last = ends[len(ends) // 2 :]  # the first steps make what later ones reuse
+        last = ends[len(ends) // 2 :]  # The first steps allocate what later steps reuse.
         return (last[-1] - last[0]) // (len(last) - 1) // self._steps if _steady_growth(ends, LEAST_HEAP) else 0
 
     def _look_at_process(self) -> None:

@@ -104,7 +104,7 @@ def load(
 def _load_users_of_gpu(case: Case) -> None:
     """Import the libraries of the case that use a GPU when they are imported."""
     if case.method in ADAPTING or case.optimizer in EIGHT_BIT:
-        _load_bitsandbytes()  # peft imports it, too, if it is installed
+        _load_bitsandbytes()  # peft imports bitsandbytes, too, if it is installed.
     if case.method in ADAPTING:
         importlib.import_module("peft")
         with contextlib.suppress(ImportError, AttributeError):  # Older releases of transformers have no such table.

@@ -169,7 +169,7 @@ class Agent:
                     write_record(self._folder / f"rank{rank}" / EXIT, rank_exit)
                 write_record(self._own / LEFT, Left(failure=failure))
             except FileNotFoundError:
-                pass  # the case is over, and its folder is gone
+                pass  # The case is over, and its folder has been removed.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)

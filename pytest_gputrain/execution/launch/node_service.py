@@ -89,7 +89,7 @@ class _NodeOfCase:
             environment = worker_environment(task, _gpus(task, nodes.processes_of(number)))
             self._agent = start_agent(folder, number, host, environment)
         except FileNotFoundError:
-            pass  # the case is over, and its folder is gone
+            pass  # The case is over, and its folder has been removed.
         except (HardwareError, BadRecord) as error:
             self._tell(f"node {host} cannot take part: {error}")
 

@@ -109,7 +109,7 @@ def end_all_of(folder: Path) -> None:
 def start(folder: Path, rank: int, environment: Mapping[str, str]) -> FreshProcess:
     """Start a fresh interpreter that runs rank ``rank`` of the case in ``folder``."""
     own = folder / f"rank{rank}"
-    # They are opened to append, because they are emptied while the worker writes to them.
+    # The files are opened to append, because they are emptied while the worker writes to them.
     with open(own / "stdout.txt", "ab") as stdout, open(own / "stderr.txt", "ab") as stderr:
         return run_module("pytest_gputrain.worker", [str(folder), str(rank)], environment, stdout, stderr)
 

@@ -141,7 +141,7 @@ class _Agents:
             self._node_folders[0].mkdir()
             host = self._cluster.rendezvous or socket.gethostname()
             self._process = start_agent(self._folder, 0, host, self._environment)
-        # This file comes last: nodes that wait for cases then find everything else in place.
+        # This file is written last, so that nodes that wait for cases find everything else in place.
         write_record(self._folder / NODES, self._nodes)
 
     def rank(self, folder: Path, number: int) -> Process:

@@ -67,6 +67,6 @@ def memory_segments() -> list[dict[str, Any]]:
     take: Any = torch.cuda.memory_snapshot
     try:
         segments: list[dict[str, Any]] = take(include_traces=False)
-    except TypeError:  # torch before 2.11 always includes the traces.
+    except TypeError:  # torch before 2.11 has no such argument, and always includes the traces.
         segments = take()
     return segments

@@ -119,7 +119,8 @@ class Contents:
         self._addresses: list[int] = []
         self._taken = 0
         torch_core = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
-        # This is c10::impl::GPUTrace::set_trace, a hook for tools such as compute-sanitizer. It tells of each freed block.
+        # This is c10::impl::GPUTrace::set_trace, a hook for tools such as compute-sanitizer. The hook is called for each
+        # freed block.
         torch_core["_ZN3c104impl8GPUTrace9set_traceEPKNS0_13PyInterpreterE"](ctypes.c_void_p(stand_ins.gputrain_tracer()))
         torch._C._cuda_synchronize()  # the tracer learns from its first call which function this is
 

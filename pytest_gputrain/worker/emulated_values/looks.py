@@ -140,7 +140,8 @@ class Looks:
         """Make up the numbers of unknown values that were copied to the host."""
         saved = _saved_type(source) if source.dtype == torch.uint8 else None
         if saved is not None and saved.is_floating_point and source.nbytes % saved.itemsize == 0:
-            source, to = source.view(saved), to.view(saved)  # what is loaded must equal another copy on the host
+            # A program may load these bytes as this type, and they must then equal another copy on the host.
+            source, to = source.view(saved), to.view(saved)
         truth = self.truth(source)
         floats = source.dtype.is_floating_point and to.dtype.is_floating_point
         identity = self.identity(source)

@@ -567,7 +567,7 @@ class Operators:
     def _run_equal(self, operator: Any, original: _Kernel, keys: Any, tensors: Any) -> Any:
         """Run an operator that reads its own result from the device."""
         if self.graphs.captures.value and self.graphs.capture():
-            return original(keys, *tensors)  # torch itself refuses this in a capture
+            return original(keys, *tensors)  # torch itself refuses this operator in a capture.
         known = self.values.find_all(tensors, {})
         same = self._looks.equal(*tensors) if known is None else None
         self._answering.now = True
@@ -615,7 +615,8 @@ class Operators:
     def _run_sized(self, operator: Any, original: _Kernel, keys: Any, arguments: Any, keywords: Any) -> Any:
         """Run an operator that reads the number of its results from the device, and answer this read."""
         if self.graphs.captures.value and self.graphs.capture():
-            output = original(keys, *arguments, **keywords)  # torch refuses this in a capture, unless the size is given
+            # torch refuses this operator in a capture, unless the size is given.
+            output = original(keys, *arguments, **keywords)
             self.graphs.defer(None, (), {}, None, [output])
             return output
         name = operator._schema.name.partition("::")[2]

@@ -20,7 +20,7 @@ class Padding:
 
     def follow(self, module: Any) -> None:
         """Answer for the measurements of Inductor's pass."""
-        name = "should_pad" if hasattr(module, "should_pad") else "should_pad_bench"  # as older torch calls it
+        name = "should_pad" if hasattr(module, "should_pad") else "should_pad_bench"  # Older versions of torch call it so.
         decide = getattr(module, name)
 
         def answer(key: str) -> bool:

@@ -38,7 +38,7 @@ def _add(site: str) -> None:
 
     try:
         lock = os.open(os.path.join(os.path.dirname(site), "in-use.lock"), os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_SH)  # held until this process and those forked from it have ended
+        fcntl.flock(lock, fcntl.LOCK_SH)  # The lock is held until this process and those forked from it have ended.
     except OSError:
         return  # The build was removed, and importing another torch reports this.
     sys.path.insert(0, site)

@@ -318,7 +318,7 @@ def _check_counts(name: str, given: dict[str, Any], names: dict[str, str]) -> No
         for key in {common, names.get(common, common)} & given.keys():
             value = given[key]
             if common not in _REQUIRED and (value is None or isinstance(value, list)):
-                continue  # the model's class reads both forms
+                continue  # The class of the model reads both forms.
             if type(value) is not int or not 1 <= value <= most:
                 raise CheckFailed(
                     f"{name} has {key}={_as_written(value)} in its config.json; it must be a whole number from 1 to {most:,}"
