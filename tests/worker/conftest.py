@@ -26,6 +26,13 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    """Other tests of this process were ranks of a group, by which accelerate would take it for one."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def leftovers(tmp_path, monkeypatch):
     return Leftovers(tmp_path, monkeypatch)

@@ -15,13 +15,6 @@ from pytest_gputrain.records.step_memory import counted_steps, unfolded
 MINE = Case(model="mine", method="custom", precision="fp32", batch_size=4, steps=3, warmup=1)
 
 
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch):
-    """Other tests of this process were ranks of a group, by which accelerate would take it for one."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def small_training(setup):
     """What both forms train, and its step."""
     torch.manual_seed(0)
