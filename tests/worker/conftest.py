@@ -28,9 +28,13 @@ def _one_thread():
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch):
-    """Other tests of this process were ranks of a group, by which accelerate would take it for one."""
+    """Other tests of this process were ranks of a group, by which accelerate would take it for one, and left its state as it
+    was within an accumulation, where no optimizer steps."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 @pytest.fixture
