@@ -87,11 +87,12 @@ def _unknown_word(case: Case, markers: Sequence[str]) -> str | None:
     # A script has its own precision.
     own_words = ("method", "precision") if case.code and case.method == "script" else ("method",)
     methods = ("custom", "script") if case.code else KNOBS["method"].words
+    method = ("method", case.method, methods)
     vocabulary: list[tuple[str, str, Iterable[str]]] = [
-        *([] if case.code else [("model", case.model, architectures()), ("method", case.method, methods)]),
+        *([] if case.code else [("model", case.model, architectures()), method]),
         *((name, getattr(case, name), knob.words) for name, knob in KNOBS.items() if knob.words and name not in own_words),
         *(("platform", platform, markers) for platform in case.platforms),
-        ("method", case.method, methods),
+        *([method] if case.code else []),
     ]
     for field, value, names in vocabulary:
         choices = tuple(names)

@@ -14,7 +14,7 @@ import msgspec
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
 from pytest_gputrain.gate.criteria import Judged
 from pytest_gputrain.gate.messages import count, describe_metric, describe_process_count, listed
-from pytest_gputrain.gate.step_memory import KEPT, STEP_METRICS, judge_heap, judge_left_behind, judge_steps
+from pytest_gputrain.gate.step_memory import KEPT, STEP_METRICS, increase, judge_heap, judge_left_behind, judge_steps
 from pytest_gputrain.gate.step_times import exceeds
 from pytest_gputrain.records import (
     BaselineRun,
@@ -213,13 +213,13 @@ def describe_memory(
 
     What an evaluation or a checkpoint leaves behind is told once, and not again by the peaks that have the same bytes.
     """
-    left = sum(map(_increase, (metric for metric in metrics if metric.metric in KEPT)))
-    metrics = [metric for metric in metrics if not (_is_behind(metric) and 0 < _increase(metric) <= left)]
+    left = sum(map(increase, (metric for metric in metrics if metric.metric in KEPT)))
+    metrics = [metric for metric in metrics if not (_is_behind(metric) and 0 < increase(metric) <= left)]
     yield from _describe_peaks(metrics, measured, fitted)
     for metric in metrics:
         phase, _ = KEPT.get(metric.metric, (None, ""))
         if phase and all(PHASES.get(other.metric) != phase for other in metrics):  # whose peak has the same tensors
-            yield metric.note + _describe_tensors(phase, measured, _highest(fitted, phase), round(_increase(metric)))
+            yield metric.note + _describe_tensors(phase, measured, _highest(fitted, phase), round(increase(metric)))
         elif metric.metric in STEP_METRICS:
             yield metric.note
 
@@ -227,11 +227,6 @@ def describe_memory(
 def _is_behind(metric: MetricVerdict) -> bool:
     """Tell whether what an evaluation or a checkpoint leaves behind is in the figure, too."""
     return metric.metric == "step_peak_bytes" or PHASES.get(metric.metric) in BESIDE_STEPS
-
-
-def _increase(metric: MetricVerdict) -> float:
-    value, baseline = _value_and_baseline(metric)
-    return value - baseline
 
 
 def _describe_peaks(

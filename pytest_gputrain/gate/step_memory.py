@@ -162,11 +162,11 @@ def _worst_peak(
     if not judged:
         return None
     exceeding = [at for at, one in judged.items() if one.verdict.status == "regressed"]
-    worst = max(exceeding or judged, key=lambda at: _increase(judged[at].verdict))
+    worst = max(exceeding or judged, key=lambda at: increase(judged[at].verdict))
     found = judged[worst]
     if not exceeding:
         return found._replace(verdict=msgspec.structs.replace(found.verdict, status="pass", note=""))
-    is_told = whole.status == "regressed" and _increase(found.verdict) <= _increase(whole)
+    is_told = whole.status == "regressed" and increase(found.verdict) <= increase(whole)
     if is_told and 2 * len(exceeding) > len(judged):
         return None
     value, baseline = found.verdict.value or 0, found.verdict.baseline or 0
@@ -175,5 +175,6 @@ def _worst_peak(
     return found._replace(verdict=msgspec.structs.replace(found.verdict, note=note))
 
 
-def _increase(metric: MetricVerdict) -> float:
+def increase(metric: MetricVerdict) -> float:
+    """Return by how much a figure is above its baseline."""
     return (metric.value or 0) - (metric.baseline or 0)

@@ -22,7 +22,7 @@ EMULATED: Final = "emulated"
 MOST_CONDITIONS: Final = 4
 """Figures that are kept of a case, for test environments that differ in their libraries."""
 
-_ZERO: Final = {"allowed_growth": 0, "estimated_bytes": 0}
+_DEFAULTS: Final = {field.name: field.default for field in msgspec.structs.fields(EmulatedRun)}
 _LEFT_OUT: Final = (
     "counts",
     "trained",
@@ -83,7 +83,7 @@ class EmulationStore(SuiteStore[Recorded, EmulatedRun]):
         return {
             name: value
             for name, value in fields.items()
-            if name not in shared and (name not in _LEFT_OUT or value not in (None, (), [], {}, _ZERO.get(name)))
+            if name not in shared and (name not in _LEFT_OUT or value not in (None, (), [], {}, _DEFAULTS[name]))
         }
 
     def _stored(self, entries: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:

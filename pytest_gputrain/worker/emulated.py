@@ -219,8 +219,8 @@ def emulated_reply(
             peak_reserved_bytes=peaks.reserved or 0,
             device_used_bytes=peaks.used or 0,
             not_counted=tuple(unknown()),
-            estimated_bytes=estimated_bytes(),
-            notes=(*of_estimates(estimated_bytes()), *_own_rests_on(tracking.report())),
+            estimated_bytes=(estimated := estimated_bytes()),
+            notes=(*of_estimates(estimated), *_own_rests_on(tracking.report())),
         )
     assert isinstance(reply, OutOfMemory | Crashed), "a worker on an emulated GPU serves nobody, and waits for nobody"
     return reply
@@ -257,11 +257,11 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
         flops_per_step=measured.flops_per_step,
         recomputed_flops_per_step=measured.recomputed_flops_per_step,
         not_counted=tuple(unknown()),
-        estimated_bytes=estimated_bytes(),
+        estimated_bytes=(estimated := estimated_bytes()),
         notes=(
             *measured.notes,
             *filter(None, [unnamed]),
-            *of_estimates(estimated_bytes()),
+            *of_estimates(estimated),
             NO_VALUES if measured.trained else NOT_MADE,
             *_own_rests_on(reads),
             *of_counts(counts, reads["unknown_reads"]),
