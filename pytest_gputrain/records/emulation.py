@@ -15,7 +15,7 @@ from pytest_gputrain.utils.units import format_bytes
 BESIDE_TORCH: Final = "the driver's buffers for CUDA graphs"
 """What is not known and takes memory of the device alone: torch's allocated and reserved memory are exact beside it."""
 
-ASSUMPTION: Final = "unknown values are assumed to differ from each other and from zero, and to pass torch's checks"
+ASSUMPTION: Final = "unknown values are assumed to differ from each other and from zero, and to pass checks"
 """What sizes and checks rest on if nothing computed the values that they depend on."""
 
 ESTIMATED: Final = "cuDNN's workspaces of convolutions are estimated, so reserved memory can be off by about the largest"

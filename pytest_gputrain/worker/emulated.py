@@ -226,6 +226,12 @@ def emulated_reply(
     return reply
 
 
+def with_made_up_values(crashed: Crashed) -> Crashed:
+    """Return what an emulated GPU replies of an error, which may follow from values that nobody computed."""
+    said = (crashed.sentence, *read_though_unknown(tracking.report()["unknown_reads"]))
+    return msgspec.structs.replace(crashed, sentence="; before, ".join(said))
+
+
 def emulated_run(measured: Measurement, task: Task, device: Device, figures: EmulatedFigures) -> EmulatedRun:
     """Turn a measurement into the figures that are true of an emulated GPU."""
     allocations, work = figures.allocations, figures.work

@@ -19,7 +19,13 @@ from pytest_gputrain.worker.case_run import CaseRun, Keep
 from pytest_gputrain.worker.checks import CheckFailed
 from pytest_gputrain.worker.compiling import compile_time
 from pytest_gputrain.worker.device import Accelerator, Cpu, Device, peak_host_bytes
-from pytest_gputrain.worker.emulated import EmulatedFigures, emulated_reply, emulated_run, training_on_emulated_gpu
+from pytest_gputrain.worker.emulated import (
+    EmulatedFigures,
+    emulated_reply,
+    emulated_run,
+    training_on_emulated_gpu,
+    with_made_up_values,
+)
 from pytest_gputrain.worker.environment import environment_of
 from pytest_gputrain.worker.group import ALONE, Group
 from pytest_gputrain.worker.measuring import Measuring
@@ -107,7 +113,7 @@ def run(
         # The case has already fitted when these phases begin, so running out of memory here is a crash.
         if where is None or device is None or progress.phase in ("check", "profile"):
             crashed = crash(error, progress, lines if own else None, on_cpu=task.device_type == "cpu")
-            return of_config(crashed, task, error)
+            return of_config(with_made_up_values(crashed) if emulated else crashed, task, error)
         peaks = device.peaks()
         reply = OutOfMemory(
             where=where,

@@ -64,8 +64,15 @@ SUITE = """
 
         return step
 
+    def build_by_made_up_values(setup):
+        loss = (torch.ones(512, 512, device=setup.device) @ torch.ones(512, 512, device=setup.device)).sum()
+        raise ValueError(loss.item())
+
     def test_leaking(gputrain):
         gputrain.check(build_leaking, precision="fp32")
+
+    def test_made_up(gputrain):
+        gputrain.check(build_by_made_up_values, precision="fp32")
 
     def test_own(gputrain):
         gputrain.check(build, precision="fp32")
@@ -260,6 +267,11 @@ def test_figures_are_kept_where_a_case_fails_afterwards(run):
     assert measured["outcome"] == "emulated"
     assert measured["peak_allocated_bytes"] >= 10 * 4 * 1024**2
     assert "step_seconds" not in measured
+
+
+def test_an_error_after_made_up_values_were_read_names_them(run):
+    done, _ = run("-k", "made_up")
+    assert "; before, made-up values were read where a GPU would have computed them, by a number" in done.stdout
 
 
 def test_of_growth_on_the_gpu_only_a_tensor_of_the_gpu_is_named(run):

@@ -97,7 +97,7 @@ def test_unknown_values_are_assumed_to_differ_and_not_to_be_zero_and_this_is_tol
     for line, (code, (size, name)) in enumerate(ASSUMED.items(), first):
         assert out.splitlines()[line - first] == str(size), code
         assert (name, line) in assumed, code
-    assert "unknown values are assumed to differ from each other and from zero, and to pass torch's checks, by " in told
+    assert "unknown values are assumed to differ from each other and from zero, and to pass checks, by " in told
 
 
 LARGER = {
@@ -155,6 +155,7 @@ CHECKED = {
     "istft": "torch.istft(torch.stft(x.flatten(), 64, window=x[0, :64], return_complex=True), 64, window=x[0, :64])",
     "a check that all are true": "torch.distributions.Normal(x, x).sample()",
     "allclose": "torch.linalg.eig(unknown(80, 80).requires_grad_())[1].abs().sum().backward()",
+    "a check that raises an error": "assert (x.sum() <= x.cos().sum()) & (x.cos().sum() <= x.sum())",
 }
 
 
@@ -169,6 +170,34 @@ def test_a_tensor_is_close_to_itself_and_not_known_to_be_close_to_another(emulat
     out, _, process = emulate_parts(BEGIN, "print(torch.allclose(x, x))", "print(torch.allclose(x, x + 1))")
     assert out.split() == ["True", "False"]
     assert [one["where"].split()[0] for one in process["unknown_reads"]] == ["train.py:7"]
+
+
+def test_a_check_that_a_changed_tensor_is_the_same_fails(emulate_parts):
+    out, _, _ = emulate_parts(
+        BEGIN,
+        """
+        changed = x.clone()
+        changed.add_(1)
+        try:
+            assert (changed == x).all()
+        except AssertionError:
+            print("fails")
+    """,
+    )
+    assert out.split() == ["fails"]
+
+
+def test_a_loop_ends_that_waits_for_larger_numbers(emulate_parts):
+    out, _, _ = emulate_parts(
+        BEGIN,
+        """
+        time, rounds = x.sum(), 0
+        while time < 1000 and time.cos() < 1000:
+            time, rounds = time + x.sum(), rounds + 1
+        print(rounds)
+    """,
+    )
+    assert int(out) < 100
 
 
 def test_what_only_a_part_of_an_operator_wrote_is_unknown(emulate_parts):

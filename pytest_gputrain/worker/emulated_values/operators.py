@@ -12,6 +12,7 @@ import ctypes
 import itertools
 import math
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from . import busy_streams, device_asserts, random_numbers, rules, sizes, sparse
+from .branches import truth_that_raises_nothing
 from .collectives import FROM_ANOTHER, Exchanges
 from .contents import CHOICES, COUNTS, MATCHES, Contents, Dealt, Known, is_small, joined, on_host
 from .evaluation import Values, flat
@@ -478,7 +480,7 @@ class Operators:
                 if answered or getattr(self._answering, "now", False):
                     return number
                 if tensor.dtype == torch.bool:
-                    return self._read_truth(self._looks.truth(tensor))
+                    return self._read_truth(self._looks.truth(tensor), is_guess=self._looks.is_guess(tensor))
                 return self._read_number(tensor, number)
             self._decide(known, tensor.dtype, MATCHES)
             return on_host(tensor).item() if known.value is None else known.value.item()
@@ -505,13 +507,21 @@ class Operators:
         # made-up ends of a range would be in no order, so an operator gets zero
         return zero if operator else self._looks.read(tensor, zero)
 
-    def _read_truth(self, truth: bool | None) -> bool:
-        """Return a truth value that nobody knows: what follows from others, false, or what passes a check of torch's."""
+    def _read_truth(self, truth: bool | None, *, is_guess: bool = False) -> bool:
+        """Return a truth value that nobody knows: what follows from others, false, or what passes a check.
+
+        Args:
+            is_guess: whether what follows from others rests on made-up numbers, so that a check of the program passes.
+        """
         operator = self._asking_operator()
         for name, passing in _CHECKS.items():
             if operator.startswith(name):
                 self.assumed.note(f"a check of {name}")
                 return truth is not False if passing is None else passing
+        passing = truth_that_raises_nothing(sys._getframe(1)) if is_guess else None
+        if passing is not None:
+            self.assumed.note("a check that raises an error")
+            return passing
         self.reads.note(A_TRUTH_VALUE)
         return bool(truth)
 

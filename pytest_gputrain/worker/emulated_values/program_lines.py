@@ -19,6 +19,9 @@ _LIBRARIES: Final = tuple(
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
+_OF_MODES: Final = ("torch/_compile.py", "torch/_dynamo/eval_frame.py", "torch/_ops.py", "torch/utils/flop_counter.py")
+"""Files of torch whose functions run between an operator and its caller in a dispatch mode, as one that counts FLOPs."""
+
 BACKWARD: Final = "backward pass"
 """The text in place of a line: autograd's threads run without the program's frames."""
 
@@ -98,6 +101,13 @@ def line_of(frame: FrameType | None) -> str:
     """Describe the innermost line of the program that a frame comes from; empty if there is none."""
     own = own_frame(frame)
     return describe_line(own.f_code.co_filename, own.f_lineno, own.f_code.co_name) if own else ""
+
+
+def outer_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the frame that called an operator, of the program or of a library, from a frame of this package below it."""
+    while frame is not None and (is_ours(frame.f_code.co_filename) or frame.f_code.co_filename.endswith(_OF_MODES)):
+        frame = frame.f_back
+    return frame
 
 
 def own_frame(frame: FrameType | None) -> FrameType | None:
