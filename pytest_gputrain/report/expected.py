@@ -50,5 +50,6 @@ def notes(estimates: Iterable[tuple[str, ExpectedTime]]) -> Iterator[str]:
         )
     for gpu, one in dict.fromkeys((gpu, one.unknown) for gpu, one in rows if one.seconds is None):
         yield f"{gpu} has no expected time: {one}"
-    for gpu, operator in dict.fromkeys((gpu, name) for gpu, one in rows for name in one.not_modelled):
-        yield f"the expected time of {gpu} leaves out the time of {operator}, which is not known"
+    for gpu in dict.fromkeys(gpu for gpu, one in rows if one.not_modelled):
+        operators = dict.fromkeys(name for its, one in rows if its == gpu for name in one.not_modelled)
+        yield f"the expected time of {gpu} leaves out what is not known, the time of {', '.join(operators)}"

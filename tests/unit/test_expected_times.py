@@ -70,6 +70,15 @@ def test_what_the_estimates_are_is_said_once_and_with_the_gpus_that_they_are_rou
     assert list(expected.notes([("C", NONE)])) == said[3:]
 
 
+def test_operators_that_estimates_leave_out_are_named_once_for_each_gpu():
+    lacking = [msgspec.structs.replace(KNOWN, not_modelled=dict.fromkeys(names, 0.01)) for names in ("xy", "yz")]
+    said = list(expected.notes([("A", lacking[0]), ("A", lacking[1]), ("B", lacking[1]), ("C", KNOWN)]))
+    assert [note.partition(" leaves out ")[::2] for note in said[2:]] == [
+        ("the expected time of A", "what is not known, the time of x, y, z"),
+        ("the expected time of B", "what is not known, the time of y, z"),
+    ]
+
+
 def test_only_what_may_fit_has_a_speed_and_it_counts_all_tokens():
     rows = times(timed(2.0), timed(2.0, fit="within-error"), timed(2.0, fit="does-not-fit"), cell("fits"))
     assert rows == (("lora", "4", "A", "2.00 s (1.70 to 2.50)", "100 % attention", "4,096"),) * 2
