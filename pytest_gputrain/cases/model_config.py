@@ -65,7 +65,7 @@ def with_model(case: Case, folder: Path) -> Case:
     Raises:
         BadCase: there is no such config, or it is none of a model that can train here; one sentence.
     """
-    model: object = case.model  # A model of a wrong type is possible here, because the case is not validated yet.
+    model: object = case.model  # The case is not validated yet, so its model may have any type.
     if case.code or not isinstance(model, str) or model in architectures() or not is_path(model):
         return case
     try:
@@ -112,7 +112,8 @@ def read(path: Path, *, whole: bool = False) -> tuple[str, Config]:
     """
     file, content = _found(path)
     folder = file.parent.parent if file.parent.name in _DENOISERS else file.parent
-    if folder.parent.name == "snapshots":  # The path is of the hub's cache: models--ORGANISATION--NAME/snapshots/REVISION.
+    if folder.parent.name == "snapshots":
+        # This is a path in the hub's cache: models--ORGANISATION--NAME/snapshots/REVISION.
         folder = Path(folder.parent.parent.name.rpartition("--")[2])
     name = folder.resolve().name if file.stem == "config" else file.stem
     config = _without_unused(content)
@@ -200,7 +201,7 @@ def _json(file: Path) -> Config:
         if size > _MOST_BYTES:
             raise ConfigError(f"{file} has {format_bytes(size)}, which is more than any config has; {what}")
         content: Any = json.loads(read_whole(file), parse_constant=lambda name: {"__float__": name})
-        # A task holds this config as JSON, which has no numbers beyond 64 bits; this raises for such a number.
+        # This raises for an integer beyond 64 bits, which the JSON of a task cannot hold.
         msgspec.json.encode(content)
     except OSError as error:
         raise ConfigError(

@@ -56,7 +56,7 @@ def case_of(script: Script, knobs: Mapping[str, Any], root: Path) -> Case:
     path = (root / script.path).resolve()
     if path.suffix != ".py" or not path.is_file() or not path.is_relative_to(root):
         raise BadCase(f"{script.path} is not a Python file below {root}; give its path from there, as scripts/train.py")
-    arguments: tuple[object, ...] = script.arguments  # A test that no type checker has seen can pass any type.
+    arguments: tuple[object, ...] = script.arguments  # Tests are seldom type-checked, so the arguments may have any type.
     for argument in arguments:
         if not isinstance(argument, str):
             raise BadCase(

@@ -107,6 +107,6 @@ def override(case: Case, knobs: Mapping[str, Any]) -> Case:
     changed = {knob: value for knob, value in knobs.items() if getattr(case, knob) != value}
     named: object = case.named
     if not changed or not isinstance(named, tuple):
-        return case.replace(**changed)  # If `named` is not a tuple, the test of the case itself fails later.
+        return case.replace(**changed)  # If `named` is not a tuple, the validation of the case refuses it later.
     new = [knob for knob in changed if knob not in (*IN_EVERY_ID, *named, PLATFORMS)]
     return case.replace(**changed, named=(*named, *new))

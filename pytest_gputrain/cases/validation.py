@@ -84,7 +84,7 @@ def complaint(case: Case, markers: Sequence[str]) -> str | None:
 
 def _unknown_word(case: Case, markers: Sequence[str]) -> str | None:
     """Say which word of the case the package does not know."""
-    # A script has its own precision.
+    # The script itself decides its precision, so `precision` may be any word.
     own_words = ("method", "precision") if case.code and case.method == "script" else ("method",)
     methods = ("custom", "script") if case.code else KNOBS["method"].words
     method = ("method", case.method, methods)

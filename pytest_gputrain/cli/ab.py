@@ -198,7 +198,7 @@ def _alternate(
     complete, interrupted = 0, ""
     try:
         for number in range(rounds):
-            # The order of both sides changes with each round. So a machine that gets slower all the time slows both equally.
+            # Each round swaps which branch runs first, so a machine that slows down over time slows both branches equally.
             for side in (base, head) if number % 2 == 0 else (head, base):
                 if len(reports[side.name]) > number:
                     continue
@@ -227,7 +227,8 @@ def _left_out(reports: Sequence[Report], settled: Container[tuple[str, str]]) ->
     for result in (result for report in reports for result in report.results):
         is_settled = (result.suite, result.key) in settled
         (closed_tests if is_settled else open_tests).add(result.nodeid)
-    # pytest leaves out every test whose id begins with the given text.
+    # `--deselect` leaves out every test whose id begins with its value. So a test is not named if an open test begins with
+    # its id.
     return [
         f"--deselect={nodeid}"
         for nodeid in sorted(closed_tests)

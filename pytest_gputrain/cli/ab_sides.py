@@ -144,7 +144,9 @@ def run(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C must reach it only once: a second one would end its cleaning up.
+            # The terminal would send Ctrl-C to pytest as well. Only `_end` sends it, because a second one would stop
+            # pytest's cleaning up.
+            start_new_session=True,
         )
         try:
             status = _wait(child, log, watch)
@@ -185,7 +187,7 @@ def measures_time(arguments: Sequence[str]) -> bool:
         return False
     try:
         return bool(drivers.gpus())
-    except HardwareError:  # Only a driver that is there can fail.
+    except HardwareError:  # A driver is installed if it raises an error.
         return True
 
 

@@ -181,7 +181,7 @@ def _damage(path: Path) -> list[Problem]:
         return [Problem(path, line, f"it is not UTF-8 ({error.reason}: {data[error.start]:#x}); {_RECORD_AGAIN}")]
     except json.JSONDecodeError as error:
         return [Problem(path, error.lineno, f"not JSON: {error.msg} in column {error.colno}; {_RECORD_AGAIN}")]
-    # It has a number of thousands of digits, or lists that are nested too deeply.
+    # A number of thousands of digits raises ValueError, and deeply nested lists raise RecursionError.
     except (ValueError, RecursionError) as error:
         return [Problem(path, 1, f"JSON that cannot be read: {error}; {_RECORD_AGAIN}")]
     return [

@@ -119,7 +119,8 @@ def examine() -> list[Check]:
     gpus: list[Gpu] = []
     for vendor_checks in (_nvidia(gpus), _amd(gpus)):
         checks += vendor_checks
-    if all(check.status != "problem" for check in checks):  # A problem before this stops every run.
+    # With a problem every run stops before it chooses GPUs.
+    if all(check.status != "problem" for check in checks):
         checks += _visible(gpus)
     for more in (_torch(gpus), _compiler(), _lock_folder()):
         checks += more

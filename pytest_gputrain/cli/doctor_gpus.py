@@ -76,7 +76,8 @@ def _silent_row(gpu: Gpu) -> tuple[str, ...]:
 
 def links(gpus: Sequence[Gpu], host: topology.Sysfs) -> tables.TextTable:
     """Describe how GPUs of one vendor reach each other and the network cards, and which cores are near."""
-    whole = list({gpu.index: gpu for gpu in gpus}.values())  # Parts of one GPU have the same links.
+    # All parts of a GPU have its links, so one part is enough.
+    whole = list({gpu.index: gpu for gpu in gpus}.values())
     cards = host.cards()
     places = [host.place(gpu.pci_address) for gpu in whole]
     columns = {

@@ -116,7 +116,7 @@ def main(options: argparse.Namespace) -> int:
             raise ValueError(
                 f"--set {min(wrong)} is not accepted; give the model as the first argument, and the GPUs with --gpu"
             )
-        # The rows of several batch sizes stand below each other.
+        # `batch_size` is the last axis, so that rows that differ only in it stand below each other.
         axes = {knob: axes[knob] for knob in sorted(axes, key="batch_size".__eq__)}
         named = tuple(knob for knob, values in axes.items() if len(values) > 1 and knob not in IN_EVERY_ID)
         parts = set(axes.get("part", (_DEFAULTS.part,))) & {*KNOBS["part"].words}
@@ -180,7 +180,7 @@ def _path(name: str) -> Path | None:
 def _unknown(name: str) -> str:
     """Say that there is no such model, and which was meant."""
     zoo = architectures()
-    # Names on the hub begin with an organisation, and have capitals.
+    # Models on the hub have an organisation and capitals in their names, and built-in models do not.
     near = did_you_mean(name, cached_models(os.environ)) or did_you_mean(name.rpartition("/")[2].lower(), zoo)
     known = "" if near else f"; the built-in models are {', '.join(zoo)}"
     return (

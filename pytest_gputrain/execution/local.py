@@ -68,7 +68,7 @@ class LocalExecutor(Executor[Reply]):
             return ""
         try:
             return self.machine.unseen
-        except HardwareError:  # Every case fails with this error.
+        except HardwareError:  # This error is reported by every case that needs a GPU.
             return ""
 
     @property
@@ -134,7 +134,8 @@ class LocalExecutor(Executor[Reply]):
         if not gpus:
             return Occupancy(None, None)
         before = drivers.occupancy(gpus, _process_tree())
-        if inline:  # This process may have used the GPU before, and does not know its number there.
+        # This process may be one of those that use the GPU. In a container it does not know its own number there.
+        if inline:
             return Occupancy(before.free_bytes, None)
         for _ in range(_SETTLING_LOOKS):
             if not before.holders or self._conditions.foreign == "ignore":
@@ -172,7 +173,7 @@ class LocalExecutor(Executor[Reply]):
         reply = msgspec.structs.replace(reply, environment=environment, free_bytes=before.free_bytes)
         counts = self._conditions.foreign != "ignore"
         if counts and before.holders is not None:
-            # Programs that came during the case may have taken the memory.
+            # Programs that started while the case ran may have taken the memory.
             holders = before.holders if isinstance(reply, Measurement) else (*before.holders, *watched.others)
             pids = {holder.pid for holder in holders} - {None}
             reply = msgspec.structs.replace(reply, other_processes=len(pids), holders=holders)

@@ -139,7 +139,7 @@ def _settled(logs: Array, edges: list[int], cost: float) -> list[int]:
         gains = []
         for index in range(1, len(edges) - 1):
             begin, end = edges[index - 1], edges[index + 1]
-            # The search looks at one figure more, because the last figure of the old level may belong to the new level.
+            # The search includes the last figure of the old level, because that figure may belong to the new level.
             gain, at = _one_cut(_summed(logs[begin:end]), LEAST_LENGTH - 1)
             edges[index] = begin + at
             gains.append(gain)

@@ -64,8 +64,8 @@ class Comparison:
 
     @property
     def baseline_fits(self) -> bool:
-        # All runs of a recorded baseline fit, or none does. A report may have both kinds, and one bad process must not
-        # change the verdict.
+        # Either all runs of a recorded baseline have a measurement, or all ran out of memory. A report may have both kinds,
+        # and one bad process must not change the verdict.
         return 2 * len(self.fitted) >= len(self.baseline.runs)
 
     @property

@@ -62,7 +62,7 @@ def judge(
 
 
 def _missing(refused: Refused) -> int:
-    # Free memory in pieces cannot serve a request, so this may be zero.
+    # The result is zero if enough memory was free, but only in pieces that were too small.
     return max(refused.bytes - refused.free, 0)
 
 

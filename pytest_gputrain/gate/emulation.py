@@ -85,7 +85,7 @@ def judge(
         before = recorded.like(run) or recorded.nearest(run)
         verdict, remedy = _verdict(case, run, before, title, terms, again, rates, side)
         said = [verdict.sentence]
-        # Other versions of libraries excuse no growth, but a figure that is no higher passes.
+        # Other versions of libraries are no excuse for a higher figure. A figure that is not higher passes.
         if changed := ", ".join(_changed_conditions(before, run)):
             said.append(f"{'it was recorded' if side.remedies else f'{side.name} ran'} under other conditions ({changed})")
             remedy = _IF_EXPECTED if verdict.status in FAILING else _RECORD

@@ -97,7 +97,7 @@ class _MemoryLimit(NamedTuple):
             status = "regressed"
         elif all(peak < lowest / (1 + self.ratio) - self.slack for peak in values):
             status = "improved"
-        # Exact bytes change only if something has changed, which is told even within the limit.
+        # Exact bytes change only if the training has changed. So the note tells of any change, even within the limit.
         changed = self.exact and status == "pass" and not lowest <= value <= highest
         note = f"changed by {value - highest:+,} bytes, within the limit" if changed else ""
         metric = MetricVerdict(
@@ -218,7 +218,8 @@ def describe_memory(
     yield from _describe_peaks(metrics, measured, fitted)
     for metric in metrics:
         phase, _ = KEPT.get(metric.metric, (None, ""))
-        if phase and all(PHASES.get(other.metric) != phase for other in metrics):  # whose peak has the same tensors
+        # The sentence on a phase's peak lists the same tensors, so they are listed here only if there is no such sentence.
+        if phase and all(PHASES.get(other.metric) != phase for other in metrics):
             yield metric.note + _describe_tensors(phase, measured, _highest(fitted, phase), round(increase(metric)))
         elif metric.metric in STEP_METRICS:
             yield metric.note

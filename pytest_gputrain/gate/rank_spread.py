@@ -17,7 +17,7 @@ def widest(runs: Iterable[Measurement]) -> RankSpread | None:
 
 def _spread(ranks: Sequence[Rank]) -> RankSpread:
     peaks = [rank.peak_allocated_bytes for rank in ranks]
-    # The median is used, so that a process which is late in some steps and early in others is not called slow.
+    # The median is used, so that a process that is late in some steps and early in others does not count as slow.
     own = [statistics.median(rank.own_seconds) if rank.own_seconds else 0.0 for rank in ranks]
     most, least = max(own), min(own)
     return RankSpread(

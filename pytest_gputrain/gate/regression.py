@@ -141,7 +141,7 @@ def _times(sides: Comparison) -> list[Judged[MetricVerdict]]:
     if reason := sides.why_time_is_foreign:
         return [Judged(_medians("step_seconds", "not-comparable", sides.now, sides.before, reason))]
     judged = [_step_seconds(sides)]
-    # On another host all steps may be slower. `_step_seconds` allows for this.
+    # Another host may slow all steps, and so the mean. `_step_seconds` allows for this, and the mean has no such allowance.
     if not ((sides.pace.is_host_bound or sides.pace.changed) and sides.other_host):
         judged += _mean_step_seconds(sides, judged[0].verdict.status)
     if sides.pace.share is not None:
@@ -167,7 +167,8 @@ def _step_seconds(sides: Comparison) -> Judged[MetricVerdict]:
             allowed = format_percent(metric.limit / metric.baseline - 1, signed=False)
             about = f"is held to {allowed}, {'because' if found.is_host_bound else 'although'} {found}"
         elif metric.status == "regressed" and other and (metric.change or 0.0) <= tolerance.host_time:
-            # In the baseline the GPU decided how long this step took, so another host explains no more than this tolerance.
+            # When the baseline was recorded, the GPU decided how long this step took. So another host explains at most
+            # `host_time`.
             about, metric = f"{found}, {other}", msgspec.structs.replace(metric, status="inconclusive")
         metric = msgspec.structs.replace(metric, note="; ".join(filter(None, [about, metric.note])))
     return judged._replace(verdict=metric)

@@ -114,7 +114,7 @@ def judge_left_behind(
 def _judge_kept(
     name: MetricName, now: Sequence[int], before: Sequence[int], limit: float, note: str, most: int
 ) -> Iterator[Judged[MetricVerdict]]:
-    # If a run no longer evaluates, the verdict on the peak of the evaluation tells it.
+    # If a run no longer evaluates, the verdict on the evaluation's peak says so.
     if not before or (not now and name in KEPT):
         return
     metric = MetricVerdict(metric=name, status="pass", baseline=max(before), limit=limit, runs=len(now))

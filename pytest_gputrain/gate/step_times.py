@@ -126,7 +126,7 @@ def decide(
     within = math.log1p(tolerance) + ROUNDING
     limit = max(within, bound)
     counted = shift if abs(shift) > LEAST_SHIFT else 0.0
-    # The smaller figure is judged: the slowdown of the case, or what is left of it without that of the whole suite.
+    # Of two figures the smaller one is judged: the slowdown of the case, and its slowdown without that of the whole suite.
     slower = [min(ratio, ratio - counted) for ratio in ratios]
     faster = [max(ratio, ratio - counted) for ratio in ratios]
     above, below = sum(ratio > limit for ratio in slower), sum(ratio < -limit for ratio in faster)

@@ -46,7 +46,8 @@ def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary 
 def _utilization(case: Case, platform: str, run: Measurement, seconds: float) -> float | None:
     """Compute the time that the FLOPs of a step would take at their peak rates, as a share of its time."""
     peak = catalog.peak_flops(platform, case.precision, tf32=bool(case.tf32))
-    # There is no peak rate for products of two types. Without autocast a head in fp32 computes in fp32.
+    # A step that multiplies in two types has no single peak rate. A head in fp32 is such a second type, unless autocast
+    # changes its type.
     of_two_types = case.quantized_compute not in ("", case.precision) or (case.unquantized_fp32 and case.precision == "bf16")
     if peak is None or run.flops_per_step is None or of_two_types:
         return None

@@ -216,7 +216,8 @@ class Amd:
     def read(self, gpu: Gpu) -> Reading:
         with _lock:
             device = self._device_of(gpu)
-            if device.partition:  # The counters would be those of the whole GPU.
+            # The counters are those of the whole GPU, and a part has none of its own.
+            if device.partition:
                 return Reading()
             handle = device.handle
             energy = self._ask("amdsmi_get_energy_count", handle) or {}
@@ -224,7 +225,7 @@ class Amd:
             clock = self._ask("amdsmi_get_clock_info", handle, self._library.AmdSmiClkType.GFX)
             activity = self._value(self._ask("amdsmi_get_gpu_activity", handle), "gfx_activity")
             violations = self._violations(gpu, handle)
-        # The first name is that of ROCm 6.2 and later, the second one older.
+        # ROCm 6.2 and later use the first name, and older releases the second one.
         ticks = self._first_value(energy, "energy_accumulator", "power")
         resolution = self._value(energy, "counter_resolution")
         mhz = self._first_value(clock, "clk", "cur_clk")

@@ -95,7 +95,8 @@ _AMD_CAPABILITY: Final = (9, 0)
 
 
 def _platforms() -> Iterator[Platform]:
-    # msgspec is not used, because every project loads this module for its markers.
+    # tomllib reads the file, and not msgspec: every project loads this module for its markers, and msgspec takes time to
+    # import.
     file = tomllib.loads(BOARDS.read_text(encoding="utf-8"))
     for marker, board in file["boards"].items():
         figures: dict[str, Any] = {}

@@ -122,7 +122,7 @@ def _combined(gpus: Sequence[Gpu], occupancies: Sequence[Occupancy], own: Collec
     holders = [holder for some in listings for holder in other_processes(some, {os.getpid(), *own})]
     for gpu, state in zip(gpus, occupancies, strict=True):
         used = 0 if state.free_bytes is None else gpu.memory_bytes - state.free_bytes
-        # Somebody in another container uses the GPU, and processes of that container are not shown here.
+        # If memory is in use and no process is listed, a process in another container uses the GPU.
         if not state.holders and used > UNSEEN_BYTES:
             holders.append(Holder(pid=None, gpu=gpu.index, bytes=used))
     return Occupancy(min(free, default=None), tuple(holders))

@@ -93,7 +93,8 @@ def _lock_devices(pool: str, names: Sequence[str], count: int, folder: Path | No
     _make_common(folder)
     taken: dict[str, int] = {}
     try:
-        # Only one process at a time gathers devices: two cases that have one of two GPUs each would wait for each other.
+        # Only one process at a time gathers devices. Otherwise two cases that each hold one of two GPUs would wait for each
+        # other for ever.
         queue = _lock(folder / f"{pool}-queue.lock", wait=True)
         assert queue is not None
         try:
@@ -147,7 +148,7 @@ def _make_common(folder: Path) -> None:
     except OSError as error:
         raise HardwareError(f"{folder} is not a folder of leases ({error.strerror}); remove it") from None
     try:
-        with contextlib.suppress(PermissionError):  # Another user has already made it for all.
+        with contextlib.suppress(PermissionError):  # Another user owns the folder, and has opened it to all users already.
             os.fchmod(descriptor, 0o1777)
     finally:
         os.close(descriptor)

@@ -237,7 +237,7 @@ def opened() -> Iterator[Nvidia | None]:
         HardwareError: the driver is there but does not answer, now or while it is open.
     """
     try:
-        # Most runs of pytest never ask for GPUs.
+        # The import takes time, and most runs of pytest never ask for GPUs.
         import pynvml
     except ImportError:
         yield None
@@ -245,7 +245,7 @@ def opened() -> Iterator[Nvidia | None]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        # Any other error is a fault of a host with GPUs, which must not be taken for a host without.
+        # Any other error is a fault of a host that has GPUs. It must not be read as a host without GPUs.
         absent = error.value in _NO_DRIVER and not any(DEVICE_FILES.glob("nvidia[0-9]*"))
         if error.value != _NO_GPU and not absent:
             raise _fault(error) from error

@@ -62,7 +62,7 @@ def _kinds(boards: dict[str, Any], board: dict[str, Any]) -> dict[str, float]:
         kinds |= figures
     if "like" in board:
         like = _kinds(boards, boards[board["like"]])
-        # Products come first, since others follow from them.
+        # Rates of products come first, because other rates are derived from them.
         for kind in sorted(like.keys() - kinds.keys() - {"link_gb"}, key=lambda kind: not kind.startswith("products")):
             base = next((base for begin, base in _BASES.items() if kind.startswith(begin)), "")
             kinds[kind] = like[kind] * (kinds[base] / like[base] if base in kinds and base in like else 1)

@@ -161,7 +161,8 @@ class Replay(types.ModuleType):
         replies = self._left.get(key)
         if not replies:
             self._unrecorded += 1
-            if self._unrecorded > _MOST_UNRECORDED:  # The count is damaged, and a caller would loop up to it.
+            if self._unrecorded > _MOST_UNRECORDED:
+                # A count in the recording is damaged, and its caller loops up to that count.
                 raise ValueError(f"{self._unrecorded} calls that follow from it, as {key}, were not recorded")
             raise self._error(self._unsupported, f"{key} was not recorded")
         said = replies.pop(0) if len(replies) > 1 else replies[0]

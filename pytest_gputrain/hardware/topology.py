@@ -63,7 +63,8 @@ class Sysfs:
             return "NODE" if nodes[0] == nodes[1] else "SYS"
         if common == 1:
             return "PHB"
-        # Behind one switch only its lower bridges differ. Without a switch below the root port, there is one step less.
+        # Two devices behind one switch share all entries but two: a lower port of the switch, and the device. Without a
+        # switch below the root port, only the device differs.
         return "PIX" if max(map(len, ways)) - common <= 2 else "PXB"
 
     def _way(self, address: str) -> list[str]:
@@ -76,7 +77,8 @@ class Sysfs:
 
     def _cards(self, kind: str) -> Iterator[tuple[str, str]]:
         for card in sorted((self._root / "class" / kind).glob("*")):
-            # Bridges and tunnels have no device. A virtual card's device is a child of the one on PCIe.
+            # Bridges and tunnels of the network have no device. The device of a virtual card is a child of the device on
+            # PCIe.
             functions = [part for part in (card / "device").resolve().parts if _FUNCTION.fullmatch(part)]
             if (card / "device").exists() and functions:
                 yield card.name, functions[-1]

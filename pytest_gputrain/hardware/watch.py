@@ -63,7 +63,7 @@ class Watch:
             if now >= look:
                 look = now + _LOOK_AROUND_SECONDS
                 self._look_for_others(driver, own())
-        self._read(driver)  # This counts what came after the previous sample.
+        self._read(driver)  # The counters of the last part of the steps are read here.
 
     def _read(self, driver: Driver) -> float:
         """Take a sample, and return when that was."""
@@ -74,8 +74,8 @@ class Watch:
     def _look_for_others(self, driver: Driver, own: set[int]) -> None:
         for gpu in self._gpus:
             holders = driver.occupancy(gpu).holders or ()
-            # In a container the driver may list processes by the numbers of the host, and a process does not know its own
-            # one.
+            # In a container the driver may list processes by the host's numbers, by which a process cannot find itself. Only
+            # if it finds itself are all others other programs.
             if any(holder.pid in own for holder in holders):
                 self._others |= {(holder.pid, gpu.index): holder for holder in drivers.other_processes(holders, own)}
 

@@ -199,7 +199,7 @@ def configured(
         trainable={"full": {}, "lora": {}, "qlora": {}},
         lora=lora or Lora(rank=8, alpha=8, dropout=0.0, targets=()),
         blocks=("",),
-        loss="fp32",  # transformers computes it in fp32, and such models are mostly trained by it
+        loss="fp32",  # These models are mostly trained with transformers, which computes the loss in fp32.
         parts={"model": part},
     )
 
@@ -234,6 +234,6 @@ def architectures() -> dict[str, Architecture]:
     """Return every model by name, family after family, then those that are known by their config.json."""
     facts = dict(_families())
     for name, model in msgspec.json.decode(_PUBLISHED.read_bytes(), type=dict[str, Published]).items():
-        recipe = Lora(rank=8, alpha=16, dropout=0.0, targets=model.targets)  # adapters of experts take no dropout
+        recipe = Lora(rank=8, alpha=16, dropout=0.0, targets=model.targets)  # PEFT refuses dropout for adapters of experts.
         facts[name] = configured(model.title, model.config, model.source, model.parameters, recipe)
     return facts

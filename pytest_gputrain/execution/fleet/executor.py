@@ -99,8 +99,7 @@ class FleetExecutor(Executor[Reply]):
                     self._fleet.expect([order] * missing, soon=True)
                     continue
                 seconds = self._seconds_of(suite, task)
-                # A case that lacks several runs is submitted in turn with other cases, beginning with the case that has most
-                # work left.
+                # Runs of different cases alternate, and the case that has most work left comes first.
                 orders += [(left * seconds, left, order) for left in range(1, missing + 1)]
             self._fleet.expect(order for _, _, order in sorted(orders, key=lambda entry: entry[:2], reverse=True))
 
@@ -136,7 +135,7 @@ class FleetExecutor(Executor[Reply]):
         return outcome.reply
 
     def _order(self, task: Task) -> Order:
-        # Equal tasks share their figures, so they also share their runs, under whichever name a run is asked for.
+        # Equal tasks have the same figures. So a second case with an equal task gets the runs of the first one.
         task = self._firsts.setdefault(identity_of(task), task)
         gpus = min(task.case.gpus, self._requested.gpus)
         return Order(

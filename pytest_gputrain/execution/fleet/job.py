@@ -59,9 +59,10 @@ def _run_order(order: Order, folder: Path, rendezvous: str) -> Delivery:
 
 
 def main(folder: Path, host: str = "", node: str = "") -> None:
-    # A scheduler ends a job by SIGTERM. An exit closes what is open, and removes the case's folder from the node.
+    # A scheduler ends a job by SIGTERM. `sys.exit` runs the clean-up, which removes the case's folder from the node.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    if host:  # The scheduler may kill the process that started this one; srun and the like then end the job.
+    # A scheduler may kill srun, which started this process, without killing this process.
+    if host:
         die_with_parent()
     if node:
         serve(folder, host, print)

@@ -241,7 +241,7 @@ class Fleet:
         while self._to_submit and self._has_capacity():
             ticket = self._to_submit[0]
             try:
-                with undisturbed():  # A job that the scheduler has taken must be noted, or nobody cancels it.
+                with undisturbed():  # Nobody would cancel a job that the scheduler has taken and that is not noted here.
                     ticket.folder.mkdir(exist_ok=True)
                     write_record(ticket.folder / ORDER, ticket.order)
                     ticket.job = self._scheduler.submit(ticket.order, ticket.folder)
@@ -341,7 +341,7 @@ class Fleet:
     def _is_lost(self, ticket: _Ticket, job: Job, now: float) -> bool:
         """Tell whether nothing will come of a job: it has waited for too long, or has ended without a delivery."""
         if job.doing in _NOT_BEGUN:
-            # The waiting time of a job is not over as long as other jobs of this fleet begin or end.
+            # While other jobs of this fleet begin or end, the queue moves, so a waiting job is not given up.
             since = max(ticket.since, self._progress) if job.doing == "waiting" else ticket.since
             if now - since < self._wait_seconds:
                 return False

@@ -124,7 +124,9 @@ class Ray:
         with self._answering():
             nodes = self._ray.nodes()
         alive = {node["NodeID"]: node["Resources"] for node in nodes if node["Alive"]}
-        for run in self._runs.values():  # Runs that nobody asks for any more give their nodes back, too.
+        for run in self._runs.values():
+            # `_is_over` also gives back the nodes of a run that is over, so runs are looked at even if nobody asks for them
+            # any more.
             self._is_over(run)
         return {number: self._job(self._runs[number], alive) for number in ids if number in self._runs}
 
@@ -148,7 +150,7 @@ class Ray:
             )
         host, _, port = address.rpartition(":")
         if host and port.isdecimal():
-            try:  # Ray itself would try for minutes.
+            try:  # Without this check Ray would try to connect for minutes.
                 socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
             except OSError as error:
                 raise ValueError(f"--gpu-executor=ray finds no cluster at {address}: {error.strerror or error}") from None

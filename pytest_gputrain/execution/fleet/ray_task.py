@@ -74,7 +74,8 @@ def _wait(process: subprocess.Popen[bytes], over: object) -> None:
     """Wait until the process ends or is to end; end it where this task is cancelled."""
     assert callable(over)
     try:
-        # Ray cancels a task by an exception in this thread, which comes only between system calls. So none may take long.
+        # Ray cancels a task by an exception in this thread, which Python raises only between system calls. So no system call
+        # here may take long.
         while process.poll() is None and not over():
             time.sleep(_LOOK_SECONDS)
     finally:

@@ -84,7 +84,7 @@ class Slurm:
         self._known: set[str] = set()
         dropped = (*CHOOSING, PARENT, "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
         self._environment = {
-            # If pytest itself runs in a job, sbatch would take that job's variables for options.
+            # If pytest itself runs in a job, sbatch would read that job's variables as options.
             name: value
             for name, value in os.environ.items()
             if name not in dropped and (not name.startswith(("SLURM_", "SBATCH_")) or name == "SLURM_CONF")
@@ -104,7 +104,7 @@ class Slurm:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=self._environment,
-            start_new_session=True,  # Ctrl-C must not end it before it has told the number of the job
+            start_new_session=True,  # Ctrl-C must not end sbatch before it has printed the number of the job.
         ) as process:
             answer = self._answer(process, name)
         self._known.add(answer)
@@ -170,7 +170,7 @@ class Slurm:
             return set()
 
     def _squeue(self, which: str) -> str:
-        # squeue complains of a job that ended some minutes ago (MinJobAge), and this is no error.
+        # squeue forgets a job some minutes after its end (MinJobAge) and then fails, which is no error here.
         command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%N|%r", which]
         done = self._run(command)
         if done.returncode and "Invalid job id" not in done.stderr:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.utils.linux import PARENT
 
-if TYPE_CHECKING:  # Every project imports this module, before anybody asks for a case, so it must load fast.
+if TYPE_CHECKING:  # pytest loads this module in every project, also in one without cases, so its import must be fast.
     from pytest_gputrain.hardware.devices import Gpu
     from pytest_gputrain.records import Task
 
@@ -100,7 +100,7 @@ def worker_environment(task: Task, gpus: Sequence[Gpu], environ: Mapping[str, st
 
 
 def _is_dropped(name: str) -> bool:
-    # pytest's own variable changes with each test, so that each test would have another environment.
+    # PYTEST_CURRENT_TEST changes with each test, and would give each test an environment of its own.
     return name in (*_OF_LAUNCHERS, "PYTEST_CURRENT_TEST") or name.startswith("TORCHELASTIC_")
 
 
@@ -139,8 +139,8 @@ def _visible(gpus: Sequence[Gpu], environment: dict[str, str]) -> dict[str, str]
     # CUDA accepts a UUID only if it begins like this, which the UUID of a Jetson does not.
     named = [gpu.uuid if gpu.vendor == "amd" or gpu.uuid.startswith(("GPU-", "MIG-")) else str(gpu.index) for gpu in gpus]
     names = ",".join(named)
-    # HIP's variables choose among the GPUs that ROCm's variable has left, and number them anew. HIP treats an empty variable
-    # as one that is not set.
+    # HIP's variables choose among the GPUs that ROCm's variable has left, and number them anew. So they are removed. HIP
+    # treats an empty variable as one that is not set.
     for name in CHOOSING:
         environment.pop(name, None)
     if any(gpu.vendor == "amd" for gpu in gpus):

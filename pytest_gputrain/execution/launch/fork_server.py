@@ -67,7 +67,8 @@ class ForkServer:
         )
         with self._lock:
             if imports in self._refused:
-                # These imports were refused before. Another process would import the libraries only to refuse again.
+                # A process has refused to fork after these imports. A new process would import the libraries only to refuse
+                # as well.
                 return None
             return self._fork(imports, folder, rank, environment, timeout_seconds)
 
@@ -94,7 +95,7 @@ class ForkServer:
             if child == 0:
                 self._refused.add(imports)
             if child is None or not (child or source.has_workers()):
-                source.close()  # Otherwise a late answer would be taken for the next one.
+                source.close()  # A late answer must not be read as the answer to the next request.
             elif not child:
                 self._refusing.append(source)
         return ForkedProcess(source, child) if isinstance(child, Child) else None

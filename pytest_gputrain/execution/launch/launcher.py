@@ -138,15 +138,15 @@ def inline(task: Task, builder: Any = None) -> Reply:
         assert not isinstance(reply, Served | EmulatedRun), "the only process of a case serves nobody, and is not emulated"
         return msgspec.structs.replace(reply, measured=figures[0]) if isinstance(reply, Crashed) and figures else reply
     finally:
-        # The training and its libraries may have changed variables, which no test asked for.
+        # The training may have changed variables, and the next test must not see these changes.
         for name in os.environ.keys() - variables.keys():
             del os.environ[name]
         os.environ.update(variables)
         torch.set_num_threads(threads)
         torch.set_rng_state(random_state)
         gc.unfreeze()
-        # A failed case leaves tensors in cycles with its traceback, and the allocator keeps memory; the next case needs
-        # both.
+        # A failed case leaves its tensors in reference cycles with the traceback, and torch's allocator keeps their memory.
+        # The next case needs this memory.
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

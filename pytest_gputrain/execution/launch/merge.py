@@ -160,7 +160,7 @@ def _counts_of_all(counts: Sequence[Counts]) -> Counts | None:
     """Add up, step by step, what all ranks ask for."""
     if not counts:
         return None
-    # Steps of the case are of one kind if the steps of every rank at that time are of one kind.
+    # Steps get the same kind in the sum if they have the same kind in every rank.
     together = list(zip(*(of_rank.steps for of_rank in counts), strict=False))
     kinds = list(dict.fromkeys(together))
     return Counts(

@@ -104,7 +104,7 @@ class _NodeOfCase:
     def leave(self) -> None:
         """End the ranks of this node."""
         if self._agent:
-            # This reason comes first, because the other nodes' ranks only tell that they lost their partners.
+            # This reason is written before those of the other nodes, whose ranks say only that they lost a partner.
             self._tell(f"`gputrain node` on node {self._host} was ended before the case was over")
             self._agent.end()
 

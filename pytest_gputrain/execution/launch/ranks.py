@@ -199,7 +199,7 @@ def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
     last = ranks[0].progress.last
     several = len(ranks) > 1
     detail = "\n".join(f"rank {number}:\n{text}" if several else text for number, text in stacks.items())
-    # While torch is imported, its compiler's files are on the stack, too.
+    # The import of torch also has files of its compiler on the stack, without compiling anything.
     compiles = last.phase != "import" and any(files in detail for files in _COMPILERS)
     advice = ", and torch.compile was compiling" if compiles else ""
     return TimedOut(timeout_seconds=timeout_seconds, phase=last.phase, step=last.step, detail=detail, advice=advice)

@@ -193,7 +193,8 @@ class _Agents:
     def _gone(self) -> bool:
         taken = [node for node in self._node_folders if node.exists()]
         ended = self._process is None or self._process.poll() is not None
-        # The agent of this node may have been killed before it reported; srun itself waits for all agents that it started.
+        # This node, the first one, need not report, because its agent may have been killed before. Under Slurm no node needs
+        # to report, because srun itself waits for all agents.
         reporting = [] if self._cluster.by_slurm else taken[1:]
         return ended and all((node / LEFT).exists() for node in reporting)
 

@@ -139,12 +139,12 @@ def describe(chosen: Board, *, kernels: int, devices: int = 1) -> str:
     Args:
         kernels: those that run on it, from `find_kernels`. CUB chooses its algorithms by them.
     """
-    # If the GPU runs kernels for another one, it reports the capability of that one. Otherwise a library would choose
-    # kernels that are missing.
+    # If the libraries have no kernels for this GPU, it reports the capability whose kernels it runs. Otherwise a library
+    # would choose kernels that are missing.
     other = other_kernels(chosen, kernels)
     name, capability = (_UNNAMED, divmod(kernels, 10)) if other else (chosen.name, chosen.capability)
     multiprocessor = _MULTIPROCESSORS[capability]
-    # The last byte is the number of the device.
+    # The last byte of a UUID is the number of the GPU, which the stand-in sets.
     identity = UUID_PREFIX + uuid.uuid4().bytes[len(UUID_PREFIX) : -1] + b"\0"
     fields = {
         "devices": devices,

@@ -64,10 +64,11 @@ def emulated_environment(
     # The paths are absolute, because torch looks into the nvidia-* packages before LD_LIBRARY_PATH.
     emulated[_PRELOAD] = ":".join([*paths, *environ.get(_PRELOAD, "").split(":")]).rstrip(":")
     emulated["TRITON_LIBCUDA_PATH"] = str(libraries.folder)
-    # The emulation has a folder of its own. Kernels were chosen here without measuring, so a real GPU must not find this
-    # choice.
+    # Kernels are chosen here without measuring, and a real GPU must not use these choices. So the emulation has a folder of
+    # its own.
     compiled = Path(environ.get(_COMPILED) or _own_compiled()) / _APART
-    # Compiling allocates on the GPU, and compiled code from the disk does not. So each run of a program starts without any.
+    # Compiling allocates on the GPU, and loading compiled code does not. So each run starts with an empty folder, and all
+    # runs allocate the same.
     emulated[_COMPILED] = str(compiled if state is None else state / "compiled")
     # Kernels are kept, because making them takes most of the time and does not allocate.
     emulated.setdefault(_KERNELS, f"{compiled.parent}{_KEPT_KERNELS}")

@@ -35,11 +35,12 @@ def make_importable(torch: Torch) -> None:
     if "torch" in sys.modules or not _missing(torch) or _is_loaded(_DRIVER):
         return
     paths = {path.name: path for path in stand_ins(torch).libraries if path.name != _MANAGEMENT}
-    # All other libraries need these two. If they were loaded by name, the loader would find a real driver in LD_LIBRARY_PATH
-    # first.
+    # All other libraries need the core and the driver, so these two are loaded first, by their paths. By its name the loader
+    # would find a real driver in LD_LIBRARY_PATH.
     core = ctypes.CDLL(str(paths.pop(CORE)))
     described = os.environ.pop(DEVICE, None)
-    core.gputrain_gpu()  # the library reads the description only once, and must find none
+    # The library reads GPUTRAIN_EMULATED_DEVICE only once. It must find none, so that this process has no GPUs.
+    core.gputrain_gpu()
     if described is not None:
         os.environ[DEVICE] = described
     for path in (paths.pop(_DRIVER), *paths.values()):

@@ -45,7 +45,7 @@ _WORKSPACES: Final = {
         for name in names
         for number in "SDCZ"
     },
-    # The two places are the sizes on the device and on the host.
+    # The two numbers are positions of arguments: the sizes of the workspace on the device and on the host.
     "cusolverDnXpotrf_bufferSize": _Workspace((9, 10)),
     "cusolverDnXgeqrf_bufferSize": _Workspace((11, 12)),
     "cusolverDnXsyevd_bufferSize": _Workspace((12, 13)),

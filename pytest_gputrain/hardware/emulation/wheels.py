@@ -177,7 +177,7 @@ class Unpacker:
                 self._refuse(f"{info.filename} is not the file of its RECORD")
             if (info.external_attr >> 16) & 0o111:
                 target.chmod(0o700)
-            # Archives keep whole seconds, so these stay equal if the folder is packed and moved.
+            # Archives keep whole seconds. So the times stay equal if the folder is packed and moved.
             modified = calendar.timegm((*info.date_time, 0, 0, 0))
             os.utime(target, (modified, modified))
             yield info.filename, Unpacked(info.file_size, modified, digest.hexdigest())
