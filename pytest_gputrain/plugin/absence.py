@@ -48,7 +48,8 @@ def note_missing(collector: Collector, tests: CaseTests, expression: str, *, end
         verb = "emulated" if settings.emulate else "measured"
         notes.append(f"nothing was {verb}: every case was skipped ({tests.why_missed()})")
         is_asked_for = settings.emulate or bool(platforms_named(expression))
-        # A project may skip tests for its own reasons, such as slow ones; this fails only if somebody asked for strictness.
+        # A project may skip tests for its own reasons, for example slow ones. So such tests fail the run only if somebody
+        # asked for strictness.
         collector.failed |= (strict and is_asked_for) or (settings.strict is True and tests.are_skipped_by_others)
     elif tests.outcomes and all(result.figures is None for result in results):
         notes.append(f"no case gave figures: {tests.counted()}")
@@ -143,7 +144,7 @@ def _unclaimed(
     abandoned -= {result.suite for result in results}
     whole: Set[str] = {suite for suite in paths if not any(map(files.is_a_part, paths[suite]))} | abandoned
     seen = {(store_type, device, is_tiny) for store_type, device, _, is_tiny in claimed}
-    # The set also has files of which no test asked for a case.
+    # `abandoned` has suites with baselines of whose files no test asks for a case.
     expected: Set[str] = whole & {*map(suite_of, files.with_cases), *abandoned}
     if not seen:
         expected = {suite for suite in expected if not any(map(files.is_for_others, paths[suite]))}
@@ -164,7 +165,7 @@ def _unclaimed(
         for end, cases in (test for path in paths[suite] for test in files.not_passed(path)):
             asked = {key for case in cases for key in (case, f"{case}@tiny") if key in stored}
             keys.update(asked)
-            if not asked:  # It is unknown which cases this test would have asked for.
+            if not asked:  # This test never asked for its cases, so they are unknown.
                 unknown.append(end)
         # A file may declare cases for as many GPUs as it finds, so cases of more GPUs belong to other machines.
         most = max((result.case.gpus for result in results if result.suite == suite), default=1)

@@ -219,7 +219,7 @@ class CaseSession:
         if endings:
             report.gputrain_endings = [*endings]  # type: ignore[attr-defined]
             endings.clear()
-        # Every phase counts, because a fixture may measure, too.
+        # Setup and teardown count, too, because a fixture may measure.
         if results or hasattr(report, "gputrain_endings") or has_cases(item):
             # The result is sent as JSON, because xdist sends only plain attributes of a report from its workers.
             report.gputrain = [msgspec.json.encode(result).decode() for result in results]  # type: ignore[attr-defined]
@@ -270,7 +270,7 @@ class CaseSession:
         ran = bool(self._tests.outcomes or collector.results)
         if (ran or self._failures) and self._unseen:
             collector.notes.append(self._unseen)
-            # The variable CI alone does not make a run fail for this: a driver's file may be there for the graphics of a
+            # The variable CI alone does not make a run fail here, because a driver's file may belong to the graphics of a
             # CPU.
             collector.failed |= self.runner.settings.strict is True
         left = absence.note_unclaimed(collector, self._files, without_cases, self._host if ended else lambda: None)

@@ -28,7 +28,7 @@ class DeselectedTests:
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         with_cases = [item for item in items if has_cases(item)] if self._expression else []
         if with_cases:
-            # The module is imported only if there are tests with cases.
+            # The import takes time, and only tests with cases need this module.
             from pytest_gputrain.session.selection import platforms_missed
 
             for item in with_cases:
@@ -38,7 +38,7 @@ class DeselectedTests:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         selected = {file_of(item) for item in session.items if has_cases(item)}
         if selected and session.config.getoption("keyword", ""):
-            selected |= self._platforms.keys()  # -k may have left these tests out, and not the marker.
+            selected |= self._platforms.keys()  # `-k`, and not the marker, may have left these tests out.
         for file in selected:
             self._platforms.pop(file, None)
         if hasattr(session.config, "workeroutput"):  # This is a worker of xdist.

@@ -229,7 +229,7 @@ class GpuTrain:
             raise BadCase(f"{', '.join(unknown)} is not a field of a case{hint}; known: {', '.join(Case.__struct_fields__)}")
         if isinstance(what, Case):
             return what.replace(**knobs)
-        called: object = what  # A test that no type checker has seen can pass any type.
+        called: object = what  # Tests are seldom type-checked, so this may be any object.
         if inspect.isgenerator(called):
             function = called.__name__
             raise BadCase(f"{function}(...) was called before; pass the function {function} itself, and args={{...}}")
@@ -237,7 +237,7 @@ class GpuTrain:
             raise BadCase(f"{what!r} is neither a Case, a Script, nor a function that builds a step")
         name = getattr(what, "__name__", type(what).__name__)
         if inline:
-            # A closure has the name of its test, because nothing else differs between those of a parametrized test.
+            # The closures of a parametrized test differ only by the test's id, so they are named after it.
             code, callspec = f"inline:{self._item.nodeid}", getattr(self._item, "callspec", None)
             name += f"[{callspec.id}]" if callspec else ""
         else:

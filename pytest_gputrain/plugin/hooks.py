@@ -57,7 +57,7 @@ class _IniOnly(argparse.Action):
         raise pytest.UsageError(option.refused_flag(None if value is None else str(value)))
 
 
-@pytest.hookimpl(tryfirst=True)  # conftest.py files may import torch
+@pytest.hookimpl(tryfirst=True)  # This runs before conftest.py files, because they may import torch.
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Make torch importable under ``--gpu-emulate``, which needs none of NVIDIA's libraries.
 
@@ -175,7 +175,7 @@ class GpuTrainPlugin:
         """`cases` if something has asked for it; otherwise None."""
         return self.__dict__.get("cases")
 
-    @pytest.hookimpl(trylast=True)  # The ids end with what the command line adds.
+    @pytest.hookimpl(trylast=True)  # The ids end with what the command line adds, so this runs last.
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if self.cases_so_far and "gputrain" in metafunc.fixturenames:
             self.cases_so_far.parametrize(metafunc)
@@ -184,7 +184,7 @@ class GpuTrainPlugin:
         if has_cases(item) or has_parameters(item):
             self.cases.declare(item)
 
-    @pytest.hookimpl(tryfirst=True)  # --stepwise continues at a place in this order
+    @pytest.hookimpl(tryfirst=True)  # `--stepwise` continues at a place in this order, so this runs first.
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self.cases_so_far:
             self.cases_so_far.order(items)
@@ -198,7 +198,8 @@ class GpuTrainPlugin:
         if self.cases_so_far:
             self.cases_so_far.expect(session.items)
 
-    @pytest.hookimpl(trylast=True)  # what other plugins set at their start must not look like a change by a test
+    # This runs last: what other plugins set at their start must not look like a change by a test.
+    @pytest.hookimpl(trylast=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self.environment.begin()
 
@@ -212,7 +213,7 @@ class GpuTrainPlugin:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        if self.cases_so_far:  # Cases of a worker have sent reports before.
+        if self.cases_so_far:  # Reports of this worker may have sent cases before.
             self.cases_so_far.take_over(node)
 
     @pytest.hookimpl(wrapper=True)

@@ -241,7 +241,7 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """The fields that appear in the id because a grid varies them."""
 
     def __str__(self) -> str:
-        # This also names a case in the sentence that refuses a field of a wrong type, so it shows any type.
+        # Sentences that refuse a field of a wrong type name the case by this id. So fields of any type are shown.
         parts = [self.model] if self.method in ("custom", "script") else [self.model, self.method]
         parts += [] if self.method == "script" else [self.precision]
         if self.parallel != "single":
@@ -284,7 +284,8 @@ _READABLE: Final = re.compile(r"[\w.,:/=+@-]{1,48}")
 
 def _arguments_text(args: str) -> str:
     """Return the arguments as ids show them: ``width=64-depth=2``, or ``args=4f8b21c9`` of what is long or hard to read."""
-    with contextlib.suppress(msgspec.MsgspecError, TypeError):  # Somebody may have written the case by hand.
+    with contextlib.suppress(msgspec.MsgspecError, TypeError):
+        # The arguments of a case that somebody wrote by hand may have any type.
         given = msgspec.json.decode(args, type=dict[str, Any] | list[str])
         words = [f"{name}={_plain(value)}" for name, value in given.items()] if isinstance(given, dict) else given
         text = "-".join(word.lstrip("-") for word in words)

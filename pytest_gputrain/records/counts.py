@@ -352,7 +352,8 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
                 by="" if cause.what in ("launches", "kernels", "operators") else cause.by,
                 own=_without_line(cause.own),
                 library=_without_line(cause.library),
-                bytes=cause.bytes if cause.what != "launches" else (),  # blocks are not told by line
+                # The bytes of launches are numbers of blocks, which are not stored by line.
+                bytes=cause.bytes if cause.what != "launches" else (),
             )
             for cause in self.causes
         )

@@ -128,8 +128,8 @@ class Collector:
         stored = _RecordedCase(result.case, result.nodeid, result.key, result.variables, result.variables_digest)
         first = self._stored.setdefault((result.device, result.suite, result.key), stored)
         if first.case.identity() != result.case.identity():
-            # A single process refuses this before it measures. The workers of xdist do not know of each other, so it is
-            # refused here.
+            # A single process refuses such a case before it measures. The workers of xdist do not know each other's cases,
+            # so the collector refuses it here.
             self.failed = True
             self.notes.append(f"not recorded: {same_id(result.suite, first.case, result.case)}")
             return

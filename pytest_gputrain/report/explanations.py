@@ -136,7 +136,8 @@ def _doubts(results: Sequence[Result], descriptions: Mapping[str, str]) -> Itera
     for verdict in (result.verdict for result in results if result.verdict):
         held_to = verdict.held_to if verdict.status == "new" else None
         other = "other-conditions" if verdict.status == "pass" and verdict.other_conditions else ""
-        # Other failing verdicts do not come from a baseline, so an update has accepted nothing.
+        # Other failing verdicts do not come from a comparison with a baseline, so an update of baselines has not accepted
+        # them.
         kind = "accepted" if verdict.before == "regressed" else held_to or other or verdict.status
         doubts[kind].append(verdict.sentence)
     return (_doubt(description, doubts[kind]) for kind, description in descriptions.items() if doubts[kind])

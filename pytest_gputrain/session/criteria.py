@@ -40,7 +40,7 @@ def is_strict(settings: Settings) -> bool:
     """Tell whether a case without a comparable baseline fails."""
     if settings.strict is not None:
         return settings.strict
-    # A run is strict by default because somebody may forget to record a figure. Nobody records published figures.
+    # A run in CI is strict, because somebody may have forgotten to record a figure. Nobody records published figures.
     return in_ci() and settings.baseline != "published" and not settings.baseline_update
 
 

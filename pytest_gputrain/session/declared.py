@@ -46,7 +46,8 @@ class DeclaredCases:
         theirs, ours = (
             "" if owner is None else owner.code.partition("::")[0].removeprefix("inline:") for owner in (baseline_case, case)
         )
-        # A case's code may move between modules that tests import, but not between test files of one name.
+        # The code of a case may move to another module that tests import. Two test files of the same name, however, would
+        # share a baseline.
         are_tests = suite_of(Path(theirs)) == suite == suite_of(Path(ours))
         if are_tests and theirs != ours and (self._root / theirs).is_file():
             raise BadCase(

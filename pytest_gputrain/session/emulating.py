@@ -124,7 +124,8 @@ class EmulatingRunner(CaseRunner):
         if regressed & {*COUNT_FIGURES, "heap_growth"} and not records(self.settings, recorded=recorded is not None):
             again = self._again(task)
             if again is not None and figures.heap_growth is not None and again.heap_growth is not None:
-                # The host is a real machine, so what a single process leaves on its heap proves nothing.
+                # The host's heap is real memory, and one process may keep more by chance. So the smaller growth of two
+                # processes counts.
                 figures = msgspec.structs.replace(figures, heap_growth=min(figures.heap_growth, again.heap_growth))
             verdict = judge_with(run=figures, again=_counts_of(again))
         if case.method != "script" or verdict.status != "regressed":

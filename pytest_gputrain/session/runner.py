@@ -84,7 +84,7 @@ class Runner(CaseRunner):
         request, task = self._prepared(request)
         # A study runs other cases than the declared one, so the host of these cases is known only afterwards.
         host = host if self._is_study else self._replies.host_of(task, inline)
-        # The baseline is read before the case runs for minutes, so that a broken file is told at once.
+        # The baseline is read before the case runs for minutes, so that a broken file is reported at once.
         judged = request.judged and not self._is_study
         criteria = self._lookup.of(request.suite, task, host, request.terms, judged=judged)
         self._declared.refuse_namesake(request.suite, task.case, criteria.baseline.case if criteria.baseline else None)

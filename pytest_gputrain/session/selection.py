@@ -44,7 +44,9 @@ def platforms_of(declared: object) -> tuple[str, ...]:
 def platforms_named(expression: str) -> list[str]:
     """Return the platforms that a ``-m`` expression asks for by name."""
     words = set(_names_in(expression))
-    others = words - _ALL  # A test may have these markers or not.
+    # An expression may also ask for markers that are no platforms. It names a platform if it holds without them or with all
+    # of them.
+    others = words - _ALL
     return [m for m in MARKERS if m in words and (_holds(expression, {m}) or _holds(expression, {m} | others))]
 
 

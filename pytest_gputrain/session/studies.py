@@ -78,7 +78,7 @@ def record_losses(task: Task, steps: int, platform: str, launch: Launch) -> Reco
     case = task.case.replace(steps=steps, warmup=0)
 
     def task_of(precision: str) -> Task:
-        # The other precisions are compared with fp32, so that run computes everything in fp32.
+        # The other precisions are compared with fp32, so that the run in fp32 computes everything in fp32.
         plain = {} if precision == case.precision else _OF_ONE_PRECISION
         return msgspec.structs.replace(task, case=case.replace(precision=precision, **plain), curve=True)
 

@@ -102,7 +102,7 @@ def to_baseline(result: Measured | Emulated, *, date: str, session: str, commit:
         for reply, origin in itertools.zip_longest(replies, earlier)
     )
     baseline_runs = tuple(msgspec.structs.replace(run, variables=result.variables) for run in runs if run is not None)
-    # Figures mean the same if only the number of steps or the declared platforms differ, so the baseline's case lacks these.
+    # The number of steps and the declared platforms do not change what figures mean, so the baseline's case lacks both.
     return Baseline(device=result.device, case=Case(**result.case.identity()), scale=result.scale, runs=baseline_runs)
 
 

@@ -148,7 +148,8 @@ def within(folder: Path, *names: str) -> Path:
     try:
         target = Path(os.path.realpath(path, strict=True))
     except OSError as error:
-        if error.errno == errno.ELOOP:  # From Python 3.13 on `Path.resolve` does not raise for this.
+        # Path.resolve would not raise for a loop of links from Python 3.13 on.
+        if error.errno == errno.ELOOP:
             raise ValueError(f"{path} leads nowhere ({error.strerror})") from None
         target = Path(os.path.realpath(path))  # A missing file is no error here, because opening it raises the right one.
     if not target.is_relative_to(folder.resolve()):

@@ -21,7 +21,7 @@ def unlinked(text: str) -> str:
 def escaped(text: str) -> str:
     """Escape ``text`` in one line, none of it markup, and without mentions."""
     line = re.sub(r"([\\`*_{}\[\]<>#|~&])", r"\\\1", unlinked(" ".join(shown(text).split())))
-    # These would begin a list, or be a rule.
+    # Markdown would read these characters as a list item or as a horizontal rule.
     return re.sub(r"^(\d*)([-+.)])(?=\s|-|$)", r"\1\\\2", line)
 
 

@@ -155,8 +155,7 @@ class Charts:
         middle = max(heights)
         with self._axes(150, left=46, bottom=24, top=20) as (figure, axes):
             days = time.date2num(list(dates))
-            # A line of no length with round ends is drawn as a dot. It takes a tenth of the text in the file that a marker
-            # needs.
+            # A line of zero length with round ends is drawn as a dot. In the file it takes a tenth of the text of a marker.
             dots = [[position for value in axis for position in (value, value, math.nan)] for axis in (days, heights)]
             axes.plot(*dots, solid_capstyle="round", linewidth=3.6, color=Colour.SERIES[0], alpha=0.6)
             ends = [*(start for start, _ in levels[1:]), len(days)]

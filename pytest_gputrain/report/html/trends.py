@@ -121,7 +121,7 @@ def _trend(course: Course, history: History, charts: Charts) -> Trend:
         if start >= hidden
     ]
     changes = tuple(_change_text(change, show) for change in reversed(course.changes))
-    # If figures are the same in every run, there is no noise to show. The series only assumes a little noise then.
+    # If all figures of a level are equal, there is no noise to show, and `course.noise` is only an assumption.
     noise = [format_percent(course.noise, signed=False)] if len(set(drawn)) > len(levels) else []
     title = f"{_TITLES.get(course.metric, course.metric)} of {course.key} on {course.device}"
     description = f"{course.runs} runs to {course.last.date[:10]}, now at {show(course.level)}"
