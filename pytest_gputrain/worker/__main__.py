@@ -46,11 +46,11 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
     progress.enter("start")
     task = _prepared(msgspec.json.decode(read_message(case_folder / CASE), type=Task))
     if task.emulated:
-        # Compiling allocates on the GPU, and compiled code from the disk does not. So each run starts with an empty folder.
+        # Compiling allocates on the GPU, and loading compiled code does not. So each run starts with an empty folder.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
     if task.emulated and not task.simulated:
         os.environ["GPUTRAIN_EMULATED_STATE"] = str(case_folder)  # the stand-in of NCCL exchanges data through this folder
-        # Otherwise a thread of torch keeps the tensors of a collective for a while, which differs between two runs.
+        # Without this a thread of torch keeps the tensors of a collective for a time that differs between two runs.
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     progress.enter("import")
     reply: Reply | Served | EmulatedRun
@@ -58,7 +58,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
         from pytest_gputrain.worker.libraries import load_for
 
         load_for(task)
-        # Objects of imports never become garbage, and without this each collection would look at all of them.
+        # Objects of imports never become garbage. Frozen objects are skipped by each later collection.
         gc.freeze()
         from pytest_gputrain.worker.group import Group
         from pytest_gputrain.worker.own_lines import OwnLines
@@ -84,7 +84,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
 
             try:
                 reply = run(task, progress, group=group, keep=keep)
-            except BaseException as error:  # The code that trains may raise KeyboardInterrupt itself.
+            except BaseException as error:  # The user's training may raise even KeyboardInterrupt.
                 reply = crash(error, progress, OwnLines.of_case(task))
     progress.enter("reply")
     write_record(folder / REPLY, {**msgspec.to_builtins(reply), "format": FORMAT})

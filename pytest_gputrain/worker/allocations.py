@@ -110,7 +110,7 @@ class AllocationCounter(SharedMode):
                     self._look_at(value, GIVEN)
         except Exception as error:  # Counting must not fail a program.
             self.note_trouble(error)
-        if wraps(types):  # The look may have found that a type is such a wrapper.
+        if wraps(types):  # Looking at the tensors may have found that a type is such a wrapper.
             return NotImplemented
         self.note_thread()
         result = func(*args, **kwargs)
@@ -129,7 +129,7 @@ class AllocationCounter(SharedMode):
                 self._glance_at((args, kwargs.values()) if kwargs else args)
         except Exception as error:  # Counting must not fail a program.
             self.note_trouble(error)
-        if types and wraps(types):  # The look may have found that a type is such a wrapper.
+        if types and wraps(types):  # Looking at the tensors may have found that a type is such a wrapper.
             return NotImplemented
         result = func(*args, **kwargs)
         try:
@@ -167,8 +167,7 @@ class AllocationCounter(SharedMode):
         super().__exit__(*exc_info)
         self.phases.__exit__(*exc_info)
         self._noting.__exit__(*exc_info)
-        # If callbacks remained, they would call a counter that nobody reads any more, and disturb the timed steps that
-        # follow.
+        # Callbacks that remained would call a counter that nobody reads any more, and would slow the timed steps.
         self._storages.leave()
 
     def _see(self, storage: torch.UntypedStorage, operator: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:

@@ -36,12 +36,13 @@ def batches_in_turn() -> Iterator[None]:
             for kind in type(loader).__mro__:
                 follow(kind)
             initialize(loader, *args, **kwargs)
-            # If a CPU is measured on a machine with a GPU, a thread would pin the batches in the order in which they arrive.
+            # A thread would pin batches in the order in which they arrive, if a CPU is measured on a machine with a GPU.
             loader._pin_memory = False
 
-        for kind in _subclasses(_BaseDataLoaderIter):  # A loader of any of these classes may be in use already.
+        for kind in _subclasses(_BaseDataLoaderIter):  # A DataLoader of any of these classes may be in use already.
             follow(kind)
-        # torchdata's iterator is another class, which may be imported only later, so classes are found when one is made.
+        # torchdata's iterator is another class, and it may be imported later. So classes are looked for whenever an iterator
+        # is made.
         stack.enter_context(mock.patch.object(_BaseDataLoaderIter, "__init__", follow_and_initialize))
         yield
 

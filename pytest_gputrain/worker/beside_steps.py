@@ -86,7 +86,8 @@ class BesideSteps:
                 with self._phase("evaluate", counter), self._counting():
                     _call("evaluation", beside.evaluate)
             self._notes = beside.notes
-        # All processes share the folder, even if only one saves, or only one has too much memory in use.
+        # All processes share the folder, so they agree on the sizes, even if only one saves or only one has too much memory
+        # in use.
         in_use = self._in_use(counter)
         too_much = in_use > min(MOST_SAVED, shutil.disk_usage(tempfile.gettempdir()).free // 2)
         saving, sizes = self._group.union(
@@ -174,7 +175,7 @@ class BesideSteps:
             self._device.reset_peaks()
             yield
             self._peaks[phase] = self._device.peaks().allocated or 0
-        # Data that existed before count as new when they are first seen, so they are subtracted.
+        # The counter counts data that existed before as new when it first sees them, so they are subtracted.
         _, given = counter.trace.bytes_of({GIVEN}, events) if counter else (0, 0)
         self._kept[phase] = max(0, self._left(counter, before + given) - before - given)
 
@@ -247,7 +248,7 @@ def _undisturbed(model: nn.Module | None, device: Device) -> Iterator[None]:
     python, of_numpy = random.getstate(), numpy.random.get_state()
     # The references are weak, because a module that the evaluation lets go of must not live longer.
     modes = weakref.WeakKeyDictionary((module, module.training) for module in (() if model is None else model.modules()))
-    # A module that is being made may have no hash yet, so modules are known by their ids.
+    # A module that is being made may have no hash yet, so `id` is the key.
     made: dict[int, weakref.ref[nn.Module]] = {}
 
     def noting(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -66,7 +66,7 @@ def _imported(module_name: str, path: Path) -> ModuleType | None:
     if not top or top == "__main__":
         return None
     try:
-        # `find_spec` for a module imports its package, so only the package that has the file is asked.
+        # `find_spec` of a module imports its package. So first the package is looked for, and must have the file.
         package = importlib.util.find_spec(top) if below else None
         if below and not any(path.is_relative_to(Path(folder).resolve()) for folder in _module_folders(package)):
             return None

@@ -111,7 +111,7 @@ class CaseRun:
             finish: does what can be done without them, once the error and what its frames held are freed.
         """
         self.fallback = note_of, finish
-        yield  # If an exception comes, the caller finds the fallback still set.
+        yield  # After an exception the caller reads which fallback was set.
         self.fallback = None
 
     def may_miss(self, what: str) -> contextlib.AbstractContextManager[None]:

@@ -181,7 +181,8 @@ class Movement:
         def note_gradient_of(name: str) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
                 gradient = None if parameter.grad is None else local(parameter.grad)
-                # Operators of this check would be counted as those of the step of own code on an emulated GPU.
+                # On an emulated GPU the operators of this check would count as operators of the step, so own code is not
+                # checked for zeros.
                 if gradient is not None and gradient.is_sparse and not self._accepts_zeros:
                     gradient = gradient.coalesce().values()
                 if gradient is None or not gradient.numel():

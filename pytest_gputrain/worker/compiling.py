@@ -30,7 +30,7 @@ def compile_in_place(parts: Sequence[nn.Module], mode: str, device: torch.device
         mode: of torch.compile. On a CPU its graphs are traced, forward and backward, and run as they are: making code for a
             CPU needs a compiler and takes longer than a tiny model trains.
     """
-    # This is the old name of recompile_limit. Newer versions of torch accept both names.
+    # cache_size_limit is the old name of recompile_limit. Newer versions of torch accept both names.
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, _RECOMPILATIONS)
     # A UNet's blocks are lists of modules, which are never called themselves.
     for inner in (inner for part in parts for inner in (part if isinstance(part, nn.ModuleList) else [part])):

@@ -176,7 +176,7 @@ class CountedSteps:
         """Yield a cause for each function that torch.compile has compiled in the step, and for each graph break."""
         before = self.compiled
         frames, breaks = compiled()
-        if (added := frames - before[0]) > 0:  # If a program has cleared torch's counters, this is negative.
+        if (added := frames - before[0]) > 0:  # A program that has cleared torch's counters makes this negative.
             utils: Any = sys.modules["torch._dynamo.utils"]
             # A compiled backward graph has metrics, but it has no function of its own.
             named = [one for one in getattr(utils, "get_compilation_metrics", list)() if getattr(one, "co_name", None)]

@@ -261,8 +261,8 @@ class Cpu:
 
     @contextlib.contextmanager
     def counting(self, line: Callable[[], str]) -> Iterator[AllocationCounter | None]:
-        # Reference cycles are freed whenever the garbage collector runs. It is off here, so that the count is the same in
-        # every run.
+        # Python frees reference cycles whenever its garbage collector runs. The collector is off here, so that the count is
+        # the same in every run.
         gc.disable()
         try:
             with batches_in_turn(), AllocationCounter(line) as counter:

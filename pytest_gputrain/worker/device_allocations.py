@@ -198,8 +198,8 @@ class DeviceAllocations:
 
     def _entered(self, phase: TrainingPhase) -> None:
         if (self._phase, phase) == ("backward", "optimizer"):
-            # The phase between backward and optimizer gets a peak, too, because a later version that allocates there is
-            # compared with it.
+            # The phase between backward and optimizer gets a peak even if it allocates nothing. A later version that
+            # allocates there is compared with this peak.
             self._entered("between")
         self._keep_peak()
         self._phase = phase if self.phases.in_steps else None
@@ -283,7 +283,7 @@ class DeviceAllocations:
     def _allocate(self, size: int, call: _Call | None, phase: TrainingPhase) -> int:
         if call is None:
             return self._trace.allocate(size, _UNKNOWN, phase, (size,), "bytes")
-        other = _Output(size, (size,), "bytes")  # a workspace has no output
+        other = _Output(size, (size,), "bytes")  # A workspace is no output, so its type is unknown.
         _, shape, dtype = next((output for output in call.outputs if output.bytes == size), other)
         return self._trace.allocate(size, call.operator, call.phase, shape, dtype, call.line)
 

@@ -186,7 +186,7 @@ def _make_answered(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> 
     """
     _make(self, *args, **kwargs)
     if dist.get_backend(self.process_group) == "fake":
-        # The hook has no annotations. torch compares annotations with types, and in this module they would be texts.
+        # The hook has no annotations. torch compares annotations with types, and in this module annotations are texts.
         self.register_comm_hook(None, lambda state, bucket: _answer(bucket.buffer()))
 
 

@@ -104,5 +104,5 @@ def _first_line(function: ast.FunctionDef) -> int:
 def _parsed(file: str) -> ast.AST:
     try:
         return ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:  # The file was changed since it was imported.
+    except SyntaxError:  # The file was changed after its import.
         return ast.Module(body=[], type_ignores=[])

@@ -169,7 +169,7 @@ def may_use_tf32(operator: str, args: Any) -> bool:
     """Tell whether an operator on fp32 may compute in TF32 by torch's switches of this moment."""
     if torch.version.hip is not None or device_of(args) != "cuda":
         return False
-    # Once own code has set one of these switches, the older ones raise an error.
+    # The older switches raise an error once own code has set these ones.
     backends: Any = torch.backends
     switch = backends.cudnn.conv if is_convolution(operator) else backends.cuda.matmul
     return bool(switch.fp32_precision == "tf32")

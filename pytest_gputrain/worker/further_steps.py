@@ -66,7 +66,7 @@ class Confirmation:
         run, training, computes = self._run, self._run.training, self._run.device.computes
         if run.own:
             run.own.seeds.end_build()
-        # A curve may end in weights that are NaN, and then nothing can be checked.
+        # A curve may end in weights that are NaN, of which no check makes sense.
         if training.model is None or run.task.curve or not (computes or run.own):
             return None
         # fp16 rounds small gradients to zero, even if they are scaled. On an H200 this happened to 16 of 680 tensors of
@@ -77,8 +77,8 @@ class Confirmation:
         if isinstance(training, OwnCodeTraining):
             movement.check_declared(training.idle_names)
         if not computes and not run.compile_calls.any:
-            # Another step may train another part of the model, and without computed values nothing tells that a part has
-            # changed.
+            # A later step may train another part of the model. Without computed values only a hook can see which part a step
+            # trains.
             counting.enter_context(movement.watching())
         return movement
 
@@ -146,8 +146,7 @@ class Confirmation:
             steps: how many there are with it.
         """
         run, own, movement = self._run, self._run.own, self._movement
-        # A compiled case runs this step without compiled code, which takes blocks of other sizes, and maybe more memory than
-        # there is.
+        # In a compiled case this step runs uncompiled. It takes blocks of other sizes, and maybe more memory than there is.
         run.device.reset_peaks()
         may_fail = run.case.compile != "off" or run.emulated is not None
         if may_fail:
@@ -155,7 +154,8 @@ class Confirmation:
         traced_later = run.compile_calls.any and run.group.size == 1
         updates = own is None or run.case.gradient_accumulation == 1
         with (
-            # If one of several processes runs out of memory, the others would wait for it.
+            # If one of several processes ran out of memory, the others would wait for it for ever. So only a single process
+            # may fail.
             run.may_fail(self._why_unwatched, lambda: self._do_without(steps=steps - 1))
             if may_fail and run.group.size == 1
             else contextlib.nullcontext(),
@@ -169,7 +169,7 @@ class Confirmation:
         ):
             yield True
         moved, reached = movement.changes() if movement else (set(), set())
-        # On an emulated GPU each process reports its own tensors, because large messages between processes have no contents.
+        # On an emulated GPU large messages between processes carry no contents, so each process reports its own tensors.
         if not run.emulated:
             moved, reached = run.group.union((moved, reached))
         # A CUDA graph calls no hooks of gradients, and on an emulated GPU it computes no values that would tell.
@@ -251,8 +251,10 @@ def count_python_calls(run: CaseRun) -> Steps:
     if counter is None or run.case.asynchronous or not run.measures_times:
         return
     if run.operators and run.own and rounds and (run.compile_calls.any or run.group.size > 1):
-        return  # This step would have another place in the round of micro-batches than the counted ones.
-    # A built-in model has made whole rounds. Own code has made the first step of one, and on a CPU a whole one.
+        # Such a case counts other micro-batches of a round than the one that would run here.
+        return
+    # A built-in model has made whole rounds. The user's training has made the first step of a round, and on a CPU a whole
+    # round.
     update = not rounds or not run.own or (emulated is not None and run.case.gradient_accumulation == 2)
     with run.may_miss(_UNCALLED):
         if not run.own and rounds:
@@ -287,13 +289,13 @@ def profile_gpu(run: CaseRun, meet: Callable[[], None], timed: Sequence[bool]) -
     if not run.is_profiled:
         return
     run.keep(run.figures)
-    run.group.barrier()  # From here on a process that fails loses no other figure.
+    run.group.barrier()  # A process that fails after this point loses no other figure.
     run.progress.enter("profile")
     if isinstance(run.training, OwnCodeTraining):
         run.training.keeps_losses = False
     profile = StepProfile(run.device, meet)
     accumulation = run.case.gradient_accumulation
-    # If the step of one of several processes fails, the others would wait for it.
+    # If the step of one of several processes failed, the others would wait for it for ever.
     with run.may_miss(UNPROFILED) if run.group.size == 1 else contextlib.nullcontext():
         yield from profile.steps(schedule(run.whole_rounds(steps_to_profile(timed, accumulation)), accumulation))
     with run.may_miss(UNPROFILED):

@@ -147,7 +147,7 @@ class Growth:
         if rise is None:
             return ""
         step = steps - len(self._last_ends) + rise.first * self._steps + 1
-        # There are no further steps. So it is unknown whether this memory is kept for ever or comes from longer batches.
+        # No further steps run. So nobody knows whether the memory is kept for ever or comes from longer batches.
         return self._told(rise, step)
 
     def _told(self, rise: Rise, step: int) -> str:
@@ -175,7 +175,7 @@ class Growth:
         rise = rise_of(ends, max(TENSORS, self._allowed))
         step = (before + rise.first) * self._steps + 1 if rise else 0
         if self._any(rise is not None and rise.every == 1):
-            # On a GPU, memory that the first timed steps keep may have begun to grow before them.
+            # On a GPU the growth may have begun before the first timed step. So a step is named only if it is a later one.
             since = f" from step {step} on" if rise and (rise.first > 1 or self._rounds) else ""
             yield from self._look_closer(training, allocated, kept, since)
         elif rise:
@@ -249,7 +249,7 @@ class Growth:
         ends = self._handed_out[:: self._steps]
         if len(ends) <= _ROUNDS or self._curve:
             return None
-        last = ends[len(ends) // 2 :]  # The first steps allocate what later steps reuse.
+        last = ends[len(ends) // 2 :]  # The first steps allocate memory that later steps reuse.
         return (last[-1] - last[0]) // (len(last) - 1) // self._steps if _steady_growth(ends, LEAST_HEAP) else 0
 
     def _look_at_process(self) -> None:
@@ -313,7 +313,7 @@ class Growth:
             CheckFailed: they do.
         """
         ends = [self._collected(training, allocated)]
-        # If `kept` tells what is kept, no mode is used, because an operator may refuse one.
+        # If `kept` knows the tensors, no mode is used, because an operator may refuse a mode.
         known = None if kept is None else kept()
         with _Makers(OwnLines(self._folders), self._device) if known is None else contextlib.nullcontext() as makers:
             for _ in range(_ROUNDS):
@@ -322,7 +322,7 @@ class Growth:
                 end = yield from self._round(training, allocated, collect=True)
                 ends.append(end - makers.latest_bytes() if makers else end)
         if makers:
-            del ends[0]  # Its round was not followed, so it is unknown what that round has made.
+            del ends[0]  # The first round was not watched, so nobody knows which tensors it made.
         if not self._grows(ends):
             return
         mean = (ends[-1] - ends[0]) / (len(ends) - 1)
@@ -388,7 +388,7 @@ class _Makers(SharedMode):
             growth: the bytes that are left over after each round. A part that explains less than a tenth is not described.
         """
         kept: Counter[LiveTensor] = Counter()
-        # An LSTM on a GPU gives a tensor the storage of its weights by `set_` in each round. No round has made this storage.
+        # In each round an LSTM on a GPU gives a tensor the storage of its weights by `set_`, without making a storage.
         times = Counter(key for storages in self._rounds for key, (living, _) in storages.items() if living() is not None)
         for storages in self._rounds[:-1]:
             kept.update(made for key, (living, made) in storages.items() if living() is not None and times[key] == 1)

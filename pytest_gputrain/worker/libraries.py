@@ -92,7 +92,7 @@ def load(
         from pytest_gputrain.worker.zoo.completed import architecture_of
         from pytest_gputrain.worker.zoo.headed import model_class
 
-        with contextlib.suppress(CheckFailed):  # The build raises this error again.
+        with contextlib.suppress(CheckFailed):  # The build meets the same error again, and reports it.
             architecture = architecture_of(case.model)
             for part in architecture.parts.values():
                 if architecture.family == "language" and part.library == "transformers":
@@ -108,7 +108,7 @@ def _load_users_of_gpu(case: Case) -> None:
     if case.method in ADAPTING:
         importlib.import_module("peft")
         with contextlib.suppress(ImportError, AttributeError):  # Older releases of transformers have no such table.
-            # peft asks for this table for each model, and transformers makes it when it is first asked.
+            # peft asks for this table for each model. transformers makes the table when it is asked for the first time.
             importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("")
     if case.optimizer == "adafactor":
         importlib.import_module("transformers.optimization")

@@ -48,7 +48,7 @@ class Loader:
             # A process that loads has no use for the model, and a fork does not copy it.
             multiprocessing_context="fork",
         )
-        # Modes that count must not see when a batch arrives, because it may arrive before its turn.
+        # A batch may arrive before its step. So modes that count must not see how it arrives.
         self._uncounted = _disable_current_modes if loader.num_workers else contextlib.nullcontext
         self._batches: Iterator[dict[str, Tensor]] | None = iter(loader)
 
@@ -58,7 +58,7 @@ class Loader:
         batch = self._take()
         self.waits.append(time.perf_counter() - start)
         return {
-            # Memory of other processes is not counted, so batches are copied. This is done on a CPU, too.
+            # Memory of other processes is not counted. So the batch is copied into this process, even on a CPU.
             name: value.to(self._device, non_blocking=True, copy=True) if name in self._moved else value
             for name, value in batch.items()
         }

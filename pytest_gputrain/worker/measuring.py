@@ -72,7 +72,7 @@ class Measuring:
             if run.emulated:
                 counting.enter_context(run.emulated.allocations.following())
             if run.own:
-                # On a CPU later steps are not compiled either, so the calls are noted until the end.
+                # On a CPU later steps run uncompiled, too. So calls of compiled functions are noted until the end.
                 (noting if run.on_cpu else counting).enter_context(run.compile_calls.noted())
                 if self._counter is not None:
                     counting.enter_context(self._beside.noting(run.lines))
@@ -90,7 +90,7 @@ class Measuring:
                         raise
                     run.note(note)
             if finish:
-                device.reset_peaks()  # By now the exception is freed, with everything that its frames held.
+                device.reset_peaks()  # The exception is freed by now, with all tensors of its frames.
                 finish()
         if run.is_profiled:
             run.progress.enter("check")
@@ -112,7 +112,7 @@ class Measuring:
     def _steps(self, counting: contextlib.ExitStack) -> Steps:
         run, device, memory, emulated = self._run, self._run.device, self._memory, self._run.emulated
         confirmation = Confirmation(run, counting)
-        # When libraries are first used, they raise and catch exceptions whose frames keep what was being built.
+        # The first use of a library may raise and catch exceptions. Their frames keep what was being built.
         gc.collect()
         device.reset_peaks()
         if run.task.limit and run.task.limit.of_steps:
@@ -124,7 +124,8 @@ class Measuring:
             followed.follow_sizes_only()
         elif not emulated:
             counting.close()
-        # Objects of the build never become garbage. Without this, one step would take 0.2 s longer to look through them.
+        # Objects of the build never become garbage. If they were not frozen, looking through them would make one step 0.2 s
+        # longer.
         gc.collect()
         gc.freeze()
         run.progress.enter("warmup")
@@ -168,12 +169,12 @@ class Measuring:
         """End such a step, and tell whether it is the last one that makes sense."""
         run, losses = self._run, self._run.training.losses
         if run.emulated:
-            losses.clear()  # These losses mean nothing here, and would take memory.
+            losses.clear()  # These losses mean nothing, and they would take memory.
             run.emulated.allocations.end_step()
         self._memory.end_step()
         run.progress.stepped(step, seconds if run.device.computes else None, run.device.allocated_bytes())
-        # After a loss that is not finite there is no training, so a curve ends. If there are several processes, all must go
-        # on.
+        # After a loss that is not finite a single process ends its curve. Several processes must make the same number of
+        # steps.
         return run.task.curve and run.group.size == 1 and not all(math.isfinite(float(loss)) for loss in losses[-1:])
 
     def _count(self, counter: AllocationCounter) -> Steps:
@@ -181,7 +182,7 @@ class Measuring:
         run, own, beside = self._run, self._run.own, self._beside
         run.progress.enter("count")
         counter.threads.clear()
-        # A module that runs here uncompiled would never be compiled afterwards.
+        # torch would never compile a module that has run here without this.
         with run.noting_shapes(), uncompiled(run.case):
             if own is None:
                 for update in counted_steps(run.case):
@@ -209,7 +210,7 @@ class Measuring:
         warmup = yield from timed(updates, device, self._end_step, self._begin_step)
         if not case.loader_workers or self._run.task.curve:
             return warmup
-        # If batches were loaded while nothing trained, they would hide a loader that is too slow.
+        # If batches were loaded while nothing trains, a slow loader would not be noticed.
         self._run.training.drain()
         updates = schedule(lead_in(case), case.gradient_accumulation)
         return warmup + (yield from timed(updates, device, self._end_step, self._begin_step))
@@ -220,7 +221,7 @@ class Measuring:
         if not run.task.curve:
             losses.clear()
             return timed_steps(run.case)
-        # A curve includes the counted steps, because they have trained, too. So it is equally long on a CPU and on a GPU.
+        # A curve includes the counted steps, because they trained as well. So it has the same length on a CPU and on a GPU.
         finite = all(math.isfinite(float(loss)) for loss in losses)
         return max(1, run.case.steps - len(losses)) if finite or run.group.size > 1 else 1
 
@@ -245,7 +246,7 @@ class Measuring:
                 own.growth.end_step(run.training, run.device.allocated_bytes())
             return self._end_step(step, seconds)
 
-        # Looking at shapes takes time, which would be measured.
+        # Looking at shapes takes time, which the figures of a real device would include.
         with contextlib.nullcontext() if run.device.computes else run.noting_shapes():
             return (yield from timed(updates, run.device, end_step, begin_step))
 

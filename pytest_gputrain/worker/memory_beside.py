@@ -61,7 +61,7 @@ class MemoryBeside:
     def begin_step(self, trace: Trace) -> None:
         """Note that a counted step is to begin."""
         self._steps_to_come -= 1
-        # If a program uses tracemalloc itself, tracemalloc is left alone.
+        # tracemalloc is not used here if the program itself uses it.
         if self._steps_to_come == -1 and not tracemalloc.is_tracing():
             self._since = len(trace.events)
             tracemalloc.start()
@@ -69,7 +69,7 @@ class MemoryBeside:
     def end(self, trace: Trace) -> None:
         """Note that the last counted step has ended."""
         if self._since is not None and tracemalloc.is_tracing():
-            # Counting itself keeps some memory, and the buffers of counted tensors are traced, too.
+            # The worker's own lists keep some memory, and tracemalloc also sees the buffers of counted tensors.
             buffers, _ = trace.bytes_of({GIVEN, LIFT}, self._since)
             known = sum(map(sys.getsizeof, (trace.events, trace.allocations))) + buffers
             self._bytes = tracemalloc.get_traced_memory()[1] - known

@@ -61,7 +61,8 @@ Trace = list[dict[str, Any]]
 def install(torch: ModuleType) -> None:
     """Begin to record when the program first uses the GPU, and write when it ends."""
     recorder = Recorder(torch)
-    # Recording does not begin yet, because a program that uses CUDA before it forks cannot use it in its children.
+    # A program that uses CUDA before it forks cannot use CUDA in its children. So recording begins when the program first
+    # uses CUDA.
     torch.cuda._lazy_call(recorder.begin)
     atexit.register(recorder.write)
     recorder.watch_resets()

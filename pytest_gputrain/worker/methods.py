@@ -34,8 +34,8 @@ def adapt(model: nn.Module, architecture: Architecture, case: Case, precision: P
     if case.method in ADAPTING:
         assert architecture.lora is not None, "a model with the method has the recipe"
         if case.method == "qlora":
-            # FSDP2 of older releases of torch converts all weights to the type of its mixed precision, and must not convert
-            # packed ones. So they are stored as that type, as bitsandbytes advises.
+            # FSDP2 of older releases of torch converts all weights to the type of its mixed precision. Packed weights must
+            # not be converted, so they are stored as that type, which bitsandbytes advises.
             storage = precision.compute if case.parallel == "fsdp" else torch.uint8
             _quantise(model, PRECISIONS.get(case.quantized_compute, precision).compute, storage)
             if case.unquantized_fp32:

@@ -163,7 +163,8 @@ class OperatorCounter(SharedMode):
                 self._add_read(f"Tensor.{name}", place, trained=True)
             if name != "cpu":
                 return real(tensor, *args, **kwargs)
-            # On a GPU `.cpu()` waits once, and reading the copy costs nothing more. So the copy is not followed.
+            # On a GPU `.cpu()` waits once, and reading the copy does not wait again. So the copy is no longer watched for
+            # reads.
             with _disable_current_modes():
                 return tensor.clone()
 
@@ -285,7 +286,7 @@ def _what_is_read(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         return [] if kwargs.get("output_size") is not None else list(tensors_of(args[places]))
     if name not in _INDEXED:
         return []
-    # torch writes a single value as `masked_fill_` does, without reading the mask.
+    # If the value is a single number, torch writes it as `masked_fill_` does, without reading the mask.
     if len(args) > 2 and args[2].numel() == 1:
         return []
     return [index for index in tensors_of(args[1]) if index.dtype in (torch.bool, torch.uint8)]

@@ -77,7 +77,8 @@ class OwnCode:
         missed = self._thread_operators.missed(
             flops.threads,
             matters=lambda name: self._counts_memory or name in products,
-            # With several processes, the threads that exchange tensors run operators as well.
+            # With several processes, threads that exchange tensors run operators as well. So only a single process looks at
+            # all threads.
             others=self._alone,
         )
         name = self._case.model

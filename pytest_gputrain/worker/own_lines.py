@@ -64,7 +64,8 @@ class OwnLines:
             name = self.name_of(frame.f_code.co_filename)
             if name == _BY_US:
                 if not asking:
-                    return ""  # This package called the operator, and frames further out may be those of a test.
+                    # This package called the operator. Frames further out may be those of a test, and say nothing.
+                    return ""
             else:
                 asking = False
                 if name:

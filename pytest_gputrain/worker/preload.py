@@ -38,7 +38,7 @@ def serve(requests: int, answers: int) -> None:
         requests: file descriptor of JSON lines.
         answers: file descriptor to write some to.
     """
-    # The signal of a child that has ended writes a byte into this pipe, which wakes the loop.
+    # A signal that a child has ended writes a byte into this pipe, which ends the wait of the loop.
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -83,7 +83,7 @@ def _end_orphans() -> None:
 def _holds_gpu() -> bool:
     """Return whether a driver was asked for its GPUs: it keeps files open, and no fork of this process could ask again."""
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # The descriptor that lists the folder is closed again.
+        with contextlib.suppress(OSError):  # This descriptor listed the folder, and is closed already.
             if os.readlink(descriptor).startswith(_OF_DRIVERS):
                 return True
     return False
@@ -130,7 +130,7 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
     finally:
         flush_output()
     if is_own_code:
-        sys.exit(code)  # own code may have registered functions with atexit
+        sys.exit(code)  # This also calls the functions that the user's code has registered with atexit.
     os._exit(code)
 
 

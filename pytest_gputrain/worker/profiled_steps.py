@@ -170,7 +170,8 @@ class StepProfile:
 
 
 def _now() -> int:
-    # The profiler's events have this clock. If it jumps, events lie outside of their steps, and are refused.
+    # The profiler's events use this clock. If the clock jumps, events lie outside of their steps, and the profile is
+    # refused.
     return time.clock_gettime_ns(time.CLOCK_REALTIME)
 
 

@@ -131,7 +131,8 @@ class ProgramTimer(ProgramCounter):
         self._work = _WorkOfProgram(lambda: "")
         super().__init__()
         self._processes = 1
-        # The context is never left, because another mode of the program may be the innermost one at that time.
+        # The context is never left. At the program's end another mode of the program may be the innermost one, and modes
+        # must be left in turn.
         self._following = contextlib.ExitStack()
         self._following.enter_context(countable_threads())
         self._following.enter_context(count_flops(self._work))

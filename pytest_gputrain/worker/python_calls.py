@@ -64,7 +64,7 @@ _Origin = tuple[int, int]
 _WHOLE: Final = -1
 """In place of an instruction, where the function as a whole is meant."""
 
-# These origins stand for calls that belong to no instruction.
+# These two origins are no instructions.
 _LINE: Final = (0, 1)
 """The origin of what an own function calls, in place of the instruction that it runs."""
 _NOWHERE: Final = (0, 2)
@@ -170,7 +170,7 @@ class PythonCalls:
         def called(frame: FrameType, event: str, argument: Any) -> None:
             if event == "call":
                 code = frame.f_code
-                # The event also comes when a generator continues.
+                # Python sends this event also when a generator continues.
                 resumes = code.co_flags & _GENERATORS and frame.f_lasti != self._start_of(code)
                 self._enter(frame, code, starts=not resumes)
 

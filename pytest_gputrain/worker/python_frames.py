@@ -39,7 +39,7 @@ def read_frames(library: Any) -> None:
         raise LayoutUnknown(f"Python {sys.version.split()[0]} keeps its frames elsewhere ({error!r})") from None
     library.gputrain_counters_python((ctypes.c_int * len(offsets))(*offsets), ctypes.c_void_p(id(CodeType)))
     found = stack(library, library.gputrain_counters_stack())
-    # The first frame is left out, because the line of this frame has two calls.
+    # The first frame is left out, because its line number may differ between the two calls.
     if found[1:] != _expected(sys._getframe())[1:]:
         library.gputrain_counters_no_stacks()
         raise LayoutUnknown(f"the frames of Python {sys.version.split()[0]} are not read as Python tells them")

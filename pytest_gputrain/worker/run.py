@@ -110,7 +110,7 @@ def run(
         if own is None and (mixed := _mixed_types(error, task.case)):
             return Crashed(sentence=mixed, phase=progress.phase, step=progress.step, refused=True)
         where = _out_of_memory(error)
-        # The case has already fitted when these phases begin, so running out of memory here is a crash.
+        # The case has fitted into memory before these phases begin. So running out of memory here is a crash.
         if where is None or device is None or progress.phase in ("check", "profile"):
             crashed = crash(error, progress, lines if own else None, on_cpu=task.device_type == "cpu")
             return of_config(with_made_up_values(crashed) if emulated else crashed, task, error)
@@ -123,7 +123,7 @@ def run(
             peak_allocated_bytes=peaks.allocated,
             environment=environment_of(device, group),
         )
-    # The reply is an emulated one if the emulating libraries were really loaded, whatever the task asked for.
+    # Whether the figures are emulated follows from the libraries that were loaded, and not from what the task asked for.
     return reply if emulated is None else emulated_reply(reply, task, device, emulated)
 
 

@@ -49,7 +49,7 @@ class StepCounter(CountedSteps):
 
     def __init__(self, lines: OwnLines | None) -> None:
         super().__init__(lines)
-        # PyDLL keeps the GIL during a call, which is right because calls are short.
+        # PyDLL keeps the GIL during a call, because calls are too short to give it away.
         self._library: Any = ctypes.PyDLL(None)
         try:
             read_frames(self._library)

@@ -52,7 +52,7 @@ class StepMemory:
             return
         losses = self._run.training.losses
         kept = [taken(loss.nbytes, self._run.device.type) for loss in losses if isinstance(loss, Tensor)]
-        # The loss of the step itself is made at its end, so it is not in the peak.
+        # The step makes its own loss at its end, so that loss is not in the peak.
         self.of_steps.append(OfStep(memory.peak - sum(kept[:-1]), memory.end - sum(kept)))
 
     def follow(self, growth: Growth, counter: AllocationCounter) -> Steps:
@@ -62,7 +62,7 @@ class StepMemory:
         """
         run, steps = self._run, self._run.whole_rounds(self._run.case.steps)
         counter.follow_sizes_only()
-        gc.freeze()  # without older objects the collection after each step is fast
+        gc.freeze()  # Without older objects each collection after a step is fast.
         rounds = (steps - len(self.of_steps)) // run.case.gradient_accumulation
         self.late_growth = yield from growth.follow(run.training, lambda: counter.live_bytes, rounds)
         gc.unfreeze()
@@ -84,7 +84,7 @@ class StepMemory:
             self._run.set(memory_of_steps=folded(self.of_steps))
             self._run.note(growth.judge_ends(len(self.of_steps)))
 
-        # Steps of the checks have no figures, because other modes than the counter keep tensors alive.
+        # Steps of the checks have no figures, because modes of the checks keep tensors alive.
         self.of_steps += [OfStep(0, 0)] * (training.updates - len(self.of_steps))
         with self._run.may_fail(lambda error: "" if isinstance(error, LoopEnded) else None, finish):
             while training.updates < _MOST_STEPS:

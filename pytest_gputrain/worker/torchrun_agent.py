@@ -84,7 +84,7 @@ class Agent:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        # This process is the ranks' parent from now on.
+        # The agent starts the ranks, so it is their parent from now on.
         os.environ[PARENT] = str(os.getpid())
         seconds = int(nodes.join_seconds)
         configuration = LaunchConfig(
@@ -97,7 +97,7 @@ class Agent:
             rdzv_configs={"join_timeout": seconds, "read_timeout": seconds, "is_host": self._node == 0},
             max_restarts=0,
             monitor_interval=_POLL_SECONDS,
-            # In another place its folder for temporary files would not be removed.
+            # The folder of the case is removed at its end, and torchrun's own temporary folder would not be.
             logs_specs=DefaultLogsSpecs(log_dir=str(self._own)),
             local_addr=self._host,
         )
@@ -155,7 +155,7 @@ class Agent:
         """End this process and all that it started."""
         import psutil
 
-        with self._leaving:  # A second thread that comes here waits until the process ends.
+        with self._leaving:  # A second thread that arrives here waits until the process ends.
             family = psutil.Process().children(recursive=True)
             for child in family:
                 child.kill()

@@ -95,7 +95,7 @@ class Training:
         architecture = architecture_of(case.model)
         precision = PRECISIONS[case.precision]
         seed = torch.initial_seed()
-        # A model that is kept on the host may not fit on the device.
+        # With `cpu_offload` the model stays on the host, because it may not fit on the device.
         place = torch.device("cpu") if case.cpu_offload else device
         with place, _default_dtype(stored(case, precision)), _apart(case, device):
             self._workload = zoo.build(case, scale, architecture)
@@ -137,7 +137,7 @@ class Training:
         encoders = self._workload.encoders
         self.model: nn.Module | None = nn.ModuleDict({names[0]: adapted, **encoders}) if encoders else adapted
         if case.parallel != "single":
-            # All processes have the same weights but other samples, whatever the engine drew in between.
+            # All processes have the same weights but different samples, whatever random numbers the engine has drawn.
             torch.manual_seed(seed + group.rank)
         random_state = torch.get_rng_state()
         with _default_dtype(precision.weights):
@@ -374,7 +374,7 @@ class OwnCodeTraining:
         if loss is None or not self.keeps_losses:
             return
         if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
-            # The loss is copied, because it may be a view of something large.
+            # The loss is copied, because it may be a view that keeps a large tensor alive.
             self.losses.append(loss.detach().clone())
             return
         try:

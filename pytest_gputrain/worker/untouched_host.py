@@ -81,7 +81,7 @@ def _is_to_host(source: Tensor, device: torch.device | None) -> bool:
 
 def _stage(source: Tensor, dtype: torch.dtype, non_blocking: Sequence[Any]) -> None:
     """Allocate on the device what torch would for a moment before it copies to the host (copy_kernel_cuda of Copy.cu)."""
-    # A non-blocking copy is converted to the other type on the device, and other copies on the host.
+    # A non-blocking copy changes the type on the device, and a blocking copy changes it on the host.
     (source.to(dtype) if any(non_blocking) else source).contiguous()
 
 

@@ -115,7 +115,7 @@ class Updates:
         Raises:
             CheckFailed: gradients are accumulated over another number of steps than the case says.
         """
-        self._rounds.clear()  # Updates that were made before belong to the build.
+        self._rounds.clear()  # Updates that were made so far belong to the build.
         for update in steps:
             yield update
             self._steps += 1

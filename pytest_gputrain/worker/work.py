@@ -82,7 +82,8 @@ class WorkCount(FlopCount):
         @functools.wraps(run)
         def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(self._within, "operator", False):
-                return run(kernel, *args, **kwargs)  # An operator of torch has launched this kernel, and is counted itself.
+                # torch's operator has launched this kernel, and the operator itself is counted.
+                return run(kernel, *args, **kwargs)
             moved = _bytes_of(args) + _bytes_of(kwargs.values())
             call = TracedCall(operator=f"triton.{getattr(kernel.fn, '__name__', 'kernel')}", read=moved)
             self._calls[threading.get_ident(), call] += 1

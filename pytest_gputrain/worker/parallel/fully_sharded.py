@@ -18,7 +18,8 @@ class FullySharded(Single):
     """A unit per block and one for the rest. Autocast precisions become FSDP's own: fp32 shards, gathered in 16 bits."""
 
     def spread(self, model: nn.Module, options: EngineOptions) -> nn.Module:
-        # This import brings DTensor and sympy, a third of the start of a worker, so only a case that shards has it.
+        # This import brings DTensor and sympy, and takes a third of the start of a worker. So only a case that shards
+        # imports it.
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         offload = CPUOffloadPolicy(pin_memory=options.device.type != "cpu") if options.case.cpu_offload else OffloadPolicy()
@@ -43,5 +44,5 @@ class FullySharded(Single):
         return contextlib.nullcontext()
 
     def communicating(self, update: bool) -> contextlib.AbstractContextManager[Any]:
-        # Gradients are reduced to shards in every micro-batch, because whole ones would not fit.
+        # Whole gradients would not fit. So every micro-batch reduces them to shards.
         return contextlib.nullcontext()

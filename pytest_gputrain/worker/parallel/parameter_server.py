@@ -204,7 +204,7 @@ class Tables:
     def _send(self, values: Tensor, server: int, tag: int) -> None:
         work = post(values, server, tag)
         if work is not None:
-            # The values are kept, because their memory must stay until the message is sent.
+            # The memory of the values must stay until the message is sent.
             self._under_way.append((work, values))
 
     def _finish(self) -> None:

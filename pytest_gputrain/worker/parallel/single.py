@@ -29,8 +29,9 @@ class Single(Engine):
         self._scaler = self.scaler(options)
         self._rate = scheduler(options.case, self._optimizer) if is_scheduled(options.case) else None
         self._most_norm = options.case.max_grad_norm
-        # The scaler does not call an optimizer whose update it drops, and a fused one drops it itself. To compare the scale
-        # before and after would make the host wait for the GPU.
+        # The scaler does not call an optimizer whose update it drops, so this counts updates that are made. Only a fused
+        # optimizer is called and drops the update itself. Comparing the scale before and after would make the host wait for
+        # the GPU.
         self._optimizer.register_step_post_hook(self._count_update)
 
     def _count_update(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:

@@ -103,7 +103,8 @@ class TableServer:
     def _update(self) -> None:
         if not self._asynchronous and len(self._pushes) < len(self._workers):
             return
-        # The order is that of the workers, and not that of their messages, so sums are rounded in the same way in every run.
+        # The gradients are added in the order of the workers and not of their messages, so that every run rounds the sums in
+        # the same way.
         pushes = [self._pushes[worker] for worker in sorted(self._pushes)]
         for shard, *gradients in zip(self._shards, *pushes, strict=True):
             self.rows += shard.update(sparse_sum(gradients) / len(gradients))

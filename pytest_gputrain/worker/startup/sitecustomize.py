@@ -77,7 +77,7 @@ def _import_hidden() -> None:
 _SITE = os.environ.get("GPUTRAIN_EMULATED_SITE", "")
 if _SITE and os.environ.get("GPUTRAIN_EMULATED_PYTHON") == f"{machinery.EXTENSION_SUFFIXES[0]} {sys.prefix}":
     _add(_SITE)
-# Workers record by themselves, so only other programs do it here.
+# A worker records by its own code, so only other programs record here.
 if "GPUTRAIN_EMULATED_TORCH" in os.environ or "GPUTRAIN_SCRIPT_STATE" in os.environ:
     _load("emulated_values/after_import").after_import("torch", _record, before=_check)
 _import_hidden()

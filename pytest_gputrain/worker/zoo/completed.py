@@ -223,8 +223,8 @@ def _stated(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     text = whole.get_text_config(decoder=True)
     if text is not whole:
         given = {key: value for key, value in text.to_diff_dict().items() if key not in _OF_FILES}
-        # The config of the model that has the head says whether embeddings are tied. For a model that also takes images,
-        # that is the whole config.
+        # The config of the part with the head says whether embeddings are tied. In a model that also takes images, this is
+        # the config of the whole model.
         holders: tuple[Any, ...] = (whole, getattr(whole, "thinker_config", None), text)
         tied = next((one.tie_word_embeddings for one in holders if hasattr(one, "tie_word_embeddings")), False)
         return stated, {**given, "tie_word_embeddings": tied}, type(text)

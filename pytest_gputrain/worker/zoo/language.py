@@ -49,7 +49,7 @@ class LanguageModel(Workload):
     def checkpoint_activations(self, share: float) -> None:
         if (
             share < 1 or self._is_own or self.case.compile != "off" or self.case.reentrant_checkpointing
-        ):  # Blocks that are compiled or wrapped one by one are checkpointed by the base class.
+        ):  # The base class checkpoints blocks that are compiled or wrapped one by one.
             super().checkpoint_activations(share)
             return
         model: Any = self.model
@@ -69,7 +69,7 @@ class LanguageModel(Workload):
             if self.scale == "tiny":
                 length = min(length, TINY_SEQUENCE_LENGTH)
         vocabulary: int = self.architecture.trained_part.facts(self.scale)["vocab_size"]
-        # Some models leave out logits of words that only pad the head.
+        # In some models the head is padded with words that have no logits.
         vocabulary = min(vocabulary, getattr(self._config, "unpadded_vocab_size", None) or vocabulary)
         samples = self.case.batch_size
         ids = torch.randint(0, vocabulary, (samples, length), device=device)
@@ -112,7 +112,7 @@ class LanguageModel(Workload):
             return total / (labels != IGNORED_LABEL).sum()
 
         def sum_of_losses(part: Tensor, labels: Tensor) -> Tensor:
-            # A sum is taken, because a chunk that is all padding has no mean.
+            # The losses of chunks are added, because a chunk that is all padding has no mean.
             logits = head(part)
             logits = logits.float() if self._loss == "fp32" else logits
             return functional.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
@@ -166,7 +166,7 @@ def transformers_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the cross entropy as transformers computes it, from a copy of the logits in fp32."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    # If the loss gets `shift_labels`, it ignores the other labels.
+    # With `shift_labels` the loss ignores its labels argument.
     loss: Tensor = ForCausalLMLoss(logits, None, logits.shape[-1], ignore_index=IGNORED_LABEL, shift_labels=labels)
     return loss
 

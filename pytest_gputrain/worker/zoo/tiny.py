@@ -95,7 +95,8 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
     tiny = {key: value for key, value in shallow.items() if value != facts[key]}
 
     def full(key: str) -> Any:
-        # Defaults of the class are used, but values that the class computes from other keys are computed again.
+        # A default of the class is used, but a value that the class computes from other keys is not, because it is computed
+        # anew.
         name = names.get(key, key)
         return facts.get(name, facts.get(key, getattr(type(config), name, None)))
 
@@ -107,7 +108,7 @@ def tiny_language_model(config: Any, shallow: dict[str, Any], facts: dict[str, A
         if key == "linear_num_key_heads":
             return HEADS if value == full("linear_num_value_heads") else min(value, 2)
         if key == "head_dim":
-            if value == full("qk_rope_head_dim"):  # With compressed attention this key is another name of that size.
+            if value == full("qk_rope_head_dim"):  # With compressed attention `head_dim` is another name of this size.
                 return min(value, _MOST["qk_rope_head_dim"])
             return 16 if value * heads == full("hidden_size") else 32
         return min(value, _MOST[key])

@@ -63,7 +63,7 @@ class Workload(abc.ABC):
         part = self.architecture.parts[name]
         try:
             return self._built(part)
-        except (MemoryError, RuntimeError):  # The device may be out of memory, which is told elsewhere.
+        except (MemoryError, RuntimeError):  # If the device is out of memory, other code reports it.
             raise
         except Exception as error:
             raise CheckFailed(
@@ -109,7 +109,8 @@ class Workload(abc.ABC):
 
     @functools.cached_property
     def _contexts(self) -> Callable[[], tuple[Any, Any]]:
-        # This is computed when the first block runs, and then kept, because by then all libraries with operators are loaded.
+        # By the time that the first block runs, all libraries with operators are loaded. So the result is computed then, and
+        # kept.
         return selective_contexts(self.case.activation_checkpointing_policy)
 
     def table_limited_length(self) -> int:
