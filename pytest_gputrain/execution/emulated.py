@@ -50,7 +50,7 @@ _STANDS_FOR_ALL: Final = {
 
 
 class EmulatingExecutor(Executor[EmulatedReply]):
-    """Runs tasks on emulated GPUs of one platform, each once. Of this machine it takes memory and a core, and no GPU.
+    """Runs each task once on emulated GPUs of one platform. This takes memory and one core of this machine, and no GPU.
 
     Args:
         platform: catalog marker.
@@ -87,7 +87,7 @@ class EmulatingExecutor(Executor[EmulatedReply]):
         return self._once(task, 1, watch)
 
     def run_again(self, task: Task, *, watch: Watch) -> EmulatedReply:
-        """Run a task in a second fresh process, once for each task."""
+        """Return the reply of a second fresh process for the task. This process runs at most once for each task."""
         return self._once(task, 2, watch)
 
     def _once(self, task: Task, process: int, watch: Watch) -> EmulatedReply:
@@ -122,7 +122,7 @@ class EmulatingExecutor(Executor[EmulatedReply]):
             raise not_started(task.case, error) from None
 
     def stand_ins(self) -> str:
-        """Name the stand-ins, by all that they were built from.
+        """Return a name of the stand-ins, which is another one for other source code, compilers or versions of CUDA.
 
         Raises:
             CannotEmulate: they cannot be built, or torch has no kernels for the platform.
@@ -135,7 +135,7 @@ class EmulatingExecutor(Executor[EmulatedReply]):
         return build.stand_ins(self._torch)
 
     def environment(self, gpus: int) -> dict[str, str]:
-        """Return the variables of a process that sees this many emulated GPUs, the same for each.
+        """Return the environment variables for a process that sees this many emulated GPUs.
 
         Raises:
             CannotEmulate: the stand-ins cannot be built, or torch has no kernels for the platform.
@@ -151,7 +151,7 @@ class EmulatingExecutor(Executor[EmulatedReply]):
 
 
 def _first_for_all(task: Task) -> str:
-    """Say that the first process alone ran, and why that is enough, or that it is not."""
+    """Return the note that only the first process ran, and whether its figures stand for all processes."""
     if not task.case.code:
         return _STANDS_FOR_ALL[task.case.parallel]
     return (

@@ -27,7 +27,9 @@ class WantedRuns(NamedTuple):
 
 
 class Executor(abc.ABC, Generic[ReplyT]):
-    """Runs tasks in fresh processes. Only a fleet runs some before they are asked for: others do nothing then."""
+    """Runs tasks in fresh processes. Only a fleet starts runs before `run` asks for them. For other executors `want`, `drop`
+    and `only` do nothing.
+    """
 
     is_remote = False
     """Whether the runs are done on other machines, of which nothing is known before."""
@@ -43,7 +45,7 @@ class Executor(abc.ABC, Generic[ReplyT]):
 
     @abc.abstractmethod
     def run(self, task: Task, *, watch: Watch, inline: bool = False, builder: Any = None) -> ReplyT:
-        """Run the task once.
+        """Run the task once, and return its reply.
 
         Args:
             inline: in this process.
@@ -59,7 +61,7 @@ class Executor(abc.ABC, Generic[ReplyT]):
         return self.host
 
     def want(self, wanted: Iterable[WantedRuns]) -> None:
-        """Start these runs, unless they are done or running."""
+        """Start these runs, except for runs that are done or running already."""
 
     def wait(self, task: Task) -> Iterator[Task]:
         """Wait until the next run of the task is there; yield each other task of which a run comes meanwhile."""
@@ -83,7 +85,7 @@ class Executor(abc.ABC, Generic[ReplyT]):
 
 
 def conditions_of(settings: Settings) -> Conditions:
-    """Return the options that decide how a case runs, wherever it does."""
+    """Return the options that decide how a case runs, on this machine or in a job."""
     return Conditions(
         platform=settings.platform,
         gpu_ids=settings.gpu_ids,
@@ -95,7 +97,7 @@ def conditions_of(settings: Settings) -> Conditions:
 
 
 def refuse_other_device(case: Case, first: Host, other: Host) -> None:
-    """Refuse to compare runs of two machines that are not alike.
+    """Raise an error if the runs of a case had different kinds of GPU.
 
     Raises:
         BadCase: the machines are different ones, and their figures say nothing of each other.

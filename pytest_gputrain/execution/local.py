@@ -63,7 +63,7 @@ class LocalExecutor(Executor[Reply]):
 
     @property
     def unseen(self) -> str:
-        """Why this machine counts as a CPU although it has GPUs, with the remedy; empty if nothing is amiss."""
+        """Why this machine counts as a CPU although it has GPUs, with the remedy; empty if it counts as it should."""
         if not drivers.may_be_unseen():
             return ""
         try:
@@ -89,7 +89,7 @@ class LocalExecutor(Executor[Reply]):
             self._fork_server.close()
 
     def _run(self, task: Task, watch: Watch, inline: bool, builder: Any) -> Reply:
-        """Run a case with the devices lent to it. If it takes several nodes, this is the first."""
+        """Run a case on the devices that were reserved for it. Of a case on several nodes this is the first node."""
 
         def noted(event: Event) -> None:
             watched.note(event)
@@ -130,7 +130,7 @@ class LocalExecutor(Executor[Reply]):
             return self._with_hardware(reply, gpus[0], between, before, watched) if gpus else reply
 
     def _before(self, case: Case, gpus: tuple[Gpu, ...], inline: bool) -> Occupancy:
-        """Look at the GPUs before a case starts."""
+        """Return the free memory and the other processes of the GPUs before a case starts."""
         if not gpus:
             return Occupancy(None, None)
         before = drivers.occupancy(gpus, _process_tree())
@@ -157,7 +157,7 @@ class LocalExecutor(Executor[Reply]):
     def _with_hardware(
         self, reply: Reply, gpu: Gpu, between: tuple[tuple[str, ...], ...], before: Occupancy, watched: GpuWatch
     ) -> Reply:
-        """Add to the reply what only the parent knows of the machine."""
+        """Add to the reply what only this process knows: power, clocks and other programs on the GPUs."""
         if isinstance(reply, Crashed | TimedOut) and isinstance(reply.measured, Measurement):
             measured = self._with_hardware(reply.measured, gpu, between, before, watched)
             return msgspec.structs.replace(reply, measured=measured)
@@ -185,7 +185,7 @@ class LocalExecutor(Executor[Reply]):
 
 @contextlib.contextmanager
 def _lease(gpus: tuple[Gpu, ...], count: int) -> Iterator[tuple[Gpu, ...]]:
-    """Lease this many of the GPUs, or as many cores of a machine without GPUs."""
+    """Provide a context that reserves this many of the GPUs, or as many cores of a machine without GPUs."""
     if not gpus:
         with lease_cores(count):
             yield ()
@@ -198,7 +198,9 @@ def _lease(gpus: tuple[Gpu, ...], count: int) -> Iterator[tuple[Gpu, ...]]:
 
 
 def _process_tree() -> set[int]:
-    """Return this process and those below it; under xdist those of all its workers, which measure inline cases at times."""
+    """Return this process and its descendants. Under xdist these are the processes of all its workers, because any worker
+    may train an inline case.
+    """
     import psutil
 
     own = psutil.Process()

@@ -64,7 +64,7 @@ class Option:
         return f"{self.meaning} (default: {default})" if default else self.meaning
 
     def refused_flag(self, value: str | None) -> str:
-        """Return the sentence that refuses the flag of an option that is `ini_only`, with what has to be written instead.
+        """Return the sentence that refuses the flag of an option that is `ini_only`, with the line to write instead.
 
         Args:
             value: as it was typed; None or empty if there was none.
@@ -173,13 +173,15 @@ def parse_platform(text: str) -> str:
 
 
 def parse_executor(text: str) -> str | None:
-    """Return the scheduler; None for this machine."""
+    """Return the scheduler that ``--gpu-executor`` names; None for this machine."""
     name = _one_of(("local", "slurm", "ray"))(text)
     return None if name == "local" else name
 
 
 def parse_site_arguments(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the catalog marker of each line, empty for all platforms, and its arguments."""
+    """Return the catalog marker of each line with its arguments. The marker is empty for a line that holds for all
+    platforms.
+    """
     arguments = []
     for line in filter(None, map(str.strip, text.splitlines())):
         platform, colon, rest = line.partition(":")

@@ -37,7 +37,7 @@ from pytest_gputrain.utils.git import RunInfo
 
 
 class ResumedReplies(NamedTuple):
-    """The replies that a report has of one case."""
+    """The replies that an earlier report has of one case."""
 
     replies: tuple[Reply, ...] = ()
     """The replies of fresh processes, without the times of one worker alone."""
@@ -54,7 +54,7 @@ class ResumedReplies(NamedTuple):
 
 
 class ResumedReport:
-    """The figures of an earlier report that hold for this run, too.
+    """The figures of an earlier report that a resumed run does not measure again.
 
     What concerns the code refuses the report as a whole: the commit, what is not committed, versions of libraries, and how
     others on the GPUs were seen. What concerns a case leaves that one to be measured: other steps, scale, device, processes.
@@ -84,7 +84,7 @@ class ResumedReport:
         return cls(path, report)
 
     def of(self, task: Task, *, inline: bool, host: Host) -> ResumedReplies:
-        """Return replies of the case that stand for as many fresh processes: those of the test that has most.
+        """Return the replies that the report has of the case: those of the test with most replies.
 
         Args:
             host: the machine that would run it; one without a name may turn out to be any device of its platform.
@@ -105,8 +105,8 @@ class ResumedReport:
         )
 
     def beyond(self, results: Iterable[Result]) -> Iterator[Result]:
-        """Return what the earlier report has besides ``results``, unjudged: a run that resumes and is ended early loses
-        nothing."""
+        """Return the earlier results that ``results`` lacks, without verdicts, so that a resumed run that is ended early
+        loses nothing."""
         there = {_result_key(result) for result in results}
         for result in self.report.results:
             if _result_key(result) in there:
@@ -132,7 +132,7 @@ def _processes_and_nodes(environment: Environment) -> tuple[int, int]:
 
 
 def _resumed_replies(result: Measured, report: Report) -> ResumedReplies:
-    """Return the result's replies up to the first without figures."""
+    """Return the replies of the result up to the first one without figures."""
     replies = list(itertools.takewhile(_has_figures, result.replies))
     alone = itertools.takewhile(
         lambda seconds: seconds is not None, (getattr(reply, "one_worker_seconds", None) for reply in replies)
@@ -154,12 +154,14 @@ def _resumed_replies(result: Measured, report: Report) -> ResumedReplies:
 
 
 def _has_figures(reply: Reply) -> bool:
-    """Tell whether it measured or ran out of memory, and tells where: a worker that the kernel killed may not."""
+    """Tell whether a reply has figures and the environment they belong to. The reply of a worker that the kernel killed may
+    lack the environment.
+    """
     return isinstance(reply, Measurement | OutOfMemory) and reply.environment is not None
 
 
 def _reasons_to_refuse(report: Report, settings: Settings) -> Iterator[str]:
-    """Say why the report's figures would be false if they were given for this run's."""
+    """Yield the reasons why the report's figures are not those of this run."""
     now = RunInfo.begin(settings.root, settings.written)
     there, here = report.commit.removesuffix("+dirty"), now.commit.removesuffix("+dirty")
     if there and here and there != here:

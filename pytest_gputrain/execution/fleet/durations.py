@@ -21,7 +21,8 @@ class _Line(Struct):
 
 
 class Durations:
-    """Estimates the seconds of the steps of a task, warm-up included; what comes before them is not known.
+    """Estimates the seconds that all steps of a task take, warm-up included. The time before the first step is not
+    estimated.
 
     Args:
         platform: catalog marker that the cases run on.
@@ -39,7 +40,7 @@ class Durations:
                     self._steps[line.suite, line.key] = line.median_step_seconds
 
     def of(self, suite: str, task: Task) -> float:
-        """Return the seconds of the latest run, or else the least that an emulated run tells; 0 if nothing is known."""
+        """Return the seconds of the steps in the latest run. Without one, return a lower bound from an emulated run, or 0."""
         case = task.case
         seconds = self._steps.get((suite, key_of(case, task.scale)))
         if seconds is not None:

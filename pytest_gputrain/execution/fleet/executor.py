@@ -122,7 +122,7 @@ class FleetExecutor(Executor[Reply]):
         self._fleet.close()
 
     def _reply(self, task: Task, outcome: Delivery | Lost) -> Reply:
-        """Turn what a node delivered into the reply of the task.
+        """Return the task's reply from the outcome of its job.
 
         Raises:
             BadCase: the node refused the case, or is another one than an earlier run's.
@@ -150,7 +150,7 @@ class FleetExecutor(Executor[Reply]):
 
 @contextlib.contextmanager
 def _shared() -> Iterator[None]:
-    """Turn errors of the folder that all machines share into a sentence.
+    """Provide a context that turns errors of the folder that all machines share into one sentence.
 
     Raises:
         BadCase: instead of what the folder that all machines share raises.

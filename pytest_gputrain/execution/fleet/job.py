@@ -27,7 +27,7 @@ from pytest_gputrain.utils.reading import read_message
 
 
 def deliver(folder: Path, rendezvous: str = "") -> None:
-    """Run the order in ``folder``.
+    """Run the order in ``folder``, and write its delivery there.
 
     Args:
         rendezvous: this node as the others of the case reach it, where no scheduler starts their agents.

@@ -122,7 +122,7 @@ class Fleet:
         self._number = 0
 
     def expect(self, orders: Iterable[Order], *, soon: bool = False) -> None:
-        """Submit these orders, one after the other as the scheduler's queue has space. `run` will ask for them.
+        """Note that `run` will ask for these orders. They are submitted in turn as the scheduler's queue has space.
 
         Args:
             soon: before those that were expected earlier.
@@ -135,7 +135,7 @@ class Fleet:
         self.step()
 
     def ordered(self, order: Order) -> int:
-        """Count how often an order was expected or asked for, without what was dropped."""
+        """Return how often an order was expected or asked for and not dropped."""
         key = _key(order)
         return self._requested[key] + len(self._open.get(key, ()))
 
@@ -187,7 +187,7 @@ class Fleet:
         return ticket.outcome
 
     def drop(self, order: Order) -> None:
-        """Cancel what was expected of this order and not asked for. Known outcomes are kept."""
+        """Cancel the runs of this order that were expected and not asked for. Known outcomes are kept."""
         self._drop([_key(order)])
 
     def only(self, orders: Iterable[Order]) -> None:
@@ -208,7 +208,9 @@ class Fleet:
             self._scheduler.cancel(jobs)
 
     def close(self) -> None:
-        """Cancel all jobs that have not ended, and dropped ones again, which Ctrl-C or a silent scheduler may have kept."""
+        """Cancel all jobs that have not ended. Dropped jobs are cancelled again, because Ctrl-C or a silent scheduler may
+        have prevented it.
+        """
         jobs, self._live, self._dropped = [*(ticket.job for ticket in self._live), *self._dropped], [], []
         self._to_submit.clear()
         self._open.clear()
@@ -219,7 +221,7 @@ class Fleet:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def step(self) -> None:
-        """Submit what the scheduler's queue has space for, and handle what has become of the others."""
+        """Submit as many orders as the scheduler's queue has space for, and ask what the submitted jobs do."""
         now = self._now()
         if now >= self._ask_at:
             self._ask_at = now + min(ASK_SECONDS, self._scheduler.ask_seconds)
@@ -272,7 +274,7 @@ class Fleet:
         return len(self._live) < min(self._most_jobs, most)
 
     def _put_off(self, refusal: QueueFull | Unreachable) -> None:
-        """Try again later, unless no job has begun or ended for too long: then all that wait are lost."""
+        """Wait before the next try to submit. If no job has begun or ended for too long, all waiting orders are lost."""
         now = self._now()
         self._submit_at = now + ASK_SECONDS
         if self._refused is None and not self._live:
@@ -314,7 +316,7 @@ class Fleet:
                 self._handle(ticket, jobs.get(ticket.job, Job("forgotten")))
 
     def _handle(self, ticket: _Ticket, job: Job) -> None:
-        """Handle what a job does."""
+        """Update a ticket by what its job does."""
         now, before = self._now(), ticket.seen
         if before is None or before.doing != job.doing:
             self._progress = now if job.doing not in _NOT_BEGUN else self._progress
@@ -339,7 +341,7 @@ class Fleet:
         self._lose(ticket, cause, sentence.format_map(words))
 
     def _is_lost(self, ticket: _Ticket, job: Job, now: float) -> bool:
-        """Tell whether nothing will come of a job: it has waited for too long, or has ended without a delivery."""
+        """Tell whether a job is lost: it has waited for too long, or it has ended without a delivery."""
         if job.doing in _NOT_BEGUN:
             # While other jobs of this fleet begin or end, the queue moves, so a waiting job is not given up.
             since = max(ticket.since, self._progress) if job.doing == "waiting" else ticket.since

@@ -167,7 +167,7 @@ class Ray:
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
-        """Ask Ray, which may be out of reach."""
+        """Provide a context that turns an error of Ray into `Unreachable`."""
         try:
             yield
         except self._ray.exceptions.RayError as error:
@@ -207,7 +207,7 @@ class Ray:
         return Job("waiting", "its nodes are busy")
 
     def _listen(self, run: _Run) -> None:
-        """Take in what the task has yielded since."""
+        """Read what the task of a run has yielded since the last call."""
         errors = self._ray.exceptions
         try:
             while run.over is None and self._ray.wait([run.answers], timeout=0)[0]:
@@ -273,7 +273,7 @@ def _amounts(arguments: Sequence[str], **values: int) -> dict[str, float]:
 
 
 def _options(asked: Mapping[str, float]) -> dict[str, Any]:
-    """Make the options of a task that takes these resources."""
+    """Return the options of a Ray task that takes these resources."""
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     own = {option: asked.get(name, 0) for name, option in named.items() if name != "memory" or name in asked}
     return {**own, "resources": {name: amount for name, amount in asked.items() if name not in named}}

@@ -24,7 +24,7 @@ _END_SECONDS: Final = 20.0
 
 
 def do(python: str, order: bytes, shared: str) -> Iterator[str | bytes]:
-    """Run an order.
+    """Run an order in a process on this node.
 
     Args:
         shared: folder of the order on all nodes that it takes; empty for one on this node alone.
@@ -71,7 +71,7 @@ def _start(python: str, arguments: list[str], output: int) -> subprocess.Popen[b
 
 
 def _wait(process: subprocess.Popen[bytes], over: object) -> None:
-    """Wait until the process ends or is to end; end it where this task is cancelled."""
+    """Wait until the process ends or ``over`` returns true. If Ray cancels this task, the process is ended."""
     assert callable(over)
     try:
         # Ray cancels a task by an exception in this thread, which Python raises only between system calls. So no system call

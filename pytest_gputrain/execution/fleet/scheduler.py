@@ -26,7 +26,7 @@ forgotten   the scheduler does not know it, or not any more
 
 
 class Job(NamedTuple):
-    """A job as its scheduler tells of it."""
+    """What a scheduler reports of a job."""
 
     doing: Doing
     why: str = ""
@@ -50,7 +50,7 @@ class Unreachable(Exception):
 
 
 class Scheduler(Protocol):
-    """A scheduler of one kind. It is asked from one thread."""
+    """Submits jobs to a scheduler and asks what they do. Only one thread calls it."""
 
     name: str
     """The name of the scheduler in sentences."""
@@ -83,10 +83,10 @@ class Scheduler(Protocol):
         """
 
     def cancel(self, ids: Sequence[str]) -> None:
-        """End these jobs without waiting. Jobs that have ended, or cannot be reached, are ignored."""
+        """End these jobs without waiting. Jobs that have ended or cannot be reached are ignored."""
 
     def close(self) -> None:
-        """Leave the scheduler; every job is over or cancelled by now."""
+        """Disconnect from the scheduler. By now every job has ended or is cancelled."""
 
 
 ORDER, DELIVERY, OUTPUT = "order.json", "delivery.json", "output.txt"

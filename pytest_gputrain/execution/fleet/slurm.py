@@ -111,7 +111,7 @@ class Slurm:
         return answer
 
     def _answer(self, process: subprocess.Popen[bytes], name: str) -> str:
-        """Return the id of the job that sbatch submits. Where the queue is full it would sleep for minutes, so it is
+        """Return the id of the job that sbatch submits. If the queue is full, sbatch would sleep for minutes, so it is
         ended."""
         began = time.monotonic()
         while True:
@@ -137,7 +137,7 @@ class Slurm:
         raise JobRefused(f"Slurm refuses it: {words}")
 
     def _requested(self, order: Order) -> list[str]:
-        """Return the options of sbatch for an order: the defaults, without those that the site sets itself."""
+        """Return the options of sbatch for an order: the defaults, except for those that the site sets itself."""
         minutes = math.ceil((order.conditions.timeout_seconds + SPARE_SECONDS) / 60)
         site = " ".join(self._arguments)
         asked = [f"--nodes={order.task.nodes}", "--ntasks-per-node=1", f"--time={minutes}"]
@@ -161,7 +161,7 @@ class Slurm:
                 self._run(["scancel", "--quiet", *ids[begin : begin + _MOST_IDS]])
 
     def close(self) -> None:
-        """Do nothing: there is nothing to leave."""
+        """Do nothing, because there is no connection to close."""
 
     def _by_name(self, name: str) -> set[str]:
         try:
@@ -178,7 +178,7 @@ class Slurm:
         return done.stdout
 
     def _run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Run a command of Slurm."""
+        """Run a command of Slurm, and return what it printed."""
         try:
             return subprocess.run(
                 command, env=self._environment, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False
@@ -192,7 +192,7 @@ def _has(text: str, parts: Sequence[str]) -> bool:
 
 
 def _read(lines: str) -> dict[str, Job]:
-    """Read the jobs by id from what squeue printed."""
+    """Return the jobs by id from what squeue printed."""
     jobs = {}
     for line in lines.splitlines():
         job, _, rest = line.partition("|")

@@ -86,6 +86,6 @@ os.register_at_fork(after_in_child=_running.clear)
 
 @atexit.register
 def _clear_all() -> None:
-    """Clear up after cases whose end was itself interrupted: a second Ctrl-C may come at any moment."""
+    """Remove the folders of cases that are still there, because a second Ctrl-C may have interrupted their removal."""
     for folder in list(_running):
         _clear(folder)

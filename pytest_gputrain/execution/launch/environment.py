@@ -26,7 +26,7 @@ _OF_PYTEST: Final = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION", "PYTEST_XDIST_")
 
 
 class SessionEnvironment:
-    """The environment variables that this process had when the session began, and what has changed since."""
+    """The environment variables that this process had when the session began, and their changes since then."""
 
     def __init__(self) -> None:
         self.began: dict[str, str] = {}
@@ -39,7 +39,7 @@ class SessionEnvironment:
         self._collected = dict(self.began)
 
     def collected(self, *, elsewhere: bool = False) -> None:
-        """Remember the variables of this moment as those that tests will probably find.
+        """Remember the present variables as those that most tests will see.
 
         What the imports of test files set, and of the frameworks that they import, no test has changed.
 
@@ -52,7 +52,7 @@ class SessionEnvironment:
             self.begin()
 
     def changes(self, task: Task, *, inline: bool = False, prefetched: bool = False) -> dict[str, str | None]:
-        """Return the variables that have changed, by name; None for one that is there no more.
+        """Return the variables that have changed since the session began, by name. A variable that was removed is None.
 
         Args:
             inline: the task runs in this process; a worker does not see what launching sets or drops.
@@ -71,7 +71,7 @@ class SessionEnvironment:
 
 
 def refuse_recursion() -> None:
-    """Refuse to start workers in a worker.
+    """Raise an error if this process is a worker, which must not start workers.
 
     Raises:
         RuntimeError: this process is itself a worker.
@@ -81,7 +81,7 @@ def refuse_recursion() -> None:
 
 
 def worker_environment(task: Task, gpus: Sequence[Gpu], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Build the environment that the task's test has, with what must not vary fixed.
+    """Return the environment variables of a worker: those of the task's test, with fixed values for some.
 
     Args:
         gpus: the only ones that the worker may see.
@@ -105,7 +105,7 @@ def _is_dropped(name: str) -> bool:
 
 
 def _fixed(task: Task) -> dict[str, str]:
-    """Return the variables that are the same in every worker of the task, whatever a test sets."""
+    """Return the variables that every worker of the task gets, whatever a test sets."""
     fixed = {
         "PYTHONSAFEPATH": "1",
         "PYTHONHASHSEED": "0",
@@ -127,7 +127,7 @@ def _fixed(task: Task) -> dict[str, str]:
 
 @functools.cache
 def _loopback() -> str:
-    """Return the network interface that only this machine reaches; empty if it is down or has another name."""
+    """Return the name of the network interface that only this machine reaches; empty if it is down or has another name."""
     import psutil
 
     found = psutil.net_if_stats().get("lo")

@@ -54,7 +54,8 @@ class ForkServer:
     def fork(
         self, task: Task, folder: Path, rank: int, environment: Mapping[str, str], timeout_seconds: float
     ) -> ForkedProcess | None:
-        """Fork rank ``rank`` of the case in ``folder``; None if only a fresh interpreter will do. Threads may share this.
+        """Return a forked process that runs rank ``rank`` of the case in ``folder``; None if the case needs a fresh
+        interpreter. Several threads may call this.
 
         Args:
             timeout_seconds: imports that take longer are given up.
@@ -101,7 +102,7 @@ class ForkServer:
         return ForkedProcess(source, child) if isinstance(child, Child) else None
 
     def close(self) -> None:
-        """End the processes, and with them any that was forked from them."""
+        """End the preloaded processes and all processes that were forked from them."""
         for source in (*self._sources.values(), *self._refusing):
             source.close()
         self._sources.clear()
@@ -125,7 +126,7 @@ class _Surroundings(NamedTuple):
 
 
 class _Imports(NamedTuple):
-    """The libraries that a process has imported, and where."""
+    """The libraries that a preloaded process has imported, and the environment in which it did."""
 
     surroundings: _Surroundings
     deciding: tuple[str, ...]
@@ -133,13 +134,15 @@ class _Imports(NamedTuple):
 
 
 def _asked_at_imports(description: str) -> str:
-    """Return the properties of an emulated GPU that libraries may ask for at import. Forks are told the others."""
+    """Return the properties of an emulated GPU that libraries may read while they are imported. A forked process gets the
+    others later.
+    """
     fields = ("devices=", "major=", "minor=", "kernels=")
     return ",".join(field for field in description.split(",") if field.startswith(fields))
 
 
 class _Said(msgspec.Struct, forbid_unknown_fields=True):
-    """A line of `worker.preload`: a process that it forked, or one that has ended."""
+    """A line that `worker.preload` writes when it has forked a process, or when a forked process has ended."""
 
     forked: int | None = None
     ended: int | None = None
@@ -180,7 +183,7 @@ class _ForkingProcess:
     def fork(
         self, folder: Path, rank: int, environment: Mapping[str, str], timeout_seconds: float
     ) -> Child | Literal[0] | None:
-        """Return the new process; 0 if none may be forked from here, None if nothing was answered."""
+        """Return the new process, 0 if this process refuses to fork, or None if it does not answer."""
         if self._forked:  # An answer has come that nobody waited for.
             return None
         deadline = time.monotonic() + timeout_seconds
@@ -208,7 +211,7 @@ class _ForkingProcess:
         return self._ended.get(child, ended_with_source)
 
     def kill_group(self, number: int) -> None:
-        """Kill what an ended worker has left in its process group: it is a child of the preloaded process now."""
+        """Kill the processes that an ended worker has left in its process group, which is a child of the preloaded process."""
         import psutil
 
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
@@ -238,7 +241,7 @@ class _ForkingProcess:
                     self._hear(msgspec.json.decode(line, type=_Said))
 
     def _hear(self, said: _Said) -> None:
-        """Handle what the process has said.
+        """Handle a line that the process has written.
 
         Raises:
             ValueError: it is of no child of the preloaded process, or not true.
@@ -254,7 +257,7 @@ class _ForkingProcess:
 
 
 class ForkedProcess(LocalProcess):
-    """A worker whose parent is the preloaded process, which tells of its end."""
+    """A worker that was forked from a preloaded process. That process reports when the worker ends."""
 
     def __init__(self, source: _ForkingProcess, child: Child) -> None:
         self.pid = child.pid

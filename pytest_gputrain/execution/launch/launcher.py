@@ -52,7 +52,7 @@ def in_process(
     fork_server: ForkServer | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Reply:
-    """Run ``task`` in processes of its own, one a rank.
+    """Run ``task`` with one process for each rank, and return its reply.
 
     Args:
         gpus: the only GPUs the processes will see; none hides them all.
@@ -74,8 +74,7 @@ def emulate(
     watch: Watch = lambda event: None,
     fork_server: ForkServer | None = None,
 ) -> EmulatedRun | OutOfMemory | Crashed | TimedOut:
-    """Run ``task``, which names an emulated GPU, in processes of its own: one for each rank, or one for the first rank
-    alone.
+    """Run ``task`` on emulated GPUs, and return its reply. Each rank has a process, or only the first rank has one.
 
     Args:
         environ: variables of the processes, with those that find emulated GPUs.
@@ -122,7 +121,9 @@ def _run_processes(
 
 
 def inline(task: Task, builder: Any = None) -> Reply:
-    """Run ``task`` in this process, for closures and debuggers: imports torch here, shares its state, knows no time-out."""
+    """Run ``task`` in this process, for closures and debuggers. This imports torch here, shares its state, and has no
+    time-out.
+    """
     import gc
 
     import torch

@@ -33,7 +33,7 @@ _ADDED_UP: Final = ("flops_per_step", "recomputed_flops_per_step")
 
 
 def merge(replies: Sequence[Reply | Served | EmulatedRun]) -> Measurement:
-    """Merge the figures of all ranks, in their order, into the case's."""
+    """Return the figures of the case from those of all ranks, which are in the order of their numbers."""
     measured = [reply for reply in replies if isinstance(reply, Measurement)]
     figures = [reply for reply in replies if isinstance(reply, Measurement | Served)]
     if len(figures) == 1:
@@ -64,7 +64,7 @@ def merge(replies: Sequence[Reply | Served | EmulatedRun]) -> Measurement:
 
 
 def merge_emulated(replies: Sequence[EmulatedRun]) -> EmulatedRun:
-    """Merge the figures of all ranks on emulated GPUs, in their order: memory is that of the rank that needs most."""
+    """Return the figures of the case from those of all ranks on emulated GPUs. Memory is that of the rank that needs most."""
     if len(replies) == 1:
         return replies[0]
     peaks = [reply.peak_allocated_bytes for reply in replies]
@@ -91,12 +91,12 @@ def merge_emulated(replies: Sequence[EmulatedRun]) -> EmulatedRun:
 
 
 def _each(names: Iterable[str], merged: Callable[[Iterable[Any]], Any], replies: Sequence[object]) -> dict[str, Any]:
-    """Return what each of these fields is of all ranks together."""
+    """Return each of these fields with its value for all ranks together."""
     return {name: merged(getattr(reply, name) for reply in replies) for name in names}
 
 
 def _slowest_gpu(steps: Sequence[GpuSteps | None]) -> GpuSteps | None:
-    """Return for each step the seconds of the GPU that works longest; None if those of a GPU are not known."""
+    """Return for each step the seconds of the GPU that works longest; None if the seconds of any GPU are unknown."""
     known = [of_rank for of_rank in steps if of_rank is not None]
     if len(known) < len(steps):
         return None
@@ -106,7 +106,7 @@ def _slowest_gpu(steps: Sequence[GpuSteps | None]) -> GpuSteps | None:
 
 
 def _kept(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> dict[TrainingPhase, int]:
-    """Return the bytes that evaluation and saving a checkpoint leave behind, each of the rank that leaves most."""
+    """Return the bytes that evaluation and saving a checkpoint leave in memory, each from the rank that leaves most."""
     phases = dict.fromkeys(phase for reply in replies for phase in reply.kept_behind)
     return {phase: max(reply.kept_behind.get(phase, 0) for reply in replies) for phase in phases}
 
@@ -118,7 +118,7 @@ def _steps(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> tuple[Step
 
 
 def _phases(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> dict[str, Any]:
-    """Return the highest peak of each phase, and what lived there in the rank that has it."""
+    """Return the highest peak of each phase, and the tensors at this peak of the rank that has it."""
     highest = {
         phase: max(
             (reply for reply in replies if phase in reply.phase_peak_bytes), key=lambda reply: reply.phase_peak_bytes[phase]
@@ -132,7 +132,7 @@ def _phases(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> dict[str,
 
 
 def _trained(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> TrainedTensors | None:
-    """Return the tensors that any rank trains: each of the same model, or of a part of its own."""
+    """Return the tensors that at least one rank trains. Ranks train the same model, or each a part of it."""
     known = [reply.trained for reply in replies if reply.trained]
     if not known:
         return None
@@ -143,7 +143,9 @@ def _trained(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> TrainedT
 
 
 def _work_of_all(replies: Sequence[EmulatedRun]) -> dict[str, OperatorWork]:
-    """Add up the work of all ranks by operator. The lines of each rank stay, because a baseline compares them one by one."""
+    """Return the sum of the work of all ranks by operator. The lines of each rank stay apart, because a baseline compares
+    them one by one.
+    """
     merged: dict[str, OperatorWork] = {}
     for name in sorted({name for reply in replies for name in reply.operators}):
         works = [reply.operators[name] for reply in replies if name in reply.operators]
@@ -157,7 +159,7 @@ def _work_of_all(replies: Sequence[EmulatedRun]) -> dict[str, OperatorWork]:
 
 
 def _counts_of_all(counts: Sequence[Counts]) -> Counts | None:
-    """Add up, step by step, what all ranks ask for."""
+    """Return the sum of all ranks' counts for each step; None without counts."""
     if not counts:
         return None
     # Steps get the same kind in the sum if they have the same kind in every rank.

@@ -24,7 +24,7 @@ _POLL_SECONDS: Final = 0.2
 
 
 def serve(shared: Path, host: str, say: Callable[[str], None]) -> None:
-    """Take part in every case of this user that appears in ``shared``, until interrupted.
+    """Run this node's ranks of every case of this user that appears in ``shared``, until interrupted.
 
     A case is code that this process runs, so those of others are left alone.
 
@@ -52,7 +52,7 @@ def serve(shared: Path, host: str, say: Callable[[str], None]) -> None:
 
 
 def _is_of(folder: Path, owner: int) -> bool:
-    """Tell whether nobody but ``owner`` can have made the folder and what is in it."""
+    """Tell whether nobody but ``owner`` can have made the folder and its content."""
     try:
         status = folder.lstat()
     except FileNotFoundError:
@@ -61,8 +61,8 @@ def _is_of(folder: Path, owner: int) -> bool:
 
 
 def _claim_node(folder: Path) -> int | None:
-    """Claim a node number of the case in ``folder`` that no other machine has; None if there is none. The first is that of
-    pytest's machine."""
+    """Return a node number of the case in ``folder`` that no other machine has claimed, and claim it; None if there is none.
+    The first number belongs to pytest's machine."""
     with contextlib.suppress(FileNotFoundError, BadRecord):
         nodes = read_record(folder / NODES, Nodes)
         for number in range(1, nodes.count if nodes else 0):
@@ -73,7 +73,7 @@ def _claim_node(folder: Path) -> int | None:
 
 
 class _NodeOfCase:
-    """This node in one case."""
+    """Runs this node's ranks of one case."""
 
     def __init__(self, folder: Path, number: int, host: str) -> None:
         self._folder = folder
@@ -114,7 +114,7 @@ class _NodeOfCase:
 
 
 def _gpus(task: Task, count: int) -> tuple[Gpu, ...]:
-    """Return this node's GPUs, all of which the case takes; none for a case on CPUs.
+    """Return this node's GPUs, all of which the case uses; none for a case on CPUs.
 
     Raises:
         HardwareError: it has more or fewer.

@@ -40,11 +40,11 @@ class Process(abc.ABC):
 
     @abc.abstractmethod
     def end(self) -> None:
-        """Kill the worker and what it started."""
+        """Kill the worker and all processes that it started."""
 
 
 class LocalProcess(Process):
-    """A worker on this machine, leader of a process group of its own."""
+    """A worker on this machine, which leads a process group of its own."""
 
     pid: int
 
@@ -98,7 +98,7 @@ class FreshProcess(LocalProcess):
 
 
 def end_all_of(folder: Path) -> None:
-    """Kill what workers of the case in ``folder`` have left: daemons, in sessions of their own and with other parents."""
+    """Kill processes that workers of the case in ``folder`` have left running, such as daemons in sessions of their own."""
     mark = os.fsencode(f"{CASE_FOLDER}={folder}\0")
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # The process is another user's, or has ended.

@@ -51,7 +51,7 @@ _SCARCE_BYTES: Final = 1 << 20
 
 
 class Rank:
-    """One process of a case and the folder that it leaves its traces in.
+    """One process of a case, and the folder that holds its files.
 
     Args:
         folder: the case's.
@@ -83,20 +83,20 @@ class Rank:
         return bool(written), not isinstance(self.reply(), OutOfMemory | EmulatedRun), written
 
     def reply(self) -> Reply | Served | EmulatedRun:
-        """Read the reply that the ended process left behind, or make one from how it ended."""
+        """Return the reply that the ended process has written, or one that says how it ended."""
         self.progress.read()
         killed_for_memory = self.process.killed_for_memory(self._kills_before)
         output = "".join([*(output.end() for output in self._outputs), tail(self.folder / "stacks.txt")])
         return _read_reply(self.folder, self.process.poll() or 0, self.progress.last, killed_for_memory, output)
 
     def figures(self) -> Measurement | Served | EmulatedRun | None:
-        """Read what the rank measured, though it may have failed since; None if it has not got so far."""
+        """Return what the rank measured, even if it failed afterwards; None if it failed before."""
         with contextlib.suppress(*UNREADABLE, OSError):
             return msgspec.json.decode(read_message(self.folder / "figures.json"), type=Measurement | Served | EmulatedRun)
         return None
 
     def limit_output(self) -> None:
-        """Keep the disk from filling with what the worker prints."""
+        """Empty the files that the worker prints to if they have grown too long."""
         for output in self._outputs:
             output.limit()
 
@@ -120,7 +120,8 @@ def follow(
     trouble: Callable[[], Crashed | None] = lambda: None,
     grace_seconds: float = 0.0,
 ) -> EmulatedRun | Reply:
-    """Wait until the ranks have ended, and give the case's reply. If one fails the case does: the others would wait for it.
+    """Wait until the ranks have ended, and return the reply of the case. If one rank fails, the case fails, because the
+    others would wait for that rank.
 
     Args:
         timeout_seconds: from now on.
@@ -171,7 +172,7 @@ def _merged(replies: Sequence[Reply | Served | EmulatedRun]) -> Measurement | Em
 
 
 def _with_figures(reply: Reply, ranks: Sequence[Rank]) -> Reply:
-    """Add what was measured to the reply of a case that failed, where all of its ranks had measured by then.
+    """Add what was measured to the reply of a failed case, if all of its ranks had measured before.
 
     A case that failed in its last steps, under a profiler, has passed all checks, and lacks nothing but GPU seconds.
     """
@@ -192,7 +193,7 @@ _COMPILERS: Final = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/async_
 
 
 def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
-    """Make the reply for ranks that are all alive or have measured; their stacks tell who waits for whom."""
+    """Return the reply of a case that timed out. The stacks of its ranks show which rank waits for which."""
     stacks = {rank.number: rank.stacks() for rank in ranks}
     for rank in ranks:
         rank.progress.read()
@@ -208,7 +209,7 @@ def timed_out(ranks: Sequence[Rank], timeout_seconds: float) -> TimedOut:
 def _read_reply(
     folder: Path, exit_code: int, last: Event, killed_for_memory: bool, output: str
 ) -> Reply | Served | EmulatedRun:
-    """Read what the ended process left behind, as a reply.
+    """Return the reply that the ended process has written, or one made from its exit code and its output.
 
     Args:
         output: the end of what it printed.
@@ -252,7 +253,7 @@ class _Versioned(Struct):
 
 
 def exit_text(exit_code: int) -> str:
-    """Say how a process ended."""
+    """Return a description of how a process ended."""
     if exit_code >= 0:
         return f"with exit code {exit_code}"
     try:

@@ -119,7 +119,7 @@ def _agents(folder: Path, nodes: Nodes, cluster: Cluster, environment: dict[str,
 
 
 class _Agents:
-    """The agents of one case, seen from pytest."""
+    """The agents that start the ranks of one case, one agent on each node."""
 
     def __init__(self, folder: Path, nodes: Nodes, cluster: Cluster, environment: dict[str, str]) -> None:
         self._folder = folder
@@ -132,7 +132,7 @@ class _Agents:
         self._spoke = self._began = time.monotonic()
 
     def start(self) -> None:
-        """Let the nodes begin the case."""
+        """Tell the agents to start the ranks."""
         self._say("train")
         self._began = time.monotonic()
         if self._cluster.by_slurm:
@@ -149,7 +149,9 @@ class _Agents:
         return _RemoteProcess(folder / f"rank{number}", self)
 
     def trouble(self) -> Crashed | None:
-        """Find a reason to end the case that no rank reports. Each call also tells the agents to go on."""
+        """Return a reason to end the case that no rank reports; None if there is none. Each call also tells the agents that
+        pytest still runs.
+        """
         if time.monotonic() - self._spoke >= COMMAND_EVERY_SECONDS:
             self._say(self._command.action)
         departures = [read_record(node / LEFT, Left) for node in self._node_folders]
@@ -204,13 +206,13 @@ class _Agents:
         write_record(self._folder / COMMAND, self._command)
 
     def crashed(self, sentence: str, exit_code: int | None = None) -> Crashed:
-        """Return the end of the case with what the agents printed."""
+        """Return the reply of a crashed case, with what the agents printed."""
         output = "".join(map(tail, sorted(self._folder.glob(f"**/{OUTPUT}"))))
         return Crashed(sentence=sentence, phase="start", detail=output, exit_code=exit_code)
 
 
 class _RemoteProcess(Process):
-    """A worker that an agent started, perhaps on another node: known by what lies in its folder."""
+    """A worker that an agent has started, perhaps on another node. Its state is read from the files in its folder."""
 
     def __init__(self, folder: Path, agents: _Agents) -> None:
         self._folder = folder
@@ -230,7 +232,7 @@ class _RemoteProcess(Process):
         self._agents.ask_for_stacks()
 
     def end(self) -> None:
-        """Do nothing: the agent ends it."""
+        """Do nothing, because the agent ends the worker."""
 
 
 def start_agent(folder: Path, node: int, host: str, environment: Mapping[str, str]) -> FreshProcess:
