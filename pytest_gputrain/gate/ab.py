@@ -43,7 +43,7 @@ _Key = tuple[str, str]
 
 
 def tolerance_of(settings: Mapping[str, Any]) -> Tolerance:
-    """Read what passes from a report's settings.
+    """Return the tolerance that a report's settings set.
 
     Raises:
         KeyError, TypeError, ValueError: they do not say so.
@@ -56,7 +56,7 @@ def tolerance_of(settings: Mapping[str, Any]) -> Tolerance:
 
 
 def _count_terms_of(settings: Mapping[str, Any]) -> CountTerms:
-    """Read how counts are judged from a report's settings."""
+    """Return how counts are judged by a report's settings."""
     given = {"mode": settings.get("counts"), "tolerances": settings.get("count_tolerances")}
     return msgspec.convert({name: value for name, value in given.items() if value}, CountTerms)
 
@@ -107,7 +107,9 @@ def missing(base: Sequence[Report], head: Sequence[Report]) -> list[tuple[str, i
 
 
 def _over_rounds(results: Sequence[Result]) -> Result:
-    """Take the last result, with medians over the rounds that measured; what has no median is that of the last round."""
+    """Return the last result with medians over all rounds that measured. Figures without a median are those of the last
+    round.
+    """
     measured = [result for result in results if result.summary is not None]
     if not measured:
         return results[-1]
@@ -121,7 +123,7 @@ def _over_rounds(results: Sequence[Result]) -> Result:
 
 
 def criteria_of(result: Result, baseline: Baseline | None, tolerance: Tolerance, prior: float) -> Criteria:
-    """Return what a case is held to by a side that nobody records."""
+    """Return the baseline, limits and tolerances of a case that is compared with another branch or report."""
     return Criteria(
         case=result.case,
         scale=result.scale,
@@ -133,7 +135,7 @@ def criteria_of(result: Result, baseline: Baseline | None, tolerance: Tolerance,
 
 
 def verdict_of(criteria: Criteria, replies: Sequence[Reply], base_name: str, shift: float = 0.0) -> Judged[Verdict]:
-    """Judge the replies against a side that nobody records.
+    """Return the verdict on replies that are compared with another branch or report.
 
     Args:
         base_name: how to name that side.
@@ -149,7 +151,7 @@ def verdict_of(criteria: Criteria, replies: Sequence[Reply], base_name: str, shi
 
 
 def by_case(report: Report) -> dict[_Key, Measured | Emulated]:
-    """Return the first result of each case: another test may have measured it again, or asked for its figures.
+    """Return the first result of each case. Other tests may have measured the case again, or asked for its figures.
 
     A test that has changed nothing in the environment comes before one that has.
     """
@@ -174,7 +176,7 @@ def _baseline(key: _Key, reports: Sequence[Report], rounds: Sequence[Mapping[_Ke
 
 
 def _level(baseline: Baseline | None, results: Sequence[Result]) -> tuple[Baseline | None, list[Result]]:
-    """Return both sides without what the two runs of each round have in common, if every round has figures of both."""
+    """Return both sides without the noise that the two runs of each round share, if every round has figures of both."""
     runs = baseline.runs if baseline else ()
     replies = [reply for result in results for reply in result.replies]
     measured = [reply for reply in replies if isinstance(reply, Measurement)]

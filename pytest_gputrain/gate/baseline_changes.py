@@ -36,7 +36,7 @@ class _Figure(NamedTuple):
 
 
 def loosened(before: _Record, after: _Record | None) -> Loosened:
-    """Compare an entry with that of the same device, suite and key before.
+    """Return the changes of an entry that let more pass. ``before`` is the earlier entry of the same device, suite and key.
 
     Args:
         after: None if it is gone.
@@ -77,7 +77,7 @@ def loosened(before: _Record, after: _Record | None) -> Loosened:
 
 
 def _looser_pace(before: _Stored, after: _Stored) -> Iterator[str]:
-    """Say that wall seconds are held to less because the GPU has begun to wait for the host."""
+    """Say that wall seconds have a wider limit because the GPU has begun to wait for the host."""
     if isinstance(before, Baseline) and isinstance(after, Baseline):
         found = pace(after.runs)
         if found.is_host_bound and not pace(before.runs).is_host_bound:
@@ -85,7 +85,7 @@ def _looser_pace(before: _Stored, after: _Stored) -> Iterator[str]:
 
 
 def _pairs(before: _Record, after: _Record) -> Iterator[tuple[_Stored, _Stored]]:
-    """Yield what a run would be compared with, before and now. Emulated figures are paired with those under the same
+    """Yield pairs of records, before and now, that a run would be compared with. Emulated figures are paired by their
     conditions."""
     if isinstance(before, Recorded) and isinstance(after, Recorded):
         yield from ((old, after.like(old) or after.figures[-1]) for old in before.figures)
@@ -110,7 +110,7 @@ def _runs(record: _Record) -> int:
 
 
 def _figures(record: _Stored) -> Iterator[_Figure]:
-    """Yield what a run is compared with."""
+    """Yield the figures that a run is compared with."""
     if isinstance(record, EmulatedRun):
         yield _Figure("peak memory", record.peak_allocated_bytes, format_bytes)
         yield _Figure("reserved memory", record.peak_reserved_bytes, format_bytes)

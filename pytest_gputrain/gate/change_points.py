@@ -45,7 +45,7 @@ _LENGTHS: Final = math.sqrt(2)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Levels:
-    """A series as levels one after the other."""
+    """The levels of a series, in order of time."""
 
     starts: tuple[int, ...]
     """Index of each level's first figure; 0 is the first of them."""
@@ -85,7 +85,8 @@ def levels(figures: Sequence[float] | Array, prior: float = PRIOR_SD) -> Levels:
 
 
 def exact_levels(figures: Sequence[float], most: Callable[[float], float]) -> Levels:
-    """Find the levels of figures without noise: each figure that differs from the first one of its level begins another.
+    """Return the levels of figures without noise. Each figure that differs from the first one of its level begins another
+    level.
 
     Args:
         most: the highest figure that does not differ from one that is lower.
@@ -114,7 +115,7 @@ def _noise(logs: Array, prior: float) -> float:
 
 
 def _cut(segment: Array, cost: float) -> tuple[int, ...]:
-    """Find where a new level begins and, if it ends inside, where it ends; nothing if the gain is too small."""
+    """Return where a new level begins and, if it ends inside, where it ends; nothing if the gain is too small."""
     size = len(segment)
     if size < 2 * LEAST_LENGTH:
         return ()
@@ -150,7 +151,7 @@ def _settled(logs: Array, edges: list[int], cost: float) -> list[int]:
 
 
 def _one_cut(sums: Array, least: int = LEAST_LENGTH) -> tuple[float, int]:
-    """Find the largest gain of a single cut, and where it is."""
+    """Return the largest gain of a single cut, and the place of the cut."""
     size = len(sums) - 1
     lengths = np.arange(least, size - least + 1)
     gains = sums[least : size - least + 1] ** 2 * size / (lengths * (size - lengths))

@@ -19,7 +19,7 @@ from pytest_gputrain.records.tolerance import Tolerance
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Both sides of a case, and what it is held to."""
+    """The runs of a case, the baseline that they are compared with, and the criteria."""
 
     criteria: Criteria
     replies: Sequence[Measurement | OutOfMemory]
@@ -105,12 +105,14 @@ class Comparison:
         return [run.median_step_seconds for run in self.measured]
 
     def held_to(self, least: float, **rule: Any) -> Comparison:
-        """Return the comparison with a time tolerance of at least this, and other constants of the rule."""
+        """Return this comparison with a time tolerance of at least ``least``, and with other constants of the rule for
+        times.
+        """
         tolerance = dataclasses.replace(self.tolerance, time=max(self.tolerance.time, least))
         return dataclasses.replace(self, tolerance=tolerance, **rule)
 
     def for_host(self) -> Comparison:
-        """Return the comparison by what wall seconds are held to on the machine of their baseline."""
+        """Return this comparison with the tolerance for steps whose time the host decides, if these are such steps."""
         if not self.pace.is_host_bound:
             return self
         return self.held_to(LEAST_HOST_TOLERANCE, prior=HOST_PRIOR_SD, shift=0.0, doubted_from=1.0)

@@ -51,7 +51,7 @@ def without_baseline(criteria: Criteria, replies: Sequence[Reply], no_scaling: s
 def to_record(
     sides: Comparison, status: Status, said: str, metrics: tuple[MetricVerdict, ...] = (), why: str = ""
 ) -> Verdict:
-    """Make a verdict whose remedy is another baseline, if the other side is one.
+    """Return a verdict that advises to record a new baseline, if the case was compared with a stored one.
 
     Args:
         said: the rest of a sentence that begins with the case.
@@ -70,7 +70,7 @@ class Conclusion:
     counts: JudgedCounts
 
     def verdict(self) -> Verdict:
-        """Return the verdict: the gravest one that any metric has."""
+        """Return the verdict on the case: the gravest verdict of its metrics."""
         gravest = (self._foreign, self._worse, self._unclear, self._not_gated, self._better)
         return next(filter(None, (say() for say in gravest)), None) or self._passed()
 
@@ -110,7 +110,7 @@ class Conclusion:
         return self._verdict("inconclusive", "; it also ".join(doubtful)) if doubtful else None
 
     def _not_gated(self) -> Verdict | None:
-        """Return the verdict if something that was asked for or recorded cannot be gated, because it must not pass."""
+        """Return a verdict that does not pass if something that was asked for or recorded cannot be judged; else None."""
         sides, side = self.sides, self.sides.side.name
         record = sides.side.advise(_RECORD)
         missing = {metric.metric: metric for metric in self.metrics if metric.status in ("new", "not-comparable")}
@@ -178,7 +178,9 @@ class Conclusion:
 
 
 def _describe_seconds(metric: MetricVerdict) -> str:
-    """Say how GPU seconds, or those of waiting for batches, have changed beside something worse; empty if they are worse."""
+    """Describe how GPU seconds or the wait for batches have changed in a case that something else makes worse; empty if they
+    are worse themselves.
+    """
     if metric.value is None or metric.baseline is None or metric.status in ("regressed", "not-comparable"):
         return ""
     before, now = format_seconds(metric.baseline), format_seconds(metric.value)
@@ -188,7 +190,7 @@ def _describe_seconds(metric: MetricVerdict) -> str:
 
 
 def _subject_of_note(metric: MetricVerdict) -> str:
-    """Return the words with which the note on a figure begins."""
+    """Return the words that begin the note on a figure."""
     name = metric.metric
     if name == "python_calls" and metric.status == "not-comparable":
         return "its calls of Python functions are not compared: "

@@ -39,7 +39,7 @@ def _describe_holder(holder: Holder) -> str:
 
 
 def holders_of(run: Measurement) -> tuple[Holder, ...]:
-    """Return the processes that were on the GPUs of a run, before it or meanwhile."""
+    """Return the processes that were on the GPUs before a run or during it."""
     return (*run.holders, *(run.telemetry.others if run.telemetry else ()))
 
 
@@ -69,7 +69,7 @@ def with_contention(
 
 
 def describe_throttling(measured: Sequence[Measurement]) -> str:
-    """Describe what lowered the clocks of the GPUs, but for their power limit; empty if no driver tells of anything."""
+    """Describe what has lowered the clocks of the GPUs, except their power limit; empty if no driver reports anything."""
     worst: dict[str, float] = {}
     for run in measured:
         for reason, share in ((run.telemetry and run.telemetry.throttled) or {}).items():
@@ -80,7 +80,7 @@ def describe_throttling(measured: Sequence[Measurement]) -> str:
 
 
 def describe_memory_shortage(reply: OutOfMemory, runs: Sequence[BaselineRun]) -> str:
-    """Describe what else took the memory of a case that ran out of it; empty if nothing is known to have."""
+    """Describe the other programs that took the memory of a case that ran out of it; empty if none is known."""
     if reply.holders:
         return f"it ran beside {describe_holders(reply.holders)}"
     if reply.other_processes:
@@ -93,7 +93,7 @@ def describe_memory_shortage(reply: OutOfMemory, runs: Sequence[BaselineRun]) ->
 
 
 def why_not_recorded(replies: Sequence[Measurement | OutOfMemory], baseline: Baseline | None) -> str:
-    """Say why the runs of a case become no baseline; empty if they do.
+    """Say why the runs of a case are not recorded as a baseline; empty if they are.
 
     What runs out of memory does only if it never fits by itself, and a time only if nobody else was on the GPUs.
     """

@@ -97,7 +97,7 @@ _UNITS: Final = ("_bytes", "_flops")
 
 
 class Difference(NamedTuple):
-    """How the figure of a step differs from that of the step of its index before."""
+    """The difference of a figure between a step and the step of the same index in the baseline."""
 
     metric: CountFigure
     figures: tuple[CountFigure, ...]
@@ -110,14 +110,14 @@ class Difference(NamedTuple):
     """The steps that differ: ``a step``, ``in step 3`` or ``in 5 of its 10 steps``."""
 
     def changed(self, sign: int) -> Iterator[CountFigure]:
-        """Yield the figures that make up much of the growth, or of the fall where ``sign`` is -1."""
+        """Yield the figures that make up most of the growth; with ``sign`` -1, most of the fall."""
         changes = {name: sign * (self.now.figure(name) - self.before.figure(name)) for name in self.figures}
         least = min(max(changes.values()), _LEAST_SHARE_OF_WORK * sum(changes.values()))
         yield from (name for name, change in changes.items() if change > 0 and change >= least)
 
 
 class _Spot(NamedTuple):
-    """A place that asks for something, without what changes when lines move."""
+    """A line of code that asks for something, without its number, which other edits of the file change."""
 
     own: tuple[str, str, str] | None
     library: tuple[str, str] | None
@@ -173,7 +173,9 @@ def describe_falls(differences: Iterable[Difference]) -> dict[CountFigure, str]:
 
 
 def lines_beside(figure: CountFigure, step: int, before: Counts, now: Counts) -> tuple[LineCount, ...]:
-    """Return what each line asks for in one step, beside what it asked for before: what has grown first, then the most."""
+    """Return the count of each line in one step, now and before. Lines that have grown come first, then those that ask for
+    most.
+    """
     if before.lines_unknown or now.lines_unknown:
         return ()
     numbers: defaultdict[_Spot, list[int]] = defaultdict(lambda: [0, 0])
@@ -223,7 +225,7 @@ def by_line(counts: Counts, kind: int, figures: Iterable[CountFigure]) -> dict[s
 
 
 def _of_line(cause: CountCause) -> CountCause:
-    """Return the cause without what tells several of one line apart: a line is one, whatever it calls in torch."""
+    """Return the cause without its library call in torch and its shape, so that all causes of one own line are equal."""
     in_torch = cause.library is not None and cause.library.file.startswith("torch/")
     library = None if cause.own and in_torch else cause.library
     return msgspec.structs.replace(cause, library=library, shape="")
@@ -358,7 +360,7 @@ def _places(figure: CountFigure, step: int, before: Counts, now: Counts) -> Iter
 
 
 def _asked(figure: CountFigure, counts: Counts, kind: int) -> Iterator[tuple[CountCause, int]]:
-    """Yield how much of a figure each cause asks for in steps of one kind."""
+    """Yield each cause of a figure in steps of one kind, with how much it asks for."""
     what = _ASKS.get(figure, (figure,))
     slow = figure.removesuffix("_flops") if figure.endswith("_flops") else None
     for cause in counts.causes:
@@ -387,7 +389,7 @@ def _function_of(spot: _Spot) -> Hashable:
 
 
 def _set_off(more: Counter[_Spot], alike: Callable[[_Spot], Hashable], *, exactly: bool) -> None:
-    """Subtract what places ask for less from what similar places ask for more.
+    """Subtract what a place asks for less than before from what a similar place asks for more.
 
     Args:
         exactly: whether to do so only where both changed by the same number.

@@ -57,7 +57,9 @@ _STEADY_STEPS: Final = 5
 
 
 class JudgedCounts(NamedTuple):
-    """What counts say of a case. Each text follows the case: ``waits for the GPU 2 times a step (1 before): ...``."""
+    """The result of judging the counts of a case. Each text follows the case: ``waits for the GPU 2 times a step (1 before):
+    ...``.
+    """
 
     metrics: tuple[MetricVerdict, ...]
     """Of each figure, with the values of the step that changed most as its status says; of the last step if none did."""
@@ -202,7 +204,9 @@ def _pairs(before: Counts, now: Counts) -> list[_Pair]:
 
 
 def _aligned(before: Counts, now: Counts, again: Counts | None) -> tuple[Counts, Counts, Counts | None]:
-    """Return the counts without the first timed steps that another number of warm-up steps has put before the others'."""
+    """Return the counts from the first timed step that all of them have. A run with fewer warm-up steps has counted earlier
+    ones.
+    """
 
     def without(steps: int, counts: Counts) -> Counts:
         return msgspec.structs.replace(counts, steps=counts.steps[max(0, steps) :])
@@ -240,12 +244,12 @@ def _judged_figures(terms: CountTerms) -> Iterator[CountFigure]:
 
 
 def _has_no_less_to_do(pair: _Pair) -> bool:
-    """Tell whether a step has no less work of the GPU, and on a CPU no fewer operators, than before."""
+    """Tell whether a step asks for at least as much work of the GPU as before, and on a CPU for at least as many operators."""
     return pair.now.work >= pair.before.work and pair.now.operators >= pair.before.operators
 
 
 def _uncompared_calls(before: Counts, now: Counts, called: Sequence[_Pair]) -> str:
-    """Say why calls of Python functions are not compared where one side has them; empty if they are, or neither has.
+    """Say why calls of Python functions are not compared although one side has them; empty if they are compared.
 
     Args:
         called: the steps in which both sides have them.
@@ -258,7 +262,7 @@ def _uncompared_calls(before: Counts, now: Counts, called: Sequence[_Pair]) -> s
 
 
 class _Rule:
-    """How one figure is judged."""
+    """The rule by which one figure is judged."""
 
     def __init__(self, figure: CountFigure, terms: CountTerms, *, on_cpu: bool, where: str) -> None:
         self._figure = figure
@@ -314,7 +318,7 @@ class _Rule:
         return _Finding(metric, difference, passes, pair.step)
 
     def _why_it_passes(self, at: int, above: Sequence[int], excused: Sequence[int]) -> str:
-        """Say why growth passes in a step, of those that are above their limits or excused."""
+        """Say why the growth of a figure in a step does not fail."""
         if self._only_told:
             return "which is not judged"
         if at in excused:
@@ -343,7 +347,7 @@ class _Rule:
         return most_without_growth(self._figure, value)
 
     def _steady(self, pairs: Sequence[_Pair]) -> range:
-        """Return the places of the pairs whose growth fails."""
+        """Return the indices of the pairs of steps in which growth fails."""
         if self._figure in ("mallocs", "frees") and not self._tolerance:
             asked = [at for at, pair in enumerate(pairs) if self._value(pair.before)]
             steady = range(asked[-1] + 1 if asked else 0, len(pairs))

@@ -72,6 +72,5 @@ class Criteria:
         return "" if self.other_side else "; record it again"
 
     def next_runs(self, have: int) -> int:
-        """Return how many fresh processes it takes in all if ``have`` of them leave the case in doubt: enough that they can
-        agree."""
+        """Return the total number of fresh processes to run if ``have`` of them do not decide the case."""
         return min(max(AGREEING, have + 1), self.most)

@@ -17,7 +17,7 @@ def judge(
     processes: Sequence[EmulatedProcess],
     use: Sequence[DeviceUse],
 ) -> ProgramFit:
-    """Judge by what the processes of the program took.
+    """Return whether a program fits the GPU, from the memory that its processes took.
 
     A request that was refused decides, whether or not the program went on after it. What is not known of the program, or
     did not happen because it ended early, makes the answer incomplete.
@@ -74,7 +74,7 @@ def _refusal(refused: Refused) -> str:
 
 
 def _unknown(status: int, processes: Sequence[EmulatedProcess], use: Sequence[DeviceUse], headroom: int) -> Iterator[str]:
-    """Yield what is not known, as the end of a sentence."""
+    """Yield what is unknown about the program's memory, each as the end of a sentence."""
     if status:
         yield f"what comes after is not known: the program ended with exit status {status}"
     recorded = {process.process for process in processes}

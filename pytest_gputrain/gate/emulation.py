@@ -48,7 +48,7 @@ _STORED: Final = OtherSide("its baseline", "baseline", remedies=True)
 
 
 class _Compared(NamedTuple):
-    """How a run differs from a recorded one. Each text follows the case in a sentence."""
+    """The differences between a run and a recorded one. Each text follows the case in a sentence."""
 
     metrics: tuple[MetricVerdict, ...]
     worse: tuple[str, ...]
@@ -199,7 +199,7 @@ def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Co
 
 
 def _lost_counts(before: EmulatedRun, now: EmulatedRun) -> str:
-    """Say why what steps ask of the GPU is not compared although it was recorded; empty if it is."""
+    """Say why counts are not compared although the baseline has them; empty if they are compared."""
     if before.counts is None:
         return ""
     if now.counts is None:
@@ -226,7 +226,9 @@ def _not_compared(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, side
 
 
 def _beside_steps_only_in(one: EmulatedRun, other: EmulatedRun) -> list[TrainingPhase]:
-    """Return the phases of evaluation and checkpoints that only one of two runs has, which fit and have peaks of phases."""
+    """Return the phases of evaluation and checkpoints that ``one`` has and ``other`` lacks, if both fit and have peaks of
+    phases.
+    """
     compared = one.fits and other.fits and one.phase_peak_bytes and other.phase_peak_bytes
     return [phase for phase in one.phase_peak_bytes if phase in BESIDE_STEPS - other.phase_peak_bytes.keys() and compared]
 
@@ -237,7 +239,7 @@ def _what_does_not_fit(run: EmulatedRun, title: str, what: str) -> str:
 
 
 def _metrics(before: EmulatedRun, now: EmulatedRun, *, work_rose: bool) -> Iterator[MetricVerdict]:
-    """Compare memory and operators.
+    """Return the verdicts on memory and on the work of operators.
 
     Args:
         work_rose: whether steps have more kernels, library calls or copies than before.
@@ -281,7 +283,7 @@ def _compared(name: MetricName, baseline: int, value: int, ratio: float = 0.0) -
 def _changes(
     metrics: Sequence[MetricVerdict], statuses: Sequence[Status], before: EmulatedRun, now: EmulatedRun
 ) -> list[str]:
-    """Describe the metrics with these statuses, of the phases only one in full."""
+    """Describe the metrics with these statuses. Of several phases only one is described in full."""
     chosen = [metric for metric in metrics if metric.status in statuses]
     others = [
         describe_work(metric, before, now) if metric.metric in WORK else describe_metric(metric)

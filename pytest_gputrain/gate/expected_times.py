@@ -16,7 +16,7 @@ differ by up to 40 % (docs/how-true.md)."""
 
 
 def tells_apart(fast: ExpectedTime, slow: ExpectedTime, work_ratio: float, *, on_one_gpu: bool) -> bool:
-    """Tell whether the first step surely does more work a second than the second one.
+    """Tell whether the first step surely does more work in each second than the second step.
 
     On one GPU the error of both is nearly the same, so their ratio decides. On two GPUs their intervals must not overlap.
 

@@ -21,7 +21,7 @@ At = Callable[[int], EmulatedRun]
 
 
 class Judgement(NamedTuple):
-    """Whether a case fits a GPU, and what it takes of it."""
+    """Whether a case fits a GPU, and how much of its memory the case takes."""
 
     fit: Fit
     needed_bytes: int | None
@@ -29,7 +29,7 @@ class Judgement(NamedTuple):
 
 
 def judge(case: Case, memory_bytes: int, at: At) -> Judgement:
-    """Tell whether the case fits the GPU, and whether an error of its figures would change that.
+    """Return whether the case fits the GPU, and whether an error of its figures would change that.
 
     What the case takes without limit tells it for most. Near the capacity the allocator gives cached memory back, so there
     the case is tried with the memory of the GPU, and with a little more or less.
@@ -58,7 +58,7 @@ def _judged(case: Case, memory_bytes: int, free: EmulatedRun, at: At) -> Judgeme
 
 
 def _is_cut_short(free: EmulatedRun) -> bool:
-    """Tell whether a case that runs without limit has ended early, since it takes more than an emulated GPU has addresses.
+    """Tell whether a case without a limit of memory ended early, because the emulated GPU has no more addresses.
 
     Its figures are only those of what came before.
     """
@@ -66,12 +66,12 @@ def _is_cut_short(free: EmulatedRun) -> bool:
 
 
 def needed_bytes(figures: EmulatedRun, case: Case) -> int:
-    """Tell how much of the memory of a GPU a case takes: that of its build too, unless programs load the model in parts."""
+    """Return how much memory of a GPU a case needs. Building the model counts, unless programs load the model in parts."""
     return max(figures.peak_reserved_bytes, _highest(figures, case)) + CONTEXT_BYTES
 
 
 def _least_bytes(figures: EmulatedRun, case: Case) -> int:
-    """Tell how much memory a case needs even if the allocator gives back all that it caches."""
+    """Return how much memory a case needs if the allocator gives back all memory that it caches."""
     return max(figures.peak_allocated_bytes, _highest(figures, case)) + CONTEXT_BYTES
 
 
@@ -81,7 +81,7 @@ def _highest(figures: EmulatedRun, case: Case) -> int:
 
 
 def tight(memory_bytes: int, estimated_bytes: int = 0) -> int:
-    """Tell how much memory a case may need of a GPU that it surely fits.
+    """Return how much memory a case may take at most to surely fit a GPU.
 
     Args:
         estimated_bytes: how far workspaces that are estimated can be off.
@@ -90,8 +90,7 @@ def tight(memory_bytes: int, estimated_bytes: int = 0) -> int:
 
 
 def loads_in_parts(case: Case) -> bool:
-    """Tell whether a case of this project builds a whole model in full width on a GPU, where programs load one part at a
-    time.
+    """Tell whether a case of this project builds a whole model on a GPU where other programs load one part at a time.
 
     Under FSDP they load the parts that stay on the GPU. For QLoRA transformers packs each weight in 4 bits as it loads it.
     What the build takes says nothing of them.
@@ -100,7 +99,7 @@ def loads_in_parts(case: Case) -> bool:
 
 
 class Need(NamedTuple):
-    """The memory that is known of a batch."""
+    """What is known of the memory that a batch size needs."""
 
     fits: bool
     """Surely, even if its figures are wrong by their error."""
@@ -109,7 +108,9 @@ class Need(NamedTuple):
 
 
 def need_of(case: Case, memory_bytes: int, at: At) -> Need:
-    """Tell whether the case surely fits the GPU, and how much memory it takes; without limit if it does not fit."""
+    """Return whether the case surely fits the GPU, and how much memory it takes. For a case that does not fit this comes
+    from a run without limit.
+    """
     free = at(0)
     if _is_cut_short(free):
         return Need(False, None)
@@ -122,7 +123,7 @@ def need_of(case: Case, memory_bytes: int, at: At) -> Need:
 
 
 def largest_batch(need: Callable[[int], Need], known: Mapping[int, Need], capacity: int, most: int) -> int:
-    """Find the largest batch that fits, 0 for none, by few runs: memory grows with the batch nearly along a line.
+    """Return the largest batch size that fits, 0 for none. Few runs are needed, because memory grows nearly along a line.
 
     Args:
         need: tells what a batch needs.
@@ -145,7 +146,7 @@ def largest_batch(need: Callable[[int], Need], known: Mapping[int, Need], capaci
 
 
 def _on_line(tries: Mapping[int, Need], good: int, bad: int, capacity: int) -> int | None:
-    """Find the batch that fills the capacity, on the line through the two batches nearest to it; None without two."""
+    """Return the batch size that fills the capacity, on the line through the two nearest known ones; None without two."""
     known = {batch: tried.bytes for batch, tried in tries.items() if tried.bytes is not None}
     beside = sorted(known, key=lambda batch: min(abs(batch - good), abs(batch - bad)))[:2]
     if len(beside) < 2:

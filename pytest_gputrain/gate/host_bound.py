@@ -41,7 +41,7 @@ _Runs = Sequence[Measurement] | Sequence[BaselineRun]
 
 
 class Pace(NamedTuple):
-    """The busy shares of a case."""
+    """The share of a step in which the GPU is busy, in the baseline and today."""
 
     share: float | None
     """That of the baseline. None if neither side has GPU seconds."""
@@ -56,7 +56,7 @@ class Pace(NamedTuple):
 
     @property
     def changed(self) -> bool:
-        """Whether what decides the time of a step is another one today."""
+        """Whether the GPU decided the time of a step in the baseline and the host does today, or the other way round."""
         if self.share is None or self.now is None:
             return False
         return min(self.share, self.now) < _CHANGED_BELOW and max(self.share, self.now) >= GPU_BOUND
@@ -79,7 +79,7 @@ def gpu_seconds(runs: _Runs) -> list[float]:
 
 
 def pace(fitted: Sequence[BaselineRun], measured: Sequence[Measurement] = ()) -> Pace:
-    """Return the busy shares of a baseline and of today.
+    """Return the shares of a step in which the GPU is busy, of a baseline and of today's runs.
 
     Of a baseline without GPU seconds it is the share that today's would have been of its step, which is right as long as the
     GPU does the same work, or today's own if that is more: then the GPU does less.
@@ -99,7 +99,7 @@ def _busy_share(runs: _Runs) -> float | None:
 
 
 def held_up(measured: Sequence[Measurement], fitted: Sequence[BaselineRun]) -> str:
-    """Say that other programs took the cores of today's runs, more than before; empty if they did not."""
+    """Say that other programs took more of the cores in today's runs than in the baseline's; empty if they did not."""
     before, waiting = (statistics.median(run.core_wait_share or 0.0 for run in runs) for runs in (fitted, measured))
     if waiting - before < _HELD_UP:
         return ""

@@ -66,7 +66,7 @@ def comparable_row(criteria: Criteria) -> Published | None:
 
 
 def _recorded(criteria: Criteria, verdict: Verdict, replies: tuple[Reply, ...], no_scaling: str) -> Verdict:
-    """Turn the verdict into ``recorded`` where these figures can be stored."""
+    """Return the verdict as ``recorded`` if these figures can be stored as a baseline."""
     case = criteria.case
     with_figures = [
         reply for reply in replies if isinstance(reply, Measurement | OutOfMemory) and reply.environment is not None

@@ -140,7 +140,7 @@ def _value(cap: Cap, reply: Measurement) -> float:
 
 
 def _why_not_judged(cap: Cap, case: Case, reply: Measurement, scale: Scale, cpu_time: bool) -> str:
-    """Say why a limit says nothing of what was measured; empty if it does. Own code has the size that it has."""
+    """Say why a limit cannot judge a measurement; empty if it can. The tiny scale does not apply to a case of own code."""
     if reason := _why_not_of_this_scale(case, scale):
         return reason
     if cap.metric == "step_seconds" and reply.environment.device_type == "cpu" and not cpu_time:
@@ -153,7 +153,7 @@ def _why_not_of_this_scale(case: Case, scale: Scale) -> str:
 
 
 def with_limits(case: Case, verdict: Verdict | None, limits: tuple[LimitVerdict, ...]) -> Verdict | None:
-    """Return ``verdict`` with what the limits add to it; None for a case without either."""
+    """Return ``verdict`` with the verdicts of the limits; None for a case without a verdict and without limits."""
     if not limits:
         return verdict
     over, doubtful = (

@@ -78,7 +78,7 @@ _MAD_TO_SIGMA: Final = 1.4826
 def trend(
     losses: Sequence[float], *, precision: str = "fp32", reference: Sequence[float] = (), finite: bool = True
 ) -> Trend:
-    """Describe what the curve does. The result does not depend on the unit of the loss.
+    """Return a description of the curve, such as that it falls. The result does not depend on the unit of the loss.
 
     Args:
         losses: at least `LEAST_STEPS`, or as many as there were before one was not finite.
@@ -122,13 +122,13 @@ def gap(losses: Sequence[float], reference: Sequence[float]) -> float | None:
 
 
 def _fifths(losses: Sequence[float]) -> list[Sequence[float]]:
-    """Cut a curve into five parts of one length; what does not divide is left out before the last."""
+    """Return five parts of a curve, all of one length. Losses that are left over are dropped before the last part."""
     size = len(losses) // 5
     return [losses[size * part : size * (part + 1)] for part in range(4)] + [losses[-size:]]
 
 
 def _halved(fifth: Sequence[float], *, from_start: bool) -> Iterator[Sequence[float]]:
-    """Return the fifth, its outermost half, half of that, and so on."""
+    """Return the fifth, its outer half, the outer half of that, and so on."""
     yield fifth
     size = len(fifth) // 2
     while size >= _LEAST_LOSSES:
@@ -137,7 +137,7 @@ def _halved(fifth: Sequence[float], *, from_start: bool) -> Iterator[Sequence[fl
 
 
 def _level(losses: Sequence[float]) -> float:
-    """Return the lower median. Noise of losses has heavy tails, and this is high only if three of four losses are."""
+    """Return the lower median. Losses have outliers, and this is high only if three of four losses are high."""
     return statistics.median_low(losses)
 
 

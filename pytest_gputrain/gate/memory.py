@@ -79,7 +79,7 @@ class PeaksByPhase(Protocol):
 
 
 class _MemoryLimit(NamedTuple):
-    """The memory above a baseline that passes, and in how many runs."""
+    """How much memory above a baseline passes, and how many runs must exceed it."""
 
     ratio: float
     slack: int
@@ -226,7 +226,7 @@ def describe_memory(
 
 
 def _is_behind(metric: MetricVerdict) -> bool:
-    """Tell whether what an evaluation or a checkpoint leaves behind is in the figure, too."""
+    """Tell whether a figure includes what an evaluation or a checkpoint leaves in memory."""
     return metric.metric == "step_peak_bytes" or PHASES.get(metric.metric) in BESIDE_STEPS
 
 
@@ -323,7 +323,7 @@ def _describe_tensors(phase: TrainingPhase, now: PeaksByPhase, before: PeaksByPh
 
 
 class _Moved(NamedTuple):
-    """Tensors of which there are more than before, or fewer where memory fell."""
+    """Tensors of which there are more than before, or fewer if memory has fallen."""
 
     bytes: int
     """How many bytes more, or fewer."""

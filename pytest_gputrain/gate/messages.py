@@ -134,7 +134,7 @@ def describe_metric(metric: MetricVerdict) -> str:
 
 
 def _spread(metric: MetricVerdict) -> str:
-    """Return the time of a baseline with what its runs differ by: ``4.70 s +- 0.03 (5 runs)``."""
+    """Return the time of a baseline with the spread of its runs: ``4.70 s +- 0.03 (5 runs)``."""
     assert metric.baseline is not None
     runs, sd = metric.baseline_runs or 1, metric.sd or 0.0
     shown = format_seconds(metric.baseline) if runs == 1 else format_spread(metric.baseline, metric.baseline * sd)
@@ -166,7 +166,7 @@ def describe_checkpointing(before: int | None, now: int | None) -> str:
 def describe_counters(
     measured: Measurement, fitted: Sequence[BaselineRun], described: Collection[MetricName] = ()
 ) -> Iterable[str]:
-    """Describe exact counters that changed too: they tell a changed model from a slower one.
+    """Describe changes of exact counters. They tell a model that has changed from one that is only slower.
 
     Args:
         described: what is described elsewhere.
@@ -198,7 +198,7 @@ _OF_ROCM: Final = {"cudnn": "MIOpen", "nccl": "RCCL"}
 
 
 def describe_changes(here: Environment | None, runs: Sequence[BaselineRun], variables: Sequence[str] = ()) -> str:
-    """Describe what differs between the baseline's latest environment and this one.
+    """Describe how this environment differs from the latest one of the baseline.
 
     Args:
         variables: names of the environment variables that the test has changed.
@@ -231,13 +231,13 @@ def describe_changes(here: Environment | None, runs: Sequence[BaselineRun], vari
 
 
 def describe_process_count(here: Environment, fitted: Sequence[BaselineRun]) -> str:
-    """Say how many processes a baseline was recorded with, if that is not as here; empty if it is."""
+    """Say how many processes a baseline was recorded with, if this run has another number; empty if it has the same."""
     counts = {run.environment.device_count for run in fitted} - {here.device_count}
     return f"recorded with {min(counts)} processes, here {here.device_count}" if counts else ""
 
 
 class OtherSide(NamedTuple):
-    """What sentences call the side that a case is compared with, and what they advise."""
+    """The words that sentences use for the other side of a comparison, and for the remedy."""
 
     name: str
     """The full name: ``its baseline of 2026-11-29``."""
@@ -257,7 +257,7 @@ class OtherSide(NamedTuple):
         return cls(name, name, remedies=False)
 
     def advise(self, remedy: str) -> str:
-        """Return the remedy as the end of a sentence; empty if there is nothing to record."""
+        """Return the remedy as the end of a sentence; empty if the other side is not recorded by anybody."""
         return f"; {remedy}" if self.remedies else ""
 
 

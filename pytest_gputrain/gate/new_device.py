@@ -32,7 +32,8 @@ _LARGEST_FLOPS_RATIO: Final = 0.03
 
 
 def judge_by_emulated(verdict: Verdict, case: Case, measured: Sequence[Measurement], run: EmulatedRun) -> Verdict:
-    """Judge runs of a case against its run on an emulated GPU; the verdict stays where that run tells only the least memory.
+    """Return the verdict on runs that are compared with an emulated run. ``verdict`` stays if the emulated run knows only
+    the least memory.
 
     Args:
         verdict: that the case is new.
@@ -49,7 +50,7 @@ def judge_by_emulated(verdict: Verdict, case: Case, measured: Sequence[Measureme
 
 
 def judge_by_published(verdict: Verdict, case: Case, measured: Sequence[Measurement], row: Published) -> Verdict:
-    """Judge the memory of runs of a case against its published row; the verdict stays where the row prints none.
+    """Return the verdict on memory that is compared with a published row. ``verdict`` stays if the row has no memory.
 
     Args:
         verdict: that the case is new.

@@ -73,7 +73,7 @@ def judge_published(
 
 
 def why_not_comparable(case: Case, row: Published | None, scale: Scale, elsewhere: Sequence[str] = ()) -> str:
-    """Say why figures of ``case`` mean nothing beside ``row``; empty if they do."""
+    """Say why figures of ``case`` cannot be compared with ``row``; empty if they can."""
     if scale == "tiny":
         return "published figures are of the full model, this is the tiny scale"
     if row is None:
@@ -86,7 +86,7 @@ def why_not_comparable(case: Case, row: Published | None, scale: Scale, elsewher
 
 
 class StepSeconds(NamedTuple):
-    """The range of the seconds of a step that a printed figure means."""
+    """The range of seconds of a step that a printed, rounded figure stands for."""
 
     least: float
     middle: float

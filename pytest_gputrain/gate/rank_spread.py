@@ -9,7 +9,7 @@ from pytest_gputrain.records import Measurement, Rank, RankSpread
 
 
 def widest(runs: Iterable[Measurement]) -> RankSpread | None:
-    """Return the spread of the run whose workers differ most; None for one worker."""
+    """Return how much the workers differ in the run in which they differ most; None for one worker."""
     workers = [[rank for rank in run.ranks if rank.role == "worker"] for run in runs]
     spreads = [_spread(ranks) for ranks in workers if len(ranks) > 1]
     return max(spreads, key=lambda spread: spread.lag or 0.0, default=None)

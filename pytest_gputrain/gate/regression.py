@@ -92,8 +92,8 @@ def judge(criteria: Criteria, replies: Sequence[Reply], shift: float = 0.0, no_s
 
 
 def first_ratio(criteria: Criteria, replies: Sequence[Reply]) -> float | None:
-    """Return the logarithm of the first run's step time over the baseline's; None if the two are not compared, or tell only
-    of the host.
+    """Return the logarithm of the first run's step time over the baseline's; None if the times are not compared, or if the
+    host decides them.
 
     Where the GPU waits for the host, it is that of GPU seconds as soon as these are held to the time tolerance.
     """
@@ -189,7 +189,7 @@ def _mean_step_seconds(sides: Comparison, of_median: Status) -> list[Judged[Metr
 
 
 def _input_seconds(sides: Comparison) -> list[Judged[MetricVerdict]]:
-    """Judge on a GPU how long a step waits for its batches. It may wait longer by as much as the host may slow a step.
+    """Judge how long a step waits for its batches on a GPU. It may wait longer by as much as the host may slow a step.
 
     A GPU that works meanwhile, or a gain elsewhere, hides it in the time of the step.
     """
@@ -253,7 +253,7 @@ def _scaling(sides: Comparison, value: Sequence[float], base: Sequence[float]) -
 
 
 def _medians(name: MetricName, status: Status, new: Sequence[float], base: Sequence[float], note: str = "") -> MetricVerdict:
-    """Return a metric by the medians of both sides, as far as they are known."""
+    """Return a metric with the medians of both sides, as far as they are known."""
     value, baseline = (statistics.median(side) if side else None for side in (new, base))
     return MetricVerdict(metric=name, status=status, value=value, baseline=baseline, note=note)
 
@@ -273,7 +273,7 @@ def _decided(name: MetricName, sides: Comparison, base: Sequence[float], new: Se
 def _ruled(
     name: MetricName, sides: Comparison, base: Sequence[float], new: Sequence[float], most: int
 ) -> Judged[MetricVerdict]:
-    """Judge times. An efficiency is judged by its reciprocals, and shown as it is."""
+    """Return the verdict on times. An efficiency is judged by its reciprocals, and shown as it is."""
     decision = decide(
         base,
         new,

@@ -9,7 +9,7 @@ from pytest_gputrain.records import BaselineRun, Case, Measurement, update_secon
 
 
 def one_worker(case: Case) -> Case:
-    """Return the case as one worker alone does it.
+    """Return the case of a single worker that the case with several workers is compared with.
 
     DistributedDataParallel of one process is a plain training, which may be declared and measured anyway. Engines that
     shard or offload keep doing so: without them the model may not fit, and their knobs are no other engine's. Own code keeps
@@ -20,7 +20,7 @@ def one_worker(case: Case) -> Case:
 
 
 def efficiencies(case: Case, runs: Iterable[Measurement | BaselineRun]) -> list[float]:
-    """Return the throughput of n workers over n times the throughput of one, for each of ``runs`` that can tell.
+    """Return the throughput of n workers over n times the throughput of one, for each of ``runs`` that has both.
 
     A worker has the same batch alone and among others, so the ratio is that of the times: one worker's seconds of an update
     over the case's. Of whole updates, because processes that accumulate gradients may exchange them only then.
@@ -33,6 +33,6 @@ def efficiencies(case: Case, runs: Iterable[Measurement | BaselineRun]) -> list[
 
 
 def efficiency(case: Case, runs: Iterable[Measurement | BaselineRun]) -> float | None:
-    """Return the median of `efficiencies`, None if no run can tell."""
+    """Return the median of `efficiencies`; None if no run has one."""
     values = efficiencies(case, runs)
     return statistics.median(values) if values else None

@@ -30,14 +30,14 @@ _KEPT_RUNS: Final = 2
 
 
 class HasSteps(Protocol):
-    """A run whose steps' memory may be known."""
+    """A run that may have the memory of its steps."""
 
     @property
     def memory_of_steps(self) -> Sequence[StepMemory]: ...
 
 
 class KeepsMemory(Protocol):
-    """A run of which it may be known what its steps, and what runs beside them, leave behind."""
+    """A run that may have the memory that its steps, its evaluation and its checkpoint leave behind."""
 
     @property
     def heap_growth(self) -> int | None: ...
@@ -84,7 +84,7 @@ def judge_steps(
 def judge_heap(
     measured: Sequence[KeepsMemory], fitted: Sequence[KeepsMemory], *, allowed_growth: int = 0, most: int = 1
 ) -> Iterator[Judged[MetricVerdict]]:
-    """Judge what steps leave on the heap of the host, where no tensors of a GPU are; nothing if the baseline has no such
+    """Judge what steps leave on the heap of the host, which holds no tensors of a GPU; nothing if the baseline has no such
     figure.
 
     Args:
@@ -130,7 +130,7 @@ def _judge_kept(
 
 
 def _growth(now: Sequence[Sequence[OfStep]], before: Sequence[OfStep], allowed: int) -> MetricVerdict:
-    """Judge what steps keep more from step to step than those of the baseline did."""
+    """Judge by how much more memory grows from step to step than in the baseline."""
     rises = [_rise(run, before, max(LEAST_RISE, allowed)) for run in now]
     found = [rise for rise in rises if rise is not None]
     metric = MetricVerdict(metric="step_growth_bytes", status="pass", value=0.0, baseline=0.0, runs=len(now))
@@ -152,8 +152,8 @@ def _rise(now: Sequence[OfStep], before: Sequence[OfStep], least: int) -> Rise |
 def _worst_peak(
     whole: MetricVerdict, now: Sequence[Sequence[OfStep]], before: Sequence[Sequence[OfStep]], judge: JudgePeaks
 ) -> Judged[MetricVerdict] | None:
-    """Judge the step whose peak exceeds that of the baseline by most; None if no step is counted on both sides, or where
-    most steps need as much more as the whole case, which is told of it."""
+    """Judge the step whose peak exceeds that of the baseline by most. None if no step is counted on both sides, or if most
+    steps have grown as much as the whole case, whose verdict says so."""
     judged: dict[int, Judged[MetricVerdict]] = {}
     for at in range(min(map(len, (*now, *before)))):
         values, peaks = ([run[at].peak for run in side] for side in (now, before))

@@ -68,7 +68,7 @@ Outcome = Literal["pass", "regressed", "improved", "inconclusive"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The outcome of runs against those of a baseline, all in logarithms of the ratio of their times."""
+    """The outcome of runs against those of a baseline. Its figures are logarithms of the ratio of both times."""
 
     outcome: Outcome
     settled: bool
@@ -165,7 +165,8 @@ def decide(
 
 
 def mean_step(seconds: Sequence[float]) -> float | None:
-    """Return the mean of a process's steps without the slowest, which any process may have; None of too few steps.
+    """Return the mean of a process's steps without the slowest one, which any process may have; None if there are too few
+    steps.
 
     A median does not see what fewer than half of the steps take longer.
     """
@@ -183,7 +184,7 @@ def _check(base: Sequence[float], new: Sequence[float], tolerance: float, prior:
 
 
 def _centre(base_logs: Sequence[float]) -> float:
-    """Compute the centre of sorted logarithms, robust against the one process that is bad."""
+    """Return the centre of sorted logarithms, which one bad process hardly changes."""
     if len(base_logs) < 5:
         return statistics.median(base_logs)
     return statistics.fmean(base_logs[1:-1])
@@ -203,7 +204,8 @@ def _sd(base_logs: Sequence[float], centre: float, new_logs: Sequence[float], pr
 
 
 def suite_prior(baselines: Sequence[Sequence[float]]) -> float:
-    """Estimate s0 from the cases of a suite, each with the seconds of its baseline's runs.
+    """Return the standard deviation (s0) that a suite's cases have between processes, from the seconds of their baselines'
+    runs.
 
     From ten cases of two runs and more on, the median of their standard deviations; it is 1 - 1 / 4K of the true one, about.
     """
@@ -214,13 +216,14 @@ def suite_prior(baselines: Sequence[Sequence[float]]) -> float:
 
 
 def suite_shift(first: Sequence[float]) -> float | None:
-    """Estimate by how much all cases are slower today: the median of their first runs' r; None of fewer than ten."""
+    """Return by how much all cases are slower today, as a logarithm: the median of their first runs'; None for fewer than
+    ten.
+    """
     return statistics.median(first) if len(first) >= MANY_CASES else None
 
 
 def levelled(base: Sequence[float], head: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return both sides of an A/B comparison without what the two processes of a round have in common, which is the
-    machine's.
+    """Return both sides of an A/B comparison without the noise of the machine, which the two processes of a round share.
 
         d_j    = log head_j - log base_j;   D = median(d_j);   m = mean of all logarithms
         base_j = m - D / 2 - (d_j - D) / sqrt 2

@@ -13,7 +13,9 @@ from pytest_gputrain.utils.units import format_percent
 
 
 class SuiteNoise:
-    """The noise of a suite's cases, and how much slower all of them are today; grows with the cases of a pytest process."""
+    """The noise of a suite's cases, and how much slower all of them are today. Both are updated with each case of a pytest
+    process.
+    """
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], float] = {}
@@ -33,7 +35,7 @@ class SuiteNoise:
         return self._shift
 
     def add(self, suite: str, key: str, first: float | None) -> None:
-        """Take in the first run of a case, if it could be compared."""
+        """Add the first run of a case, if it can be compared with a baseline."""
         if first is not None and not self.knows(suite, key):
             self._first[suite, key] = first
             self._shift = None

@@ -19,7 +19,7 @@ _DETAIL_LINES: Final = 25
 
 
 def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary | None:
-    """Derive the figures of the runs that measured; None if none did.
+    """Return the figures of a case from the runs that measured; None if none did.
 
     Args:
         platform: catalog marker of the machine.
@@ -66,7 +66,7 @@ def _middle(values: Iterable[float | None]) -> float | None:
 
 
 def _gpu_figures(measured: Sequence[Measurement]) -> dict[str, Any]:
-    """Return the figures of a summary that GPUs tell."""
+    """Return the figures of a summary that come from GPUs."""
     samples = [run.telemetry for run in measured if run.telemetry is not None]
     clocks = [telemetry.clock_mhz for telemetry in samples if telemetry.clock_mhz is not None]
     joules = _middle(run.joules_per_step for run in measured)
@@ -90,7 +90,7 @@ def failure_of(result: Result) -> str | None:
 
 
 def detail_of(result: Result) -> str:
-    """Return the traceback, stacks or stderr of a case that failed, without the middle of a long one; empty for others."""
+    """Return the traceback, stacks or stderr of a failed case. The middle of a long text is left out. Empty for other cases."""
     for reply in result.replies:
         detail: str = getattr(reply, "detail", "")
         if detail:

@@ -18,7 +18,7 @@ WORK: Final[dict[MetricName, str]] = {
 
 
 def flops_apart(before: tuple[int | None, int | None], now: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
-    """Return the FLOPs of a baseline without recomputation, and those of recomputation.
+    """Return the FLOPs of a baseline in two parts: those without recomputation, and those of recomputation.
 
     Files that are older count both together for own code that calls `torch.utils.checkpoint` itself. They are told apart as
     now where the sum is the same.
@@ -29,7 +29,9 @@ def flops_apart(before: tuple[int | None, int | None], now: tuple[int | None, in
 
 
 def describe_work(metric: MetricVerdict, before: EmulatedRun, now: EmulatedRun) -> str:
-    """Describe a change: ``moves 1.2 GiB (3.0 %) more a step, most of it clone (+1.1 GiB in +32 calls) at train.py:42``."""
+    """Describe a change of work: ``moves 1.2 GiB (3.0 %) more a step, most of it clone (+1.1 GiB in +32 calls) at
+    train.py:42``.
+    """
     assert metric.value is not None
     assert metric.baseline is not None
     value, baseline = int(metric.value), int(metric.baseline)
@@ -41,7 +43,7 @@ def describe_work(metric: MetricVerdict, before: EmulatedRun, now: EmulatedRun) 
 
 
 def _operator_behind(metric: MetricVerdict, before: Mapping[str, OperatorWork], now: Mapping[str, OperatorWork]) -> str:
-    """Name the operator whose work changed most, and the line of it that is new or does more."""
+    """Name the operator whose work has changed most, with the line of it that is new or does more."""
     field = "bytes" if metric.metric == "bytes_per_step" else "flops"
     form = format_bytes if field == "bytes" else format_flops
     changes = {}
