@@ -41,7 +41,7 @@ def find_batch(try_batch: Callable[[int], Try], most: int) -> Search:
 
 
 class _Crash(Exception):
-    """A try that tells nothing about memory."""
+    """The outcome of a try that crashed, which says nothing about memory."""
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:

@@ -55,7 +55,7 @@ def refuse_missing_folder(settings: Settings) -> None:
 
 
 def elsewhere(settings: Settings, store: SuiteStore[Any, Any], suite: str) -> str:
-    """Say where baselines are that this run does not find because pytest was started in the wrong folder; empty if none are.
+    """Say where baselines are, if pytest was started in the wrong folder and does not find them; empty if there are none.
 
     Without a configuration file, pytest takes the folder in which it is started for its root.
     """
@@ -87,7 +87,7 @@ def count_terms_of(settings: Settings, terms: Terms) -> CountTerms:
 
 
 def report_of(settings: Settings) -> ReportStore | None:
-    """Read the report that ``--gpu-baseline=REPORT`` names; None if it names none.
+    """Return the report that ``--gpu-baseline=REPORT`` names; None if it names none.
 
     Raises:
         BaselineError: it cannot be read.
@@ -96,12 +96,12 @@ def report_of(settings: Settings) -> ReportStore | None:
 
 
 def side_of(report: ReportStore | None) -> OtherSide | None:
-    """Return what sentences call the report that cases are compared with; None for stored baselines."""
+    """Return the words for the report that cases are compared with; None for stored baselines."""
     return None if report is None else OtherSide.base(report.path.name)
 
 
 class CriteriaLookup:
-    """Looks up what the cases of a pytest process are held to.
+    """Looks up the baselines, limits and tolerances of the cases of a pytest process.
 
     Raises:
         BaselineError: the report or the published tables to compare with cannot be read.
@@ -116,7 +116,7 @@ class CriteriaLookup:
         self._forecasts: dict[str, Forecast] = {}
 
     def of(self, suite: str, task: Task, host: Host, terms: Terms = NO_TERMS, *, judged: bool = True) -> Criteria:
-        """Return what a case is held to.
+        """Return the baseline, limits and tolerances of a case.
 
         Args:
             host: machine that runs the task.
@@ -191,7 +191,7 @@ class CriteriaLookup:
         return self._priors[device, suite]
 
     def _baseline(self, suite: str, key: str, task: Task, host: Host) -> tuple[Baseline | None, str]:
-        """Find the case's baseline, or say what else there is if it is missing."""
+        """Return the case's baseline, or a sentence on what exists in its place."""
         device = host.device
         if self._report is not None:
             return self._report.get(device, suite, key, task.variables_digest), ""

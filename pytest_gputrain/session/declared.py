@@ -21,7 +21,7 @@ class DeclaredCases:
         self._cases: dict[tuple[str, str], Case] = {}
 
     def declare(self, suite: str, case: Case) -> Case:
-        """Remember that ``case`` goes by its id in ``suite``, and return the first case that did."""
+        """Register ``case`` under its id in ``suite``, and return the first case with this id."""
         return self._cases.setdefault((suite, str(case)), case)
 
     def refuse_same_id(self, suite: str, case: Case) -> None:

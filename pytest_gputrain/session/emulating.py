@@ -62,7 +62,9 @@ class EmulatingRunner(CaseRunner):
         self._report = report_of(settings)
 
     def run(self, request: Request) -> Result:
-        """Find the case's figures, unless this session did already, and compare them with what is recorded if asked."""
+        """Return the result of a request. The case runs at most once, and is compared with its recorded figures if the test
+        asks for that.
+        """
         host = self.executor.host
         refuse_unfit(request.case, request.markers, request.expression, host, self.settings)
         if request.case.servers:
@@ -82,7 +84,7 @@ class EmulatingRunner(CaseRunner):
         return Emulated(**result_fields(request, task, host, verdict), reply=reply)
 
     def _recorded(self, request: Request, task: Task) -> Recorded | None:
-        """Look up what is recorded of the case."""
+        """Return what is recorded of the case."""
         of = self.executor.host.platform, request.suite, key_of(task.case, task.scale)
         if self._report is not None:
             return self._report.recorded(*of, task.variables_digest)
@@ -155,7 +157,7 @@ class EmulatingRunner(CaseRunner):
 
 
 def _counts_of(again: EmulatedRun | None) -> Counts:
-    """Return the counts of a second process. They have no steps if it gave none."""
+    """Return the counts of a second process, without any steps if that process gave none."""
     return (again and again.counts) or Counts(steps=(), kinds=())
 
 

@@ -56,7 +56,7 @@ class EmulatedCells:
             self.titles[gpu] = other.name if other else PLATFORMS[gpu].title
 
     def figures(self, case: Case, gpu: str, memory_bytes: int = 0, *, memory_only: bool = False) -> EmulatedRun:
-        """Return what the case takes of the GPU; several threads may ask at once.
+        """Return how much memory the case takes of the GPU. Several threads may call this at once.
 
         Args:
             memory_bytes: of the GPU, 0 for any amount. What programs load in parts is built whole, without this limit.

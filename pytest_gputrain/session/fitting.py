@@ -47,22 +47,21 @@ _FURTHER: Final = 3
 
 
 class Asked(NamedTuple):
-    """A case for a GPU."""
+    """A case and the GPU that it is to fit."""
 
     case: Case
     gpu: str
 
 
 class Sorted(NamedTuple):
-    """Possible combinations, and sentences about the others."""
+    """The combinations that are possible, and a sentence about each other one."""
 
     asked: list[Asked]
     left_out: list[str]
 
 
 def possible(cases: Sequence[Case], gpus: Sequence[str]) -> Sorted:
-    """Sort out cases that make no sense or need a library that is not installed, and precisions that a GPU does not compute
-    in."""
+    """Sort out cases that make no sense or lack a library, and precisions in which a GPU does not compute."""
     complaints: defaultdict[str, list[Case]] = defaultdict(list)
     sound = []
     for case in cases:
@@ -92,7 +91,7 @@ def _named(cases: Sequence[Case]) -> str:
 
 
 def seconds_of(asked: Sequence[Asked], processes: int, *, further: bool) -> float:
-    """Estimate the seconds that the answer takes without cached results.
+    """Return the estimated seconds of an answer that uses no cached results.
 
     Args:
         further: whether largest batches and remedies are looked for.
@@ -127,7 +126,7 @@ def _seconds(case: Case) -> float:
 
 
 class Fitting:
-    """Answers for cases and GPUs.
+    """Finds out whether cases fit GPUs.
 
     Args:
         processes: how many cases run at the same time.
@@ -148,7 +147,7 @@ class Fitting:
         self._threads.shutdown(wait=True)
 
     def cells(self, asked: Sequence[Asked], *, remedies: bool) -> list[FitCell]:
-        """Answer each case for its GPU, in the order given.
+        """Return an answer for each case and its GPU, in the order given.
 
         Args:
             remedies: whether to look for what makes the smallest batch surely fit of those that do not.
@@ -168,7 +167,9 @@ class Fitting:
         return cells
 
     def largest(self, cells: Sequence[FitCell]) -> list[LargestBatch]:
-        """Find the largest batch of each case that fits each GPU, in the order of ``cells``, some of which are known."""
+        """Return the largest batch size of each case that fits its GPU, in the order of ``cells``. Some of them are known
+        already.
+        """
         known: defaultdict[tuple[Case, str], list[FitCell]] = defaultdict(list)
         for cell in cells:
             if cell.figures is not None:
@@ -176,7 +177,7 @@ class Fitting:
         return self._done(self._largest, list(known.values()), "largest batches")
 
     def _done(self, work: Callable[[_Job], _Answer], jobs: Iterable[_Job], what: str) -> list[_Answer]:
-        """Run the jobs, some at once, and return their answers in order."""
+        """Run the jobs, some of them at once, and return their results in order."""
         futures = [self._threads.submit(work, job) for job in jobs]
         if futures:
             self._note(what, 0, len(futures))
@@ -235,7 +236,7 @@ class Fitting:
         return need_of(case, PLATFORMS[gpu].usable_bytes, lambda memory: self._figures(case, gpu, memory, memory_only=True))
 
     def _figures(self, case: Case, gpu: str, memory_bytes: int = 0, *, memory_only: bool = False) -> EmulatedRun:
-        """Return the figures of a case on a GPU of this much memory, which are found once.
+        """Return the figures of a case on a GPU of this much memory. They are found only once.
 
         Raises:
             BadCase: there are none; one sentence.

@@ -58,8 +58,8 @@ class Interleaver:
         return len(self._waiting)
 
     def complete(self) -> Iterator[Measured]:
-        """Measure what is to come, one run of each case in turn; yield after each the case's result with all its runs so
-        far."""
+        """Measure the runs that are missing, in rounds of one run for each case. After each run, yield the case's result
+        with all its runs so far."""
         self._executor.only(waiting.task for waiting in self._waiting)
         while self._waiting:
             for waiting in list(self._waiting):
@@ -79,7 +79,7 @@ class Interleaver:
         self._drop(waiting.task for waiting in gone)
 
     def _drop(self, tasks: Iterable[Task]) -> None:
-        """Cancel what a fleet has begun of these tasks, unless another test waits for that, too."""
+        """Cancel the runs of these tasks in a fleet, unless another test waits for them, too."""
         if unwanted := list(tasks):
             wanted = {identity_of(waiting.task) for waiting in self._waiting}
             for task in unwanted:

@@ -37,7 +37,7 @@ class _HostReplies(NamedTuple):
 
 
 class Prefetcher:
-    """Tells which runs the tests of a session will ask for.
+    """Finds out which runs the tests of a session will ask for.
 
     Args:
         host: machine that the tests were selected for.
@@ -61,8 +61,7 @@ class Prefetcher:
             yield WantedRuns(expected_tasks[0].suite, expected_tasks[0].task, runs)
 
     def further(self, task: Task, replies: Sequence[Reply], host: Host) -> Iterator[WantedRuns]:
-        """Return the runs that the first replies of a task ask for, and those of tasks that were put off until these were
-        there.
+        """Return the runs that become necessary by the first replies of a task, and the runs of tasks that waited for them.
 
         Args:
             replies: with figures; none if there will be none.

@@ -16,7 +16,7 @@ Try = Callable[[Case], Need | None]
 
 
 def remedy(case: Case, figures: EmulatedRun, attempt: Try, *, may_fit: bool = False) -> str:
-    """Return a sentence's end: the cheapest change under which the case fits, or that none of those tried is enough.
+    """Return the end of a sentence: the cheapest change with which the case fits, or that no change is enough.
 
     Args:
         figures: of the case, which does not fit.

@@ -41,7 +41,7 @@ class Replies:
         self._prefetcher: Prefetcher | None = None
 
     def expect(self, make_prefetcher: Callable[[], Prefetcher]) -> None:
-        """Tell which runs tests will ask for. A fleet begins with them when the first one is asked for.
+        """Set which runs tests will ask for. A fleet starts them when the first one is asked for.
 
         Args:
             make_prefetcher: makes what tells them; called when the first task runs, since collecting needs none of it.
@@ -51,7 +51,8 @@ class Replies:
     def take(
         self, task: Task, runs: int, *, inline: bool = False, builder: Any = None, before: tuple[Reply, ...] = ()
     ) -> tuple[Reply, ...]:
-        """Run fresh processes until there are at least this many replies; fewer if one gave no figures.
+        """Return at least this many replies, and run fresh processes for those that are missing. Fewer are returned if one
+        has no figures.
 
         Args:
             before: replies of the same test that are there already.
@@ -73,7 +74,7 @@ class Replies:
         return tuple(replies)
 
     def host_of(self, task: Task, inline: bool = False) -> Host:
-        """Return the machine that the replies of the task are of. Of a fleet it is known when the first is there.
+        """Return the machine on which the task runs. With a fleet it is known when the first reply has come.
 
         Raises:
             BadCase: as `take`; or the task is inline, and run elsewhere.
@@ -89,7 +90,7 @@ class Replies:
         return self.resumed(task).host or self._executor.host_of(task)
 
     def want(self, suite: str, task: Task, runs: int, *, soon: bool = False) -> None:
-        """Have a fleet begin with this many runs of the task, unless its first has no figures.
+        """Have a fleet start this many runs of the task, unless its first run has no figures.
 
         Args:
             soon: before those of other tasks.
@@ -98,7 +99,7 @@ class Replies:
             self._executor.want([self._lacking(WantedRuns(suite, task, runs, soon))])
 
     def resumed(self, task: Task, inline: bool = False, builder: Any = None) -> ResumedReplies:
-        """Return the replies that an earlier report has of the task, where one is resumed."""
+        """Return the replies that the resumed report has of the task."""
         if self._resumed_report is None or builder is not None:
             return ResumedReplies()
         return self._resumed_report.of(task, inline=inline, host=self._executor.host)
@@ -149,7 +150,7 @@ class Replies:
         return reply
 
     def _begin(self) -> None:
-        """Start the cases that tests will ask for, so that they are done or running by then."""
+        """Start the runs that tests will ask for, so that they are running or done by then."""
         if self._make_prefetcher is None or self._prefetcher is not None:
             return
         self._prefetcher = self._make_prefetcher()
@@ -179,10 +180,10 @@ class Replies:
         self._executor.want(map(self._lacking, self._prefetcher.further(task, figures, host)))
 
     def _lacking(self, wanted: WantedRuns) -> WantedRuns:
-        """Return the runs without those that an earlier report has."""
+        """Return the runs that an earlier report does not have."""
         return wanted._replace(runs=wanted.runs - len(self.resumed(wanted.task).replies))
 
 
 def has_figures(replies: Sequence[Reply]) -> bool:
-    """Tell whether all of them tell something of the case: it was measured, or it ran out of memory."""
+    """Tell whether every reply has figures: the case was measured, or ran out of memory."""
     return all(isinstance(reply, Measurement | OutOfMemory) for reply in replies)

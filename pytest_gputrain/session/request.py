@@ -44,7 +44,7 @@ class Request:
 
 
 class CaseRunner:
-    """Answers the requests of the tests of one pytest process: by measuring or emulating.
+    """Answers the requests of the tests of one pytest process, by measuring or by emulating.
 
     Args:
         executor: runs the cases.
@@ -68,11 +68,11 @@ class CaseRunner:
         return self._tasks.scale()
 
     def declare(self, suite: str, case: Case) -> Case:
-        """Remember that ``case`` goes by its id in ``suite``, and return the first case that did."""
+        """Register ``case`` under its id in ``suite``, and return the first case with this id."""
         return self._declared.declare(suite, case)
 
     def run(self, request: Request) -> Result:
-        """Answer a request.
+        """Return the result of a request.
 
         Raises:
             BadCase: it cannot be meant so, or the baseline cannot be read; one sentence.
@@ -81,7 +81,7 @@ class CaseRunner:
         raise NotImplementedError
 
     def _prepared(self, request: Request) -> tuple[Request, Task]:
-        """Make the task of a request, and note in the request which test's figures answer it.
+        """Return the task of a request, and note in the request which test's figures answer it.
 
         Raises:
             BadCase: the suite has another case of that id, or there can be no such task.
@@ -97,7 +97,7 @@ class CaseRunner:
         self._first_tests.setdefault(identity_of(task, request.inline), request.nodeid)
 
     def expect(self, cases: Sequence[ExpectedCase], *, submit: bool) -> None:
-        """Note what the tests that were collected are parametrized with.
+        """Note the cases of the collected tests.
 
         Args:
             submit: whether a fleet is to begin with them.
@@ -112,7 +112,7 @@ class CaseRunner:
         return 0
 
     def complete(self) -> Iterator[Result]:
-        """Measure what baselines wait for; yield after each run the case's result with all its runs so far."""
+        """Measure the further runs that baselines need. After each run, yield the case's result with all its runs so far."""
         return iter(())
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ class Runner(CaseRunner):
         return self._interleaver.complete()
 
     def run(self, request: Request) -> Result:
-        """Measure the case, unless this session did already, and judge it if asked and if its own figures were wanted."""
+        """Return the result of a request. The case is measured at most once, and judged if the test asks for that."""
         host = self.executor.host
         scaling = request.scaling and not self._is_study
         refuse_unfit(request.case, request.markers, request.expression, host, self.settings, scaling=scaling)
@@ -104,7 +104,7 @@ class Runner(CaseRunner):
         return self.settings.find_batch or self.settings.loss_steps is not None
 
     def _refuse_inline(self, case: Case) -> None:
-        """Refuse an inline run that cannot have what it takes."""
+        """Raise an error if a case cannot run inline."""
         if self.settings.gpu_ids:
             raise BadCase("an inline case runs on the first visible GPU; choose it by CUDA_VISIBLE_DEVICES, not --gpu-ids")
         if self._is_study:
@@ -116,7 +116,7 @@ class Runner(CaseRunner):
             raise BadCase(f"the case {case} needs a process group, which an inline run does not have; leave out inline")
 
     def _measure(self, request: Request, task: Task, criteria: Criteria, runs: int) -> Measured:
-        """Judge that many fresh processes of a case, and further ones as long as the case is in doubt."""
+        """Judge a case by this many fresh processes, and by further ones as long as they do not decide."""
         take = functools.partial(self._replies.take, task, inline=request.inline, builder=request.builder)
         replies, key, looked = take(runs), key_of(task.case, task.scale), False
         while True:
@@ -170,7 +170,7 @@ class Runner(CaseRunner):
         }
 
     def _measure_other_cases(self) -> None:
-        """Measure enough other cases once to tell whether this one is slower today, or all are.
+        """Measure the first run of enough other cases to tell whether only this case is slower today, or all are.
 
         Their tests find the figures and go on from them. Where there are not enough cases, nothing is measured.
         """
@@ -196,7 +196,7 @@ class Runner(CaseRunner):
         return Prefetcher(self._lookup, self._expected_tasks(self._expected), self.executor.host)
 
     def _expected_tasks(self, expected: Iterable[ExpectedCase]) -> Iterator[ExpectedTask]:
-        """Return the tasks of those cases that may run."""
+        """Return the tasks of the expected cases that may run here."""
         for suite, case, markers, expression, terms in expected:
             with contextlib.suppress(CannotRun, BadCase):
                 refuse_unfit(case, markers, expression, self.executor.host, self.settings)

@@ -51,14 +51,16 @@ def platforms_named(expression: str) -> list[str]:
 
 
 def platforms_missed(expression: str, markers: Collection[str]) -> list[str]:
-    """Return the platforms whose marker would have selected a test that carries none of them."""
+    """Return the platforms whose marker a test lacks to be selected by the ``-m`` expression; none if it is selected, or has
+    such a marker.
+    """
     if _ALL.intersection(markers) or _holds(expression, markers):
         return []
     return [platform for platform in MARKERS if _holds(expression, {*markers, platform})]
 
 
 def platform_meant(expression: str) -> str:
-    """`` (did you mean 'h100'?)`` for the first misspelt platform in a ``-m`` expression; empty if there is none."""
+    """Return `` (did you mean 'h100'?)`` for the first misspelt platform in a ``-m`` expression; empty if there is none."""
     return next(filter(None, (did_you_mean(word, MARKERS) for word in _names_in(expression) if word not in _ALL)), "")
 
 
@@ -119,7 +121,7 @@ def refuse_unfit(
 
 
 def _refuse_script(case: Case, host: Host, settings: Settings) -> None:
-    """Refuse a script if nothing can be known of it; arguments and errors as of `refuse_unfit`."""
+    """Raise an error if this run cannot measure the script. The arguments and errors are those of `refuse_unfit`."""
     if settings.find_batch or settings.loss_steps is not None:
         raise BadCase(f"{case} is a script, which --gpu-find-batch and --gpu-loss cannot change; deselect its test")
     if settings.isolation == "inline":
@@ -171,7 +173,7 @@ def _holds(expression: str, names: Collection[str]) -> bool:
 
 
 def _value(node: ast.expr, names: Collection[str]) -> bool | None:
-    """Evaluate by Kleene's three values: None for what cannot be known, which negation leaves unknown."""
+    """Evaluate an expression in three-valued logic: None stands for what cannot be known, and its negation is None."""
     match node:
         case ast.BoolOp():
             values = [_value(value, names) for value in node.values]

@@ -70,7 +70,8 @@ def _try(batch: int, samples: int, reply: Reply) -> Try:
 
 
 def record_losses(task: Task, steps: int, platform: str, launch: Launch) -> RecordedLosses:
-    """Train the task's case in every precision, from one seed on one batch, with the reply of its own precision.
+    """Train the task's case in every precision, from one seed on one batch. Return the curves, and the reply of the case's
+    own precision.
 
     Args:
         platform: catalog marker. A precision that it or the parallelism lacks is left out, unless it is the case's own.

@@ -21,7 +21,7 @@ from pytest_gputrain.utils.sanitize import utf8
 
 
 def full_size_task(case: Case, root: Path, emulated: str) -> Task:
-    """Make the task of a case that no test asks for.
+    """Return the task of a case that no test asks for.
 
     Args:
         root: folder that files named by the case are relative to.
@@ -73,19 +73,18 @@ class TaskMaker:
         return "full" if self._host().gpus else "tiny"
 
     def with_steps(self, case: Case) -> Case:
-        """Give the case the steps and the warm-up that the options set."""
+        """Return the case with the steps and the warm-up that the options set."""
         steps, warmup = self._settings.steps, self._settings.warmup
         return case.replace(steps=case.steps if steps is None else steps, warmup=case.warmup if warmup is None else warmup)
 
     def processes(self, declared: int) -> int:
-        """Return how many processes a case takes: on a CPU a parallelism is exercised, not measured, and fewer show as
-        much."""
+        """Return how many processes a case has. On a CPU a parallelism is only tried out, so fewer processes are enough."""
         return declared if self._host().gpus else min(declared, self._settings.processes)
 
     def make(
         self, case: Case, module: str = "", *, growth_bytes: int = 0, inline: bool = False, prefetched: bool = False
     ) -> Task:
-        """Make the task of a case, as its test wants it run.
+        """Return the task of a case, as its test wants it run.
 
         Args:
             module: name under which this process imported the file of the case's code.
@@ -126,7 +125,7 @@ class TaskMaker:
         return msgspec.structs.replace(task, variables=variables)
 
     def alone(self, task: Task) -> Task:
-        """Make the task of one worker, to compare several with."""
+        """Return the task of one worker that several workers are compared with."""
         case = one_worker(task.case)
         processes = self.processes(case.gpus)
         return msgspec.structs.replace(task, case=case, processes=processes, nodes=self._nodes(case))
