@@ -40,7 +40,7 @@ class Durations:
                     self._steps[line.suite, line.key] = line.median_step_seconds
 
     def of(self, suite: str, task: Task) -> float:
-        """Return the seconds of the steps in the latest run. Without one, return a lower bound from an emulated run, or 0."""
+        """Return the seconds of the steps in the latest run; without one, a lower bound from an emulated run, or 0."""
         case = task.case
         seconds = self._steps.get((suite, key_of(case, task.scale)))
         if seconds is not None:

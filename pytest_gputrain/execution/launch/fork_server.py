@@ -211,7 +211,7 @@ class _ForkingProcess:
         return self._ended.get(child, ended_with_source)
 
     def kill_group(self, number: int) -> None:
-        """Kill the processes that an ended worker has left in its process group, which is a child of the preloaded process."""
+        """Kill the processes that an ended worker has left in its process group: they are the preloaded process's now."""
         import psutil
 
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):

@@ -64,7 +64,7 @@ def merge(replies: Sequence[Reply | Served | EmulatedRun]) -> Measurement:
 
 
 def merge_emulated(replies: Sequence[EmulatedRun]) -> EmulatedRun:
-    """Return the figures of the case from those of all ranks on emulated GPUs. Memory is that of the rank that needs most."""
+    """Return the figures of the case from those of all ranks on emulated GPUs. Memory is of the rank that needs most."""
     if len(replies) == 1:
         return replies[0]
     peaks = [reply.peak_allocated_bytes for reply in replies]
