@@ -244,7 +244,7 @@ def _judged_figures(terms: CountTerms) -> Iterator[CountFigure]:
 
 
 def _has_no_less_to_do(pair: _Pair) -> bool:
-    """Tell whether a step asks for at least as much work of the GPU as before, and on a CPU for at least as many operators."""
+    """Tell whether a step asks for as much work of the GPU as before, or more, and on a CPU for as many operators."""
     return pair.now.work >= pair.before.work and pair.now.operators >= pair.before.operators
 
 

@@ -90,7 +90,7 @@ def failure_of(result: Result) -> str | None:
 
 
 def detail_of(result: Result) -> str:
-    """Return the traceback, stacks or stderr of a failed case. The middle of a long text is left out. Empty for other cases."""
+    """Return the traceback, stacks or stderr of a failed case, without the middle of a long text; empty for other cases."""
     for reply in result.replies:
         detail: str = getattr(reply, "detail", "")
         if detail:
