@@ -95,7 +95,7 @@ def main(case_folder: Path, rank: int, local_rank: int | None = None, meeting: s
 
 
 def _prepared(task: Task) -> Task:
-    """Give this process the import path and the command line of the task's own code."""
+    """Set the import path and the command line that the case's own code expects, and return the task."""
     sys.path += [path for path in task.import_paths if path not in sys.path]
     # Own code that reads the command line, for example by argparse, finds no arguments and the name of its own file.
     sys.argv[:] = [str(Path(task.root, task.case.code.partition("::")[0]))] if task.case.code else sys.argv[:1]
@@ -103,7 +103,9 @@ def _prepared(task: Task) -> Task:
 
 
 def _cannot_import(task: Task, error: Exception) -> str:
-    """Say which libraries are not installed, all at once; or which one is broken."""
+    """Return the crash of a worker that cannot import its libraries. It names all that are not installed, or one that is
+    broken.
+    """
     if isinstance(error, WrongTorch):
         return str(error)
     if not isinstance(error, ImportError):
@@ -115,7 +117,7 @@ def _cannot_import(task: Task, error: Exception) -> str:
 
 
 def flush_output() -> None:
-    """Write what was printed, unless the case has closed its streams or put something else in their place."""
+    """Write buffered output, unless the case has closed its streams or replaced them."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()

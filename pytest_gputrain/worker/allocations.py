@@ -31,7 +31,8 @@ _hollow: Final[set[type]] = set()
 
 
 class AllocationCounter(SharedMode):
-    """Counts the bytes of every storage that an operator creates or resizes, until it is freed, by phases of training.
+    """Counts the bytes of every storage that an operator creates or resizes until the storage is freed, and their peak in
+    each phase.
 
     Exact and the same on every run, where polling the resident set misses most of a peak. It follows untyped storages by
     weak reference, so views and in-place operators cost nothing, and it sees what Python sees: memory that a kernel takes
@@ -58,16 +59,18 @@ class AllocationCounter(SharedMode):
 
     @property
     def live_bytes(self) -> int:
-        """Sum over the live storages."""
+        """The bytes of all live storages."""
         return self._storages.live_bytes
 
     def _enter(self, phase: TrainingPhase) -> None:
-        """Note a phase in the trace while tensors are recorded in it. What an evaluation keeps is no peak of later steps."""
+        """Note a phase in the trace, as long as tensors are recorded. Tensors that an evaluation keeps do not count in the
+        peaks of later steps.
+        """
         if self._storages.traced:
             self.trace.enter(phase if self.phases.in_steps else None)
 
     def follow_sizes_only(self) -> None:
-        """Follow from now on how much memory steps take, and no longer what lives and in which phase."""
+        """Count from now on only the memory of steps, without tensors and phases."""
         self._storages.traced = False
 
     def of_step(self) -> OfStep:
@@ -76,7 +79,7 @@ class AllocationCounter(SharedMode):
 
     @property
     def peak_bytes(self) -> int:
-        """Highest `live_bytes` since the first step began; before that, since the start."""
+        """The highest `live_bytes` since the first step began; before the first step, since the start."""
         return self.peaks().bytes
 
     def peaks(self) -> Peaks:
@@ -123,7 +126,7 @@ class AllocationCounter(SharedMode):
         return result
 
     def _follow_sizes(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator and look at its tensors, most of which are known, with as little work as that takes."""
+        """Run an operator and count its tensors, most of which are known, with as little work as possible."""
         try:
             if name_of(func) != LIFT:
                 self._glance_at((args, kwargs.values()) if kwargs else args)
@@ -144,7 +147,7 @@ class AllocationCounter(SharedMode):
                 self._look_at(value, GIVEN)
 
     def _look_at(self, tensor: torch.Tensor, operator: str) -> None:
-        """Follow the storages of a tensor from now on."""
+        """Count the storages of a tensor from now on."""
         if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
             return
         parts = strided_parts(tensor)
@@ -179,8 +182,7 @@ class AllocationCounter(SharedMode):
 
 @contextlib.contextmanager
 def resizes_noted_by(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Provide a context in which ``seen`` gets every storage that Python code resizes, as FSDP does: no operator tells of
-    it."""
+    """Provide a context in which ``seen`` gets every storage that Python code resizes, as FSDP does without an operator."""
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = torch._C.StorageBase.resize_(storage, size)  # type: ignore[attr-defined]
@@ -193,7 +195,7 @@ def resizes_noted_by(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[N
 
 @contextlib.contextmanager
 def _frees_of_received_noted() -> Iterator[None]:
-    """Provide a context in which the end of a storage that another process sent is noted at once.
+    """Provide a context in which a storage that another process sent counts as freed as soon as it is.
 
     In torch 2.9 the Python object of a storage lives on as long as C++ has a weak reference to it, and
     ``torch.multiprocessing`` keeps one to each storage that it received.
@@ -229,12 +231,12 @@ def wraps(types: Iterable[type]) -> bool:
 
 
 def is_jagged(types: Iterable[type]) -> bool:
-    """Tell whether any of an operator's types is torch's nested tensor of jagged layout, whose sizes are no numbers."""
+    """Tell whether any of an operator's types is torch's nested tensor of jagged layout, which has symbolic sizes."""
     return any(kind.__module__ == "torch.nested._internal.nested_tensor" for kind in types)
 
 
 def _has_memory(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Tell whether a storage has memory of its own; the class of a wrapper, whose storage has none, is kept in mind."""
+    """Tell whether a storage has memory of its own. A wrapper's storage has none, and the wrapper's class is remembered."""
     if type(tensor) in _PLAIN:
         return True
     try:
@@ -255,7 +257,7 @@ def tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that hold the storages of one that may be sparse or nested.
+    """Return the plain tensors that hold the storages of a sparse, nested or plain tensor.
 
     There are none if another library keeps its memory, as oneDNN does for ``to_mkldnn()``.
     """

@@ -28,7 +28,7 @@ _DEEPEST: Final = 6
 
 
 class ShapesNoted:
-    """Notes shapes in each followed step. It reads only sizes, so nothing waits for a GPU."""
+    """Records the shapes of the model's inputs in each step. It reads only sizes, so nothing waits for a GPU."""
 
     def __init__(self) -> None:
         self._is_following = False
@@ -52,7 +52,7 @@ class ShapesNoted:
                 hook.remove()
 
     def during(self, steps: Steps) -> Steps:
-        """Yield what ``steps`` does, and take each as a step."""
+        """Yield what ``steps`` yields, and record the shapes of each of its steps."""
         for update in steps:
             was_following = self._is_following
             yield update
@@ -67,7 +67,9 @@ class ShapesNoted:
             self._step[tuple(itertools.islice(_shapes(given), _MOST_VALUES))] = None
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note a call of the model. A method can be copied and stored with the model, and a closure cannot."""
+        """Record the inputs of a call of the model. This is a method and no closure, because a model with hooks must be
+        copied and stored.
+        """
         self.note((args, kwargs))
 
     def record(self) -> BatchShapes | None:
@@ -84,8 +86,8 @@ class ShapesNoted:
 
 
 def _called(model: nn.Module | None) -> Iterator[nn.Module]:
-    """Yield the modules whose calls are noted: the model, or the parts of a container, which nobody can call. A scripted
-    module takes no hooks."""
+    """Yield the modules whose calls are recorded: the model, or the parts of a container that is never called itself. A
+    scripted module takes no hooks."""
     if model is None or isinstance(model, RecursiveScriptModule):
         return
     if type(model) in (nn.ModuleList, nn.ModuleDict):
@@ -96,7 +98,7 @@ def _called(model: nn.Module | None) -> Iterator[nn.Module]:
 
 
 def _shapes(given: object) -> Iterator[tuple[int, ...]]:
-    """Yield the shape of each tensor in a value. Sparse and nested tensors have those of their parts."""
+    """Yield the shape of each tensor in a value. A sparse or nested tensor gives the shapes of its parts."""
     values: list[tuple[object, int]] = [(given, 0)]
     for _ in range(_MOST_VALUES):
         if not values:
@@ -111,7 +113,7 @@ def _shapes(given: object) -> Iterator[tuple[int, ...]]:
 
 
 def _parts(value: object) -> list[Any]:
-    """Return what a value of a batch holds: the first items of a collection, or the attributes of an object."""
+    """Return the first items of a collection in a batch, or the attributes of an object in it."""
     parts: Iterable[Any] = ()
     if isinstance(value, Mapping):
         parts = value.values()

@@ -55,7 +55,7 @@ def _subclasses(kind: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _in_turn(kind: Any) -> Iterator[None]:
-    """Provide a context in which this holds for the iterators of one class."""
+    """Provide a context that does the same for the iterators of one class."""
     receive, hand_out = kind._try_get_data, kind._process_data
     waiting: dict[int, list[_Rebuilt]] = {}
     """What batches are made of, by the id of the batch. A loader may drop a batch, so this keeps none alive."""
@@ -92,13 +92,13 @@ class _Rebuilt(NamedTuple):
     layout: tuple[Any, ...]
 
     def show(self) -> None:
-        """Repeat the operator by which torch rebuilt it, for the modes that are entered now."""
+        """Repeat the operator that rebuilt the tensor, so that the present dispatch modes see it."""
         if (storage := self.storage()) is not None:
             torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.layout)
 
 
 class _Rebuilding(TorchDispatchMode):
-    """Notes the tensors that are rebuilt while it is entered."""
+    """Records the tensors that are rebuilt while this mode is entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -43,8 +43,8 @@ _OF_CACHES: Final = ("mallocs", "frees")
 
 
 class BesideSteps:
-    """What a training does beside its steps. It disturbs none of them: it runs between two steps, if nothing is timed or
-    counted, and random numbers and the modes of modules are then as before.
+    """Runs the evaluation and the checkpoint of a training between two of its steps. They change no figure of the steps:
+    nothing is timed or counted meanwhile, and random numbers and the modes of modules are restored.
 
     Args:
         lines: finds the user's own lines.
@@ -71,7 +71,7 @@ class BesideSteps:
         self._notes: tuple[str, ...] = ()
 
     def run(self, training: Trainable, counter: AllocationCounter | None = None) -> None:
-        """Have own code evaluate and save a checkpoint, as far as it does so.
+        """Run the evaluation of own code, and save its checkpoint, if it has them.
 
         Args:
             counter: counts the memory of a CPU, from the build on.
@@ -115,12 +115,12 @@ class BesideSteps:
                 _call("checkpoint", functools.partial(save, folder))
 
     def behind_timed_steps(self, training: Trainable, figures: Measurement) -> Measurement:
-        """Run it on a GPU after the timed steps, and return their figures with its peaks."""
+        """Run both on a GPU after the timed steps, and return the figures with the peaks of both phases."""
         self.run(training)
         return msgspec.structs.replace(figures, phase_peak_bytes=self._peaks, largest=self._largest)
 
     def behind_checks(self, training: Trainable, figures: Measurement, *, counts: bool) -> Measurement:
-        """Return the figures with everything else that is known of it.
+        """Return the figures with the counts of the evaluation, and with the memory that both phases leave behind.
 
         Args:
             counts: whether own code is to evaluate once more, to count what that asks of a CPU.
@@ -144,11 +144,11 @@ class BesideSteps:
         )
 
     def _in_use(self, counter: AllocationCounter | None) -> int:
-        """Return the bytes in tensors now."""
+        """Return the bytes that tensors take now."""
         return counter.live_bytes if counter else self._device.allocated_bytes() or 0
 
     def _left(self, counter: AllocationCounter | None, least: int = 0) -> int:
-        """Return the bytes in tensors that no garbage, and no buffer that another process got, holds any more.
+        """Return the bytes that tensors take once garbage is collected and buffers of messages are freed.
 
         Args:
             least: bytes at which there is nothing to wait for.
@@ -162,7 +162,7 @@ class BesideSteps:
 
     @contextlib.contextmanager
     def _phase(self, phase: TrainingPhase, counter: AllocationCounter | None) -> Iterator[None]:
-        """Provide a context for a phase, whose peak is taken."""
+        """Provide a context for a phase, and record its peak."""
         before, events = self._left(counter), len(counter.trace.events) if counter else 0
         if counter is not None:
             counter.phases.begin_beside_steps(phase)
@@ -181,7 +181,7 @@ class BesideSteps:
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """Provide a context in which it is counted what the evaluation asks of an emulated GPU."""
+        """Provide a context that counts what the evaluation asks of an emulated GPU."""
         counter = self._emulated.counter if self._emulated else None
         if counter is None:
             yield
@@ -193,7 +193,7 @@ class BesideSteps:
 
     @contextlib.contextmanager
     def _host(self) -> Iterator[None]:
-        """Provide a context in which tensors on the host are counted while a checkpoint of a GPU is saved."""
+        """Provide a context that counts tensors on the host while a checkpoint is saved from a GPU."""
         phase: TrainingPhase = "checkpoint_host"
         counter = AllocationCounter(self._lines.current)
         with counter:
@@ -205,7 +205,7 @@ class BesideSteps:
         self._largest |= {phase: counter.trace.largest_at(peaks.events[phase], 8)} if phase in peaks.events else {}
 
     def _made_folder(self) -> tuple[Path, str]:
-        """Return a folder that all processes of the case have, and why one of them has none.
+        """Return a folder that all processes of the case share, or the reason why a process has none.
 
         Those of a node share it, and those of all nodes if their temporary folder is of a file system that all see.
         """
@@ -222,7 +222,7 @@ class BesideSteps:
 
     @contextlib.contextmanager
     def _removing(self, folder: Path) -> Iterator[None]:
-        """Provide a context after which the folder is removed from each node, once all processes have saved."""
+        """Provide a context that removes the folder from each node at its end, once all processes have saved."""
         try:
             yield
             self._group.barrier()
@@ -232,7 +232,7 @@ class BesideSteps:
 
 
 def _call(said: str, function: Callable[[], object]) -> None:
-    """Call what own code named, out of a generator, where `StopIteration` would mean something else."""
+    """Call a function of own code outside of a generator, where its `StopIteration` would mean something else."""
     try:
         function()
     except StopIteration:
@@ -243,8 +243,8 @@ def _call(said: str, function: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module | None, device: Device) -> Iterator[None]:
-    """Provide a context after which random numbers, and whether modules train, are as before: those of the model, and any
-    other that is there before and whose ``eval()`` or ``train()`` is called."""
+    """Provide a context that restores random numbers and the training mode of modules: of the model, and of any other module
+    that existed before and whose ``eval()`` or ``train()`` is called."""
     python, of_numpy = random.getstate(), numpy.random.get_state()
     # The references are weak, because a module that the evaluation lets go of must not live longer.
     modes = weakref.WeakKeyDictionary((module, module.training) for module in (() if model is None else model.modules()))

@@ -27,7 +27,7 @@ def build(
     group: Group = ALONE,
     own_work_done: Callable[[], None] = lambda: None,
 ) -> Trainable:
-    """Build what the task's case steps, on ``device``."""
+    """Build the training of the task's case on ``device``."""
     case = task.case
     if not (case.code or builder):
         return Training(case, task.scale, device, group, own_work_done, task.deepspeed)
@@ -38,7 +38,7 @@ def build(
 
 
 def load_builder(code: str, root: Path, module_name: str = "") -> StepBuilder:
-    """Load the function that ``path/to/file.py::name`` names, from below ``root``.
+    """Return the function that ``path/to/file.py::name`` names, below the folder ``root``.
 
     Args:
         module_name: how the parent imported that file. Where the same name leads to it here, a file of a package finds its
@@ -61,7 +61,7 @@ def load_builder(code: str, root: Path, module_name: str = "") -> StepBuilder:
 
 
 def _imported(module_name: str, path: Path) -> ModuleType | None:
-    """Return the module of that name if it is the file, None if the name leads elsewhere or nowhere."""
+    """Return the module of that name if it comes from the file at ``path``; else None."""
     top, *below = module_name.split(".")
     if not top or top == "__main__":
         return None
@@ -79,12 +79,12 @@ def _imported(module_name: str, path: Path) -> ModuleType | None:
 
 
 def _module_folders(package: ModuleSpec | None) -> list[str]:
-    """Return the folders that the modules of a package are in."""
+    """Return the folders with the modules of a package."""
     return list((package and package.submodule_search_locations) or ())
 
 
 def _loaded(path: Path) -> ModuleType:
-    """Load the file as a module that is in no package."""
+    """Load the file as a module outside of any package."""
     module_name = f"gputrain_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:

@@ -28,7 +28,7 @@ Keep = Callable[[Measurement | Served | EmulatedRun], None]
 
 @dataclass
 class CaseRun:
-    """The run of one case, from its build to its last check."""
+    """The run of one case, with all that its parts share from the build to the last check."""
 
     task: Task
     progress: Progress
@@ -64,7 +64,7 @@ class CaseRun:
 
     @property
     def measures_times(self) -> bool:
-        """Whether more is asked for than a curve of losses or the memory."""
+        """Whether times are measured, and not only a curve of losses or memory."""
         return not (self.task.curve or self.task.memory_only)
 
     @property
@@ -78,20 +78,20 @@ class CaseRun:
         return self.case.epoch and self.own is not None and self.measures_times
 
     def whole_rounds(self, steps: int) -> int:
-        """Return the number of steps in whole rounds of the accumulation, because own code updates only at the end of a
-        round."""
+        """Return the number of steps, rounded up to whole rounds of accumulation, because own code updates only at the end
+        of a round."""
         if self.own is None or self.task.curve:
             return steps
         return -(-steps // self.case.gradient_accumulation) * self.case.gradient_accumulation
 
     def noting_shapes(self) -> contextlib.AbstractContextManager[None]:
-        """Provide a context for steps of own code in which it is noted on what shapes its model trains."""
+        """Provide a context for steps of own code that records the shapes on which its model trains."""
         if not isinstance(self.training, OwnCodeTraining):
             return contextlib.nullcontext()
         return self.training.noting_shapes(compiled=self.compile_calls.any and not self.on_cpu)
 
     def set(self, **figures: Any) -> None:
-        """Replace fields of the figures."""
+        """Set fields of the figures."""
         self.figures = msgspec.structs.replace(self.figures, **figures)
 
     def note(self, *notes: str) -> None:
@@ -102,7 +102,7 @@ class CaseRun:
     def may_fail(
         self, note_of: Callable[[BaseException], str | None], finish: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Provide a context for steps that only checks and counts need, and that may fail although earlier ones did not.
+        """Provide a context for steps that only checks and counts need. If they fail, the figures of the earlier steps stay.
 
         They may need more memory, and under their dispatch modes torch refuses some operators of a GPU.
 
@@ -115,7 +115,7 @@ class CaseRun:
         self.fallback = None
 
     def may_miss(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Provide a context for steps whose failure only leads to this note, with the error in brackets."""
+        """Provide a context for steps whose failure only adds this note, with the error in brackets."""
         return self.may_fail(lambda error: in_note(what, error))
 
 

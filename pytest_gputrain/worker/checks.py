@@ -44,7 +44,7 @@ def described(error: Exception) -> str:
 
 
 def ended(name: str, taken: int) -> LoopEnded:
-    """Return what to raise for a loop that ended while more steps were asked for."""
+    """Return the error for a loop that ended before all steps were taken."""
     return LoopEnded(
         f"the loop of {name} ended after {taken} {'step' if taken == 1 else 'steps'}, but more have to be measured; let it "
         "run for as long as it is asked to, for example with `while True:` around its epochs"
@@ -52,7 +52,7 @@ def ended(name: str, taken: int) -> LoopEnded:
 
 
 def check_parameters(model: nn.Module, name: str, expected: int | None) -> int:
-    """Return the count of the unadapted model's parameters, tied ones once.
+    """Return the number of parameters of the model before its method is applied, tied ones once.
 
     Args:
         expected: None if nobody published it.
@@ -67,7 +67,7 @@ def check_parameters(model: nn.Module, name: str, expected: int | None) -> int:
 
 
 def check_trainable(model: nn.Module, method: str, expected: int | None) -> int:
-    """Return the count of the parameters that train.
+    """Return the number of parameters that train.
 
     Args:
         expected: None if nobody published it.
@@ -82,7 +82,7 @@ def check_trainable(model: nn.Module, method: str, expected: int | None) -> int:
 
 
 def check_losses(losses: Sequence[float]) -> None:
-    """Check that losses are finite.
+    """Check that all losses are finite.
 
     Raises:
         CheckFailed: a loss is not finite.
@@ -93,7 +93,7 @@ def check_losses(losses: Sequence[float]) -> None:
 
 
 def model_bytes(model: nn.Module | None, device: torch.device | None = None) -> int:
-    """Return the bytes of the storages behind parameters, buffers and bitsandbytes' quantisation states, each once.
+    """Return the bytes of the storages of parameters, buffers and bitsandbytes' quantisation states, each storage once.
 
     Args:
         model: 0 bytes where it is None.
@@ -116,7 +116,7 @@ def model_bytes(model: nn.Module | None, device: torch.device | None = None) -> 
 
 
 def check_peak(peaks: Peaks, held: int) -> None:
-    """Check that the allocator's peak can be true.
+    """Check that torch's peak of memory can be right.
 
     Args:
         held: bytes of the model's tensors on the device; 0 if there is no model to look at.
@@ -138,7 +138,7 @@ def check_peak(peaks: Peaks, held: int) -> None:
 
 
 def finite_losses(losses: Sequence[float], name: str, *, steps: int) -> tuple[float, ...]:
-    """Return the losses before the first that is not finite: divergence is what a curve is recorded to show.
+    """Return the losses before the first one that is not finite, which a curve may have.
 
     Args:
         steps: how many steps were run.
@@ -153,7 +153,7 @@ def finite_losses(losses: Sequence[float], name: str, *, steps: int) -> tuple[fl
 
 
 class Movement:
-    """Tells whether the trained parameters change, without keeping copies of them.
+    """Checks that the trained parameters change, without keeping copies of them.
 
     Args:
         idle: regular expressions for whole names of parameters that get no gradient by construction.
@@ -176,7 +176,7 @@ class Movement:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Provide a context in which the names of parameters are noted that get a gradient."""
+        """Provide a context that records the names of the parameters that get a gradient."""
 
         def note_gradient_of(name: str) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
@@ -206,13 +206,15 @@ class Movement:
                 handle.remove()
 
     def changes(self) -> tuple[set[str], set[str]]:
-        """Return the names of tensors that changed since the start, and of those with a gradient in the watched step."""
+        """Return the names of the tensors that have changed since the start, and of those that got a gradient in the watched
+        step.
+        """
         moved = {name for name, before in self._before.items() if before != fingerprint(self._trained[name])}
         return moved, self._reached
 
     def check(self, moved: set[str], reached: set[str] | None, *, steps: int, remote_tensors: int = 0) -> None:
-        """Check that every trained tensor got a gradient in the watched step, and every trained matrix changed since the
-        start.
+        """Check that every trained tensor got a gradient in the watched step, and that every trained matrix has changed
+        since the start.
 
         Vectors may stay: a norm's weights near 1.0 round an update of 1e-4 away when stored in bf16.
 
@@ -275,7 +277,7 @@ class Movement:
         )
 
     def check_declared(self, declared: Iterable[str]) -> None:
-        """Check that each of the names, or patterns, is that of a trained tensor.
+        """Check that each of these names, or patterns, matches a trained tensor.
 
         Raises:
             CheckFailed: one is not.
@@ -324,7 +326,7 @@ def _without_numbers(name: str) -> str:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's part of a tensor that is sharded over several; the tensor itself otherwise."""
+    """Return this process's part of a sharded tensor; a tensor that is not sharded is returned itself."""
     # torch's DTensor has the first attribute, and DeepSpeed's stage 3 has the second one.
     shard: Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
     return shard
@@ -336,7 +338,7 @@ def _shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def fingerprint(parameter: Tensor) -> list[float]:
-    """Compute norms of pieces of the tensor in double precision: they differ when any element does, but for rounding.
+    """Return norms of pieces of the tensor in double precision. They differ if any element differs by more than rounding.
 
     In pieces, because a double copy of a 128k-token embedding would take 4 GiB; as numbers, which no counter takes for
     tensors of the training.

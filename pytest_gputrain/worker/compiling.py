@@ -24,7 +24,7 @@ _RECOMPILATIONS: Final = 64
 
 
 def compile_in_place(parts: Sequence[nn.Module], mode: str, device: torch.device) -> None:
-    """Have each block compiled when it first runs. Equal blocks are compiled once, which takes seconds instead of minutes.
+    """Have torch compile each block when it first runs. Equal blocks are compiled once, in seconds instead of minutes.
 
     Args:
         mode: of torch.compile. On a CPU its graphs are traced, forward and backward, and run as they are: making code for a
@@ -41,19 +41,19 @@ def compile_in_place(parts: Sequence[nn.Module], mode: str, device: torch.device
 
 
 def compile_time() -> str:
-    """Say how long torch.compile has compiled in this process, to end the sentence of a failure; empty if that was short."""
+    """Return the time that torch.compile has taken in this process, as the end of a sentence; empty if it was short."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     seconds = utils.calculate_time_spent().get("total_wall_time", 0.0) if utils else 0.0
     return f"; torch.compile took {format_seconds(seconds)} to compile before" if seconds >= _LONG_SECONDS else ""
 
 
 def uncompiled(case: Case) -> contextlib.AbstractContextManager[Any]:
-    """Provide a context in which a compiled model runs without its compiled code, whose operators are others."""
+    """Provide a context in which a compiled model runs uncompiled, and so with other operators."""
     return contextlib.nullcontext() if case.compile == "off" else torch.compiler.set_stance("force_eager")
 
 
 class CompileCalls:
-    """Notes whether own code hands something to `torch.compile`, by its name, as a decorator or by ``model.compile()``.
+    """Records whether own code passes something to `torch.compile`, by its name, as a decorator or by ``model.compile()``.
 
     Args:
         on_cpu: whether nothing is compiled but in `traced`, where graphs are made and run as they are.
@@ -65,7 +65,7 @@ class CompileCalls:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Provide a context in which the calls of `torch.compile` are noted. Own code has to be imported in it."""
+        """Provide a context that records calls of `torch.compile`. Own code must be imported in it."""
         real = torch.compile
         with contextlib.ExitStack() as stack:
 
@@ -85,11 +85,11 @@ class CompileCalls:
             yield
 
     def traced(self) -> contextlib.AbstractContextManager[Any]:
-        """Provide a context in which what own code compiles on a CPU is traced."""
+        """Provide a context in which functions that own code compiles on a CPU are traced."""
         return torch.compiler.set_stance("default") if self.any else contextlib.nullcontext()
 
     def paused(self) -> contextlib.AbstractContextManager[Any]:
-        """Provide a context in which what own code compiles runs as it is.
+        """Provide a context in which functions that own code compiles run uncompiled.
 
         Where each operator is followed torch compiles nothing, and with ``fullgraph=True`` it raises an error for that.
         """
@@ -97,7 +97,9 @@ class CompileCalls:
 
 
 def _a_library_is_imported(frame: FrameType | None) -> bool:
-    """Tell whether a library calls at its top level. A step may never use what libraries compile for themselves."""
+    """Tell whether the call comes from the top level of a library. Steps may never use what libraries compile for
+    themselves.
+    """
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
             return True

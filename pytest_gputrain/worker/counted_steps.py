@@ -74,7 +74,7 @@ Causes = Mapping[CountCause, tuple[int, int]]
 
 
 class CountedSteps:
-    """The steps that were counted, with what asked for what.
+    """The counts of all counted steps, with the causes of each count.
 
     Args:
         lines: finds the user's own lines; None for a case without own code.
@@ -109,7 +109,7 @@ class CountedSteps:
             self.asked.begin(lambda frame: self.places(frames_of(frame)))
 
     def end_asked(self) -> Causes:
-        """End this count, and return it."""
+        """Stop counting, and return what was counted."""
         return self.asked.end() if self.asked else {}
 
     def add(self, judged: Causes, others: Causes, *, update: bool) -> None:
@@ -138,11 +138,11 @@ class CountedSteps:
         return len(self._steps)
 
     def kind_of_step(self, index: int) -> int | None:
-        """Return the kind of a step that was counted; None if none was."""
+        """Return the kind of a counted step; None if the step was not counted."""
         return self._steps[index] if self._steps else None
 
     def kind_of(self, judged: Causes, *, update: bool) -> int | None:
-        """Return the kind of the steps that ask for the same as a further step; None if no step does.
+        """Return the kind of the steps that ask for the same as this further step; None if there is none.
 
         Args:
             judged: what asked for something in the further step.
@@ -152,7 +152,7 @@ class CountedSteps:
         return next((kind for kind in reversed(self._steps) if _steady(self._figures[kind]) == asked), None)
 
     def counts(self) -> Counts | None:
-        """Return what all steps so far have asked for; None before the first one has ended."""
+        """Return the counts of all steps so far; None before the first step has ended."""
         if not self._steps:
             return None
         counts = Counts(
@@ -188,7 +188,7 @@ class CountedSteps:
                 yield CountCause(what="graph_breaks", by=first, counts=())
 
     def _compiled_function(self, metrics: Any) -> dict[str, Any]:
-        """Return what asks for a compilation, and the place of the function that is compiled."""
+        """Return the line that caused a compilation, and the place of the compiled function."""
         file, function = (getattr(metrics, name, None) or "" for name in ("co_filename", "co_name"))
         by = f"torch.compile of {function}" if function else "torch.compile"
         line = getattr(metrics, "co_firstlineno", None) or 0
@@ -200,7 +200,7 @@ class CountedSteps:
     # --- Lines
 
     def places(self, frames: Iterable[tuple[int, str, str]]) -> tuple[Place | None, Place | None, bool]:
-        """Return the own line and the library's line of these frames, and whether the measuring itself has asked.
+        """Return the own line and the library's line of these frames, and whether this package itself made the call.
 
         Args:
             frames: line, file and function of each, the innermost first.
@@ -237,13 +237,13 @@ class CountedSteps:
         return kind, name
 
     def _own_place(self, name: str, file: str, function: str, line: int) -> Place:
-        """Return the place of a line of the user's own file, which goes by this name."""
+        """Return the place of a line in a file of the user's, under this name of the file."""
         place = own_place(name, file, function, line)
         self._functions.setdefault(f"{name}:{line}", place)
         return place
 
     def place_of(self, line: str) -> Place:
-        """Return the place of a noted line. The forward pass may have noted its function."""
+        """Return the place of a noted line, with its function if the forward pass has noted it."""
         found = self._functions.get(line)
         if found is None:
             file, _, number = line.rpartition(":")
@@ -276,7 +276,7 @@ def counts_of(causes: Causes, lines_unknown: str) -> Counts:
 
 
 def _figures(causes: Causes, update: bool) -> StepCounts:
-    """Add up what a step asks for."""
+    """Return the sums of what a step asks for."""
     sums: defaultdict[str, int] = defaultdict(int)
     slow: defaultdict[SlowClass, int] = defaultdict(int)
     for cause, (count, size) in causes.items():
@@ -294,12 +294,12 @@ def _figures(causes: Causes, update: bool) -> StepCounts:
 
 
 def _steady(figures: StepCounts) -> StepCounts:
-    """Return the figures without those that depend on what the caches of allocators have."""
+    """Return the figures without those that depend on the caches of allocators."""
     return msgspec.structs.replace(figures, mallocs=0, frees=0)
 
 
 def _largest(causes: Iterable[CountCause]) -> Iterator[CountCause]:
-    """Yield the causes, those of work behind the others, and the most first; the rest in one row."""
+    """Yield the largest causes, and the others as one row. Causes of work come last."""
     ordered = sorted(causes, key=lambda cause: (cause.what in _WORK, -max(cause.counts)))
     yield from ordered[:MOST_CAUSES]
     yield from added_up(

@@ -25,7 +25,7 @@ _RESETS: Final = frozenset({"_cuda_resetPeakMemoryStats", "_accelerator_resetPea
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peaks:
-    """Highest memory since `Device.reset_peaks`, in bytes; None if the device has no such figure."""
+    """The highest memory since `Device.reset_peaks`, in bytes; None if the device has no such figure."""
 
     allocated: int | None
     reserved: int | None
@@ -48,31 +48,32 @@ class Device(Protocol):
         """Wait until the device has finished all work."""
 
     def stamp(self) -> Any:
-        """Mark a moment in the work of the device, after all that has been asked of it so far."""
+        """Record a moment in the work of the device, after all work that it was asked for so far."""
 
     def seconds_between(self, start: Any, end: Any) -> float:
-        """Return the seconds from the stamp ``start`` to the later ``end``, on an idle device."""
+        """Return the seconds between two stamps, once the device has finished all work."""
 
     def keeping_peaks(self) -> contextlib.AbstractContextManager[None]:
-        """Provide a context in which peaks are kept through resets by other code: a step's own, or a library's."""
+        """Provide a context that keeps peaks even if other code, such as a library or the step, resets them."""
 
     def reset_peaks(self) -> None:
-        """Let peaks start from what is live now."""
+        """Start new peaks from the memory that is in use now."""
 
     def peaks(self) -> Peaks:
         """Return the peaks since the last reset."""
 
     def allocated_bytes(self) -> int | None:
-        """Return the bytes in live tensors now, None if only a counted pass knows. It is called after each step."""
+        """Return the bytes of live tensors; None if only a counted pass knows them. This is called after each step."""
 
     def of_step(self) -> OfStep | None:
-        """Return the peak since the last call, and the bytes in live tensors now; None if only a counted pass knows."""
+        """Return the peak since the last call, and the bytes of live tensors; None if only a counted pass knows them."""
 
     def limit(self, memory_bytes: int) -> None:
         """Limit the memory of an emulated GPU from now on; 0 removes the limit. Other devices ignore it."""
 
     def counting(self, line: Callable[[], str]) -> contextlib.AbstractContextManager[AllocationCounter | None]:
-        """Provide a context in which tensor storages are counted one by one, where no allocator does it; else an empty one.
+        """Provide a context that counts tensor storages one by one on a device without an allocator of torch; else an empty
+        context.
 
         Args:
             line: tells which line of the user's own files runs.
@@ -85,12 +86,12 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def stand_ins_loaded() -> bool:
-    """Tell whether this process uses an emulated GPU: by a symbol that only the stand-ins of CUDA's libraries export."""
+    """Tell whether this process uses an emulated GPU, by a symbol that only the stand-ins export."""
     return hasattr(ctypes.CDLL(None), "gputrain_emulated_gpu")
 
 
 def _check_found(*, asked: bool) -> None:
-    """Check that the GPU is emulated if and only if that is asked for."""
+    """Check that the GPU is emulated if and only if the task asks for that."""
     found = stand_ins_loaded()
     if found and not asked:
         raise RuntimeError(
@@ -109,7 +110,7 @@ _reset_peaks_quietly: Final[Callable[[int], None]] = getattr(torch._C, "_cuda_re
 
 
 class Accelerator:
-    """The visible GPU of this rank: the parent decides which ones are visible before this process starts."""
+    """The GPU of this rank. The parent process has hidden all other GPUs from it."""
 
     def __init__(self, rank: int = 0, *, emulated: bool = False) -> None:
         """
@@ -184,7 +185,7 @@ class Accelerator:
         return Peaks(allocated=allocated, reserved=reserved, used=total - free, reset_unseen=self._reset_unseen)
 
     def interval_peak(self) -> int:
-        """Return the highest allocated bytes since the last call, whoever reset torch's peaks meanwhile."""
+        """Return the highest allocated bytes since the last call, even if other code has reset torch's peaks."""
         self._restart_peaks()
         peak, self._interval = self._interval, 0
         return peak
@@ -195,7 +196,7 @@ class Accelerator:
         return OfStep(peak, torch.cuda.memory_allocated(self.torch_device))
 
     def _restart_peaks(self) -> None:
-        """Remember the peaks of torch's caching allocator, and let them start from what is live now."""
+        """Save the peaks of torch's caching allocator, and start new ones from the memory that is in use now."""
         self._keep_peaks()
         _reset_peaks_quietly(self.torch_device.index)
         self._last = (0, 0)
@@ -209,7 +210,7 @@ class Accelerator:
             ctypes.CDLL(None).gputrain_limit(ctypes.c_size_t(memory_bytes or -1))
 
     def _keep_peaks(self) -> None:
-        """Remember the peaks of torch's caching allocator before somebody resets them."""
+        """Save the peaks of torch's caching allocator before other code resets them."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         now = tuple(stats[name]["all"]["peak"] if name in stats else 0 for name in ("allocated_bytes", "reserved_bytes"))
         self._reset_unseen |= any(peak < before for peak, before in zip(now, self._last, strict=True))
@@ -222,7 +223,7 @@ class Accelerator:
 
 
 class Cpu:
-    """The CPU, on one thread: two threads doubled the noise of a step where this was measured (CV 3-6 % against 8 %)."""
+    """The CPU, on one thread. Two threads doubled the noise of a step where this was measured (CV 3-6 % against 8 %)."""
 
     type: Literal["cpu", "cuda", "rocm"] = "cpu"
     torch_device = torch.device("cpu")
@@ -245,7 +246,7 @@ class Cpu:
         return contextlib.nullcontext()
 
     def reset_peaks(self) -> None:
-        """Do nothing: nothing keeps peaks on a CPU; `counting` does."""
+        """Do nothing, because a CPU has no peaks outside of `counting`."""
 
     def peaks(self) -> Peaks:
         return Peaks(allocated=None, reserved=None, used=None)
@@ -257,7 +258,7 @@ class Cpu:
         return None
 
     def limit(self, memory_bytes: int) -> None:
-        """Do nothing: a host gives what it has."""
+        """Do nothing, because the memory of a host is not limited."""
 
     @contextlib.contextmanager
     def counting(self, line: Callable[[], str]) -> Iterator[AllocationCounter | None]:

@@ -93,7 +93,7 @@ class DeviceAllocations:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Provide a context from the build of a case to the end of its last timed step."""
+        """Provide a context for all from the build of a case to the end of its last timed step."""
         if self._note is None:
             self.why_unknown = f"the allocator of torch {torch.__version__} keeps no notes with its history"
         record = torch.cuda.memory._record_memory_history
@@ -126,7 +126,7 @@ class DeviceAllocations:
                     record(enabled=None)
 
     def _observed(self, function: Any, name: str) -> Any:
-        """Return a function that allocates without an operator, wrapped so that this observer notes it."""
+        """Return a function that allocates without an operator, wrapped so that its allocations are recorded."""
 
         def observed(*args: Any, **kwargs: Any) -> Any:
             output = None
@@ -187,12 +187,12 @@ class DeviceAllocations:
         self.phases.begin_step()
 
     def begin_beside_steps(self, phase: TrainingPhase) -> None:
-        """Note that something of this phase starts that is no step."""
+        """Note that an evaluation or a checkpoint starts, which is no step."""
         self._largest = None
         self.phases.begin_beside_steps(phase)
 
     def end_step(self) -> None:
-        """Note that a step, or a phase beside the steps, has ended."""
+        """Note that a step, an evaluation or a checkpoint has ended."""
         self._keep_peak()
         self._read()
 
@@ -212,26 +212,24 @@ class DeviceAllocations:
 
     @property
     def phase_peak_bytes(self) -> dict[TrainingPhase, int]:
-        """The highest memory that torch's allocator had handed out in each phase, up to the last end of a step."""
+        """The highest memory that torch's allocator had handed out in each phase, up to the end of the last step."""
         return dict(self._peaks)
 
     def largest(self) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
-        """Return what lived at the peak of each phase; nothing if that is not known."""
+        """Return the tensors at the peak of each phase; nothing if they are unknown."""
         if self._largest is None:
             self._largest = {} if self.why_unknown else self._trace.largest_at_peaks(peaks(self._trace), _ROWS)
         return self._largest
 
     def peak_bytes_by_origin(self) -> dict[TrainingPhase, int]:
-        """Return the bytes that lived at the peak of the steps, by the phase that made them; nothing if that is not
-        known."""
+        """Return the bytes at the peak of the steps, by the phase that allocated them; nothing if they are unknown."""
         if self.why_unknown:
             return {}
         of_trace = peaks(self._trace)
         return self._trace.by_origin(of_trace.events[of_trace.phase])
 
     def kept(self) -> tuple[Counter[LiveTensor], int]:
-        """Return the tensors that the steps have made and that still live, each with its number, and the number of these
-        steps.
+        """Return the tensors that the steps made and that still live, each with its number, and the number of these steps.
 
         Of the first steps an optimizer keeps its states. Of the last one much may be still in use.
         """
@@ -246,7 +244,7 @@ class DeviceAllocations:
             self._record(enabled="all", context=None, stacks="python", max_entries=MOST_EVENTS, clear_history=True)
 
     def _read(self) -> None:
-        """Add what was allocated and freed since the last time to the trace."""
+        """Add the allocations and frees since the last call to the trace."""
         if not self.why_unknown:
             traces: Sequence[list[dict[str, Any]]] = torch._C._cuda_memorySnapshot(None)["device_traces"]
             index = self._device.torch_device.index

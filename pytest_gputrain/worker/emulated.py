@@ -60,8 +60,8 @@ _NAMED: Final = 2
 
 
 class EmulatedFigures:
-    """The figures that only an emulated GPU gives of a case: peaks of phases, what lived there, what operators moved, and
-    what each timed step asked of the GPU.
+    """The figures of a case that only an emulated GPU gives: peaks of phases with their tensors, work of operators, and
+    counts of each timed step.
 
     Args:
         device: the GPU.
@@ -95,7 +95,7 @@ class EmulatedFigures:
 
 
 class _Followed:
-    """Follows operators for a case that need not be known yet when they are replaced."""
+    """Passes each operator to the observer of a case, which may be set after the operators were replaced."""
 
     def __init__(self) -> None:
         self.by: Observer | None = None
@@ -104,7 +104,7 @@ class _Followed:
         self._is_enabled = False
 
     def enable(self) -> None:
-        """Have the operators of this process, and of those that are forked from it, followed from now on."""
+        """Replace the operators of this process, and of processes that are forked from it."""
         if not self._is_enabled:
             tracking.enable(self)
             self._is_enabled = True
@@ -145,7 +145,8 @@ _draw: Final = torch.nn.init.kaiming_uniform_
 
 
 def _draw_if_known(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Draw the first values of a weight, unless it lies on the host and nothing knows them when it is moved to the GPU.
+    """Draw the first values of a weight, unless it is on the host, where its values would be unknown once it moves to the
+    GPU.
 
     peft makes its adapters on the host, and draws those of 70B parameters for a second.
     """
@@ -156,8 +157,7 @@ def _draw_if_known(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class _InPlace:
-    """Stands in for DeepSpeed's compiled optimizers. These work in place and allocate nothing, and here they compute
-    nothing."""
+    """Stands in for DeepSpeed's compiled optimizers, which work in place and allocate nothing. It computes nothing."""
 
     def load(self) -> _InPlace:
         """Return this object in place of a compiled library."""
@@ -167,7 +167,7 @@ class _InPlace:
         """Do one update of `FusedAdam`."""
 
     def create_adam(self, *arguments: Any) -> None:
-        """Stand in for `DeepSpeedCPUAdam`, as those below do."""
+        """Stand in for `DeepSpeedCPUAdam`, as the next methods do."""
 
     def adam_update(self, *arguments: Any) -> None:
         """Do one update."""
@@ -180,7 +180,7 @@ _make: Final = DistributedDataParallel.__init__
 
 
 def _make_answered(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-    """Initialise DistributedDataParallel. If its group is torch's fake one, each bucket of gradients comes back at once.
+    """Initialise DistributedDataParallel. With torch's fake process group each bucket of gradients is returned at once.
 
     The fake group answers an exchange with nothing, where the reducer wants the bucket.
     """
@@ -202,7 +202,7 @@ def _answer(bucket: Tensor) -> torch.futures.Future[Tensor]:
 def emulated_reply(
     reply: Reply | Served, task: Task, device: Device, figures: EmulatedFigures
 ) -> EmulatedRun | OutOfMemory | Crashed:
-    """Turn what a worker would reply of a real GPU into what it may say of an emulated one.
+    """Return the reply that may be given for an emulated GPU, from the one that a real GPU would give.
 
     Args:
         device: whose kernels compute nothing.
@@ -233,7 +233,7 @@ def with_made_up_values(crashed: Crashed) -> Crashed:
 
 
 def emulated_run(measured: Measurement, task: Task, device: Device, figures: EmulatedFigures) -> EmulatedRun:
-    """Turn a measurement into the figures that are true of an emulated GPU."""
+    """Return the figures of a measurement that are true of an emulated GPU."""
     allocations, work = figures.allocations, figures.work
     unnamed = f"the tensors at the peaks are not named: {allocations.why_unknown}" if allocations.why_unknown else ""
     counts, reads = figures.counter.counts() if figures.counter else None, tracking.report()
@@ -276,7 +276,7 @@ def emulated_run(measured: Measurement, task: Task, device: Device, figures: Emu
 
 
 def _expected(calls: Sequence[TracedCall], task: Task, *, compiled: bool) -> ExpectedTime:
-    """Return how long the step takes that makes these calls."""
+    """Return the expected seconds of a step that makes these calls."""
     case, lacking = task.case, ""
     if case.cpu_offload or case.offload_optimizer or case.offload_param:
         lacking = "it is not known how fast the host computes and moves what the case offloads to it"
@@ -287,7 +287,7 @@ def _expected(calls: Sequence[TracedCall], task: Task, *, compiled: bool) -> Exp
 
 
 def conditions(task: Task, device: Device) -> dict[str, Any]:
-    """Return the fields of a run on an emulated GPU that say what it depends on."""
+    """Return the fields of a run on an emulated GPU with the conditions that its figures depend on."""
     properties = torch.cuda.get_device_properties(device.torch_device)
     origin = os.environ.get(ORIGIN_VARIABLE)
     return {
@@ -310,8 +310,7 @@ def rests_on(
     calls: Sequence[NotExchanged],
     unpadded: Sequence[Unpadded],
 ) -> Iterator[str]:
-    """Yield what the figures rest on if nothing computed or exchanged the values that they depend on, or the kernels are
-    those of another GPU."""
+    """Yield what the figures assume: values that nobody computed or exchanged, or kernels of another GPU."""
     if other := _other_kernels():
         yield other.sentence
     if dealt:
@@ -325,25 +324,25 @@ def rests_on(
 
 
 def _own_rests_on(reads: Mapping[str, Sequence[Mapping[str, str | int]]]) -> Iterator[str]:
-    """Yield the assumptions that the figures of this process rest on."""
+    """Yield what the figures of this process assume."""
     calls = msgspec.convert(list(not_exchanged()), list[NotExchanged])
     return rests_on(reads["dealt"], reads["assumed"], calls, msgspec.convert(reads["unpadded"], list[Unpadded]))
 
 
 def of_estimates(estimated: int) -> Iterator[str]:
-    """Yield the sentence about workspaces that are estimated, if there are any."""
+    """Yield the sentence on estimated workspaces, if there are any."""
     if estimated:
         yield ESTIMATED
 
 
 def read_though_unknown(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
-    """Yield a sentence that says where a script has read made-up values."""
+    """Yield a sentence on the lines at which a script has read made-up values."""
     if reads:
         yield f"made-up values were read where a GPU would have computed them, by {_places(reads)}"
 
 
 def of_counts(counts: Counts | None, reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
-    """Yield what counts lack, and the unknown values by which the program has gone.
+    """Yield what the counts lack, and the unknown values on which the program's way depended.
 
     It may have gone another way than on a GPU.
     """

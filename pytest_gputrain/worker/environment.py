@@ -42,7 +42,7 @@ def environment_of(device: Device, group: Group) -> Environment:
 
 
 def _cudnn() -> str | UnsetType:
-    """Return the version of cuDNN, or of MIOpen, which is numbered otherwise."""
+    """Return the version of cuDNN or MIOpen, from its number."""
     number = None
     # The cuDNN that was found may differ from that of torch's build. This matters only to a case that uses cuDNN.
     with contextlib.suppress(RuntimeError):

@@ -31,7 +31,9 @@ def has_begun(generator: GeneratorType[Any, Any, Any]) -> bool | None:
 
 
 def _has_begun(frames: Sequence[FrameType]) -> bool | None:
-    """Tell whether the generator of the first frame has begun its step. Each further frame was called by the one before."""
+    """Tell whether the generator of the first frame has begun its step. Each further frame was called by the frame
+    before.
+    """
     frame, *called = frames
     yields = _yields_of(frame.f_code)
     if yields is None:
@@ -79,7 +81,7 @@ class _Yields(ast.NodeVisitor):
         self.delegating.append(range(node.lineno, (node.end_lineno or node.lineno) + 1))
 
     def visit_FunctionDef(self, node: ast.AST) -> None:
-        """Skip inner functions, whose yields are their own."""
+        """Skip an inner function, whose yields are its own."""
 
     visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda = visit_FunctionDef
 

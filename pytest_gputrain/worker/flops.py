@@ -25,7 +25,7 @@ from pytest_gputrain.worker.threads import SharedMode, on_this_thread
 
 @dataclass(slots=True)
 class _Share:
-    """The FLOPs of one thread: no other thread adds to it, and recomputation belongs to the thread that repeats it."""
+    """The FLOPs of one thread. Only this thread adds to them, and only its own recomputation counts in them."""
 
     total: int = 0
     recomputed: int = 0
@@ -63,17 +63,19 @@ class FlopCount(SharedMode):
 
     @property
     def by_type(self) -> Counter[torch.dtype]:
-        """FLOPs outside of optimizers, by the type of their operands; complex numbers count as the type of their parts."""
+        """The FLOPs outside of optimizers, by the type of their operands. Complex numbers count as the type of their
+        parts.
+        """
         return sum((share.by_type for share in self._shares.values()), Counter())
 
     @property
     def tf32_share(self) -> float:
-        """The share of the operations in fp32 that NVIDIA's GPUs may compute in TF32, by torch's switches at their time."""
+        """The share of the operations in fp32 that an NVIDIA GPU may compute in TF32, by torch's switches at their time."""
         return sum(share.in_tf32 for share in self._shares.values()) / (self.total or 1)
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Provide a context in which what this thread computes is recomputation."""
+        """Provide a context in which the operations of this thread count as recomputation."""
         share = self.share()
         total, recomputed = share.total, share.recomputed
         try:
@@ -116,7 +118,7 @@ class FlopCount(SharedMode):
         return func(*args, **kwargs)
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any, flops: int) -> None:
-        """Count something else of a call than its FLOPs; subclasses do."""
+        """Count something else of a call than its FLOPs, in subclasses."""
 
     def __enter__(self) -> FlopCount:
         self._hooks = [
@@ -146,8 +148,8 @@ class FlopCount(SharedMode):
 
 
 def _by(formula: Callable[..., int], args: Any, kwargs: Any, result: Any) -> int:
-    """Return the FLOPs of a call by its formula, without the general search for shapes that torch wraps most formulas in: it
-    takes longer than the rest of the count."""
+    """Return the FLOPs of a call by its formula. torch's general search for shapes is left out, because it takes longer than
+    the rest."""
     of_shapes: Callable[..., int] | None = getattr(formula, "__wrapped__", None)
     if of_shapes is None:
         return formula(*args, **kwargs, out_val=result)
@@ -166,7 +168,7 @@ def is_convolution(operator: str) -> bool:
 
 
 def may_use_tf32(operator: str, args: Any) -> bool:
-    """Tell whether an operator on fp32 may compute in TF32 by torch's switches of this moment."""
+    """Tell whether an operator on fp32 may compute in TF32 by torch's present switches."""
     if torch.version.hip is not None or device_of(args) != "cuda":
         return False
     # The older switches raise an error once own code has set these ones.
@@ -180,14 +182,14 @@ def device_of(args: Any) -> str:
 
 
 def type_of(args: Any) -> torch.dtype | None:
-    """Return the type of an operator's first tensor, which all its operands share."""
+    """Return the type of an operator's first tensor, which is that of all its operands."""
     dtype = next((value.dtype for value in args if isinstance(value, torch.Tensor)), None)
     return dtype.to_real() if dtype and dtype.is_complex else dtype
 
 
 @functools.cache
 def is_composite(func: Any, device: str) -> bool:
-    """Tell whether an operator is made of others. Under `torch.inference_mode` autograd does not take these apart."""
+    """Tell whether an operator consists of others, which autograd does not take apart under `torch.inference_mode`."""
     if func.namespace == "prim" or not func._can_decompose():  # torch's dispatcher does not know `prim.layout`.
         return False
     key = torch._C._dispatch_key_for_device(device)
@@ -204,8 +206,8 @@ def count_flops(count: FlopCount | None = None) -> Iterator[FlopCount]:
 
 @contextlib.contextmanager
 def _recomputation_within(recomputing: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Provide a context in which what `torch.utils.checkpoint` runs again, in either of its variants, runs within another
-    one."""
+    """Provide a context in which a function that `torch.utils.checkpoint` runs again, in either variant, runs within
+    ``recomputing``."""
     frames: Any = torch.utils.checkpoint._CheckpointFrame
     functions: Any = torch.utils.checkpoint.CheckpointFunction
     make, forward = frames.__init__, functions.forward
@@ -230,13 +232,13 @@ def _recomputation_within(recomputing: Callable[[], contextlib.AbstractContextMa
 
 
 def formulas() -> dict[Any, Callable[..., int]]:
-    """Return by operator the function that gives its FLOPs from its arguments and, as ``out_val``, its result."""
+    """Return the formulas by operator: functions that return FLOPs from the arguments and, as ``out_val``, the result."""
     return dict(FlopCounterMode(display=False, custom_mapping=_own_formulas()).flop_registry)
 
 
 def selective_contexts(policy: str) -> Callable[[], tuple[Any, Any]]:
-    """Return the ``context_fn`` of `torch.utils.checkpoint.checkpoint` for a case's policy, which keeps the results of some
-    operators.
+    """Return the ``context_fn`` of `torch.utils.checkpoint.checkpoint` that keeps some operators' results, by the case's
+    policy.
 
     Args:
         policy: ``save-attention`` keeps those of fused attention, ``save-matmuls`` those of all operators with FLOPs.
@@ -274,8 +276,8 @@ def _own_formulas() -> dict[Any, Any]:
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Count scores and their product with the values. Shapes are (batch, heads, tokens, width); keys may have fewer
-    heads."""
+    """Return the FLOPs of scores and of their product with the values. Shapes are (batch, heads, tokens, width); keys may
+    have fewer heads."""
     batch, heads, queries, width = query
     return int(2 * batch * heads * queries * key[2] * (width + value[3]))
 
@@ -283,7 +285,7 @@ def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = No
 def _attention_backward(
     grad: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
-    """Count the scores once more, and the gradients of values, scores, queries and keys."""
+    """Return the FLOPs of a second computation of the scores, and of the gradients of values, scores, queries and keys."""
     batch, heads, queries, width = query
     return int(2 * batch * heads * queries * key[2] * (3 * width + 2 * value[3]))
 
@@ -303,7 +305,7 @@ def _convolution_backward(
     out_shape: Any = None,
     **kwargs: Any,
 ) -> int:
-    """Count as much as in the forward pass for each of the gradients of input and weight that is ``wanted``.
+    """Return the FLOPs of the forward pass for each gradient of input and weight that is ``wanted``.
 
     The shape of the weight has the channels of one group alone.
     """
@@ -320,11 +322,13 @@ def _sum_with_products(term: Any, left: Any, right: Any, *args: Any, out_shape: 
 
 
 def _grouped_product(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Count products of groups: either the groups divide one dimension, or each has a pair of matrices."""
+    """Return the FLOPs of products of groups. Either the groups divide one dimension, or each group has a pair of
+    matrices.
+    """
     groups = left[0] if len(left) == len(right) == 3 else 1
     return int(2 * groups * left[-2] * left[-1] * right[-1])
 
 
 def _product_with_4bit(left: Any, packed: Any, shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Count ``left`` (..., in) times the transpose of a weight whose unpacked ``shape`` is (out, in)."""
+    """Return the FLOPs of ``left`` (..., in) times the transpose of a weight whose unpacked ``shape`` is (out, in)."""
     return int(2 * math.prod(left) * shape[0])

@@ -45,7 +45,7 @@ _COMPILING_STEPS: Final = 4
 
 
 class Confirmation:
-    """The checks of a case, from the end of its build on.
+    """Checks a case from the end of its build to the end of its last step.
 
     Args:
         counting: is open in the steps that are counted.
@@ -61,8 +61,8 @@ class Confirmation:
         """The note on tensors of own code that do not train."""
 
     def _movement_of_model(self, counting: contextlib.ExitStack) -> Movement | None:
-        """Return the movement of the model's weights; None if nothing of it can be checked. Looking at the weights is not
-        counted."""
+        """Return the record of how the model's weights change, which itself is not counted; None if nothing can be
+        checked."""
         run, training, computes = self._run, self._run.training, self._run.device.computes
         if run.own:
             run.own.seeds.end_build()
@@ -99,7 +99,7 @@ class Confirmation:
         self._run.set(losses=losses)
 
     def check(self, *, steps: int) -> Steps:
-        """Run the further steps that only checks need, and add to the figures what they tell.
+        """Run the further steps that only checks need, and add their results to the figures.
 
         Args:
             steps: how many there were before.
@@ -140,7 +140,7 @@ class Confirmation:
         yield from _count_own_steps(run)
 
     def _watched(self, *, steps: int) -> Generator[bool, None, FlopCount]:
-        """Run a further step whose operations are counted and whose gradients are checked.
+        """Run a further step in which operations are counted and gradients are checked.
 
         Args:
             steps: how many there are with it.
@@ -185,14 +185,14 @@ class Confirmation:
         return in_note(_UNCOUNTED, error)
 
     def _do_without(self, *, steps: int) -> None:
-        """Check what can be checked without the watched step, and say what was not."""
+        """Make the checks that need no watched step, and note which checks are missing."""
         if self._movement is not None and self._run.device.computes:
             self._check_movement(self._movement.changes()[0], None, steps=steps)
         self._run.note(self._not_trained)
 
     def _check_movement(self, moved: set[str], reached: set[str] | None, *, steps: int) -> None:
-        """Check that the model trains. Note which tensors of own code do not, because only a baseline can tell whether that
-        is wrong.
+        """Check that the model trains. For own code only note the tensors that do not, because only a baseline can tell
+        whether that is wrong.
 
         Args:
             reached: the names of tensors that got a gradient; None if no step was watched.
@@ -211,7 +211,7 @@ class Confirmation:
 
 
 def _counting_step(run: CaseRun, *, update: bool) -> contextlib.AbstractContextManager[None]:
-    """Provide a context for a step in which it is counted what the step asks of a CPU."""
+    """Provide a context for a step that counts what the step asks of a CPU."""
     if run.operators is None:
         return contextlib.nullcontext()
     parameters = () if run.training.model is None else run.training.model.parameters()
@@ -219,7 +219,7 @@ def _counting_step(run: CaseRun, *, update: bool) -> contextlib.AbstractContextM
 
 
 def _take_counts(run: CaseRun) -> None:
-    """Add to the figures what was counted of a CPU so far."""
+    """Add the counts of a CPU so far to the figures."""
     if run.operators is None:
         return
     run.set(counts=run.operators.counts())
@@ -228,7 +228,7 @@ def _take_counts(run: CaseRun) -> None:
 
 
 def _count_own_steps(run: CaseRun) -> Steps:
-    """Run further steps of own code to count what they ask for: a whole round of its accumulation.
+    """Run further steps of own code to count what they ask for, until a round of accumulation is complete.
 
     Of several processes there is none, because the others would wait for one whose step fails.
     """
@@ -280,7 +280,7 @@ def count_python_calls(run: CaseRun) -> Steps:
 
 
 def profile_gpu(run: CaseRun, meet: Callable[[], None], timed: Sequence[bool]) -> Steps:
-    """Run more steps under a profiler, which tells how long the GPU works in them.
+    """Run further steps under a profiler to find out how long the GPU works in them.
 
     Args:
         meet: waits for the other processes between two steps.

@@ -45,7 +45,7 @@ _MOST_NAME: Final = 60
 
 
 class CannotTell(Exception):
-    """The events do not tell what the GPU did. The text is the reason, as a part of a sentence."""
+    """The profiler's events do not show what the GPU did. The text is the reason, as a part of a sentence."""
 
 
 class Activity(NamedTuple):
@@ -64,7 +64,7 @@ class Activity(NamedTuple):
 
     @property
     def kind(self) -> _Kind:
-        """The kind of the activity."""
+        """The kind of this activity."""
         return _kind_of(self.name, self.on_gpu)
 
 
@@ -115,7 +115,7 @@ class ProfiledStep:
 
 
 def assign(activities: Iterable[Activity], steps: Sequence[ProfiledStep]) -> None:
-    """Give each step its calls, and what the GPU did for them.
+    """Assign to each step its calls, and the work of the GPU that these calls started.
 
     What the GPU did for no known call belongs to the step in whose time it began.
 
@@ -221,7 +221,7 @@ _Numbers = dict[CountCause, tuple[int, int]]
 
 
 def read_counts(step: ProfiledStep, other_threads: Collection[int]) -> tuple[_Numbers, _Numbers]:
-    """Count what a step asked of a GPU of NVIDIA: what the training's threads asked for, and what others did.
+    """Return the counts of what a step asked of an NVIDIA GPU, those of the training's threads and those of other threads.
 
     Args:
         other_threads: the numbers of threads that do not train.

@@ -17,7 +17,7 @@ _TIMEOUT: Final = datetime.timedelta(minutes=10)
 
 @dataclass
 class Group:
-    """This process among those of its case.
+    """This process, and its place among the processes of its case.
 
     Attributes:
         rank: number of this process, from 0.
@@ -97,7 +97,7 @@ class Group:
             dist.destroy_process_group()
 
     def union(self, names: tuple[set[str], ...]) -> tuple[set[str], ...]:
-        """Unite each set of names over the processes that train. All of them must call this."""
+        """Return the union of each set of names over all processes that train, all of which must call this."""
         if self.size == 1 or self.simulated:
             return names
         from pytest_gputrain.worker import messages

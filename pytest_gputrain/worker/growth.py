@@ -48,7 +48,8 @@ Kept = tuple[Counter[LiveTensor], int]
 
 
 class Growth:
-    """The tensors that are left at the end of each round: a step, or as many as gradients are accumulated over.
+    """Records the tensors that are left at the end of each round. A round is one step, or the steps over which gradients are
+    accumulated.
 
     Args:
         task: which says how much is allowed.
@@ -81,7 +82,7 @@ class Growth:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Provide a context in which the steps of optimizers are noted."""
+        """Provide a context that records the steps of optimizers."""
 
         def see(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._optimizers.add(optimizer)
@@ -96,7 +97,7 @@ class Growth:
         begin_step: Callable[[], None],
         end_step: Callable[[], None],
     ) -> Steps:
-        """Have the counted rounds run: the first makes the optimizer's states, and the second uses them.
+        """Run the counted rounds. The first one makes the optimizer's states, and the second one uses them.
 
         Two more tell whether tensors are left over. Garbage is collected between these, so that it adds nothing to the peak.
 
@@ -122,7 +123,7 @@ class Growth:
             yield from self._look_closer(training, allocated)
 
     def follow(self, training: Trainable, allocated: Callable[[], int], rounds: int) -> Generator[bool, None, str]:
-        """Have this many more rounds run than the counted ones, and describe what they keep at even distances.
+        """Run this many rounds after the counted ones, and describe what they keep at even distances.
 
         Raises:
             CheckFailed: more and more tensors live after each round, up to the last one.
@@ -133,11 +134,11 @@ class Growth:
         return (yield from self._look_at(ends, before - 1, training, allocated))
 
     def note_end(self, training: Trainable, allocated: int) -> None:
-        """Note the bytes in tensors after a further step, which may be the last one."""
+        """Record the bytes of tensors after a further step, which may be the last one."""
         self._last_ends.append(self._unexpected(training, lambda: allocated))
 
     def judge_ends(self, steps: int) -> str:
-        """Describe what the steps of `note_end` keep.
+        """Describe what the steps that `note_end` recorded keep.
 
         Args:
             steps: the number of steps so far, with them.
@@ -163,7 +164,8 @@ class Growth:
         allocated: Callable[[], int],
         kept: Callable[[], Kept] | None = None,
     ) -> Generator[bool, None, str]:
-        """Describe what rounds keep at even distances, after a closer look if each of the last ones keeps something.
+        """Describe what rounds keep at even distances. If each of the last rounds keeps something, further rounds run to
+        find it.
 
         Args:
             ends: the bytes after each of these rounds.
@@ -183,7 +185,7 @@ class Growth:
         return ""
 
     def _any(self, suspicious: bool) -> bool:
-        """Tell whether any process of the case is suspicious, so that all of them take further steps."""
+        """Tell whether any process of the case is suspicious, so that all processes take further steps."""
         (suspects,) = self._group.union(({"this"} if suspicious else set(),))
         return bool(suspects)
 
@@ -193,7 +195,7 @@ class Growth:
             self._look_at_process()
 
     def end_step(self, training: Trainable, allocated: int | None) -> None:
-        """Note that it has ended.
+        """Note that a timed step has ended.
 
         Args:
             allocated: bytes in tensors, where an allocator knows.
@@ -209,7 +211,7 @@ class Growth:
         kept: Callable[[], Kept] | None = None,
         before: int = 0,
     ) -> Generator[bool, None, str]:
-        """Describe what the timed steps kept, if it is too much.
+        """Describe what the timed steps keep, if it is more than allowed.
 
         Args:
             before: the number of steps before them.
@@ -242,7 +244,7 @@ class Growth:
 
     @property
     def on_heap(self) -> int | None:
-        """Return the bytes that each timed step has left on the heap, 0 if that does not go on.
+        """Return the bytes that each timed step leaves on the heap; 0 if the heap does not grow on and on.
 
         None if malloc does not tell, or the steps are too few.
         """
@@ -271,12 +273,12 @@ class Growth:
         return self._unexpected(training, allocated)
 
     def _collected(self, training: Trainable, allocated: Callable[[], int]) -> int:
-        """Return the bytes in tensors without garbage and without what `_expected` counts."""
+        """Return the bytes of tensors without garbage and without those that `_expected` counts."""
         gc.collect()
         return self._unexpected(training, allocated)
 
     def _unexpected(self, training: Trainable, allocated: Callable[[], int]) -> int:
-        """Return the bytes in tensors without what `_expected` counts, which takes long where a model has many tensors."""
+        """Return the bytes of tensors without those that `_expected` counts. Counting these takes long for many tensors."""
         now, (before, expected) = allocated(), self._known
         if now != before:
             expected = self._expected(training)
@@ -284,7 +286,7 @@ class Growth:
         return now - expected
 
     def _expected(self, training: Trainable) -> int:
-        """Return the bytes of the losses that the worker keeps, and of each parameter's gradient and states in an optimizer.
+        """Return the bytes of the losses that the worker keeps, and of the gradients and optimizer states of all parameters.
 
         A parameter gets these when it first trains, which is late for an expert that is seldom chosen. What a state collects
         in a list is not among them: it may grow for ever.
@@ -340,7 +342,7 @@ class Growth:
 
 
 class _Makers(SharedMode):
-    """Notes which operator and line made each live storage.
+    """Records which operator and line made each live storage.
 
     Args:
         device: the type of device whose storages are meant. The host's copies are no growth of a GPU.
@@ -377,12 +379,12 @@ class _Makers(SharedMode):
         return result
 
     def latest_bytes(self) -> int:
-        """Return the bytes of what the latest round has made and that still lives: a later batch may only be longer."""
+        """Return the live bytes that the latest round has made. A later batch may only be longer."""
         living = (made.bytes for storage, made in self._rounds[-1].values() if storage() is not None)
         return sum(taken(size, self._device) for size in living)
 
     def largest(self, growth: float) -> str:
-        """Describe the largest part of what a round leaves over. Tensors of the last round may still be in use.
+        """Describe the largest part of what a round leaves in memory. Tensors of the last round may still be in use.
 
         Args:
             growth: the bytes that are left over after each round. A part that explains less than a tenth is not described.
@@ -396,7 +398,7 @@ class _Makers(SharedMode):
 
 
 def _largest(kept: Kept, growth: float, steps: int = 1) -> str:
-    """Describe the largest part of what rounds of this many steps leave over."""
+    """Describe the largest part of what rounds of this many steps leave in memory."""
     tensors, of_steps = kept
     if not tensors:
         return ""
@@ -413,7 +415,7 @@ def _largest(kept: Kept, growth: float, steps: int = 1) -> str:
 
 
 def resident_bytes() -> int | None:
-    """Return the resident memory of this process that is no file's; None if there is no /proc."""
+    """Return the resident memory of this process that belongs to no file; None without /proc."""
     try:
         _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     except OSError:
@@ -434,7 +436,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def malloc_bytes() -> int | None:
-    """Return the bytes that malloc has handed out and not got back; None if it does not tell.
+    """Return the bytes that malloc has handed out and not got back; None if this malloc has no such figure.
 
     They are exact, where resident memory rises and falls by what malloc keeps for later: by up to 32 MiB from step to step
     in loops that keep nothing.
@@ -451,7 +453,7 @@ def _handed_out() -> int:
 
 @functools.cache
 def _malloc_tells() -> bool:
-    """Tell whether malloc is glibc's from version 2.33 on, and no other one that was loaded in its place."""
+    """Tell whether malloc is glibc's, from version 2.33 on, and not replaced by another library's."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         return False
@@ -464,7 +466,7 @@ def _malloc_tells() -> bool:
 
 
 def _steady_growth(ends: Sequence[int], least: float) -> float:
-    """Return the mean growth from one end to the next, 0 if it does not go on.
+    """Return the mean growth from one end to the next; 0 if the growth stops.
 
     It goes on where each half grows by more than ``least``, and nothing of the second half is below the first by as much.
     What is made once, or differs from step to step, does not so.
@@ -486,6 +488,6 @@ def _storages(values: Any) -> Iterable[tuple[Tensor, torch.UntypedStorage]]:
 
 
 def _marker(growth: float) -> str:
-    """Return the marker that allows this growth, and a quarter more."""
+    """Return the marker that allows a quarter more than this growth."""
     unit, name = (MiB, "MiB") if growth > MiB else (KiB, "KiB")
     return f'@pytest.mark.gpu_tolerance(growth="{math.ceil(growth * 1.25 / unit)} {name}")'

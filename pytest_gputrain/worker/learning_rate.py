@@ -17,12 +17,12 @@ def is_scheduled(case: Case) -> bool:
 
 
 def scheduler(case: Case, optimizer: Optimizer) -> LambdaLR:
-    """Return the scheduler of ``optimizer``, whose first update has the first rate already."""
+    """Return the scheduler of ``optimizer``, whose first update already uses the first rate."""
     return LambdaLR(optimizer, lambda update: factor(case, update))
 
 
 def factor(case: Case, update: int) -> float:
-    """Return the factor of the learning rate in update ``update``, counted from 0.
+    """Return the factor of the learning rate in an update, whose number begins with 0.
 
     As diffusers' ``get_scheduler`` has it, but for the warm-up, whose first update has a rate there of 0 and moves nothing.
     The fall ends with the updates of the case's warm-up and timed steps: those beyond have a rate of 0.

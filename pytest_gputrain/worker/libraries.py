@@ -22,7 +22,7 @@ from pytest_gputrain.utils.torch_beside import LOCK, SITE, SITE_VARIABLE
 
 
 def load_for(task: Task, *, to_be_forked: bool = False) -> None:
-    """Import the modules that the task's process needs before it builds anything, and have its model known.
+    """Import the modules that the task's process needs before it builds anything, and register the case's model.
 
     Args:
         to_be_forked: by a process that trains nothing itself.
@@ -39,7 +39,7 @@ def load_for(task: Task, *, to_be_forked: bool = False) -> None:
 
 
 def _check_torch(*, emulated: bool) -> None:
-    """Check that torch is the build for emulated GPUs if the task needs one, and is another one if not."""
+    """Check that torch is the build for emulated GPUs if and only if the task needs it."""
     import torch
 
     site = Path(torch.__file__).parents[1]
@@ -61,7 +61,7 @@ def load(
     beside_gpu: bool = False,
     model_config: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Import the modules that training ``case`` takes, and have its model known; nothing is computed.
+    """Import the modules that training ``case`` needs, and register its model. Nothing is computed.
 
     Libraries import their parts when they are first used, and some make tensors then, which are none of the training's.
 
@@ -102,7 +102,7 @@ def load(
 
 
 def _load_users_of_gpu(case: Case) -> None:
-    """Import the libraries of the case that use a GPU when they are imported."""
+    """Import the case's libraries that use a GPU at import."""
     if case.method in ADAPTING or case.optimizer in EIGHT_BIT:
         _load_bitsandbytes()  # peft imports bitsandbytes, too, if it is installed.
     if case.method in ADAPTING:
@@ -117,7 +117,7 @@ def _load_users_of_gpu(case: Case) -> None:
 
 
 def track_for_forks() -> None:
-    """Have operators followed, for all emulated GPUs of processes that are forked from this one: it takes half a second."""
+    """Replace the operators for emulated GPUs of forked processes. This takes half a second, which every fork then saves."""
     from pytest_gputrain.worker.emulated import FOLLOWED
 
     FOLLOWED.enable()
@@ -125,7 +125,7 @@ def track_for_forks() -> None:
 
 @contextlib.contextmanager
 def _asking_no_driver() -> Iterator[None]:
-    """Provide a context in which NVML answers what bitsandbytes asks at import. Otherwise torch would use the GPU."""
+    """Provide a context in which NVML answers bitsandbytes at import, because torch would use the GPU to answer."""
     import pynvml
     import torch
 
@@ -142,7 +142,7 @@ def _asking_no_driver() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Provide a context without garbage collection, which takes a tenth of the time of imports and finds nothing."""
+    """Provide a context without garbage collection, which takes a tenth of the time of imports and frees nothing."""
     before = gc.isenabled()
     gc.disable()
     try:

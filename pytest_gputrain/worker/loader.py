@@ -20,7 +20,7 @@ _AHEAD: Final = 2
 
 
 class Loader:
-    """The same batch for every step, drawn anew in a process of its own, pinned, and copied to the device.
+    """Loads the same batch for every step. Other processes draw it anew, and it is pinned and copied to the device.
 
     What decoding and tokenising a data set costs is not in it: a batch takes as long as it takes to draw its random numbers.
 
@@ -53,7 +53,7 @@ class Loader:
         self._batches: Iterator[dict[str, Tensor]] | None = iter(loader)
 
     def next(self) -> dict[str, Tensor]:
-        """Wait for the next batch, and begin to copy it."""
+        """Return the next batch, and begin to copy the one after it."""
         start = time.perf_counter()
         batch = self._take()
         self.waits.append(time.perf_counter() - start)
@@ -64,12 +64,12 @@ class Loader:
         }
 
     def drain(self) -> None:
-        """Let go of all batches that were loaded ahead while nothing trained: steps that find them wait for none."""
+        """Drop all batches that were loaded while nothing trained, because steps would not wait for them."""
         for _ in range(self._ahead):
             self._take()
 
     def close(self) -> None:
-        """End the processes."""
+        """End the loading processes."""
         self._batches = None
 
     def _take(self) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ class _Endless(IterableDataset[dict[str, Tensor]]):
 
 
 class _DieWith:
-    """Ends a process of the DataLoader with the one that trains, which torch's own does only when it next looks."""
+    """Ends a process of the DataLoader together with the training process. torch's own check comes only later."""
 
     def __init__(self, parent: int) -> None:
         self._parent = parent

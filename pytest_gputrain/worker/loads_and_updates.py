@@ -30,7 +30,7 @@ Places = Callable[[FrameType], tuple[Place | None, Place | None, bool]]
 
 
 class LoadsAndUpdates:
-    """What the training asks of loaders and optimizers on the thread that makes this.
+    """Counts what the training asks of data loaders and optimizers, on the thread that makes this object.
 
     Attributes:
         waits: seconds that each step between `begin_step` and `end_step` waited for its batches.
@@ -48,7 +48,7 @@ class LoadsAndUpdates:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Provide a context in which batches of loaders are noted."""
+        """Provide a context that records the batches of data loaders."""
         initialize: Any = _BaseDataLoaderIter.__init__
 
         def follow(iterator: Any, *args: Any, **kwargs: Any) -> None:
@@ -65,13 +65,13 @@ class LoadsAndUpdates:
                 _FOLLOWING.remove(self)
 
     def begin(self, places: Places) -> None:
-        """Count from now on what this thread asks for."""
+        """Count from now on what this thread asks of data loaders and optimizers."""
         self._places = places
         self._causes.clear()
         self._seen.clear()
 
     def end(self) -> dict[CountCause, tuple[int, int]]:
-        """Stop to count, and return what asked for something, with how many and how many bytes."""
+        """Stop counting. Return the causes, each with its count and its bytes."""
         self._places = None
         self._seen.clear()
         return {cause: (number, size) for cause, (number, size) in self._causes.items()}
@@ -81,12 +81,12 @@ class LoadsAndUpdates:
         self.waits.append(0.0)
 
     def updated(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer steps."""
+        """Record that an optimizer steps."""
         if self._places is not None and not self._first(optimizer):
             self._add("repeated_updates", type(optimizer).__name__, 1)
 
     def loaded(self, iterator: Any, batch: _Batch, seconds: float) -> None:
-        """Note a batch that a loader gives, and how long that took."""
+        """Record a batch of a data loader, and the seconds that it took."""
         if threading.get_ident() != self._thread:
             return
         if self.waits:
@@ -100,7 +100,7 @@ class LoadsAndUpdates:
             self._add("loader_workers", name, iterator._num_workers)
 
     def _first(self, user: object) -> bool:
-        """Tell whether this loader or optimizer asks for the first time in this step, and note it."""
+        """Record this loader or optimizer, and tell whether this is its first call in the step."""
         first = all(user is not seen() for seen in self._seen)
         if first:
             self._seen.append(weakref.ref(user))
@@ -126,12 +126,12 @@ class _Batch:
         self.data, self.samples = data, samples
 
     def pin_memory(self) -> _Batch:
-        """Pin the data, which a thread of the loader calls for."""
+        """Pin the data. A thread of the data loader calls this."""
         return _Batch(pin_memory(self.data), self.samples)
 
 
 class _Collate:
-    """Makes a batch as the loader's own function does, and counts its samples.
+    """Makes a batch by the data loader's own function, and counts its samples.
 
     Args:
         of_many: whether it is given a list of samples, rather than a sample or a batch that the data set has made.
@@ -148,8 +148,8 @@ class _Collate:
 
 
 def _unpack_batches_of(kind: Any) -> None:
-    """Make the iterators of a class return the plain batch, and report each batch to the recorder. A class that derives
-    from torch's may change the data that ``_next_data`` returns.
+    """Make the iterators of a class return the plain batch, and report each batch to the recorder. A subclass of torch's may
+    change what ``_next_data`` returns.
 
     This stays for as long as the process lives: loaders may outlive the training, and with them the processes that make such
     batches.

@@ -20,7 +20,7 @@ def timed(
     after: Callable[[int, float], bool | None] = lambda index, seconds: None,
     meet: Callable[[], None] = lambda: None,
 ) -> Generator[bool, None, tuple[float, ...]]:
-    """Time ``len(updates)`` steps by the wall clock, each from an idle device to an idle device; return their seconds.
+    """Run and time ``len(updates)`` steps, each from an idle device to an idle device. Return their seconds of wall time.
 
     Args:
         updates: what is yielded, step by step.
@@ -44,7 +44,7 @@ def timed(
 
 
 def schedule(count: int, accumulation: int) -> list[bool]:
-    """Say which of ``count`` micro-batches end in an update: every ``accumulation``-th, and always the last.
+    """Return for ``count`` micro-batches which of them end in an update: every ``accumulation``-th one, and the last one.
 
     The last, because ten steps of a case that accumulates thirty-two would otherwise never show the optimizer's time and
     memory. The median step is a plain micro-batch then, as in the published tables.
@@ -53,7 +53,7 @@ def schedule(count: int, accumulation: int) -> list[bool]:
 
 
 def counted_steps(case: Case) -> list[bool]:
-    """Count the steps under the allocation counter, by whether the optimizer updates.
+    """Return for each step under the allocation counter whether the optimizer updates.
 
     The first makes its states. With them live, a step without gradients from before, and for accumulation one with them.
     Own code updates when it will: two whole rounds of the accumulation that its case declares.
@@ -64,17 +64,17 @@ def counted_steps(case: Case) -> list[bool]:
 
 
 def timed_steps(case: Case) -> int:
-    """Return how many steps are timed. With a loader this is a multiple of its processes, see `levelled`."""
+    """Return how many steps are timed. With a data loader this is a multiple of its processes, see `levelled`."""
     return math.ceil(case.steps / max(1, case.loader_workers)) * max(1, case.loader_workers)
 
 
 def lead_in(case: Case) -> int:
-    """Count the steps before the timed ones that use up the batches which the loader has loaded ahead."""
+    """Return the number of steps before the timed ones that use up the batches which were loaded ahead."""
     return case.loader_workers
 
 
 def levelled(seconds: Sequence[float], loaders: int) -> tuple[float, ...]:
-    """Return for each step the mean over as many steps as processes load for them.
+    """Return for each step the mean over as many steps as processes load batches.
 
     These finish their batches at about the same time. Where they are too slow, one step waits long and the next ones find
     theirs: a median of single steps would never show the wait.

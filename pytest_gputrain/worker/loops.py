@@ -38,7 +38,7 @@ See = Callable[[object], None]
 
 @dataclass
 class Beside:
-    """What a training does beside its steps."""
+    """The evaluation and the checkpoint that a training has set."""
 
     evaluate: Callable[[], object] | None = None
     """Evaluates the model. None if the training does not, or nobody knows how."""
@@ -51,7 +51,7 @@ class Beside:
 
 
 class Loop(Protocol):
-    """Takes steps for as long as they are asked for."""
+    """Runs the steps of a training as long as they are wanted."""
 
     def run(self, steps: Steps) -> None:
         """Resume ``steps`` before each step and after the last one.
@@ -70,7 +70,7 @@ def loop_of(
     see: See,
     beside: Beside,
 ) -> Loop:
-    """Return the loop of what a user's function has built.
+    """Return the loop for what a user's function has returned.
 
     Args:
         processes: of the case.
@@ -108,7 +108,9 @@ def loop_of(
 
 
 def _framework_of(built: object) -> str:
-    """Return the framework whose trainer was built, Lightning's with what it fits; empty for anything else. Imports none."""
+    """Return the framework of a trainer, for Lightning with the module that it fits; empty for anything else. No framework
+    is imported.
+    """
     trainer = built[0] if isinstance(built, tuple) and built else built
     names = (FRAMEWORKS.get(f"{kind.__module__}.{kind.__qualname__}") for kind in type(trainer).__mro__)
     framework = next(filter(None, names), "")
@@ -128,7 +130,7 @@ class FunctionLoop:
 
 class GeneratorLoop:
     """Resumes a generator that yields after each of its steps. Up to its first yield it builds everything and takes a first
-    step, which is not judged."""
+    step, which does not count."""
 
     def __init__(self, generator: GeneratorType[object, Any, Any], name: str, note: Note) -> None:
         self._generator, self._name, self._note = generator, name, note
@@ -141,7 +143,7 @@ class GeneratorLoop:
         self._generator.close()
 
     def first_step_began(self) -> bool | None:
-        """Tell on the generator's own thread whether its first step has begun; None if that is not known."""
+        """Tell whether the generator's first step has begun, on the generator's own thread; None if that is unknown."""
         return has_begun(self._generator)
 
     def _take(self) -> object:

@@ -37,7 +37,7 @@ _ATTACHED: Final = (
 
 
 class Measuring:
-    """The measurement of one case.
+    """Builds and measures one case, as a chain of phases.
 
     A training may own its loop, as a generator or a framework's trainer does. So this calls no step: `_steps` is a generator
     that the training resumes before each of its steps and after the last one.
@@ -54,7 +54,7 @@ class Measuring:
         self._is_checked = False
 
     def run(self, builder: StepBuilder | None) -> Measurement:
-        """Build the case, and have its training run to its last check.
+        """Build the case, and run its training to its last check.
 
         Args:
             builder: the user's function itself, for a run inside the pytest process.
@@ -98,7 +98,9 @@ class Measuring:
         return run.figures
 
     def _ask(self, own: OwnCode) -> None:
-        """Count what own code asks of loaders and optimizers, and note where the build of a generator ends."""
+        """Provide a context that counts what own code asks of loaders and optimizers, and that notes where the build of a
+        generator ends.
+        """
         run, training = self._run, self._run.training
         if run.counter:
             run.counter.asked = own.asked
@@ -154,19 +156,19 @@ class Measuring:
             yield from memory.to_the_end(run.own.growth)
 
     def _meet(self) -> None:
-        """Wait for the other processes. Asynchronous workers wait only once, because one may run ahead of another."""
+        """Wait for the other processes. Asynchronous workers wait only once, because one may run ahead of the others."""
         if not self._run.case.asynchronous:
             self._run.group.barrier()
 
     def _begin_step(self) -> None:
-        """Begin a step of the warm-up, or one that is timed."""
+        """Begin a step of the warm-up, or a timed step."""
         self._meet()
         if self._run.emulated:
             self._run.emulated.allocations.begin_step()
         self._memory.begin_step()
 
     def _end_step(self, step: int, seconds: float) -> bool:
-        """End such a step, and tell whether it is the last one that makes sense."""
+        """End a step of the warm-up, or a timed step. Return whether further steps make no sense."""
         run, losses = self._run, self._run.training.losses
         if run.emulated:
             losses.clear()  # These losses mean nothing, and they would take memory.
@@ -178,7 +180,7 @@ class Measuring:
         return run.task.curve and run.group.size == 1 and not all(math.isfinite(float(loss)) for loss in losses[-1:])
 
     def _count(self, counter: AllocationCounter) -> Steps:
-        """Run steps to count the tensors that live in them."""
+        """Run steps that count their tensors."""
         run, own, beside = self._run, self._run.own, self._beside
         run.progress.enter("count")
         counter.threads.clear()
@@ -216,7 +218,7 @@ class Measuring:
         return warmup + (yield from timed(updates, device, self._end_step, self._begin_step))
 
     def _steps_to_time(self) -> int:
-        """Return how many steps are still to come. The losses of earlier steps are forgotten, except those of a curve."""
+        """Return how many steps remain. The losses of earlier steps are dropped, except those of a curve."""
         run, losses = self._run, self._run.training.losses
         if not run.task.curve:
             losses.clear()
@@ -258,7 +260,7 @@ class Measuring:
         peaks: Peaks,
         core_wait_share: float | None,
     ) -> Measurement:
-        """Return the figures of the timed steps, before anything is checked."""
+        """Return the figures of the timed steps, before any check."""
         run, training, counter = self._run, self._run.training, self._counter
         counted = None if counter is None else counter.peaks()
         waits = run.own.asked.waits if run.own and run.own.asked.loads else training.input_waits[-len(step_seconds) :]

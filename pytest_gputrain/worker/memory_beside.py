@@ -23,8 +23,8 @@ _LEAST_SHARE: Final = 0.1
 
 
 class MemoryBeside:
-    """Traces what the last counted round allocates in Python's memory, such as NumPy arrays, and notes lines that hide
-    operators from counting.
+    """Traces what the last counted round allocates in Python's memory, such as NumPy arrays. It also records lines that hide
+    operators from the counter.
 
     Args:
         after: the number of counted steps after which it traces. It triples their time, and what a step makes for the first
@@ -41,7 +41,7 @@ class MemoryBeside:
 
     @contextlib.contextmanager
     def noting(self, lines: OwnLines) -> Iterator[None]:
-        """Provide a context for the steps and for what builds them."""
+        """Provide a context for the build and the steps."""
 
         def noted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ Trace = list[dict[str, Any]]
 
 
 def install(torch: ModuleType) -> None:
-    """Begin to record when the program first uses the GPU, and write when it ends."""
+    """Begin to record when the program first uses the GPU, and write the record when the program ends."""
     recorder = Recorder(torch)
     # A program that uses CUDA before it forks cannot use CUDA in its children. So recording begins when the program first
     # uses CUDA.
@@ -70,7 +70,7 @@ def install(torch: ModuleType) -> None:
 
 
 def follow_optimizers(updated: Callable[..., None]) -> None:
-    """Have each update by an optimizer of torch told, with the optimizer.
+    """Have ``updated`` called after each update of an optimizer of torch, with the optimizer.
 
     An optimizer that steps while a CUDA graph is captured updates whenever the graph is launched, and not in the capture.
     """
@@ -107,7 +107,7 @@ def follow_optimizers(updated: Callable[..., None]) -> None:
 
 
 def program_counter() -> Any:
-    """Begin to count what the program asks of the GPU, or how long its steps take if that is asked.
+    """Begin to count what the program asks of the GPU, or to time its steps if the environment asks for that.
 
     Returns:
         What does so; None if the program's environment lacks this very package.
@@ -149,12 +149,12 @@ class Recorder:
         self._values = tracked_values(self._counter)
 
     def updated(self, optimizer: Any, *_: object) -> None:
-        """Note that an optimizer has updated."""
+        """Record that an optimizer has updated."""
         if self._counter is not None:
             self._counter.updated(optimizer)
 
     def watch_resets(self) -> None:
-        """Keep the peaks that the program resets."""
+        """Keep peaks that the program resets."""
         for name in ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"):
             reset = getattr(self._torch._C, name, None)
             if reset is not None:
@@ -168,7 +168,7 @@ class Recorder:
         return keep_and_reset
 
     def keep_peaks(self, device: int) -> Counter[str]:
-        """Return the highest memory so far, whoever resets torch's peaks."""
+        """Return the highest memory so far, even if the program resets torch's peaks."""
         statistics = self._torch.cuda.memory_stats(device)
         now = {name: statistics.get(f"{name}_bytes.all.peak", 0) for name in ("allocated", "reserved", "requested")}
         # `|` of two counters keeps the larger number of each
@@ -176,7 +176,7 @@ class Recorder:
         return self._peaks[device]
 
     def write(self) -> None:
-        """Write what happened beside what the stand-ins write of this process."""
+        """Write the record of this process beside the files of the stand-ins."""
         torch, folder = self._torch, os.environ.get("GPUTRAIN_EMULATED_STATE")
         if not folder or os.getpid() != self._process or not torch.cuda.is_initialized():
             return
@@ -206,7 +206,7 @@ class Recorder:
 
 
 def _snapshot(torch: ModuleType) -> Any:
-    """Return torch's memory history, without its compiler being imported for it, which takes longer than a small program.
+    """Return torch's memory history without an import of torch's compiler, which would take longer than a small program.
 
     Torch looks there for the lines of compiled code, and a program that has not imported it compiled none.
     """
@@ -221,7 +221,7 @@ def _snapshot(torch: ModuleType) -> Any:
 
 
 def _gpu(torch: ModuleType, device: int) -> int:
-    """Return the number among all emulated GPUs, which ends the UUID of each."""
+    """Return the number of a GPU among all emulated ones, which is the last byte of its UUID."""
     return int(str(torch.cuda.get_device_properties(device).uuid)[-2:], 16)
 
 
@@ -262,7 +262,7 @@ def tracked_values(counter: Any) -> Any:
 
 
 def unknown() -> Iterator[str]:
-    """Return memory of libraries that the stand-ins know nothing of."""
+    """Return descriptions of memory that the stand-ins cannot know."""
     torch = sys.modules.get("torch")
     by_time = torch is not None and torch.backends.cudnn.benchmark
     return (what for what in _listed("gputrain_unknown_at") if by_time or "cudnn.benchmark" not in what)
@@ -279,14 +279,14 @@ def estimated_bytes() -> int:
 
 
 def not_exchanged() -> Iterator[dict[str, Any]]:
-    """Return what NCCL did not exchange: functions, with their calls and the most bytes of one."""
+    """Return the functions of NCCL that did not exchange data, with the number of calls and the most bytes of a call."""
     calls, most = ctypes.c_uint64(), ctypes.c_uint64()
     for function in _listed("gputrain_not_exchanged_at", ctypes.byref(calls), ctypes.byref(most)):
         yield {"function": function, "calls": calls.value, "bytes": most.value}
 
 
 def _listed(name: str, *written: Any) -> Iterator[str]:
-    """Yield what a function of the stand-ins, if they are there, returns for 0, 1, and so on. It writes to ``written``."""
+    """Yield the texts that a function of the stand-ins returns for 0, 1, and so on. It also writes to ``written``."""
     try:
         at = getattr(ctypes.CDLL(None), name)
     except AttributeError:
@@ -328,7 +328,7 @@ def _device(index: int, peaks: Counter[str], snapshot: dict[str, Any]) -> dict[s
 
 
 def find_peak(events: Trace, at_end: int) -> tuple[int, int]:
-    """Find the event after which most bytes were in use, and these bytes, going back from the bytes at the end.
+    """Return the event after which most bytes were in use, and these bytes. The search goes back from the bytes at the end.
 
     From the end, since only the last events are kept.
     """
@@ -342,7 +342,7 @@ def find_peak(events: Trace, at_end: int) -> tuple[int, int]:
 
 
 def course(trace: Trace, in_use: int, reserved: int) -> list[tuple[int, int, int]]:
-    """Find the course of memory: numbers of allocations, each with the most bytes in use and reserved around it.
+    """Return the course of memory: numbers of allocations, each with the highest bytes in use and reserved around it.
 
     Args:
         in_use: bytes at the end.
@@ -371,7 +371,7 @@ def course(trace: Trace, in_use: int, reserved: int) -> list[tuple[int, int, int
 
 
 def live_at(events: Trace, at: int, at_end: dict[int, tuple[int, list[Any]]]) -> dict[int, tuple[int, list[Any]]]:
-    """Find the blocks in use after this event, by address: bytes and Python frames of each."""
+    """Return the blocks in use after this event, by address, with the bytes and the Python frames of each."""
     live = dict(at_end)
     for event in reversed(events[at + 1 :]):
         if event["action"] == "free_completed":
@@ -388,7 +388,7 @@ def live_at(events: Trace, at: int, at_end: dict[int, tuple[int, list[Any]]]) ->
 
 
 def _frames(event: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the frames of an event, and below them a line of the forward pass that `BackwardNotes` has noted."""
+    """Return the frames of an event, with the line of the forward pass that `BackwardNotes` has noted."""
     note = event.get("user_metadata")
     return [*(event.get("frames") or []), *([{"filename": _NOTED, "line": 0, "name": note}] if note else [])]
 
@@ -431,7 +431,7 @@ _program_lines = load("program_lines")
 
 
 def _part(frames: list[dict[str, Any]]) -> str:
-    """Tell which part of training allocated this, by torch's functions among the frames."""
+    """Return the part of training that allocated something, by torch's functions among the frames."""
     functions = [(frame["filename"].rpartition("site-packages/")[2], frame["name"]) for frame in frames]
     if any(file.startswith(("torch/optim/", "bitsandbytes/optim/")) for file, _ in functions):
         return "optimizer"
@@ -453,7 +453,7 @@ _CALLING: Final = ("_call_impl", "_wrapped_call_impl")
 
 
 def _where(frames: Iterable[dict[str, Any]]) -> str:
-    """Find the innermost line of the program itself, and the innermost one of a library of models that it called there."""
+    """Return the innermost line of the program itself, and the innermost line of a model library that it called there."""
     own, library = "", ""
     for frame in frames:
         file = frame["filename"]

@@ -16,7 +16,7 @@ _Message = TypeVar("_Message")
 
 
 def send(message: Any, rank: int) -> None:
-    """Send a message that JSON can hold to a process that calls `receive`; both work on the host."""
+    """Send a message, as JSON, to a process that calls `receive`. Both processes use memory of the host."""
     data = _data(message)
     dist.send(torch.tensor([len(data)]), dst=rank)
     dist.send(data, dst=rank)

@@ -52,7 +52,7 @@ def adapt(model: nn.Module, architecture: Architecture, case: Case, precision: P
 
 
 def recipe_of(published: Lora, case: Case) -> Lora:
-    """Return the case's recipe: the model's published one but for what the case sets."""
+    """Return the recipe of a case: the model's published one, except for what the case sets."""
     rank = case.lora_rank or published.rank
     targets = case.lora_targets if case.lora_targets == ALL_LINEAR else tuple(filter(None, case.lora_targets.split("+")))
     return Lora(
@@ -64,7 +64,7 @@ def recipe_of(published: Lora, case: Case) -> Lora:
 
 
 def trainable_parameters(architecture: Architecture, case: Case, scale: Scale) -> int | None:
-    """Return how many parameters the case's method should leave trainable; None if that is not known."""
+    """Return how many parameters the case's method should train; None if that is unknown."""
     count = architecture.trainable[case.method].get(scale)
     if count is None or architecture.lora is None or case.method not in ADAPTING:
         return count
@@ -106,7 +106,7 @@ models, and the second would get no gradient."""
 
 
 def default_targets(model: nn.Module) -> tuple[str, ...] | str:
-    """Return what peft adapts of such a model by default, or else all linear layers but the head."""
+    """Return the layers that peft adapts by default in such a model; else all linear layers but the head."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
     config: Any = getattr(model, "config", None)
@@ -139,7 +139,7 @@ _OF_TRANSFORMERS: Final = "transformers.models."
 
 
 def left_as_they_are(model: nn.Module, architecture: Architecture, case: Case) -> tuple[str, ...]:
-    """Say which linear layers get no adapters where the case adapts all of them, and which are not packed in 4 bits."""
+    """Say which linear layers get no adapters although the case adapts all, and which are not packed in 4 bits."""
     if case.method not in ADAPTING or architecture.lora is None:
         return ()
     notes = []
@@ -161,7 +161,7 @@ def _without_numbers(names: Sequence[str]) -> str:
 
 
 def not_adapted(model: nn.Module) -> list[str]:
-    """Return the linear layers that can have neither adapters nor 4 bits, because they are more than one product.
+    """Return the linear layers that can have neither adapters nor 4 bits, because they compute more than one product.
 
     The routers of Llama 4 give more than the product, the grouped projections of DeepSeek-V4 multiply each part of the
     input by another part of the weight, and the layer above the routers of DeepSeek-V2 reads their weight itself (in
@@ -177,7 +177,7 @@ def not_adapted(model: nn.Module) -> list[str]:
 
 
 def _read_by_code(model: nn.Module) -> list[str]:
-    """Return the linear layers whose weights the model's own code uses, as Gemma 3n clamps some."""
+    """Return the linear layers whose weights the model's own code reads, as Gemma 3n clamps some."""
     found: list[str] = []
     sources: dict[type, str] = {}
     for prefix, parent in model.named_modules():
@@ -193,7 +193,7 @@ def _read_by_code(model: nn.Module) -> list[str]:
 
 
 def _kept_by_transformers(model: nn.Module) -> list[str]:
-    """Return the linear layers that transformers never packs, because their class prefers them in fp32."""
+    """Return the linear layers that transformers never packs, because their model class keeps them in fp32."""
     preferred = getattr(model, "_keep_in_fp32_modules", None) or ()
     names = [name for name, each in model.named_modules() if isinstance(each, nn.Linear)]
     return [
@@ -208,7 +208,7 @@ def _is_of_a_model(module: nn.Module) -> bool:
 
 
 def _is_one_product(layer: nn.Linear) -> bool:
-    """Tell whether a layer of a class of its own gives what a linear layer gives, by its shape and without its weights."""
+    """Tell whether a custom layer returns what a linear layer would, by its shape and without its weights."""
     weights = {name: torch.empty_like(value, device="meta") for name, value in layer.named_parameters()}
     rows = torch.empty(1, layer.in_features, dtype=layer.weight.dtype, device="meta")
     try:
@@ -219,7 +219,7 @@ def _is_one_product(layer: nn.Linear) -> bool:
 
 
 def _check_targets(model: nn.Module, targets: Sequence[str], case: Case) -> None:
-    """Check that linear layers have the names.
+    """Check that these names are names of linear layers.
 
     Raises:
         CheckFailed: no linear layer has one of these names. peft is content where one of several is found.

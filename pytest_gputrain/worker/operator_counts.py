@@ -60,7 +60,7 @@ _METHODS: Final = ("torch/_tensor", "torch/functional.py")
 
 
 class OperatorCounter(SharedMode):
-    """Counts what each step asks for in `counting`, on a CPU.
+    """Counts what each step in `counting` asks of a CPU.
 
     A value that depends on a trained parameter is where the parameter is: on the GPU, in a run that has one. So a read of it
     is a wait there. Of other values nobody knows: the program may keep them on the host, as it does lengths and labels.
@@ -87,12 +87,12 @@ class OperatorCounter(SharedMode):
         return True
 
     def counts(self) -> Counts | None:
-        """Return what all steps so far have asked for; None before the first one has ended, and if counting failed."""
+        """Return the counts of all steps so far; None before the first step has ended, or if counting failed."""
         return None if self.trouble else self.steps.counts()
 
     @contextlib.contextmanager
     def counting(self, parameters: Iterable[Tensor], *, update: bool) -> Iterator[None]:
-        """Provide a context for one step, in which is counted what the step asks for.
+        """Provide a context for one step that counts what the step asks for.
 
         Args:
             parameters: those that train, as far as they are known.
@@ -152,7 +152,7 @@ class OperatorCounter(SharedMode):
         return result
 
     def _reading(self, name: str) -> Callable[..., Any]:
-        """Return a method of tensors that counts a read of values. On a CPU the original runs no operator."""
+        """Return a method of tensors that counts a read of values. On a CPU the original method runs no operator."""
         real = getattr(torch.Tensor, name)
 
         @functools.wraps(real)
@@ -171,7 +171,9 @@ class OperatorCounter(SharedMode):
         return read
 
     def _add_read(self, by: str, place: _Asked, *, trained: bool) -> None:
-        """Count a value that is read. What torch's own code reads of others is on the host of a GPU, too."""
+        """Count a read of a value. A value that torch's own code reads is only counted if it depends on a trained parameter;
+        others are on the host of a GPU, too.
+        """
         if trained:
             self._add("reads", by, place)
         elif place.library is None or place.library.file.startswith(_METHODS) or not place.library.file.startswith(_TORCH):
@@ -187,7 +189,7 @@ class OperatorCounter(SharedMode):
     # --- Lines
 
     def _place(self) -> _Asked | None:
-        """Return the place that the last operator of this thread comes from; None if the measuring itself has run it."""
+        """Return the place that the last operator of this thread comes from; None if this package itself has called it."""
         line = self._lines.current()
         own, library, is_ours = self._here.found
         if is_ours:
@@ -199,7 +201,7 @@ class OperatorCounter(SharedMode):
         return _Asked(own, library, backward)
 
     def _line_of(self, frame: FrameType | None) -> str:
-        """Find the places of a frame, and return its own line. In a backward pass autograd's node may tell more."""
+        """Find the places of a frame, and return its own line. In a backward pass autograd's node may know more."""
         within = torch._C._current_autograd_node() is not None
         self._here.found = own, _, _ = self.steps.places(frames_of(frame, within_backward=within))
         return own.at if own else ""
@@ -207,7 +209,9 @@ class OperatorCounter(SharedMode):
 
 @contextlib.contextmanager
 def _no_garbage_collected() -> Iterator[None]:
-    """Provide a context without garbage collection: autograd copies a gradient that a cycle of garbage still refers to."""
+    """Provide a context without garbage collection, because autograd copies a gradient to which a cycle of garbage still
+    refers.
+    """
     collects = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -219,7 +223,7 @@ def _no_garbage_collected() -> Iterator[None]:
 
 
 class _Asked(NamedTuple):
-    """The place that asks for something."""
+    """The place that a count comes from."""
 
     own: Place | None
     library: Place | None
@@ -246,7 +250,7 @@ class _Trained:
         return any(part.untyped_storage()._cdata in self._references for part in _parts(tensor))
 
     def add(self, tensor: Tensor) -> None:
-        """Note that the value of a tensor depends on a trained parameter."""
+        """Record that the value of a tensor depends on a trained parameter."""
         for part in _parts(tensor):
             storage = part.untyped_storage()
             key = storage._cdata
@@ -271,7 +275,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 
 @functools.cache
 def _kind_of(func: Any) -> tuple[CountName | None, str]:
-    """Return what an operator is counted as, or None, and its name."""
+    """Return what an operator counts as, or None, and its name."""
     name, namespace = name_of(func), func.namespace
     if namespace in _COLLECTIVES:
         return (None if any(part in name for part in _NO_EXCHANGE) else "collectives"), name.rstrip("_")

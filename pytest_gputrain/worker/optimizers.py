@@ -16,7 +16,7 @@ MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
 
 
 def _adamw_8bit(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    """Make AdamW with states of 8 bits in blocks of 256; those of less than 4,096 elements are in fp32."""
+    """Return AdamW with states of 8 bits in blocks of 256. States of less than 4,096 elements are in fp32."""
     import bitsandbytes
 
     _check_release(parameters)
@@ -25,7 +25,7 @@ def _adamw_8bit(parameters: list[nn.Parameter], rate: float) -> torch.optim.Opti
 
 
 def _check_release(parameters: list[nn.Parameter]) -> None:
-    """Check that bitsandbytes can update here.
+    """Check that bitsandbytes can update on this device.
 
     Raises:
         CheckFailed: without a GPU, the installed bitsandbytes cannot update: earlier releases called CUDA's functions
@@ -45,7 +45,7 @@ def _check_release(parameters: list[nn.Parameter]) -> None:
 
 
 def _paged_adamw_8bit(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    """Make AdamW of 8 bits with its states in CUDA's unified memory; on a CPU, which has none, in plain memory."""
+    """Return AdamW of 8 bits with its states in CUDA's unified memory, or in plain memory on a CPU."""
     import bitsandbytes
 
     if not any(is_gpu(value.device) for value in parameters):
@@ -56,7 +56,9 @@ def _paged_adamw_8bit(parameters: list[nn.Parameter], rate: float) -> torch.opti
 
 
 def _adafactor(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    """Make Adafactor as transformers' Trainer makes it, with steps of the learning rate and not relative to the weights."""
+    """Return Adafactor as transformers' Trainer makes it, with steps of the learning rate and not relative to the
+    weights.
+    """
     from transformers.optimization import Adafactor
 
     optimizer: Any = Adafactor(parameters, lr=rate, scale_parameter=False, relative_step=False)

@@ -33,7 +33,7 @@ class Checked(NamedTuple):
 
 
 class OwnCode:
-    """A case of own code, from its build to its checks.
+    """Checks a case of own code, from its build to its last step.
 
     Args:
         counts_memory: whether its tensors are counted one by one; an allocator counts those of all threads.

@@ -58,7 +58,7 @@ class OwnLines:
         return self.of_frame(sys._getframe(1))
 
     def of_frame(self, frame: FrameType | None) -> str:
-        """Return the same line as `current`, for another frame of Python, such as that of another thread."""
+        """Return the line that `current` would return, for another frame, such as one of another thread."""
         asking = True
         while frame is not None:
             name = self.name_of(frame.f_code.co_filename)
@@ -74,7 +74,7 @@ class OwnLines:
         return ""
 
     def of_traceback(self, traceback: TracebackType | None) -> str:
-        """Return the innermost own line that an exception came through; empty if there is none."""
+        """Return the innermost own line of a traceback; empty if there is none."""
         line = ""
         while traceback is not None:
             name = self.name_of(traceback.tb_frame.f_code.co_filename)
@@ -84,7 +84,9 @@ class OwnLines:
         return line
 
     def name_of(self, file: str) -> str:
-        """Return the name of a file in lines, nothing for one that is not the user's, and "pytest_gputrain" for our own."""
+        """Return the name of a file as lines show it: empty for a file that is not the user's, and "pytest_gputrain" for our
+        own.
+        """
         name = self._names.get(file)
         if name is None:
             name = self._names[file] = self._name(file)
@@ -110,7 +112,7 @@ def is_installed(path: Path) -> bool:
 
 
 def own_place(name: str, file: str, function: str, line: int) -> Place:
-    """Return the place of a line of the user's own file, which goes by this name."""
+    """Return the place of a line in a file of the user's, under this name of the file."""
     return Place(name, function, linecache.getline(file, line).strip()[:MOST_TEXT], line)
 
 

@@ -15,7 +15,7 @@ from pytest_gputrain.worker.emulated_values.autograd_lines import is_in_backward
 
 
 class Phases:
-    """Follows the phases of training: it is asked before each operator.
+    """Finds the phase of training that runs. It is asked before each operator.
 
     Optimizers are those of torch and what derives from them. An optimizer that steps inside of a backward pass is the
     optimizer's phase; a backward pass inside of an optimizer's step (its closure) is the backward phase.
@@ -67,12 +67,12 @@ class Phases:
         self._enter("forward")
 
     def begin_beside_steps(self, phase: TrainingPhase) -> None:
-        """Note that all that runs from now on, until another step or phase begins, is of this phase."""
+        """Note that an evaluation or a checkpoint runs from now on, until another step or phase begins."""
         self._is_beside_steps = True
         self._enter(phase)
 
     def follow(self) -> None:
-        """Find the phase that runs. Operators of other threads belong to the phase of the thread that trains."""
+        """Update the phase that runs. Operators of other threads belong to the phase of the thread that trains."""
         if self._is_beside_steps or not self._is_training() or (self.current == "build" and not self._has_begun()):
             return
         # torch has one number for a whole backward pass, also between the nodes of the pass.
@@ -86,7 +86,7 @@ class Phases:
             self._enter(phase)
 
     def _has_begun(self) -> bool:
-        """Tell whether the build is over: if nothing else is known, as soon as a gradient is computed or applied."""
+        """Tell whether the build is over. If nothing else tells, it ends when a gradient is computed or applied."""
         if self.first_step_began is None:
             return False
         if threading.get_ident() == self.thread and (began := self.first_step_began()) is not None:

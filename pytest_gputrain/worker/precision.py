@@ -37,7 +37,7 @@ class Precision:
         return torch.autocast(device.type, dtype=self.autocast)
 
     def scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """Make what scales the loss and steps the optimizer; it passes everything through if nothing is to scale.
+        """Return the scaler that scales the loss and steps the optimizer. It does nothing else if no scaling is needed.
 
         Starts at 1024, where a fresh model's gradients do not overflow: torch's own 65536 drops the first updates.
         """
@@ -54,8 +54,7 @@ PRECISIONS: Final = {
 
 @contextlib.contextmanager
 def tf32_allowed(allowed: bool | None) -> Iterator[None]:
-    """Provide a context in which products and convolutions of fp32 may be computed in TF32, or may not; None changes
-    nothing."""
+    """Provide a context in which products and convolutions of fp32 may use TF32, or may not. None changes nothing."""
     # Switches are read only if they are to change, because torch refuses to read them once own code has set its newer
     # switches.
     switches: list[Any] = [] if allowed is None else [torch.backends.cuda.matmul, torch.backends.cudnn]
@@ -74,7 +73,7 @@ _MOST: Final = 0.9
 
 
 def check_precision(name: str, label: str, weights: Mapping[torch.dtype, int], flops: Mapping[torch.dtype, int]) -> None:
-    """Fail a case of own code that trains in another precision than it says.
+    """Raise an error if a case of own code trains in another precision than it says.
 
     Weights are of the type that most of their bytes have, which adapters and norms in fp32 do not change. Where only weights
     or only arithmetic differ from what the label means, as in a frozen part in fp32, it takes `_MOST` of them; and what no
@@ -117,8 +116,8 @@ def check_precision(name: str, label: str, weights: Mapping[torch.dtype, int], f
 
 
 def weights_by_type(model: nn.Module) -> Counter[torch.dtype]:
-    """Return the bytes of the parameters, frozen ones included, by type; what is packed in four bits counts as what it
-    computes in."""
+    """Return the bytes of all parameters by type. A parameter that is packed in four bits counts as the type it computes
+    in."""
     sizes: Counter[torch.dtype] = Counter()
     seen: set[int] = set()
     for module in model.modules():
@@ -134,7 +133,7 @@ def weights_by_type(model: nn.Module) -> Counter[torch.dtype]:
 
 
 def _chief(amounts: Mapping[torch.dtype, int]) -> torch.dtype | None:
-    """Return the most frequent type."""
+    """Return the type with the largest amount; None without any."""
     return max(amounts, key=lambda dtype: amounts[dtype], default=None)
 
 

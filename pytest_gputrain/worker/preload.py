@@ -32,7 +32,7 @@ _OF_DRIVERS: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri/")
 
 
 def serve(requests: int, answers: int) -> None:
-    """Fork as requested until ``requests`` ends.
+    """Fork a worker for each request until ``requests`` ends.
 
     Args:
         requests: file descriptor of JSON lines.
@@ -72,7 +72,7 @@ def serve(requests: int, answers: int) -> None:
 
 
 def _end_orphans() -> None:
-    """Kill what workers have started and left behind, in whatever session: it is a child of this process now."""
+    """Kill processes that ended workers have left behind, in any session. They are children of this process now."""
     import psutil
 
     for orphan in psutil.Process().children(recursive=True):
@@ -81,7 +81,9 @@ def _end_orphans() -> None:
 
 
 def _holds_gpu() -> bool:
-    """Return whether a driver was asked for its GPUs: it keeps files open, and no fork of this process could ask again."""
+    """Tell whether a driver was asked for its GPUs. It keeps files open then, and no fork of this process could ask
+    again.
+    """
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # This descriptor listed the folder, and is closed already.
             if os.readlink(descriptor).startswith(_OF_DRIVERS):
@@ -135,7 +137,7 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
 
 
 def _used_gpu() -> bool:
-    """Tell whether torch has used a GPU here. Then no forked process can use one, and only a forked process can tell."""
+    """Tell whether torch has used a GPU in this process, which is a fork. Then no forked process can use one."""
     import torch
 
     is_spoilt = getattr(torch._C, "_cuda_isInBadFork", None)

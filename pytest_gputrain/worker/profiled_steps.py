@@ -33,7 +33,7 @@ PROFILED_STEPS: Final = 5
 
 
 def steps_to_profile(timed: Sequence[bool], accumulation: int) -> int:
-    """Return the number of steps to profile, so that their median is of the same kind of step as that of the timed ones.
+    """Return the number of steps to profile, so that their median step is of the same kind as that of the timed ones.
 
     Accumulation over two steps makes as many steps that update as others. Of an odd number one more updates, which is the
     last. Where no few steps have such a median, it is the number of timed ones.
@@ -51,7 +51,9 @@ def steps_to_profile(timed: Sequence[bool], accumulation: int) -> int:
 
 
 def find_gpu() -> None:
-    """Have torch's profiler find the GPU. If the first profile of a process is of the CPU alone, no later one sees a GPU."""
+    """Have torch's profiler find the GPU. If the first profile of a process covers the CPU alone, no later one shows a
+    GPU.
+    """
     silence_profiler()
     if not profiler._is_profiler_enabled:
         with contextlib.suppress(Exception), _profile():
@@ -64,7 +66,7 @@ def _profile() -> profiler.profile:
 
 
 class StepProfile:
-    """The profile of further steps on a GPU. The steps run even if it fails, because other processes run theirs.
+    """Profiles further steps on a GPU. The steps run even if the profiler fails, because other processes run theirs.
 
     Args:
         meet: waits for the other processes between two steps.
@@ -83,7 +85,7 @@ class StepProfile:
         """Python's threads beside this one, by either number that the profiler may tell. Autograd's are none of Python's."""
 
     def steps(self, updates: Sequence[bool]) -> Steps:
-        """Have a step of warm-up run, which starting the profiler distorts, and then one for each of ``updates``."""
+        """Run a step of warm-up, which the start of the profiler slows, and then one step for each of ``updates``."""
         with self._noting_threads(), self._profiling():
             for number, update in enumerate((updates[0], *updates)):
                 self._device.synchronize()
@@ -104,7 +106,7 @@ class StepProfile:
                     self._steps.append(step)
 
     def read(self) -> tuple[GpuSteps, Counts | None]:
-        """Return how long the GPU worked in the steps, and on a GPU of NVIDIA what they asked of it.
+        """Return how long the GPU worked in each step, and for an NVIDIA GPU what each step asked of it.
 
         Raises:
             CannotTell: the profile does not tell.
@@ -124,7 +126,7 @@ class StepProfile:
 
     @contextlib.contextmanager
     def _profiling(self) -> Iterator[None]:
-        """Provide a context for the steps. What goes wrong with the profiler becomes the refusal."""
+        """Provide a context that profiles the steps. An error of the profiler becomes the reason for missing figures."""
         profile = None
         silence_profiler()
         if profiler._is_profiler_enabled:
@@ -149,7 +151,7 @@ class StepProfile:
 
     @contextlib.contextmanager
     def _noting_threads(self) -> Iterator[None]:
-        """Provide a context in which threads are noted, both running ones and new ones."""
+        """Provide a context that records the threads that run and those that start."""
         start = threading.Thread.start
 
         def note(thread: threading.Thread) -> None:

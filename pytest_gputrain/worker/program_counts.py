@@ -33,7 +33,7 @@ LAST_STEPS: Final = 5
 
 
 class ProgramCounter(StepCounter):
-    """Counts what this process asks of its emulated GPUs from now on, when it first uses one.
+    """Counts what this process asks of its emulated GPUs, from its first use of one.
 
     A step ends with each update of an optimizer, or where a trainer of a library tells so. The time before the first step is
     part of the whole run alone.
@@ -52,7 +52,7 @@ class ProgramCounter(StepCounter):
         self.begin_step()
 
     def updated(self, optimizer: Any, *, ends_step: bool = True) -> None:
-        """Note that an optimizer has updated.
+        """Record that an optimizer has updated.
 
         Args:
             ends_step: whether that may end a step. It does if no other optimizer updates more often.
@@ -82,7 +82,7 @@ class ProgramCounter(StepCounter):
         self.begin_step()
 
     def report(self) -> dict[str, Any]:
-        """Stop counting, and return what all threads of the whole run asked for, and what the first steps did.
+        """Stop counting. Return the counts of all threads over the whole run, and those of the first steps.
 
         A record of an `EmulatedProcess` has these fields.
         """
@@ -99,7 +99,7 @@ class ProgramCounter(StepCounter):
     # --- Lines
 
     def line_of(self, frame: FrameType | None) -> str:
-        """Describe the innermost line of the program that a frame comes from, as it may be noted."""
+        """Describe the innermost line of the program in a frame's stack, in the form in which lines are noted."""
         frame = own_frame(frame)
         if frame is None:
             return ""
@@ -117,7 +117,7 @@ class ProgramCounter(StepCounter):
 
 
 class ProgramTimer(ProgramCounter):
-    """Estimates how long the last steps of this process take on a GPU, from the calls of their operators.
+    """Estimates how long the last steps of this process would take on a GPU, from the calls of their operators.
 
     It follows each operator by a dispatch mode of torch, which is a part of what the program asks for. So it counts nothing.
 
@@ -150,14 +150,14 @@ class ProgramTimer(ProgramCounter):
         self.begin_step()
 
     def report(self) -> dict[str, Any]:
-        """Return the estimate that is the median of those of the last steps, as a record of an `EmulatedProcess` has it."""
+        """Return the median of the estimates for the last steps, as a record of an `EmulatedProcess`."""
         lacking, processes = self._why_unknown(), self._processes
         every = (expected_time(calls, self._rates, processes=processes, lacking=lacking) for calls in self._last or [()])
         estimates = sorted(every, key=lambda one: one.seconds or 0.0)
         return {"expected": msgspec.to_builtins(estimates[len(estimates) // 2])}
 
     def _why_unknown(self) -> str:
-        """Say why the calls are not those that the steps make on a GPU; empty if they are."""
+        """Say why the recorded calls are not those of the steps on a GPU; empty if they are."""
         if compiled()[0]:
             return NOT_COMPILED
         if self._work.launches_graphs:
@@ -168,7 +168,7 @@ class ProgramTimer(ProgramCounter):
 
 
 class _WorkOfProgram(WorkCount):
-    """Lets a program compile, so that it takes the memory that it takes without being followed."""
+    """Counts the work of a program and lets it compile, so that it takes the same memory as without counting."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -177,7 +177,7 @@ class _WorkOfProgram(WorkCount):
 
 
 class _ProgramLines(OwnLines):
-    """Takes each file that belongs to no library for the program's own."""
+    """Counts each file that belongs to no library as the program's own."""
 
     def _name(self, file: str) -> str:
         if Path(file).is_relative_to(_PACKAGE):

@@ -19,7 +19,7 @@ _STEP_EVENT_EVERY_SECONDS: Final = 0.2
 
 
 class Progress:
-    """Reports the worker's phase and step. Step events are thinned out, so that they cost the timed loop nothing."""
+    """Reports the worker's phase and step. Few steps are reported, so that the timed steps lose no time."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

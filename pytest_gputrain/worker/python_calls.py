@@ -124,7 +124,9 @@ class PythonCalls:
         return self._calls.total()
 
     def causes(self) -> Iterator[tuple[CountCause, int]]:
-        """Yield the origins of calls with their numbers: the own line, or the file of a library for a built-in model."""
+        """Yield the origins of calls with their numbers. An origin is the own line, or for a built-in model the library's
+        file.
+        """
         numbers: Counter[CountCause] = Counter()
         for (identity, instruction), number in self._calls.items():
             numbers[self._cause(self._codes[identity], instruction)] += number
@@ -186,7 +188,9 @@ class PythonCalls:
             raise CannotCount("the step profiles itself by sys.setprofile")
 
     def _in_autograd_thread(self, action: Callable[[], None]) -> None:
-        """Run this in the thread in which the backward pass on a GPU runs. A profiler sees the thread that sets it."""
+        """Run ``action`` in the thread of the backward pass on a GPU, because a profiler sees only the thread that sets
+        it.
+        """
         if self._device.type == "cpu":
             return
         with torch.enable_grad():
@@ -196,7 +200,7 @@ class PythonCalls:
             result.backward()
 
     def _counts_thread(self) -> bool:
-        """Tell whether the calls of this thread count, which is none that the program has started."""
+        """Tell whether the calls of this thread count. Threads that the program has started do not."""
         thread = threading.get_ident()
         counts = self._threads.get(thread)
         if counts is None:
@@ -208,7 +212,7 @@ class PythonCalls:
         return counts
 
     def _note_running(self, frame: FrameType | None) -> None:
-        """Note for each frame of a stack the origin of the calls that it makes."""
+        """Record for each frame of a stack the origin of the calls that it makes."""
         frames = []
         while frame is not None:
             frames.append(frame)
@@ -217,7 +221,7 @@ class PythonCalls:
             self._enter(running, running.f_code, starts=False)
 
     def _enter(self, frame: FrameType, code: CodeType, *, starts: bool) -> None:
-        """Note that a function starts or goes on."""
+        """Record that a function starts or continues."""
         identity = id(code)
         kind = self._kinds.get(identity) or self._kind_of(code)
         caller = frame.f_back
@@ -242,7 +246,7 @@ class PythonCalls:
     # --- Places
 
     def _kind_of(self, code: CodeType) -> _Kind:
-        """Return the kind of a function, and remember it with the function's code, whose `id` is the key."""
+        """Return the kind of a function, and keep it with the function's code, whose `id` is the key."""
         self._codes[id(code)] = code
         kind = self._kinds[id(code)] = self._found_kind(code.co_filename, code.co_qualname)
         return kind
@@ -277,12 +281,12 @@ class PythonCalls:
 
 
 def _line_of(code: CodeType, instruction: int) -> int:
-    """Return the line of an instruction, by its place in bytes."""
+    """Return the line of an instruction, which is given by its offset in bytes."""
     return int(ctypes.pythonapi.PyCode_Addr2Line(ctypes.py_object(code), ctypes.c_int(instruction)))
 
 
 def with_python_calls(counts: Counts, calls: PythonCalls, kind: int) -> Counts:
-    """Return the counts with calls of Python functions, which are those of the steps of this kind."""
+    """Return the counts with the calls of Python functions, which are those of the steps of this kind."""
     kinds = list(counts.kinds)
     kinds[kind] = msgspec.structs.replace(kinds[kind], python_calls=calls.total)
 

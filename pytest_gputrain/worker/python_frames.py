@@ -20,11 +20,11 @@ _KINDS: Final = {"a": 0b11001, "é": 0b01001, "Ā": 0b01010, "😀": 0b01100}
 
 
 class LayoutUnknown(Exception):
-    """The structures of this Python are not found."""
+    """The structures of this version of Python were not found in memory."""
 
 
 def read_frames(library: Any) -> None:
-    """Have the stand-ins read the stacks of threads from now on.
+    """Have the stand-ins read the Python stacks of threads from now on.
 
     Args:
         library: the stand-ins.
@@ -69,7 +69,9 @@ def _expected(frame: FrameType | None) -> list[tuple[int, str, str]]:
 
 
 class _Finder:
-    """Searches the memory of this process, which it reads through the kernel, so that a wrong address is an error only."""
+    """Searches the memory of this process for Python's structures. The kernel reads it, so that a wrong address only raises
+    an error.
+    """
 
     def __init__(self, memory: BinaryIO) -> None:
         self._memory = memory
@@ -141,7 +143,7 @@ class _Finder:
         return place * _WORD, word - start - frame.f_lasti
 
     def _state_of_strings(self) -> tuple[int, int]:
-        """Return where a string has its state, and the place of the kind's lowest bit in it."""
+        """Return the offset of a string's state, and the lowest bit of the kind in that state."""
         at = 4 * _WORD
         states = [(self._word(id(text)) and self._word(id(text) + at) & 0xFFFFFFFF, bits) for text, bits in _KINDS.items()]
         return at, next(shift for shift in range(27) if all(state >> shift & 31 == bits for state, bits in states))

@@ -60,7 +60,8 @@ def run(
     group: Group = ALONE,
     keep: Keep = lambda figures: None,
 ) -> Reply | Served | EmulatedRun:
-    """Train, measure and check. Whatever goes wrong becomes a reply; only signals and a broken interpreter do not return.
+    """Train, measure and check a case, and return its reply. Every error becomes a reply, except signals and a broken
+    interpreter.
 
     Leaves torch's seed, its number of threads on a CPU, and a frozen heap behind: a worker ends here, others mend that.
 
@@ -130,7 +131,7 @@ def run(
 def _keep_emulated(
     keep: Keep, task: Task, device: Device, emulated: EmulatedFigures, figures: Measurement | Served | EmulatedRun
 ) -> None:
-    """Keep a measurement's figures as those of an emulated GPU, which have no times."""
+    """Keep the figures of a measurement as those of an emulated GPU, which have no times."""
     assert isinstance(figures, Measurement), "the first worker of a case measures, and it alone runs there"
     keep(emulated_run(figures, task, device, emulated))
 
@@ -151,7 +152,7 @@ def _said_by_argparse(error: SystemExit) -> str:
 
 
 def crash(error: BaseException, progress: Progress, lines: OwnLines | None, *, on_cpu: bool = False) -> Crashed:
-    """Turn an exception into a reply, with its traceback.
+    """Return the reply for an exception, with its traceback.
 
     Args:
         lines: tells which lines are the user's own, of which the sentence has the last; None for a model of the zoo.
@@ -169,13 +170,13 @@ def crash(error: BaseException, progress: Progress, lines: OwnLines | None, *, o
 
 
 def _at(lines: OwnLines | None, error: BaseException) -> str:
-    """Return the last line of the user that an exception came through, as the end of a sentence; empty without one."""
+    """Return the last line of the user in an exception's traceback, as the end of a sentence; empty without one."""
     line = lines.of_traceback(error.__traceback__) if lines else ""
     return f" (at {line})" if line else ""
 
 
 def _serve(task: Task, progress: Progress, device: Device, group: Group, keep: Keep) -> Served:
-    """Serve as a parameter server: from the first worker's tables to the last worker's leave."""
+    """Serve as a parameter server, from the first worker's tables until the last worker leaves."""
     case = task.case
     progress.enter("build")
     optimizer = OPTIMIZERS[case.optimizer]
@@ -204,7 +205,7 @@ def _serve(task: Task, progress: Progress, device: Device, group: Group, keep: K
 
 
 def _out_of_memory(error: Exception) -> Literal["device", "host"] | None:
-    """Tell which memory ran out, None for any other error. torch has no exception of its own for the CPU's."""
+    """Return which memory ran out; None for any other error. torch has no exception of its own for memory of the CPU."""
     if isinstance(error, torch.OutOfMemoryError):
         return "device"
     message = _message(error)
@@ -235,7 +236,7 @@ def _mixed_types(error: Exception, case: Case) -> str:
 
 
 def of_config(crashed: Crashed, task: Task, error: BaseException) -> Crashed:
-    """Return the reply; its sentence names the model if the model's config.json is what is wrong.
+    """Return the reply, with a sentence that names the model if the model's config.json is the cause.
 
     That is proven where a library fails in plain full fine-tuning. Adapters, engines and knobs have faults of their own.
     """
@@ -255,7 +256,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """Return the message of an exception, whose class may be one of the user's code."""
+    """Return the message of an exception, whose class may be the user's."""
     try:
         return str(error)
     except Exception as failed:
@@ -263,6 +264,6 @@ def _message(error: BaseException) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """Leave out the middle of a text of more than this many characters; a traceback begins with the place."""
+    """Return the text without its middle if it is longer than this. A traceback begins with the place."""
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}... ({len(text) - most:,} characters left out) ...{text[-half:]}"

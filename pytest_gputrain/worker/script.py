@@ -62,7 +62,7 @@ class _Recorded(Struct):
 
 
 def run_script(task: Task, progress: Progress, folder: Path) -> Reply | EmulatedRun:
-    """Run the script to its end, and reply what it took of the GPU.
+    """Run the script to its end, and return a reply with what it took of the GPU.
 
     Args:
         folder: of this rank, which has what the script prints in ``stderr.txt``.
@@ -162,7 +162,7 @@ def _reply(task: Task, status: int, recorded: list[_Recorded], stderr: Path) -> 
 
 
 def _check_steps(name: str, process: _Recorded, least: int) -> list[float]:
-    """Return the seconds of each step.
+    """Return the seconds of each step of the script.
 
     Raises:
         CheckFailed: there are too few.

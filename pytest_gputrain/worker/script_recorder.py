@@ -24,7 +24,7 @@ FRAMEWORKS: Final = {
 
 
 def install(torch: ModuleType, memory_recorder: Any) -> None:
-    """Begin to record, and write when the script ends."""
+    """Begin to record, and write the record when the script ends."""
     memory = memory_recorder.Recorder(torch)
     memory.watch_resets()
     recorder = _Recorder(torch, memory, memory_recorder)
@@ -78,7 +78,7 @@ class _Recorder:
         part.rename(path)
 
     def track_values(self) -> None:
-        """Track values from now on, because the script begins to use an emulated GPU, which computes none."""
+        """Track values from now on, because the script begins to use an emulated GPU, which computes no values."""
         if "GPUTRAIN_SCRIPT_COUNTS" in os.environ:
             self._counter = self._memory_recorder.program_counter()
         self._values = self._memory_recorder.tracked_values(self._counter)
@@ -89,7 +89,7 @@ class _Recorder:
         return {"allocated": peaks["allocated"], "reserved": peaks["reserved"], "used": total - free}
 
     def _stamp(self) -> float:
-        """Return the time at which the device has done all that was asked of it. An emulated one has nothing to do."""
+        """Return the time at which the device has finished all work so far. An emulated device has nothing to do."""
         if self._torch.cuda.is_initialized() and self._values is None:
             self._torch.cuda.synchronize()
         return time.perf_counter()

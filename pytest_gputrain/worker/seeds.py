@@ -19,14 +19,14 @@ _seed, _seed_numpy = random.seed, numpy.random.seed
 
 
 def seed_python() -> None:
-    """Seed what Python and NumPy draw, in a process of a case."""
+    """Set the seeds of Python's and NumPy's random numbers, in a process of a case."""
     _seed(0)
     _seed_numpy(0)
 
 
 class Seeds:
-    """Sets the seeds of own code once more when it has made an optimizer, and before the first step after its build. Data
-    that are drawn later are the same then, whatever the weights and the rest of the build have drawn.
+    """Sets the seeds of own code again when an optimizer is made, and before the first step after the build. So later data
+    do not depend on how many numbers the build has drawn.
 
     What the program seeds itself stays as it is.
 
@@ -41,8 +41,8 @@ class Seeds:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Provide a context in which the optimizers that are made, and the seeds that the program sets, are noted. Own code
-        has to be imported in it."""
+        """Provide a context that records which optimizers are made and which seeds the program sets. Own code must be
+        imported in it."""
         make = Optimizer.__init__
 
         def making(optimizer: Optimizer, *arguments: Any, **options: Any) -> None:
@@ -70,7 +70,7 @@ class Seeds:
         self._is_build = False
 
     def _set(self) -> None:
-        """Set all seeds that the program has not set, torch's to another one each time."""
+        """Set all seeds that the program has not set. torch's seed is another one each time."""
         if torch.initial_seed() == SEED + self._times:
             self._times += 1
             torch.manual_seed(SEED + self._times)

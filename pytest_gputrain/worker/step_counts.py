@@ -17,7 +17,7 @@ _OTHER_THREAD: Final = 1
 
 
 class _Row(NamedTuple):
-    """What the stand-ins counted of one kind, from one place."""
+    """A row that the stand-ins count: what was asked for, and the place that asked."""
 
     what: CountName
     by: str
@@ -33,7 +33,7 @@ class _Row(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a step has asked for."""
+    """The counts of a step."""
 
     judged: Causes
     others: Causes
@@ -63,7 +63,7 @@ class StepCounter(CountedSteps):
         self._counting = False
 
     def note(self, line: str) -> None:
-        """Note that what this thread asks for in a backward pass belongs to this own line, until another one is noted."""
+        """Set the own line to which this thread's requests in a backward pass belong, until another line is set."""
         # Replays are counted with the lines of their capture, so lines matter in a capture, too.
         if self._counting or self._captures.value:
             number = self._noted.setdefault(line, len(self._noted) + 1) if line else 0
@@ -85,8 +85,8 @@ class StepCounter(CountedSteps):
         self.add(*self.end(), update=update)
 
     def end_further_step(self, *, update: bool) -> int | None:
-        """Note that a step behind the timed ones has ended, and return the kind of the timed steps that ask for the
-        same; None if none does.
+        """Note that a step after the timed ones has ended. Return the kind of the timed steps that ask for the same; None if
+        there is none.
 
         Args:
             update: whether the optimizer was to update at its end.
@@ -94,7 +94,7 @@ class StepCounter(CountedSteps):
         return self.kind_of(self.end().judged, update=update)
 
     def end(self) -> Rows:
-        """Count no more, and return what was counted since the step began."""
+        """Stop counting, and return the counts since the step began."""
         self._library.gputrain_counters_end()
         self._counting = False
         judged: defaultdict[CountCause, tuple[int, int]] = defaultdict(lambda: (0, 0))

@@ -47,7 +47,7 @@ class StepMemory:
         return memory
 
     def note(self, memory: OfStep | None) -> None:
-        """Note the memory of a step that is over, without the losses that the worker keeps; None if it is not known."""
+        """Record the memory of a step that is over, without the losses that the worker keeps; None if it is unknown."""
         if memory is None:
             return
         losses = self._run.training.losses
@@ -56,7 +56,7 @@ class StepMemory:
         self.of_steps.append(OfStep(memory.peak - sum(kept[:-1]), memory.end - sum(kept)))
 
     def follow(self, growth: Growth, counter: AllocationCounter) -> Steps:
-        """Run as many steps of own code as were asked for, including those whose tensors were counted.
+        """Run as many steps of own code as the case asks for, including those whose tensors were counted.
 
         Of the others it is counted how much memory they take: a later one may have a larger sample, or begin to keep more.
         """
@@ -68,7 +68,7 @@ class StepMemory:
         gc.unfreeze()
 
     def to_the_end(self, growth: Growth) -> Steps:
-        """Run all further steps of the user's loop for the memory that they take.
+        """Run all further steps of the user's loop and record their memory.
 
         Raises:
             CheckFailed: there are too many; or its steps keep more and more memory, or its optimizer steps otherwise than

@@ -15,7 +15,8 @@ from pytest_gputrain.worker.trace import Trace
 
 
 class Storages:
-    """Follows the storages of one memory, from the first look until they die. Views and in-place operators cost nothing.
+    """Tracks the storages of one memory, from the first look until they are freed. Views and in-place operators cost no
+    time.
 
     Args:
         trace: gets what is allocated and freed.
@@ -67,7 +68,9 @@ class Storages:
         shape: tuple[int, ...],
         dtype: torch.dtype | None,
     ) -> None:
-        """Note a storage that is new, or has become larger or smaller: for a moment there are both, as one is copied."""
+        """Record a storage that is new or has changed its size. While a storage is resized both sizes exist, because one is
+        copied.
+        """
         key = storage._cdata
         with self._lock:
             if self._left:  # An operator of another thread had begun before the counter was left.
@@ -104,5 +107,5 @@ class Storages:
 
 @functools.cache
 def name_of_dtype(dtype: torch.dtype) -> str:
-    """Return ``float32``."""
+    """Return the name of a type, such as ``float32``."""
     return str(dtype).removeprefix("torch.")

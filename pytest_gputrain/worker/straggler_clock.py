@@ -8,7 +8,7 @@ from pytest_gputrain.worker.device import Device
 
 
 class StragglerClock:
-    """Measures how long this process works in each step before it first needs another one.
+    """Measures how long this process works in each step before it waits for another process.
 
     Processes wait for each other inside of a step, so all of its ends lie where the slowest one's does. What each does from
     their common start to its first exchange is not yet levelled.
@@ -22,16 +22,16 @@ class StragglerClock:
         """Seconds of own work in each step that said when that was done."""
 
     def begin(self) -> None:
-        """Start the clock: the processes have met, and a step starts."""
+        """Start the clock as a step begins, at which all processes meet."""
         self._start, self._end = self._device.stamp(), None
 
     def done(self) -> None:
-        """Stop the clock: the step needs the other processes from now on. The first call in a step counts."""
+        """Stop the clock, because the step needs other processes from now on. Only the first call in a step counts."""
         if self._start is not None and self._end is None:
             self._end = self._device.stamp()
 
     def note(self) -> None:
-        """Keep the seconds of the step that has ended, on an idle device."""
+        """Store the seconds of the step that has ended, once the device is idle."""
         if self._end is not None:
             self.seconds.append(self._device.seconds_between(self._start, self._end))
         self._start = self._end = None

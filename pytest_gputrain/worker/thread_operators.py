@@ -18,7 +18,9 @@ _SILENT: Final = "99"
 
 
 def silence_profiler() -> None:
-    """Have torch's profiler write nothing to stderr, unless the user has said otherwise. It reads this at its first use."""
+    """Keep torch's profiler from writing to stderr, unless the user has set its level. The profiler reads this at its first
+    use.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
 
 
@@ -79,14 +81,13 @@ def _names_of_threads() -> dict[int, str]:
 
 
 def _is_operator(name: str) -> bool:
-    """Tell operators, such as ``aten::mm``, from the other events of a profile."""
+    """Tell whether an event of a profile is an operator, such as ``aten::mm``."""
     return "::" in name and not name.startswith(("autograd::", "torch::", "c10d::"))
 
 
 @contextlib.contextmanager
 def started_processes() -> Iterator[list[str]]:
-    """Provide a context that notes the names of the processes which Python's multiprocessing starts, as a DataLoader
-    does."""
+    """Provide a context that records the names of processes that Python's multiprocessing starts, as a DataLoader does."""
     names: list[str] = []
     start = BaseProcess.start
 

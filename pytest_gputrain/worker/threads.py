@@ -48,7 +48,7 @@ class SharedMode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Provide a context in which it sees no operators; it must be the mode that was entered last."""
+        """Provide a context in which this mode sees no operators. It must be the mode that was entered last."""
         SharedMode.__exit__(self, None, None, None)
         try:
             yield
@@ -60,13 +60,13 @@ class SharedMode(TorchDispatchMode):
         self.threads.add(threading.get_native_id())
 
     def note_trouble(self, error: Exception) -> None:
-        """Note that counting has failed, which is no fault of the program: it goes on."""
+        """Record that counting has failed. The program is not at fault and continues."""
         self.trouble = self.trouble or f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 @contextlib.contextmanager
 def on_this_thread(mode: TorchDispatchMode) -> Iterator[None]:
-    """Provide a context in which ``mode``, which other threads may have entered, sees the operators of this one.
+    """Provide a context in which ``mode``, which other threads may have entered, sees the operators of this thread.
 
     Entering a mode by ``with`` changes flags of the whole process, from which torch.compile sees that it must not compile;
     threads that leave in another order than they entered would leave them set.
@@ -79,7 +79,7 @@ def on_this_thread(mode: TorchDispatchMode) -> Iterator[None]:
 
 
 class _Relay(TorchDispatchMode):
-    """Lets the modes that count at that moment see each operator of a thread, however long the thread lives."""
+    """Shows each operator of a thread to the modes that count at that moment, as long as the thread lives."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with contextlib.ExitStack() as stack:
@@ -90,7 +90,8 @@ class _Relay(TorchDispatchMode):
 
 @contextlib.contextmanager
 def countable_threads() -> Iterator[None]:
-    """Provide a context in which shared modes see the threads that start while one of them is entered, and pools of any age.
+    """Provide a context in which shared modes see threads that start while such a mode is entered, and threads of older
+    pools.
 
     A relay triples the time of a small operator. So threads that start while nothing is counted get none, and those of a
     pool have one only for the work that they do while something is counted.
@@ -110,7 +111,7 @@ def countable_threads() -> Iterator[None]:
 
 
 def _relayed() -> contextlib.AbstractContextManager[None]:
-    """Provide a context in which this thread is counted, too, if anything is."""
+    """Provide a context in which shared modes see this thread."""
     seen = any(isinstance(mode, _Relay | SharedMode) for mode in _get_current_dispatch_mode_stack())
     if seen or not _entered:
         return contextlib.nullcontext()
@@ -118,7 +119,7 @@ def _relayed() -> contextlib.AbstractContextManager[None]:
 
 
 def _is_of_a_plain_pool(thread: Any) -> bool:
-    """Tell if a thread computes nothing but what a pool is given: the pool has no initializer."""
+    """Tell whether a thread belongs to a pool without an initializer, so that it only computes what the pool is given."""
     if getattr(thread, "_target", None) is not pools._worker:
         return False
     pool = thread._args[0]()

@@ -46,7 +46,7 @@ _KILLED_SECONDS: Final = 5.0
 
 
 class Agent:
-    """Runs and watches this node's ranks of the case.
+    """Runs this node's ranks of the case and watches them.
 
     Args:
         folder: the case's.
@@ -63,7 +63,7 @@ class Agent:
         self._kills_before = oom_kills()
 
     def run(self) -> NoReturn:
-        """Join the case and stay until it is over."""
+        """Join the case, and stay until it is over."""
         nodes = read_record(self._folder / NODES, Nodes)
         if nodes is None:
             sys.exit("the case is over")
@@ -109,7 +109,8 @@ class Agent:
         return {}
 
     def _endpoint(self, seconds: float) -> str:
-        """Return where the agents meet: the first one chooses a port and writes it down for the others.
+        """Return the address at which the agents meet. The first agent chooses a port and writes it to a file for the
+        others.
 
         Raises:
             TimeoutError: it has not.
@@ -152,7 +153,7 @@ class Agent:
                 child.send_signal(signal.SIGUSR1)
 
     def _leave(self, failure: str, exits: Mapping[int, int]) -> NoReturn:
-        """End this process and all that it started."""
+        """End this process and all processes that it started."""
         import psutil
 
         with self._leaving:  # A second thread that arrives here waits until the process ends.
@@ -197,7 +198,7 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def reachable(name: str) -> str:
-    """Return Slurm's name of this node, or the host's name if there is none or only Slurm knows it."""
+    """Return Slurm's name of this node; without one, or if only Slurm can resolve it, the host's name."""
     with contextlib.suppress(OSError):
         if name and socket.getaddrinfo(name, None):
             return name

@@ -35,7 +35,7 @@ def taken(size: int, device: str) -> int:
 
 @dataclass(slots=True)
 class Trace:
-    """Records what was allocated and freed in one memory.
+    """Records the allocations and frees of one memory.
 
     Args:
         rounding: bytes that every allocation is rounded up to a multiple of.
@@ -73,21 +73,21 @@ class Trace:
         self.events.append(~number)
 
     def begin_training(self) -> None:
-        """Note that the build has ended: the peak of training is counted from here."""
+        """Note that the build has ended. The peak of training counts from here."""
         self.events.append(TRAINING)
 
     def enter(self, phase: TrainingPhase | None) -> None:
-        """Note that a phase begins; None for a part of a step whose peak is not taken."""
+        """Note that a phase begins. None stands for a part of a step that has no peak of its own."""
         self.events.append(ENTER[phase])
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of the allocations by number."""
+        """The bytes of the allocations, by their numbers."""
         return [allocation.bytes for allocation in self.allocations]
 
     def bytes_of(self, operators: Set[str], since: int) -> tuple[int, int]:
-        """Return the most bytes that existed at once of what these operators allocated after the first ``since`` events, and
-        the bytes of it that live now."""
+        """Return the most bytes of these operators' allocations after ``since`` events that existed at once, and the bytes
+        that exist now."""
         live = peak = 0
         made: set[int] = set()
         for event in self.events[since:]:
@@ -100,11 +100,11 @@ class Trace:
         return peak, live
 
     def largest_at_peaks(self, phase_peaks: Peaks, rows: int = SHOWN) -> dict[TrainingPhase, tuple[LiveTensor, ...]]:
-        """Return the tensors that lived at the peak of each phase, the largest ones in this many rows of alike tensors."""
+        """Return the tensors at the peak of each phase, in at most this many rows of equal tensors, the largest first."""
         return {phase: self.largest_at(event, rows) for phase, event in phase_peaks.events.items()}
 
     def by_origin(self, event_number: int) -> dict[TrainingPhase, int]:
-        """Return the bytes that lived after this many events, by the phase that allocated them."""
+        """Return the bytes after this many events, by the phase that allocated them."""
         origins: dict[TrainingPhase, int] = {}
         for number in self._live(event_number):
             allocation = self.allocations[number]
@@ -112,7 +112,7 @@ class Trace:
         return {phase: origins[phase] for phase in ENTER if phase in origins}
 
     def _live(self, event_number: int) -> set[int]:
-        """Return the numbers of the allocations that lived after this many events."""
+        """Return the numbers of the allocations that existed after this many events."""
         live: set[int] = set()
         for event in self.events[:event_number]:
             if event >= 0:
@@ -122,7 +122,7 @@ class Trace:
         return live
 
     def largest_at(self, event_number: int, count: int) -> tuple[LiveTensor, ...]:
-        """Return the allocations that lived after this many events: the largest ``count`` rows of alike ones, then the
+        """Return the allocations that existed after this many events: the ``count`` largest rows of equal ones, then the
         others by operator and phase."""
         alike: defaultdict[LiveTensor, list[LiveTensor]] = defaultdict(list)
         for number in sorted(self._live(event_number)):
@@ -137,7 +137,7 @@ class Trace:
 
 
 def _together(rows: Sequence[LiveTensor]) -> LiveTensor:
-    """Return one row of several that one operator made in one phase."""
+    """Return one row for several that one operator made in one phase."""
     shapes = {(row.shape, row.dtype) for row in rows}
     shape, dtype = shapes.pop() if len(shapes) == 1 else ((), "")
     lines = tuple(dict.fromkeys(line for row in rows for line in row.lines))
@@ -147,7 +147,7 @@ def _together(rows: Sequence[LiveTensor]) -> LiveTensor:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Highest sums of live allocations.
+    """The highest sums of live allocations.
 
     Attributes:
         bytes: since training started, in its steps.
@@ -163,7 +163,7 @@ class Peaks:
 
 
 def peaks(trace: Trace) -> Peaks:
-    """Follow the trace from its beginning, in phase ``build``."""
+    """Return the peaks of a trace, which begins in phase ``build``."""
     sizes = trace.sizes
     phase: TrainingPhase | None = "build"
     peak_phase: TrainingPhase = "build"

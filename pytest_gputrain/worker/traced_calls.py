@@ -21,7 +21,7 @@ _MASKS: Final = ("attn_bias", "attn_mask", "bias")
 
 
 def describe(func: Any, args: Any, kwargs: Any, flops: int, read: int, written: int, *, optimizing: bool) -> TracedCall:
-    """Describe one call.
+    """Return a description of one call.
 
     Args:
         flops: of the call.
@@ -57,7 +57,7 @@ def describe(func: Any, args: Any, kwargs: Any, flops: int, read: int, written: 
 
 
 def _flags(name: str, args: Any, named: dict[str, Any], tensors: list[torch.Tensor]) -> Iterator[str]:
-    """Yield what decides on the kernel of a call beside its shapes."""
+    """Yield what decides, beside shapes, which kernel runs a call."""
     if type_of(args) == torch.float32 and may_use_tf32(name, args):
         yield "tf32"
     if "attention" in name:

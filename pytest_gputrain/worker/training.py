@@ -32,7 +32,7 @@ from pytest_gputrain.worker.zoo.completed import architecture_of
 
 
 class Trainable(Protocol):
-    """A training that the loop steps and the checks look at."""
+    """A training whose steps the worker runs and checks."""
 
     samples: int
     sequence_length: int
@@ -55,21 +55,21 @@ class Trainable(Protocol):
 
     @property
     def parameters(self) -> int | None:
-        """Parameters of the unadapted model; None if own code does not let the worker watch it."""
+        """The parameters of the model before its method is applied; None if own code does not let the worker watch it."""
 
     @property
     def updates(self) -> int:
         """Optimizer updates so far; for own code, calls of its step."""
 
     def run(self, steps: Steps) -> None:
-        """Train on one micro-batch after the other, and resume ``steps`` before each and after the last one."""
+        """Train on one micro-batch after the other. ``steps`` is resumed before each of them and after the last one."""
 
     def drain(self) -> None:
-        """Let go of batches that were loaded ahead of their steps."""
+        """Drop batches that were loaded ahead of their steps."""
 
     @property
     def input_waits(self) -> Sequence[float]:
-        """Seconds that each step waited for its batch; none if batches are not loaded."""
+        """The seconds that each step waited for its batch; none if no batches are loaded."""
 
     def leave(self) -> None:
         """End the training: no more steps will come."""
@@ -164,7 +164,8 @@ class Training:
         self.losses.append(self._engine.step(self._loss, update).clone())
 
     def _loading(self, case: Case, device: torch.device, precision: Precision, random_state: Tensor) -> Loader:
-        """Load this batch in other processes; on a GPU, which draws other random numbers, batches like it.
+        """Return a loader that draws this batch in other processes. A GPU draws other random numbers, so there the batches
+        are only alike.
 
         Args:
             random_state: of the host, from which the batch is drawn.
@@ -340,12 +341,12 @@ class OwnCodeTraining:
 
     @property
     def first_step_began(self) -> Callable[[], bool | None] | None:
-        """Tells whether the step before a generator's first ``yield`` has begun; None if there is no such step."""
+        """Tell whether the step before a generator's first ``yield`` has begun; None if there is no such step."""
         return self._loop.first_step_began if isinstance(self._loop, GeneratorLoop) else None
 
     @property
     def _is_of_framework(self) -> bool:
-        """Whether a framework's trainer runs, which tells how it accumulates gradients, and its batches."""
+        """Whether a framework's trainer runs the steps, so that its accumulation and its batches are known."""
         return not isinstance(self._loop, FunctionLoop | GeneratorLoop)
 
     def run(self, steps: Steps) -> None:
@@ -357,7 +358,7 @@ class OwnCodeTraining:
             self._loop.run(self.optimizer_steps.during(steps))
 
     def noting_shapes(self, *, compiled: bool) -> contextlib.AbstractContextManager[None]:
-        """Provide a context for steps in which the shapes of the model's tensors are noted.
+        """Provide a context for steps that records the shapes of the model's inputs.
 
         Args:
             compiled: whether the model may run compiled, and its calls be no calls of Python.
@@ -366,7 +367,7 @@ class OwnCodeTraining:
 
     @property
     def batch_shapes(self) -> BatchShapes | None:
-        """The shapes that were noted."""
+        """The shapes that were recorded."""
         return self._shapes.record()
 
     def _note(self, loss: Any) -> None:
@@ -385,16 +386,16 @@ class OwnCodeTraining:
             ) from None
 
     def drain(self) -> None:
-        """Do nothing: own code loads for itself."""
+        """Do nothing, because own code loads its own batches."""
 
     input_waits: Sequence[float] = ()
 
     def leave(self) -> None:
-        """Do nothing: nobody waits for it."""
+        """Do nothing, because no process waits for own code."""
 
 
 def _apart(case: Case, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of a build whose weights are all replaced: QLoRA packs them, and FSDP2 takes shards of them.
+    """Return the context of a build whose weights will all be replaced: QLoRA packs them, and FSDP2 takes shards of them.
 
     In a memory pool of its own, because torch's allocator would else put shards into the holes that packed weights leave,
     and could give back none of these. Programs that load one part of the model at a time have no such holes.
@@ -405,7 +406,7 @@ def _apart(case: Case, device: torch.device) -> contextlib.AbstractContextManage
 
 
 class _default_dtype:
-    """Sets torch's default type for as long as the context lasts."""
+    """A context that sets torch's default type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

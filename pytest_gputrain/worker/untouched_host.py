@@ -25,7 +25,7 @@ _CHANGES_STORAGE: Final = frozenset({"resize_", "set_", "share_memory_", "resize
 
 
 class UntouchedHost(SharedMode):
-    """A mode in which operators on large tensors of the host make their results, but compute nothing and write nothing."""
+    """A mode in which operators on large tensors of the host return their results without computing or writing anything."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -75,18 +75,18 @@ class UntouchedHost(SharedMode):
 
 
 def _is_to_host(source: Tensor, device: torch.device | None) -> bool:
-    """Tell if a copy of this tensor to that device comes from a GPU to the host."""
+    """Tell whether a copy of this tensor to that device goes from a GPU to the host."""
     return source.device.type != "cpu" and device is not None and torch.device(device).type == "cpu"
 
 
 def _stage(source: Tensor, dtype: torch.dtype, non_blocking: Sequence[Any]) -> None:
-    """Allocate on the device what torch would for a moment before it copies to the host (copy_kernel_cuda of Copy.cu)."""
+    """Allocate on the device what torch allocates for a moment before a copy to the host (copy_kernel_cuda of Copy.cu)."""
     # A non-blocking copy changes the type on the device, and a blocking copy changes it on the host.
     (source.to(dtype) if any(non_blocking) else source).contiguous()
 
 
 def _device_of(kwargs: dict[str, Any]) -> str:
-    """Return the type of the device that the operator is asked to put its result on."""
+    """Return the type of the device on which the operator puts its result."""
     device = kwargs.get("device")
     return "cpu" if device is None else torch.device(device).type
 

@@ -32,7 +32,7 @@ gradient."""
 
 
 class Updates:
-    """The steps of each optimizer in each round. Optimizers are those of torch and what derives from them.
+    """Records the steps of each optimizer in each round. Optimizers are torch's, and classes derived from them.
 
     Args:
         counts: whether the peak is that of the counted rounds, and not of all.
@@ -56,7 +56,7 @@ class Updates:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Provide a context in which the optimizers that are made, and their steps, are noted."""
+        """Provide a context that records the optimizers that are made, and their steps."""
         make = Optimizer.__init__
 
         def noting(optimizer: Optimizer, *arguments: Any, **options: Any) -> None:
@@ -110,7 +110,7 @@ class Updates:
         self.when_updating(optimizer)
 
     def during(self, steps: Steps) -> Steps:
-        """Yield what ``steps`` does, and check after the last step how often optimizers stepped.
+        """Yield what ``steps`` yields, and check after the last step how often optimizers stepped.
 
         Raises:
             CheckFailed: gradients are accumulated over another number of steps than the case says.

@@ -96,7 +96,7 @@ class WorkCount(FlopCount):
         self._calls.clear()
 
     def add_exchange(self, collective: str, size: int) -> None:
-        """Count an exchange of this many bytes with other GPUs that no operator made."""
+        """Count an exchange of this many bytes with other GPUs that comes from no operator."""
         self._calls[threading.get_ident(), TracedCall(operator=f"c10d.{collective}", read=size)] += 1
 
     def calls(self) -> list[TracedCall]:
@@ -113,7 +113,7 @@ class WorkCount(FlopCount):
         return sum(moved for _, _, moved in self._rows.values())
 
     def by_operator(self) -> dict[str, OperatorWork]:
-        """Return the work of each operator; recomputation by activation checkpointing is a part of it."""
+        """Return the work of each operator. Recomputation by activation checkpointing is a part of it."""
         lines: defaultdict[str, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0, 0]))
         for (_, operator, line), row in self._rows.items():
             total = lines[operator][line]
@@ -128,14 +128,14 @@ class WorkCount(FlopCount):
 
 @functools.cache
 def moves_memory(func: Any) -> bool:
-    """Tell whether an operator reads and writes memory: a view does not, and neither does one that only allocates."""
+    """Tell whether an operator reads and writes memory. A view does not, and an operator that only allocates does not."""
     name = name_of(func)
     return not (func.is_view or name.startswith(("aten.empty", "aten.new_empty")) or name == "aten.detach")
 
 
 @functools.cache
 def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return places and names of the arguments that an operator writes to."""
+    """Return the positions and the names of the arguments that an operator writes to."""
     return tuple((place, argument.name) for place, argument in enumerate(func._schema.arguments) if argument.is_write)
 
 
@@ -150,7 +150,7 @@ def _bytes_moved(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, i
 
 
 def _bytes_of(values: Iterable[Any]) -> int:
-    """Return the bytes of the elements of tensors on the GPU, for an expanded tensor those of its storage."""
+    """Return the bytes of the elements of tensors on the GPU. For an expanded tensor these are the bytes of its storage."""
     total = 0
     for value in values:
         if isinstance(value, torch.Tensor):

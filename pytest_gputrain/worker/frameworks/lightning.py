@@ -29,7 +29,7 @@ validation."""
 
 
 class TrainerLoop:
-    """Has a Trainer take steps until no more are asked for. A step is one micro-batch.
+    """Runs a Trainer of Lightning until no more steps are wanted. A step is one micro-batch.
 
     Args:
         fit: the Trainer, and then the arguments of its ``fit``.
@@ -69,7 +69,7 @@ class TrainerLoop:
 
     @staticmethod
     def _silence(trainer: Any) -> None:
-        """Switch off what is no training: logs, checkpoints, validation and progress bars."""
+        """Switch off all that is not training: logs, checkpoints, validation and progress bars."""
         trainer.loggers = []
         trainer.check_val_every_n_epoch = sys.maxsize
         trainer.val_check_interval = 1.0
@@ -82,12 +82,12 @@ class TrainerLoop:
         ]
 
     def _begin(self) -> None:
-        """Note that the training begins, so that it is known whether the trainer validates."""
+        """Note that the training begins, and whether the trainer validates."""
         if self._trainer.enable_validation and self._beside.evaluate is None:
             self._beside.evaluate, self._beside.prepare = self._validate, self._let_gradients_go
 
     def _let_gradients_go(self) -> None:
-        """Let go of the gradients before a validation, as the trainer does."""
+        """Free the gradients before a validation, as the trainer does."""
         if not self._trainer.fit_loop.epoch_loop._should_accumulate():
             self._trainer.lightning_module.on_validation_model_zero_grad()
 

@@ -14,7 +14,7 @@ from pytest_gputrain.worker.loops import See
 
 
 class Stepping:
-    """The measurement as a trainer's callbacks see it: begun before its first micro-batch, and told of each one.
+    """Connects a trainer's callbacks with the measurement, which is resumed after each micro-batch.
 
     Args:
         watch: lets the worker know the model.
@@ -31,7 +31,7 @@ class Stepping:
         self._taken = 0
 
     def begin(self, model: nn.Module) -> bool:
-        """Note that the first micro-batch is to come, and return whether any is wanted."""
+        """Note that the first micro-batch comes next, and return whether it is wanted."""
         self._watch(model)
         return self._resumed()
 
@@ -60,7 +60,7 @@ class Stepping:
 
 
 def refuse_other(case: Case, knob: str, theirs: Any, said: str) -> None:
-    """Refuse a trainer that trains otherwise than its case says.
+    """Raise an error if a trainer trains with other settings than its case says.
 
     Args:
         theirs: what the trainer has for the knob.

@@ -31,7 +31,7 @@ _SILENCED: Final = ("logging_strategy", "save_strategy", "eval_strategy")
 
 
 class TrainerLoop:
-    """Has a Trainer take steps until no more are asked for. A step is one micro-batch."""
+    """Runs a Trainer of transformers until no more steps are wanted. A step is one micro-batch."""
 
     def __init__(
         self,
@@ -68,7 +68,9 @@ class TrainerLoop:
         stepping.end()
 
     def _silence(self) -> None:
-        """Switch off what is no training: logs, checkpoints, evaluation, progress bars, and reports to other services."""
+        """Switch off all that is not training: logs, checkpoints, evaluation, progress bars, and reports to other
+        services.
+        """
         trainer = self._trainer
         for strategy in _SILENCED:
             setattr(trainer.args, strategy, "no")
@@ -110,7 +112,7 @@ def _first_samples(dataset: Any, most: int) -> Any:
 
 
 class _First(IterableDataset):  # type: ignore[type-arg]
-    """The first samples of a data set that can only be iterated over."""
+    """The first samples of an iterable data set."""
 
     def __init__(self, dataset: Any, most: int) -> None:
         self._dataset, self._most = dataset, most

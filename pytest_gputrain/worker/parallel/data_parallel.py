@@ -26,7 +26,7 @@ class DataParallel(Single):
 
 
 def averaged(model: nn.Module, group: Group) -> DistributedDataParallel:
-    """Return the model with its gradients averaged over the processes that train."""
+    """Return the model with gradients averaged over the processes that train."""
     # Broadcasting buffers would make each process wait for the first one in every forward pass, although buffers are not
     # trained.
     return DistributedDataParallel(model, process_group=group.trainers, broadcast_buffers=False)

@@ -19,7 +19,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """Everything but the model that an engine is made from."""
+    """All that an engine is made from, except the model."""
 
     case: Case
     precision: Precision
@@ -36,7 +36,7 @@ class EngineOptions:
 
 
 class Engine(abc.ABC):
-    """A model ready to be stepped.
+    """Runs the steps of a model.
 
     Attributes:
         model: what the loss calls.

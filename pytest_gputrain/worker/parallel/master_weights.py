@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class MasterWeights:
-    """The weights that an optimizer updates in the place of those that a model computes with.
+    """The fp32 weights that an optimizer updates in place of the 16-bit weights that a model computes with.
 
     Each 16-bit gradient is taken over as soon as it is there: of whole ones at most a few exist at a time, as under Paddle's
     ``amp_master_grad``. A weight in fp32 is its own master.

@@ -38,7 +38,7 @@ from pytest_gputrain.worker.parallel.table_server import (
 
 
 class ParameterServer(Engine):
-    """The engine of a worker. Everything that is not in a table is under DistributedDataParallel."""
+    """The engine of a worker of parameter servers. All parameters outside of tables are under DistributedDataParallel."""
 
     def __init__(self, model: nn.Module, options: EngineOptions) -> None:
         case = options.case
@@ -82,7 +82,7 @@ class ParameterServer(Engine):
 
 
 class Lookup(nn.Module):
-    """Replaces an nn.Embedding by rows from the servers."""
+    """Replaces an nn.Embedding by rows that the servers send."""
 
     def __init__(self, table: int, tables: Tables) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Lookup(nn.Module):
 
 
 class Tables:
-    """The model's tables as a worker uses them: the rows are on the servers.
+    """The embedding tables of a model on a worker. Their rows are on the servers.
 
     Attributes:
         names: of their modules within the model, in order.
@@ -120,7 +120,9 @@ class Tables:
                     dispatch(shard.contiguous(), server, TABLE)
 
     def pull(self, table: int, ids: Tensor) -> Tensor:
-        """Fetch rows ``ids`` (each once) of a table, (ids, width), as a leaf whose gradient the next `collect` takes."""
+        """Return the rows ``ids`` (each once) of a table from the servers, (ids, width), as a leaf whose gradient the next
+        `collect` takes.
+        """
         self._finish()
         rows_by_server = self._rows_by_server(ids.cpu())
         width = self._shapes[table][1]
@@ -139,7 +141,7 @@ class Tables:
         return leaf
 
     def collect(self) -> None:
-        """Add the gradients of the rows pulled since the last time to what is to be pushed."""
+        """Add the gradients of the rows that were pulled since the last call to those that `push` sends."""
         for table, ids, leaf in self._used:
             if leaf.grad is not None:
                 parts = [sparse(ids, leaf.grad, self._shapes[table][0])]
@@ -149,7 +151,7 @@ class Tables:
         self._used.clear()
 
     def push(self) -> None:
-        """Send every server its part of the gradients, in one message each, without waiting for its end."""
+        """Send every server its part of the gradients, in one message each, without waiting for the end of the messages."""
         rows: dict[int, dict[int, Tensor]] = {server: {} for server in self._servers}
         values: dict[int, list[Tensor]] = {server: [] for server in self._servers}
         for table in sorted(self._gradients):
@@ -165,7 +167,7 @@ class Tables:
         self._gradients.clear()
 
     def settle(self) -> None:
-        """Wait until the servers have applied what everyone has pushed, unless they are asynchronous."""
+        """Wait until the servers have applied what all workers have pushed, unless the servers are asynchronous."""
         if not self._asynchronous:
             self._finish()
             for server in self._servers:
@@ -186,7 +188,7 @@ class Tables:
         self._finish()
 
     def _rows_by_server(self, ids: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return by server which of ``ids`` it holds, as positions in ``ids`` and as its own row numbers."""
+        """Return which of ``ids`` each server holds, as positions in ``ids`` and as the server's own row numbers."""
         count = len(self._servers)
         rows_by_server = {}
         for number, server in enumerate(self._servers):

@@ -28,8 +28,8 @@ def found_in_linear_time() -> Iterator[None]:
 
 
 def _only_if_strided(propagate: Callable[[Any, Any], None], strided: type) -> Callable[[Any, Any], None]:
-    """Return the function that lets the outputs of a call agree with its inputs that are strided shards, which does nothing
-    if there are none. It looks for them once for a call, and no longer once for each tensor of the call."""
+    """Return a function that makes the outputs of a call agree with its inputs that are strided shards. It looks for such
+    inputs once for a call, and not once for each tensor of the call as torch does."""
     last: tuple[Any, bool] = (None, False)
 
     def propagate_once(strategy: Any, schema: Any) -> None:
@@ -45,8 +45,8 @@ def _only_if_strided(propagate: Callable[[Any, Any], None], strided: type) -> Ca
 
 
 def _without_numbers(tree_map_only: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's function that makes the arguments for one tensor of those of a call for many. They keep one of the
-    numbers that the call has for each tensor, since the sharding depends on none."""
+    """Return torch's function that makes the arguments for one tensor from those of a call for many. A list of numbers keeps
+    only its first one, since the sharding depends on none."""
 
     def map_arguments(kind: Any, function: Callable[[Any], Any], arguments: Any, is_leaf: Any = None) -> Any:
         if isinstance(arguments, tuple):

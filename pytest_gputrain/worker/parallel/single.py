@@ -15,7 +15,7 @@ from pytest_gputrain.worker.parallel.master_weights import MasterWeights
 
 
 class Single(Engine):
-    """Autocast, scaled loss and optimizer around the plain model: what the engines of torch have in common."""
+    """The part that the engines of torch share: autocast, a scaled loss and an optimizer around the plain model."""
 
     def __init__(self, model: nn.Module, options: EngineOptions) -> None:
         self.model = self.spread(model, options)
@@ -38,11 +38,11 @@ class Single(Engine):
         self.updates += 1
 
     def spread(self, model: nn.Module, options: EngineOptions) -> nn.Module:
-        """Return the model as this engine runs it."""
+        """Return the model in the wrapper of this engine."""
         return model
 
     def scaler(self, options: EngineOptions) -> torch.amp.GradScaler:
-        """Make the scaler of the loss that the precision needs."""
+        """Return the scaler of the loss that the precision needs."""
         return options.precision.scaler(options.device)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
@@ -50,7 +50,7 @@ class Single(Engine):
         return self._precision.casting(self._device)
 
     def communicating(self, update: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a micro-batch: gradients are exchanged only for an update."""
+        """Return the context of a micro-batch. Gradients are exchanged only for an update."""
         return contextlib.nullcontext()
 
     def step(self, loss: Callable[[], Tensor], update: bool) -> Tensor:

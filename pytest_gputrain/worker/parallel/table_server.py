@@ -64,11 +64,11 @@ class TableServer:
 
     @property
     def bytes(self) -> int:
-        """Storage of the rows."""
+        """The bytes of all rows."""
         return sum(shard.weight.nbytes for shard in self._shards)
 
     def serve(self, updates: int | None = None) -> None:
-        """Answer until all workers have left, or until this many updates are made."""
+        """Answer the workers until all of them have left, or until this many updates are made."""
         header = torch.empty(1 + len(self._shards), dtype=torch.int64)
         while self._workers and (updates is None or self.updates < updates):
             worker = dist.recv(header, tag=HEADER)
@@ -83,7 +83,7 @@ class TableServer:
                     self._workers.remove(worker)
 
     def check(self) -> None:
-        """Check that every shard that was sent gradients has changed since the start.
+        """Check that every shard that got gradients has changed since the start.
 
         Raises:
             CheckFailed: otherwise, naming the first.
@@ -121,7 +121,7 @@ class TableServer:
         return parts
 
     def _gradients(self, worker: int, counts: Sequence[int]) -> list[Tensor]:
-        """Receive the gradient of every shard, sparse, (rows, width)."""
+        """Return the sparse gradient of every shard, (rows, width), from a worker."""
         rows = self._rows(worker, counts)
         sizes = [count * shard.weight.shape[1] for count, shard in zip(counts, self._shards, strict=True)]
         values = torch.empty(sum(sizes), dtype=self._shards[0].weight.dtype)
@@ -154,7 +154,7 @@ class Shard:
         return self._before != fingerprint(self.weight)
 
     def update(self, gradient: Tensor) -> int:
-        """Take one step of the optimizer for the rows in ``gradient`` (coalesced), and for no others; return how many.
+        """Take one step of the optimizer for the rows in ``gradient`` (coalesced) alone. Return how many rows these are.
 
         As torch.optim.SparseAdam does it, but with the very optimizer that the case would have in one process: it gets the
         rows as its parameter, with their part of its states. States and weights of other rows stay, so that momentum and
@@ -190,7 +190,7 @@ def sparse(ids: Tensor, values: Tensor, rows: int) -> Tensor:
 
 
 def sparse_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Sum sparse gradients of one table; the result is coalesced."""
+    """Return the sum of sparse gradients of one table, coalesced."""
     first, *others = parts
     for other in others:
         first = first + other
@@ -198,14 +198,14 @@ def sparse_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def dispatch(values: Tensor, rank: int, tag: int) -> None:
-    """Send a tensor, unless it is empty, and return when the tensor may be changed again."""
+    """Send a tensor, unless it is empty, and return once the tensor may be changed again."""
     work = post(values, rank, tag)
     if work is not None:
         work.wait()
 
 
 def post(values: Tensor, rank: int, tag: int) -> dist.Work | None:
-    """Begin to send a tensor, and return the work to wait for before the tensor changes or goes; None if it is empty."""
+    """Begin to send a tensor, and return the work to wait for before the tensor is changed or freed; None if it is empty."""
     return dist.isend(_bytes(values), dst=rank, tag=tag) if values.numel() else None
 
 
@@ -216,5 +216,5 @@ def receive(values: Tensor, rank: int, tag: int) -> None:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """View the same memory as bytes: gloo does not know every dtype."""
+    """Return the tensor's memory as bytes, because gloo does not know every type."""
     return values.flatten().view(torch.uint8)

@@ -46,7 +46,7 @@ _INITIAL_SCALE_POWER: Final = 10
 
 
 class Zero(Engine):
-    """DeepSpeed's engine with the case's options, and DeepSpeed's defaults for the others.
+    """The engine of DeepSpeed with the case's options, and with DeepSpeed's defaults for all others.
 
     Its own fp16 (``fp16-amp``) and bf16 (``bf16``) keep the model in 16 bits and fp32 masters with the optimizer's states;
     ``bf16-amp`` is autocast over fp32 weights. AdamW is DeepSpeed's own on a GPU machine (`DeepSpeedCPUAdam` for an
@@ -98,7 +98,7 @@ class Zero(Engine):
 def configure(
     case: Case, shrinkage: float, further: Mapping[str, Any] = MappingProxyType({}), *, on_gpu: bool
 ) -> dict[str, Any]:
-    """Write the case as DeepSpeed's configuration.
+    """Return DeepSpeed's configuration for the case.
 
     Args:
         shrinkage: what sizes of buffers are multiplied by: a tiny model's would otherwise be nothing but gigabytes of them.

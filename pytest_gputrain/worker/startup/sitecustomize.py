@@ -22,7 +22,7 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def _check(torch: ModuleType) -> None:
-    """Refuse another torch than the one whose libraries have stand-ins."""
+    """Raise an error if torch is not the one whose libraries have stand-ins."""
     expected = os.environ.get("GPUTRAIN_EMULATED_TORCH") or (_SITE and os.path.join(_SITE, "torch"))
     found = os.path.dirname(torch.__file__ or "")
     if expected and os.path.realpath(found) != os.path.realpath(expected):
@@ -33,7 +33,9 @@ def _check(torch: ModuleType) -> None:
 
 
 def _add(site: str) -> None:
-    """Have this process find the packages of that folder first, and keep them from being removed as long as it lives."""
+    """Make this process find the packages of that folder first, and keep the folder from being removed while the process
+    lives.
+    """
     import fcntl
 
     try:
