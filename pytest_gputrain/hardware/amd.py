@@ -67,7 +67,7 @@ class _Device:
 
 
 class Amd:
-    """amdsmi, initialised."""
+    """A connection to amdsmi, AMD's management library."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -84,7 +84,7 @@ class Amd:
             )
 
     def left_out(self) -> tuple[str, ...]:
-        """Return a sentence for each GPU that the library lists, but this process may not use."""
+        """Return a sentence for each GPU that the library lists but that this process may not use."""
         with _lock:
             self._devices_by_uuid()
             return tuple(self._left_out)
@@ -129,7 +129,7 @@ class Amd:
         return None if address is None else str(address).rpartition(".")[0]
 
     def _is_usable(self, handle: Any) -> bool:
-        """Tell whether this process may open the GPU: the library lists those of other containers as well."""
+        """Tell whether this process may open the GPU. The library also lists GPUs that belong to other containers."""
         node = None if getattr(self._library, "is_replay", False) else self._render_node(handle)
         if node is None:
             return True
@@ -144,8 +144,8 @@ class Amd:
         return True
 
     def _render_node(self, handle: Any) -> Path | None:
-        """Find the render node; None if neither the library (before ROCm 6.4) nor the kernel tells, as of most parts of a
-        GPU."""
+        """Return the render node; None if neither the library (before ROCm 6.4) nor the kernel knows it, as for most parts
+        of a GPU."""
         number = self._value(self._ask("amdsmi_get_gpu_enumeration_info", handle), "drm_render")
         if number is not None:
             return RENDER_NODES / f"renderD{number}"
@@ -154,7 +154,9 @@ class Amd:
         return RENDER_NODES / nodes[0].name if len(nodes) == 1 else None
 
     def _number(self, handle: Any, at: int) -> int:
-        """Return what HIP sorts by; ``at`` if neither the library (before ROCm 6.4) nor the kernel tells."""
+        """Return the number by which HIP sorts GPUs; ``at`` if neither the library (before ROCm 6.4) nor the kernel knows
+        it.
+        """
         hip = self._value(self._ask("amdsmi_get_gpu_enumeration_info", handle), "hip_id")
         node = self._value(self._ask("amdsmi_get_gpu_kfd_info", handle), "node_id") if hip is None else None
         return int(hip if hip is not None else node if node is not None else at)
@@ -185,8 +187,8 @@ class Amd:
         return str(market_name or self._value(self._ask("amdsmi_get_gpu_board_info", handle), "product_name") or "")
 
     def _uuid(self, handle: Any) -> str:
-        """Return ROCm's UUID, which is made of the serial number, or nothing; amd-smi's own has another form that no
-        variable takes."""
+        """Return ROCm's UUID, which is made of the serial number; empty if there is none. amd-smi's own UUID has another
+        form, which no variable accepts."""
         hip_uuid = self._value(self._ask("amdsmi_get_gpu_enumeration_info", handle), "hip_uuid")
         if hip_uuid:
             return str(hip_uuid)
@@ -240,7 +242,9 @@ class Amd:
         )
 
     def _violations(self, gpu: Gpu, handle: Any) -> Any:
-        """Read the violations. They are asked for once a second: the library sleeps for a tenth of one in it."""
+        """Return the times in which limits lowered the clocks, read at most once a second. Each read takes the library a
+        tenth of a second.
+        """
         now = time.monotonic()
         asked_at, violations = self._violations_read.get(gpu.uuid, (-math.inf, None))
         if now - asked_at >= _VIOLATIONS_SECONDS:
@@ -249,7 +253,7 @@ class Amd:
         return violations
 
     def paths(self, gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
-        """Return the paths as ``amd-smi topology`` names them: ``XGMI``, ``PCIE``."""
+        """Return the paths between GPUs in the terms of ``amd-smi topology``: ``XGMI``, ``PCIE``."""
         with _lock:
             handles = [self._device_of(gpu).handle for gpu in gpus]
             return tuple(
@@ -273,7 +277,7 @@ class Amd:
         return device
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """Ask a function of the library; None if the binding, the driver or the hardware has no such thing."""
+        """Return the answer of a function of the library; None if the binding, the driver or the hardware lacks it."""
         function = getattr(self._library, name, None)
         if function is None:
             return None
@@ -284,7 +288,7 @@ class Amd:
         return None if answer == _NOT_AVAILABLE else answer
 
     def _value(self, answer: Any, key: str) -> Any:
-        """Return a value of a dictionary that may be missing, or say ``N/A``."""
+        """Return a value of a dictionary; None if it is missing or ``N/A``."""
         value = answer.get(key) if isinstance(answer, dict) else None
         return None if value == _NOT_AVAILABLE else value
 
@@ -293,12 +297,12 @@ class Amd:
 
 
 def load() -> Any:
-    """Load the library's binding; None if there is no driver, or the binding cannot be imported (`binding_fault`)."""
+    """Return the library's binding; None if there is no driver, or if the binding cannot be imported (`binding_fault`)."""
     return _imported()[0]
 
 
 def binding_fault() -> str:
-    """Say why the binding cannot be imported beside a driver, with the remedy; empty if it can, or there is no driver."""
+    """Say why the binding cannot be imported although there is a driver, with the remedy; else empty."""
     return _imported()[1]
 
 
@@ -314,7 +318,9 @@ def _rocm() -> Path:
 
 
 def _imported() -> tuple[Any, str]:
-    """Import the binding. Without ROCm it prints, and raises many kinds of errors: KeyError, OSError, AttributeError."""
+    """Return the imported binding. Without ROCm its import prints, and raises errors of many kinds: KeyError, OSError,
+    AttributeError.
+    """
     if sys.modules.get("amdsmi") is None and not DEVICE_FILE.exists():
         return None, ""
     try:
@@ -356,7 +362,7 @@ def group_of(node: Path) -> str:
 
 @contextlib.contextmanager
 def opened() -> Iterator[Amd | None]:
-    """Open the driver; None on a machine without one, or without the binding.
+    """Provide an open driver; None on a machine without one, or without the binding.
 
     Raises:
         HardwareError: the driver is there but does not answer, now or while it is open.

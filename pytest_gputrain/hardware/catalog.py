@@ -22,7 +22,7 @@ BOARDS: Final = Path(__file__).with_name("boards.toml")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Platform:
-    """One board, or the part of one that a driver shows as a device."""
+    """A board, or a part of a board that a driver shows as a device."""
 
     marker: str
     """Name of the pytest marker, a Python identifier."""
@@ -69,7 +69,7 @@ class Platform:
         return precision.startswith("bf16") and self.capability < (8, 0)
 
     def is_such(self, name: str, memory_bytes: int, compute_units: int | None) -> bool:
-        """Tell whether a device with this description by its driver can be this board."""
+        """Tell whether a device that its driver describes in this way can be this board."""
         share = memory_bytes / self.memory_bytes
         return (
             re.fullmatch(self.pattern, name.strip(), re.IGNORECASE) is not None
@@ -137,8 +137,7 @@ MARKERS: Final = (*PLATFORMS, CPU)
 
 @functools.cache
 def marker_of(device_name: str, memory_bytes: int = 0, compute_units: int | None = None) -> str | None:
-    """Return the catalog marker of a device by what its driver says, None for a device that the catalog lacks, or that may
-    be several.
+    """Return the catalog marker of a device that its driver describes in this way; None if no board fits, or several do.
 
     Args:
         memory_bytes: 0 if it is not told.
@@ -151,7 +150,7 @@ def marker_of(device_name: str, memory_bytes: int = 0, compute_units: int | None
 
 
 def title_of(marker: str, otherwise: str = "") -> str:
-    """Return the platform as sentences name it.
+    """Return the name of a platform for sentences.
 
     Args:
         otherwise: for one that the catalog lacks, in place of its marker.
@@ -161,12 +160,12 @@ def title_of(marker: str, otherwise: str = "") -> str:
 
 
 def slug(device_name: str) -> str:
-    """Return the name as a folder's: ``NVIDIA H100 80GB HBM3`` becomes ``nvidia-h100-80gb-hbm3``."""
+    """Return a device's name in the form of a folder's name: ``NVIDIA H100 80GB HBM3`` becomes ``nvidia-h100-80gb-hbm3``."""
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") or "unknown"
 
 
 def peak_flops(marker: str | None, precision: str, *, tf32: bool = False) -> float | None:
-    """Return the FLOP/s that a case of this precision could reach on one such device; None if it is not known."""
+    """Return the FLOP/s that a case of this precision could reach on one such device; None if they are unknown."""
     platform = PLATFORMS.get(marker or "")
     if platform is None:
         return None

@@ -13,7 +13,7 @@ Vendor = Literal["nvidia", "amd"]
 
 
 class HardwareError(OneLineError):
-    """The hardware is not what was asked for, or its driver fails; one sentence."""
+    """The hardware is not what the options ask for, or its driver fails. The message is one sentence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class Occupancy(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A GPU at one moment; None for what the driver does not tell of it."""
+    """The state of a GPU at one moment. A value is None if the driver does not report it."""
 
     energy_joules: float | None = None
     """Since a moment that only the driver knows."""
@@ -70,19 +70,23 @@ class Reading(NamedTuple):
 
 
 class Driver(Protocol):
-    """A vendor's library, opened. Its errors come out as `HardwareError`; what a GPU does not support is None."""
+    """An open driver library of a vendor. Its errors are raised as `HardwareError`, and a value that a GPU does not support
+    is None.
+    """
 
     def gpus(self) -> tuple[Gpu, ...]:
         """Return every GPU, or part of one, in the order of `Gpu.index`."""
 
     def occupancy(self, gpu: Gpu) -> Occupancy:
-        """Return what is on a GPU now, processes of this one included."""
+        """Return the processes and the free memory of a GPU now. The processes include this one and its children."""
 
     def read(self, gpu: Gpu) -> Reading:
-        """Tell how a GPU is now."""
+        """Return the present state of a GPU."""
 
     def paths(self, gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
-        """Return a matrix of the paths between GPUs, a row for each in their order: ``X`` to itself, ``N/A`` for unknown."""
+        """Return the paths between GPUs, as a matrix in the order of ``gpus``: ``X`` for a GPU itself, ``N/A`` for an
+        unknown path.
+        """
 
 
 SELF = "X"

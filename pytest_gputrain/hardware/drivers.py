@@ -32,7 +32,7 @@ _OPENERS: Final = {"nvidia": nvidia.opened, "amd": amd.opened}
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Return every GPU of this machine, NVIDIA's first; those that do not answer with their `Gpu.fault`.
+    """Return every GPU of this machine, NVIDIA's first. A GPU that does not answer has a `Gpu.fault`.
 
     Raises:
         HardwareError: a driver is there but does not answer.
@@ -45,12 +45,12 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def may_be_unseen() -> bool:
-    """Tell whether this machine could have GPUs that `gpus` does not list, found out without opening a driver."""
+    """Tell whether this machine could have GPUs that `gpus` does not list, without opening a driver."""
     return bool(nvidia_binding_fault()) or amd.DEVICE_FILE.exists()
 
 
 def unseen() -> str:
-    """Say why GPUs that the kernel has are not among `gpus`, and the remedies; empty if there are no others.
+    """Say why GPUs of the kernel are missing in `gpus`, with the remedies; empty if none is missing.
 
     Raises:
         HardwareError: a driver is there but does not answer.
@@ -62,8 +62,7 @@ def unseen() -> str:
 
 
 def nvidia_binding_fault() -> str:
-    """Say why NVML's binding cannot be imported beside a driver, with the remedy; empty if it can, or there is no
-    driver."""
+    """Say why NVML's binding cannot be imported although there is a driver, with the remedy; else empty."""
     files = sorted(nvidia.DEVICE_FILES.glob("nvidia[0-9]*"))
     try:
         import pynvml  # noqa: F401
@@ -74,7 +73,7 @@ def nvidia_binding_fault() -> str:
 
 @contextlib.contextmanager
 def driver(vendor: Vendor) -> Iterator[Driver | None]:
-    """Return the driver of a vendor; None if it is gone.
+    """Provide the open driver of a vendor; None if there is none any more.
 
     Raises:
         HardwareError: it does not answer, now or while it is open.
@@ -84,7 +83,7 @@ def driver(vendor: Vendor) -> Iterator[Driver | None]:
 
 
 def paths(gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
-    """Tell how the GPUs of a case reach each other, a row for each; empty for one GPU, which reaches none.
+    """Return the paths between the GPUs of a case, a row for each GPU; empty for one GPU.
 
     Raises:
         HardwareError: the driver does not answer at all.
@@ -96,7 +95,7 @@ def paths(gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
 
 
 def occupancy(gpus: Sequence[Gpu], own: Collection[int] = ()) -> Occupancy:
-    """Look which memory and processes are on ``gpus`` now, besides this process.
+    """Return the free memory of ``gpus`` and the other processes on them.
 
     Args:
         own: further processes that belong to this run.
@@ -129,17 +128,21 @@ def _combined(gpus: Sequence[Gpu], occupancies: Sequence[Occupancy], own: Collec
 
 
 def other_processes(holders: Iterable[Holder], own: Collection[int]) -> list[Holder]:
-    """Return the processes that train on the GPUs and do not belong to this run, with their names if known."""
+    """Return the processes that train on the GPUs and do not belong to this run, with their names if this user may know
+    them.
+    """
     return [_with_name(holder) for holder in holders if holder.pid not in own and not _is_idle(holder)]
 
 
 def _is_idle(holder: Holder) -> bool:
-    """Tell whether it has so little memory that nothing trains in it: a monitor, or somebody who computes on another GPU."""
+    """Tell whether a process has so little memory that it trains nothing here: a monitor, or a program that computes on
+    another GPU.
+    """
     return holder.bytes is not None and holder.bytes < _IDLE_BYTES
 
 
 def _with_name(holder: Holder) -> Holder:
-    """Add the name of the process's program, where this user may know it."""
+    """Return the process with the name of its program, if this user may know it."""
     if holder.name or holder.pid is None or not _numbers_are_ours():
         return holder
     try:
@@ -150,7 +153,7 @@ def _with_name(holder: Holder) -> Holder:
 
 
 def _numbers_are_ours() -> bool:
-    """Tell whether drivers use this machine's numbers of processes, which they do not in a container or in a replay."""
+    """Tell whether drivers identify processes by the numbers of this machine. In a container or in a replay they do not."""
     if any(getattr(sys.modules.get(library), "is_replay", False) for library in ("pynvml", "amdsmi")):
         return False
     try:

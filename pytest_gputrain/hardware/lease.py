@@ -29,7 +29,7 @@ _held: dict[str, int] = {}
 
 @contextlib.contextmanager
 def lease(gpus: Sequence[Gpu], count: int, folder: Path | None = None) -> Iterator[tuple[Gpu, ...]]:
-    """Lease ``count`` of ``gpus`` to this process; waits until they are free.
+    """Reserve ``count`` of ``gpus`` for this process, once they are free.
 
     A process is lent what it holds already: a test with the ``gpu`` fixture measures its case on that GPU.
 
@@ -53,7 +53,7 @@ def lease(gpus: Sequence[Gpu], count: int, folder: Path | None = None) -> Iterat
 
 @contextlib.contextmanager
 def lease_cores(count: int, folder: Path | None = None) -> Iterator[None]:
-    """Lease ``count`` of the usable CPU cores, or all of them if there are fewer; waits until they are free.
+    """Reserve ``count`` of the usable CPU cores, or all if there are fewer, once they are free.
 
     A lease of a core only counts: nothing is pinned to it.
     """
@@ -67,7 +67,7 @@ def lease_cores(count: int, folder: Path | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lease_emulated(count: int = 1, folder: Path | None = None) -> Iterator[None]:
-    """Lease ``count`` emulated GPUs, or all if there are fewer; waits until they are free.
+    """Reserve ``count`` emulated GPUs, or all if there are fewer, once they are free.
 
     The host's cores and memory decide how many there are. Each also takes a core, like a case on a CPU. Their locks are
     not those of real GPUs.
@@ -78,7 +78,7 @@ def lease_emulated(count: int = 1, folder: Path | None = None) -> Iterator[None]
 
 
 def emulated_gpus() -> int:
-    """Return how many emulated GPUs this host has: each trains in a process with a core and some memory of its own."""
+    """Return how many emulated GPUs this host has. Each trains in a process that takes a core and some memory."""
     return max(1, min(len(usable_cores()), usable_memory_bytes() // EMULATED_HOST_BYTES))
 
 
@@ -117,7 +117,7 @@ def _lock_devices(pool: str, names: Sequence[str], count: int, folder: Path | No
 
 
 def check_folder() -> Path:
-    """Take a lock to check the folder of the locks, and return the folder.
+    """Return the folder of the locks, once a lock can be taken there.
 
     Raises:
         HardwareError: something else has its name.
@@ -136,7 +136,7 @@ def _folder() -> Path:
 
 
 def _make_common(folder: Path) -> None:
-    """Make a folder in which every user of the host can make files, and nobody can remove those of others.
+    """Make a folder in which all users of the host can make files, and in which nobody can remove files of others.
 
     Raises:
         HardwareError: something else has its name.
@@ -155,7 +155,9 @@ def _make_common(folder: Path) -> None:
 
 
 def _lock(path: Path, *, wait: bool = False) -> int | None:
-    """Open and lock the file; None if another holds it and ``wait`` is not asked for. A link is not followed."""
+    """Open and lock a file, and return the lock; None if another process holds it and ``wait`` is false. A link is not
+    followed.
+    """
     import fcntl
 
     try:

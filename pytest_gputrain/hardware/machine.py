@@ -15,7 +15,7 @@ from pytest_gputrain.records import Host
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """The devices a run may use; GPUs of one kind only."""
+    """The devices that a run may use. All GPUs are of one kind."""
 
     gpus: tuple[Gpu, ...]
     platform: str
@@ -47,7 +47,7 @@ class Machine:
 def detect(
     *, platform: str | None = None, gpu_ids: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
 ) -> Machine:
-    """Detect the devices here, within ``gpu_ids`` and what the vendor's runtime shows: ``CUDA_VISIBLE_DEVICES``, for AMD
+    """Return the devices of this machine that ``gpu_ids`` and the vendor's variables show: ``CUDA_VISIBLE_DEVICES``, for AMD
     ``ROCR_VISIBLE_DEVICES`` and, of what that leaves, ``HIP_VISIBLE_DEVICES``.
 
     Args:
@@ -84,7 +84,7 @@ def detect(
 
 
 def marker_of(gpu: Gpu) -> str | None:
-    """Return the catalog marker of a GPU; None for one that the catalog lacks."""
+    """Return the catalog marker of a GPU; None if the catalog lacks it."""
     return catalog.marker_of(gpu.name, gpu.memory_bytes, gpu.compute_units)
 
 
@@ -131,7 +131,7 @@ def _visible(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mapping[str, s
 
 
 def _refuse_ambiguous(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mapping[str, str]) -> None:
-    """Refuse GPUs that cannot be told apart.
+    """Raise an error if GPUs cannot be told apart.
 
     Raises:
         HardwareError: no GPU answers, or ``CUDA_VISIBLE_DEVICES`` has numbers by which CUDA may mean other GPUs than NVML.
@@ -158,8 +158,8 @@ def _refuse_ambiguous(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mappi
 
 
 def _allocated_by_slurm(gpus: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
-    """Return the GPUs of the Slurm step or job that this process is in: Slurm sets ``CUDA_VISIBLE_DEVICES`` only in what it
-    starts itself, not in a shell that joins the job.
+    """Return the GPUs of the Slurm step or job that this process runs in. Slurm sets ``CUDA_VISIBLE_DEVICES`` only in what
+    it starts itself, and not in a shell that joins the job.
 
     Raises:
         HardwareError: none of them is here.
@@ -179,7 +179,7 @@ def _allocated_by_slurm(gpus: list[Gpu], environ: Mapping[str, str]) -> list[Gpu
 
 
 def _visible_by(gpus: list[Gpu], name: str, environ: Mapping[str, str], numbers: Mapping[str, int]) -> list[Gpu]:
-    """Return the GPUs that a variable shows, up to its first entry that names none (the runtimes stop there too).
+    """Return the GPUs that a variable shows, up to its first entry that names no GPU. The runtimes stop there, too.
 
     Args:
         numbers: by UUID, what the variable calls them.
@@ -199,12 +199,12 @@ def _visible_by(gpus: list[Gpu], name: str, environ: Mapping[str, str], numbers:
 
 
 def _says_none(variable: str | None) -> bool:
-    """Tell whether a variable that chooses GPUs chooses none."""
+    """Tell whether a variable that chooses GPUs chooses no GPU."""
     return variable is not None and variable.split(",")[0].strip() in ("", "-1", "NoDevFiles")
 
 
 def _match(gpus: Sequence[Gpu], name: str, numbers: Mapping[str, int]) -> Gpu | None:
-    """Find the GPU of that number, the first of its parts, or the one whose UUID is or, as that of no other, begins so."""
+    """Return the GPU with that number, or its first part; else the only GPU whose UUID begins with the name."""
     for gpu in gpus:
         if name in (str(numbers[gpu.uuid]), gpu.uuid):
             return gpu

@@ -55,7 +55,7 @@ _NO_BUS: Final = 0xFF
 
 
 class Nvidia:
-    """NVML, initialised."""
+    """A connection to NVML, NVIDIA's management library."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
@@ -74,7 +74,7 @@ class Nvidia:
         return tuple(listed)
 
     def _each(self) -> Iterator[tuple[int, Any, str]]:
-        """Yield the index and the handle of every GPU, or the fault that it has instead of one."""
+        """Yield the index of every GPU with its handle, or with its fault."""
         for index in range(self._nvml.nvmlDeviceGetCount()):
             handle, fault = None, ""
             try:
@@ -86,7 +86,7 @@ class Nvidia:
             yield index, handle, fault
 
     def _described(self, index: int, handle: Any, driver: str) -> list[Gpu]:
-        """Describe a GPU, or the parts of one that is partitioned."""
+        """Yield descriptions of a GPU, or of the parts of a partitioned one."""
         mode = self._ask("nvmlDeviceGetMigMode", handle)
         partitioned = bool(mode and mode[0])  # A partitioned GPU is no device, even if it has no parts yet.
         limit = None if partitioned else self._ask("nvmlDeviceGetEnforcedPowerLimit", handle)
@@ -109,7 +109,7 @@ class Nvidia:
         return described
 
     def _parts(self, handle: Any) -> list[Any]:
-        """Return the MIG devices of a GPU that is partitioned."""
+        """Return the MIG devices of a partitioned GPU."""
         most = self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0
         parts = (self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, at) for at in range(most))
         return [part for part in parts if part is not None]
@@ -146,8 +146,8 @@ class Nvidia:
         )
 
     def _power(self, handle: Any) -> int | None:
-        """Read the milliwatts now. Drivers before 530 have only their own figure, which is a mean of the last second on
-        Ampere and newer, but not on A100."""
+        """Return the present power in milliwatts. Drivers before 530 have only a figure of their own, which on Ampere and
+        newer GPUs except A100 is a mean of the last second."""
         values = self._ask("nvmlDeviceGetFieldValues", handle, [_POWER_INSTANT])
         if values and values[0].nvmlReturn == 0:
             return int(values[0].value.uiVal)
@@ -155,7 +155,7 @@ class Nvidia:
         return milliwatts
 
     def paths(self, gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
-        """Return the paths as ``nvidia-smi topo -m`` names them.
+        """Return the paths between GPUs in the terms of ``nvidia-smi topo -m``.
 
         ``NV4`` stands for four NVLinks, direct or through NVSwitches, else where on PCIe two meet.
         """
@@ -172,7 +172,7 @@ class Nvidia:
         return self._nvml.nvmlDeviceGetHandleByIndex(gpu.index)
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """Ask a function of the library; None if the binding, the driver or the hardware has no such thing."""
+        """Return the answer of a function of the library; None if the binding, the driver or the hardware lacks it."""
         function: Callable[..., Any] | None = getattr(self._nvml, name, None)
         if function is None:
             return None
@@ -189,7 +189,7 @@ class Nvidia:
 
 
 class _LinkEnd:
-    """A GPU with its NVLinks, as one end of a path.
+    """A GPU and its NVLinks, as one end of a path.
 
     Args:
         known: addresses of all GPUs of this machine.
@@ -231,7 +231,7 @@ def _same_address(address: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def opened() -> Iterator[Nvidia | None]:
-    """Open the driver; None on a machine without one.
+    """Provide an open driver; None on a machine without one.
 
     Raises:
         HardwareError: the driver is there but does not answer, now or while it is open.

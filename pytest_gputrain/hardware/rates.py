@@ -31,7 +31,7 @@ _BASES: Final = {
 
 @functools.cache
 def rates_of(marker: str, like: str = "") -> Rates | None:
-    """Return the rates of the GPU with that marker; None if they are not known.
+    """Return the rates of the GPU with that marker; None if they are unknown.
 
     Args:
         like: the board that it is like where the file has nothing of it.
@@ -56,7 +56,7 @@ def rates_of(marker: str, like: str = "") -> Rates | None:
 
 
 def _kinds(boards: dict[str, Any], board: dict[str, Any]) -> dict[str, float]:
-    """Return what a board sustains. What nobody published follows from the board that it is like."""
+    """Return the rates of a board. A rate that nobody published is derived from a similar board's."""
     kinds: dict[str, float] = {}
     for figures in board.get("from", {}).values():
         kinds |= figures

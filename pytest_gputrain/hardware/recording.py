@@ -32,14 +32,14 @@ _MOST_UNRECORDED: Final = 10_000
 
 
 class _Handle:
-    """A handle of a recording."""
+    """A handle of the library, by its number in a recording."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class Recorder:
-    """A stand-in for a library that passes calls on and keeps the replies in `calls`."""
+    """Passes calls on to a library and keeps the replies in `calls`."""
 
     def __init__(self, library: Any, name: str) -> None:
         self._library, self._error = library, getattr(library, ERRORS[name])
@@ -75,7 +75,7 @@ class Recorder:
         return reply
 
     def _to_json(self, value: Any) -> Any:
-        """Convert a value to JSON's kinds of values; what is none of them is a handle."""
+        """Return a value in the types of JSON. A value of any other type is a handle."""
         if isinstance(value, enum.Enum):
             return value.value
         if value is None or isinstance(value, bool | int | float | str):
@@ -95,7 +95,7 @@ class Recorder:
         return {"fields": {name: self._to_json(item) for name, item in vars(value).items()}}
 
     def _handle(self, value: Any) -> int:
-        """Return the number of a handle; those that point to the same address have the same."""
+        """Return the number of a handle. Handles that point to the same address have the same number."""
         addresses = [_address(handle) for handle in self._handles]
         if _address(value) not in addresses:
             self._handles.append(value)
@@ -104,7 +104,7 @@ class Recorder:
 
 
 class RecordedReply(msgspec.Struct):
-    """One reply, or one error."""
+    """A reply of a function, or its error."""
 
     reply: Any = None
     error: int | None = None
@@ -112,7 +112,7 @@ class RecordedReply(msgspec.Struct):
 
 
 class Recording(msgspec.Struct):
-    """What the library of a vendor replied."""
+    """The replies of a vendor's library."""
 
     library: Literal["pynvml", "amdsmi"]
     calls: dict[str, list[RecordedReply]]
@@ -120,13 +120,13 @@ class Recording(msgspec.Struct):
 
 
 class Replay(types.ModuleType):
-    """A recording as the library that it was made from."""
+    """Replies as a library did when it was recorded."""
 
     is_replay = True
     """Its GPUs have no files here."""
 
     def __init__(self, recording: Any) -> None:
-        """Load the library of a recording.
+        """Load the library that was recorded.
 
         Raises:
             ValueError: it is no recording.
@@ -173,7 +173,7 @@ class Replay(types.ModuleType):
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[dict[str, Any]]]:
-    """Record what the libraries of this machine reply in the block, one recording each."""
+    """Provide a context that records what the libraries of this machine reply, in a recording for each."""
     with _in_place_of_libraries() as put:
         documents = []
         for name, load in {"pynvml": _pynvml, "amdsmi": amd.load}.items():
@@ -187,7 +187,8 @@ def recorded() -> Iterator[list[dict[str, Any]]]:
 
 @contextlib.contextmanager
 def replayed(path: Path) -> Iterator[None]:
-    """Have the libraries reply in the block as they did in a file of recordings; those that it lacks are not there.
+    """Provide a context in which the libraries reply as in a file of recordings. Libraries without a recording are missing
+    there.
 
     Raises:
         ValueError: no recording, or one with replies that no library gives; one sentence.
@@ -214,7 +215,7 @@ def replayed(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_place_of_libraries() -> Iterator[Callable[[str, Any], None]]:
-    """Provide a function that makes `import` find another library, until the context ends."""
+    """Provide a function that makes `import` find another library until the context ends."""
     before = {name: sys.modules[name] for name in ERRORS if name in sys.modules}
 
     def put(name: str, library: Any) -> None:
@@ -261,7 +262,7 @@ def _handle_to_json(value: Any) -> Any:
 
 
 def _to_objects(value: Any) -> Any:
-    """Return the inverse of `Recorder._to_json`, with fields as attributes."""
+    """Return a value from its form in JSON, with fields as attributes. This is the inverse of `Recorder._to_json`."""
     if isinstance(value, list):
         return [_to_objects(item) for item in value]
     if not isinstance(value, dict):

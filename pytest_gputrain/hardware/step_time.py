@@ -71,7 +71,7 @@ NOT_COMPILED: Final = "how long kernels of torch.compile take is not known; run 
 
 
 class UnknownKernel(Exception):
-    """The kernel of a call is not known, or no rate of it on this board. The argument names it."""
+    """A call's kernel, or its rate on this board, is unknown. The argument names it."""
 
 
 def expected_time(
@@ -140,7 +140,9 @@ def expected_time(
 
 
 def _exchanged(call: TracedCall, processes: int) -> float:
-    """Return the bytes that each GPU sends in a ring: once around, and twice for a sum, whose result goes around, too."""
+    """Return the bytes that each GPU sends in a ring. Data go around once, and twice for a sum, whose result goes around as
+    well.
+    """
     if "wait" in call.operator:
         return 0.0
     rounds = 2 if "allreduce" in call.operator.replace("_", "") else 1
@@ -148,13 +150,13 @@ def _exchanged(call: TracedCall, processes: int) -> float:
 
 
 class Board:
-    """What kernels take on a board, in seconds."""
+    """Estimates the seconds that kernels take on a board."""
 
     def __init__(self, rates: Rates) -> None:
         self._rates, self._start = rates, rates.kinds["kernel_us"] * 1e-6
 
     def kernel(self, call: TracedCall) -> tuple[Part, float]:
-        """Return the part of the step that a call belongs to, and the seconds of one such call.
+        """Return the part of the step to which a call belongs, and the seconds of one such call.
 
         Without shapes they are those of large operands.
 
@@ -182,7 +184,7 @@ class Board:
         raise UnknownKernel(name)
 
     def work(self, operator: str, work: OperatorWork, dtype: str) -> float:
-        """Return about how many seconds all calls of an operator take, each with the average size.
+        """Return roughly how many seconds all calls of an operator take, if each has the average size.
 
         Args:
             dtype: of their tensors, as rates.toml names it.
@@ -195,7 +197,7 @@ class Board:
         return work.calls * self.kernel(TracedCall(operator=name, dtype=dtype, flops=flops, read=moved))[1]
 
     def _computing(self, call: TracedCall, kind: str) -> float:
-        """Return the seconds of the arithmetic of a call, by the rate of a kind of kernel as rates.toml names it."""
+        """Return the seconds of a call's arithmetic, at the rate that rates.toml has for a kind of kernel."""
         peaks, name = self._rates.flops, call.dtype
         # Attention kernels ignore the switch for TF32.
         if "tf32" in call.flags and name == "fp32" and "tf32" in peaks and "attention" not in kind:
@@ -205,7 +207,7 @@ class Board:
         return call.flops / (peaks[name] * share)
 
     def _moving(self, call: TracedCall, kind: str = "pointwise") -> float:
-        """Return the seconds in which all bytes of a call are moved."""
+        """Return the seconds in which a call's bytes are moved."""
         return (call.read + call.written) / (self._rates.bandwidth * self._rates.kinds[kind])
 
     def _traffic(self, call: TracedCall) -> float:

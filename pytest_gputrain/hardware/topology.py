@@ -52,7 +52,7 @@ class Sysfs:
         return dict(self._cards("infiniband")) or dict(self._cards("net"))
 
     def path(self, address: str, other: str) -> str:
-        """Return what is between two devices on PCIe, ``N/A`` if it is not known."""
+        """Return what lies between two devices on PCIe, in the terms of ``nvidia-smi topo -m``; ``N/A`` if it is unknown."""
         ways = self._way(address), self._way(other)
         if not all(ways):
             return UNKNOWN
@@ -68,8 +68,8 @@ class Sysfs:
         return "PIX" if max(map(len, ways)) - common <= 2 else "PXB"
 
     def _way(self, address: str) -> list[str]:
-        """Return the host bridge, the bridges and the device, from the processor on; empty for an address that is not
-        there."""
+        """Return the host bridge, the bridges and the device, beginning at the processor; empty if the address does not
+        exist."""
         device = self._root / "bus" / "pci" / "devices" / address
         if not address or not device.exists():
             return []

@@ -37,7 +37,7 @@ class Sample(NamedTuple):
 
 
 class Watch:
-    """Samples from `watching`, and the timed window from the worker's events."""
+    """The samples of `watching`, and the time window of the timed steps from the worker's events."""
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self._gpus = gpus
@@ -48,7 +48,7 @@ class Watch:
         self._enough = threading.Event()
 
     def note(self, event: Event) -> None:
-        """Take in what the worker does now."""
+        """Record an event of the worker."""
         if event.phase == "measure" and self._begin is None:
             self._begin = event.at
         elif event.phase == "check" and self._end is None:
@@ -66,7 +66,7 @@ class Watch:
         self._read(driver)  # The counters of the last part of the steps are read here.
 
     def _read(self, driver: Driver) -> float:
-        """Take a sample, and return when that was."""
+        """Take a sample, and return its time."""
         now = time.monotonic()
         self._samples.append(Sample(now, tuple(driver.read(gpu) for gpu in self._gpus)))
         return now
@@ -83,7 +83,7 @@ class Watch:
         self._enough.set()
 
     def telemetry(self) -> Telemetry | None:
-        """Return the telemetry of the timed steps; None if they were not seen, or were over too soon."""
+        """Return the telemetry of the timed steps; None if they were not observed, or were over too soon."""
         if self._begin is None or self._end is None:
             return None
         return between(self._samples, self._begin, self._end)
@@ -95,7 +95,7 @@ class Watch:
 
 
 def between(samples: Sequence[Sample], begin: float, end: float) -> Telemetry | None:
-    """Summarise the samples between two moments; None if there are fewer than `LEAST_READINGS`.
+    """Return a summary of the samples between two moments; None if there are fewer than `LEAST_READINGS`.
 
     Args:
         samples: in the order of their times. Counters are taken on a line between those around a moment.
@@ -117,7 +117,7 @@ def between(samples: Sequence[Sample], begin: float, end: float) -> Telemetry | 
 
 @contextlib.contextmanager
 def watching(gpus: Sequence[Gpu], own: Callable[[], set[int]]) -> Iterator[Watch]:
-    """Watch ``gpus`` from now to the end of the block; without GPUs or a driver, the watch sees nothing.
+    """Provide a watch on ``gpus`` until the context ends. Without GPUs or a driver it has no samples.
 
     Args:
         own: processes that are none of a stranger, asked now and then.
@@ -151,7 +151,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _total(values: Iterator[float | None]) -> float | None:
-    """Return the sum over all GPUs; None if the figure of one is not known."""
+    """Return the sum over all GPUs; None if the figure of any GPU is unknown."""
     figures = list(values)
     return None if None in figures else sum(value for value in figures if value is not None)
 
@@ -164,7 +164,7 @@ def _energy(samples: Sequence[Sample], gpu: int, begin: float, end: float) -> fl
 
 
 def _at(read: Sequence[tuple[float, float]], moment: float) -> float | None:
-    """Return the counter at a moment, on a line between the readings before and after it."""
+    """Return the counter at a moment, interpolated between the readings before and after it."""
     for (before, low), (after, high) in itertools.pairwise(read):
         if before <= moment <= after:
             return low + (high - low) * (moment - before) / (after - before) if after > before else low
@@ -172,7 +172,7 @@ def _at(read: Sequence[tuple[float, float]], moment: float) -> float | None:
 
 
 def _throttled(samples: Sequence[Sample], gpus: range) -> dict[str, float] | None:
-    """Return the share of the readings by reason, for the GPU with most of them; None if no driver tells."""
+    """Return the share of the readings by reason, for the GPU with most of them; None if no driver reports reasons."""
     shares: dict[str, float] = {}
     any_reported = False
     for gpu in gpus:

@@ -24,7 +24,7 @@ holds. 751 to 775 MiB were measured on an H200 with driver 580 and CUDA 13; tabl
 
 
 class _Multiprocessor(NamedTuple):
-    """The properties of a compute capability in CUDA's programming guide, in its table of technical specifications."""
+    """The properties of a compute capability, from the table of technical specifications in CUDA's programming guide."""
 
     shared_kib: int
     """Shared memory."""
@@ -67,7 +67,7 @@ class Board(NamedTuple):
 
 
 def board(marker: str) -> Board:
-    """Find the model of GPU in the catalog.
+    """Return the model of GPU that the catalog has under this marker.
 
     Raises:
         CannotEmulate: the catalog has no such GPU.
@@ -87,7 +87,7 @@ def board(marker: str) -> Board:
 
 
 def computed_capacity(chosen: Board) -> str:
-    """Say that the capacity of a board is computed; empty if a driver has reported it."""
+    """Say that the capacity of a board was computed; empty if a driver has reported it."""
     platform = PLATFORMS[chosen.marker]
     if not platform.usable_is_computed:
         return ""
@@ -98,7 +98,7 @@ def computed_capacity(chosen: Board) -> str:
 
 
 def find_kernels(chosen: Board, architectures: Iterable[str], torch_version: str) -> int:
-    """Find which of torch's kernels the GPU runs: 86 for those that were compiled for ``sm_86``.
+    """Return which of torch's kernels the GPU runs: 86 stands for those that were compiled for ``sm_86``.
 
     They are those for its compute capability, or else for the newest older one of its generation. A GPU that torch has no
     such kernels for gets those of the nearest capability.
@@ -117,13 +117,13 @@ def find_kernels(chosen: Board, architectures: Iterable[str], torch_version: str
 
 
 def _runs(chosen: Board, kernels: int) -> bool:
-    """Tell whether the real GPU runs these kernels of torch for CUDA."""
+    """Tell whether the real GPU runs these kernels of torch."""
     major, minor = divmod(kernels, 10)
     return bool(chosen.name) and major == chosen.capability[0] and minor <= chosen.capability[1]
 
 
 def other_kernels(chosen: Board, kernels: int) -> OtherKernels | None:
-    """Describe a GPU that runs kernels for another one; None for a GPU that has its own.
+    """Return a description of a GPU that runs another GPU's kernels; None for a GPU that has its own.
 
     Args:
         kernels: those that run on it, from `find_kernels`.
@@ -132,7 +132,7 @@ def other_kernels(chosen: Board, kernels: int) -> OtherKernels | None:
 
 
 def describe(chosen: Board, *, kernels: int, devices: int = 1) -> str:
-    """Describe the GPU to the stand-ins, in the variable ``GPUTRAIN_EMULATED_DEVICE``.
+    """Return a description of the GPU for the stand-ins, which is the value of the variable ``GPUTRAIN_EMULATED_DEVICE``.
 
     Each call describes GPUs of its own, with UUIDs that no other has.
 

@@ -73,7 +73,7 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StandIns:
-    """Stand-ins that were built for a torch.
+    """The stand-ins that were built for one torch.
 
     Attributes:
         folder: where they lie.
@@ -106,7 +106,7 @@ class StandIns:
 
 
 def stand_ins(torch: Torch) -> StandIns:
-    """Find the stand-ins for this torch in the cache, or build them.
+    """Return the stand-ins for this torch from the cache, or build them.
 
     Raises:
         CannotEmulate: they cannot be built or kept here.
@@ -134,12 +134,14 @@ def stand_ins(torch: Torch) -> StandIns:
 
 
 def stand_ins_folder() -> Path:
-    """Return the folder of this user's that stand-ins are kept in."""
+    """Return this user's folder for stand-ins."""
     return cache_folder("pytest-gputrain-emulation")
 
 
 def _key(torch: Torch, users: Iterable[Path]) -> str:
-    """Name all that the stand-ins depend on: torch, the other libraries that need CUDA, and this package's own code."""
+    """Return a key of all that stand-ins depend on: torch, the other libraries that need CUDA, and this package's own
+    code.
+    """
     digest = hashlib.sha256(repr(torch).encode())
     for path in users:
         status = path.stat()
@@ -154,7 +156,7 @@ def _digest(path: Path) -> str:
 
 
 def _load(folder: Path) -> StandIns | None:
-    """Read what an earlier run built; None if there is nothing, or where a file is not as it was built."""
+    """Return what an earlier run has built; None if there is nothing, or if a file has changed since."""
     with contextlib.suppress(FileNotFoundError, ValueError):  # msgspec's errors are ValueErrors.
         folder.lstat()
         make_own(folder)
@@ -181,7 +183,7 @@ def _build(folder: Path, torch: Torch, users: Iterable[Path]) -> StandIns:
 
 
 def _sweep(new: Path) -> None:
-    """Remove stand-ins for other versions beside this folder that nobody has used for long."""
+    """Remove stand-ins for other versions in the same folder that no process has used for long."""
     made = new.stat().st_mtime
     for folder in new.parent.iterdir():
         with contextlib.suppress(OSError):
@@ -190,7 +192,7 @@ def _sweep(new: Path) -> None:
 
 
 def find_compiler(*, packaged: bool = True) -> list[str]:
-    """Find a C compiler: the one that CC names, the system's, or that of the package ziglang.
+    """Return the command of a C compiler: the one that CC names, the system's, or the one of the package ziglang.
 
     Args:
         packaged: whether that package will do, which only this one asks for.

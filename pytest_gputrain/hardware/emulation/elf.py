@@ -29,7 +29,7 @@ class NotElf(Exception):
 
 
 class Import(NamedTuple):
-    """A symbol that a library takes from another."""
+    """A symbol that a library imports from another one."""
 
     name: str
     version: str
@@ -48,7 +48,7 @@ class _Section(NamedTuple):
 
 
 def check_executable(library: Path, cache: Path) -> None:
-    """Check that the disk of a library allows its code to run; the loader's own error does not name the disk.
+    """Check that code may run from the disk of a library. The loader's own error does not name the disk.
 
     Raises:
         CannotEmulate: the disk forbids it.
@@ -111,7 +111,7 @@ class Elf:
         return next((section for section in self._sections if section.kind == kind), None)
 
     def needed(self) -> list[str]:
-        """Find the names of the libraries that the loader loads with this one."""
+        """Return the names of the libraries that the loader loads with this one."""
         section = self._of_kind(_DYNAMIC)
         if section is None:
             return []
@@ -120,7 +120,7 @@ class Elf:
         return [self._text(texts + value) for tag, value in entries if tag == _NEEDED]
 
     def imports(self) -> list[Import]:
-        """Find the symbols that the loader looks up in other libraries."""
+        """Return the symbols that the loader looks up in other libraries."""
         symbols, versions = self._of_kind(_DYNSYM), self._of_kind(_VERSYM)
         if symbols is None:
             return []
@@ -135,14 +135,14 @@ class Elf:
         ]
 
     def defined(self) -> set[str]:
-        """Find the global symbols that an object file or a shared library defines."""
+        """Return the global symbols that an object file or a shared library defines."""
         symbols = self._of_kind(_SYMTAB) or self._of_kind(_DYNSYM)
         if symbols is None:
             return set()
         return {name for _, name, binding, section in self._symbols(symbols) if name and section and binding != _LOCAL}
 
     def constants(self) -> bytes:
-        """Read the constants: among them are the names of functions that the library looks up while it runs."""
+        """Return the constants, which include the names of functions that the library looks up while it runs."""
         return b"\0".join(
             self._data[section.offset : section.offset + section.size]
             for section in self._sections
@@ -157,7 +157,7 @@ class Elf:
             yield at, self._text(texts + name), info >> 4, section
 
     def _needed_versions(self) -> Iterator[tuple[int, tuple[str, str]]]:
-        """Return the number of each version that is needed, its name and the library that has it."""
+        """Return each version of a symbol that is needed: its number, its name and the library that defines it."""
         section = self._of_kind(_VERNEED)
         if section is None:
             return

@@ -42,7 +42,7 @@ _OF_REAL_GPUS: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 def emulated_environment(
     environ: Mapping[str, str], libraries: StandIns, description: str, *, state: Path | None = None
 ) -> dict[str, str]:
-    """Make an environment like this one, but with emulated GPUs in place of real ones, or of those that it emulates already.
+    """Return a copy of this environment with emulated GPUs in place of real ones, or in place of the GPUs that it emulates.
 
     Args:
         description: of the GPUs, by `boards.describe`.
@@ -82,7 +82,7 @@ def emulated_environment(
 
 
 def _own_compiled() -> Path:
-    """Make a folder for compiled code, which nobody else can put code into."""
+    """Return a folder for compiled code to which no other user can write."""
     folder = Path(tempfile.gettempdir()) / f"torchinductor_{os.geteuid()}"
     try:
         make_own(folder)
@@ -94,18 +94,18 @@ def _own_compiled() -> Path:
 
 
 def this_environment() -> str:
-    """Return the ABI of this Python and its environment, as the ``sitecustomize`` names them."""
+    """Return the ABI of this Python and its environment, in the form that ``sitecustomize`` uses."""
     return f"{this_python()} {sys.prefix}"
 
 
 def with_startup(environ: Mapping[str, str]) -> str:
-    """Return the PYTHONPATH with the folder of the ``sitecustomize`` as the first."""
+    """Return PYTHONPATH with the folder of ``sitecustomize`` in the first place."""
     others = (path for path in environ.get(_MODULES, "").split(os.pathsep) if path and path != str(STARTUP))
     return os.pathsep.join([str(STARTUP), *others])
 
 
 def _without_emulation(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without what `emulated_environment` and ``gputrain emulate`` have put into them."""
+    """Return the variables without those that `emulated_environment` and ``gputrain emulate`` have set."""
     if DEVICE not in environ:
         return dict(environ)
     preloaded, modules = environ.get(_PRELOAD, "").split(":"), environ.get(_MODULES, "").split(os.pathsep)

@@ -23,7 +23,7 @@ _NOT_FOUND: Final = re.compile(r"^\s*(\S+) => not found$", re.MULTILINE)
 
 
 def make_importable(torch: Torch) -> None:
-    """Load stand-ins into this process if it could not import this torch otherwise, for lack of NVIDIA's libraries.
+    """Load stand-ins into this process if torch could not be imported otherwise, because NVIDIA's libraries are missing.
 
     They stand in for a machine without a GPU, whatever the environment says: ``torch.cuda.is_available()`` is false. Only
     torch is meant to use them, and finds them by their names. A process that has loaded the real driver is left as
@@ -48,7 +48,7 @@ def make_importable(torch: Torch) -> None:
 
 
 def _missing(torch: Torch) -> list[str]:
-    """Find which of NVIDIA's libraries that torch needs are neither where the loader looks, nor where torch does."""
+    """Return the libraries of NVIDIA's that torch needs and that neither the loader nor torch would find."""
     command = ["ldd", str(torch.folder / "lib" / "libtorch_python.so")]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600).stdout

@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 
 
 class Source(NamedTuple):
-    """The place that wheels come from: the index that pip knows by itself, another one, or a folder."""
+    """The source of wheels: pip's default index, another index, or a folder."""
 
     folder: Path | None = None
     address: str = ""
@@ -59,7 +59,7 @@ class Source(NamedTuple):
 
 
 def install(source: Source, say: Say) -> Build | None:
-    """Install the CUDA build of the installed torch's version; None if the installed torch is one.
+    """Install the CUDA build of the installed torch's version, and return it; None if the installed torch is such a build.
 
     Args:
         say: is told what happens, in sentences.
@@ -87,7 +87,7 @@ def install(source: Source, say: Say) -> Build | None:
 
 @contextlib.contextmanager
 def _told_where(cache: Path) -> Iterator[None]:
-    """Turn errors of files into sentences that name the folder and its space."""
+    """Provide a context that turns errors of files into sentences with the folder and its free space."""
     try:
         yield
     except OSError as error:
@@ -114,7 +114,7 @@ def _free(folder: Path) -> int:
 
 
 def _check_rights() -> None:
-    """Refuse rights with which files of another user would be made or replaced."""
+    """Raise an error if this process would make or replace files of another user."""
     if os.getuid() != os.geteuid() or os.getgid() != os.getegid():
         raise CannotEmulate("a program with the rights of another user (setuid) installs nothing; run it as that user")
     base = installed.builds_folder()
@@ -125,7 +125,7 @@ def _check_rights() -> None:
 
 
 def _check_index(source: Source) -> None:
-    """Refuse an index without HTTPS, because anybody on the way could change its answers."""
+    """Raise an error for an index without HTTPS, because anybody on the network could change its answers."""
     address = urlsplit(source.address)
     if source.address and address.scheme != "https" and address.hostname not in ("localhost", "127.0.0.1"):
         raise CannotEmulate(
@@ -135,7 +135,7 @@ def _check_index(source: Source) -> None:
 
 @contextlib.contextmanager
 def _alone_in(cache: Path, say: Say) -> Iterator[None]:
-    """Make the folder, and lock it: one process at a time may install into it."""
+    """Provide the folder under a lock, so that only one process at a time installs into it."""
     import fcntl
 
     make_own(cache)
@@ -157,7 +157,7 @@ def _alone_in(cache: Path, say: Say) -> Iterator[None]:
 
 
 def _sweep(cache: Path) -> int:
-    """Remove parts of installations that were killed, and return their bytes. The caller holds the lock."""
+    """Remove what killed installations have left, and return the bytes. The caller holds the lock."""
     freed = 0
     for part in cache.glob(f"{installed.PART}*"):
         if stat.S_ISDIR(part.lstat().st_mode):
@@ -201,7 +201,7 @@ def _install(cache: Path, version: str, environment: Path, source: Source, say: 
 
 
 def _removed(damaged: Path) -> bool:
-    """Remove a build that is damaged, unless a process uses it."""
+    """Remove a damaged build, unless a process uses it."""
     with contextlib.suppress(ValueError, FileNotFoundError):
         return Build(damaged).remove()
     shutil.rmtree(damaged)
@@ -235,7 +235,7 @@ class _Putting:
         self.files: dict[str, File] = {}
 
     def put(self, wheel: Wheel, torch: str = "") -> list[str]:
-        """Put a wheel into the folder; return what it requires.
+        """Download a wheel and unpack it into the folder. Return the packages that it requires.
 
         Args:
             torch: the version that it must be for, if it names one; the wheel is left out if that is another.
@@ -263,7 +263,9 @@ class _Putting:
         return requires
 
     def put_beside(self, wanted: Mapping[str, str], torch: str) -> dict[str, str]:
-        """Put what the user has beside torch; return those that are of another release of torch, which are left out."""
+        """Install the packages that the user has beside torch. Return those that belong to another release of torch and are
+        left out.
+        """
         for name, version in wanted.items():
             self.put(_wheel(name, version, self._source), torch)
             if name not in self.versions:
@@ -271,7 +273,7 @@ class _Putting:
         return {name: version for name, version in wanted.items() if name not in self.versions}
 
     def _fetched(self, wheel: Wheel) -> tuple[Path, str]:
-        """Fetch the wheel's file and check its hash; return its path and hash."""
+        """Download the wheel's file and check its hash. Return its path and hash."""
         allowed = (wheel.sha256,) if wheel.sha256 else self._source.hashes
         target = self._part / "wheels"
         target.mkdir(exist_ok=True)
@@ -291,7 +293,7 @@ class _Putting:
 
 
 def _copied(folder: Path, wheel: Wheel, target: Path) -> Path:
-    """Copy a wheel from the user's folder, so that it cannot change any more."""
+    """Copy a wheel from the user's folder, so that it cannot change any more, and return the path of the copy."""
     names = (
         [wheel.filename] if wheel.filename else [path.name for path in folder.glob(f"{wheel.project}-{wheel.version}-*.whl")]
     )
@@ -309,7 +311,7 @@ def _only_file(folder: Path, wheel: Wheel) -> Path:
 
 
 def _download(wheel: Wheel, allowed: Sequence[str], target: Path, index: str) -> None:
-    """Have pip download the one file with this hash."""
+    """Download the one file with this hash by pip."""
     # `==2.13.0` would also take 2.13.0+cpu, and `===` does not.
     hashes = " ".join(f"--hash=sha256:{sha256}" for sha256 in allowed)
     (wanted := target.parent / "requirements.txt").write_text(f"{wheel.project}==={wheel.version} {hashes}\n")
@@ -339,7 +341,9 @@ def _download(wheel: Wheel, allowed: Sequence[str], target: Path, index: str) ->
 
 
 def _way_to_the_network() -> tuple[dict[str, str], list[str]]:
-    """Return pip's environment and options. Of the user's configuration only proxy, certificates and time-out are kept."""
+    """Return an environment and options for pip. Of the user's configuration they only keep the proxy, certificates and
+    time-out.
+    """
     command = [sys.executable, "-P", "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     kept: dict[str, str] = {}
@@ -355,7 +359,7 @@ def _way_to_the_network() -> tuple[dict[str, str], list[str]]:
 
 
 def _pinned(requires: Sequence[str], project: str) -> str:
-    """Return the very version that is required of a project; empty if none is."""
+    """Return the exact version of a project that is required; empty if none is."""
     for requirement in requires:
         if match := re.match(rf"{project} *\(?== *([\w.]+)\)? *(?:;|$)", requirement):
             return match[1]
@@ -371,7 +375,7 @@ def _check_torch(site: Path, version: str) -> None:
 
 
 def uninstall(say: Say) -> bool:
-    """Remove all builds of the cache that no process uses; tell whether all are removed.
+    """Remove all builds of the cache that no process uses. Return whether all were removed.
 
     Raises:
         CannotEmulate: the folder is not this user's.

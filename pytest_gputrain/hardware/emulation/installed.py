@@ -39,7 +39,7 @@ MEND: Final = "gputrain emulate --install"
 
 
 class File(msgspec.Struct, frozen=True, array_like=True):
-    """A file as it was unpacked."""
+    """The properties of a file when it was unpacked."""
 
     size: int
     modified: int
@@ -48,7 +48,7 @@ class File(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of a build, and what it is for."""
+    """The files of a build, and the Python and the torch that it is for."""
 
     format: str = _FORMAT
     python: str
@@ -71,7 +71,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """The name of its folder: all that it depends on."""
+        """The name of the build's folder, which is made of all that the build depends on."""
         rest = (self.python, self.libc, sorted(self.versions.items()), sorted(self.wheels.items()))
         return f"torch-{self.versions['torch']}-{hashlib.sha256(repr(rest).encode()).hexdigest()[:16]}"
 
@@ -98,22 +98,22 @@ class Build:
 
     @property
     def site(self) -> Path:
-        """The folder that the packages lie in."""
+        """The folder with the packages."""
         return self.folder / SITE
 
     @property
     def origin(self) -> str:
-        """Say which wheel torch came from, and from where."""
+        """Say which wheel torch came from, and where that wheel was."""
         name, sha256 = next((name, sha256) for name, sha256 in self.manifest.wheels.items() if name.startswith("torch-"))
         return f"{name}, sha256 {sha256}, from {self.manifest.origin}"
 
     def is_of(self, python: str, libc: str, version: str) -> bool:
-        """Tell whether this Python can use it instead of a torch of this version."""
+        """Tell whether this Python can use the build in place of a torch of this version."""
         made = self.manifest
         return (made.python, made.libc, made.versions["torch"]) == (python, libc, version)
 
     def damage(self, *, digests: bool = False) -> str:
-        """Say which file is not as it was unpacked; empty if all are.
+        """Say which file has changed since it was unpacked; empty if none has.
 
         Args:
             digests: read all files, which takes seconds. Otherwise their sizes and times of change are compared.
@@ -135,7 +135,7 @@ class Build:
         return ""
 
     def remove(self) -> bool:
-        """Remove the build if no process uses it; tell whether it was removed.
+        """Remove the build unless a process uses it, and return whether it was removed.
 
         Raises:
             OSError: it cannot be removed.
@@ -154,12 +154,12 @@ class Build:
 
 
 def builds_folder() -> Path:
-    """Return the folder of this user's that the builds are kept in."""
+    """Return this user's folder for builds."""
     return cache_folder("pytest-gputrain-torch")
 
 
 def builds() -> Iterator[Build]:
-    """Yield all builds in this user's cache. Other files there are ignored."""
+    """Yield all builds in this user's folder. Other files there are ignored."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for folder in sorted(builds_folder().iterdir()):
             with contextlib.suppress(ValueError, OSError):
@@ -167,7 +167,7 @@ def builds() -> Iterator[Build]:
 
 
 def this_python() -> str:
-    """Return the implementation, the ABI, free threading and the machine of this Python, as extensions are named for it."""
+    """Return the implementation, ABI, free threading and machine of this Python, in the form of extensions' names."""
     return machinery.EXTENSION_SUFFIXES[0]
 
 
@@ -192,7 +192,7 @@ def beside(environment: Path) -> dict[str, str]:
 
 
 def find(version: str, environment: Path) -> Build | None:
-    """Find the build for this Python that stands beside a torch of this version; None if there is none.
+    """Return the build for this Python and for a torch of this version; None if there is none.
 
     Args:
         version: of the torch that the user has installed.

@@ -73,7 +73,7 @@ class Torch(NamedTuple):
 
     @property
     def site(self) -> Path:
-        """The folder that torch lies in, with other packages."""
+        """The folder with torch's package and other packages."""
         return self.folder.parent
 
 
@@ -91,7 +91,7 @@ def check_machine() -> None:
 
 
 def find_torch() -> Torch:
-    """Find the torch that this Python would import, or the CUDA build of the same version that was installed beside it.
+    """Return the torch that this Python would import, or the CUDA build of the same version that was installed beside it.
 
     Raises:
         CannotEmulate: there is none, or there is no CUDA build, or this machine is none for it.
@@ -109,7 +109,7 @@ def find_torch() -> Torch:
 
 
 def torch_folder() -> Path:
-    """Find the folder of the torch that this Python would import.
+    """Return the folder of the torch that this Python would import.
 
     Raises:
         CannotEmulate: there is none.
@@ -135,7 +135,7 @@ def version_of(folder: Path) -> str:
 
 
 def version_file(folder: Path) -> dict[str, str]:
-    """Return ``__version__``, ``cuda`` and ``hip`` of the torch in this folder, as far as its file of versions has them.
+    """Return ``__version__``, ``cuda`` and ``hip`` of the torch in this folder, as far as its version file has them.
 
     Raises:
         OSError: it cannot be read.
@@ -145,7 +145,7 @@ def version_file(folder: Path) -> dict[str, str]:
 
 
 def read_torch(folder: Path) -> Torch:
-    """Read of which versions the torch in this folder is.
+    """Return a description of the torch in this folder, with its versions.
 
     Raises:
         CannotEmulate: it is no CUDA build.
@@ -174,7 +174,7 @@ def _requirements(folder: Path) -> list[str]:
 
 
 def _pinned(requires: Iterable[str], package: str, otherwise: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the version of NVIDIA's package that torch was compiled against; torch asks for the very one."""
+    """Return the version of NVIDIA's package that torch was compiled against, which is the only one that torch accepts."""
     for requirement in requires:
         if match := re.match(rf"{package}-cu\d+==(\d+)\.(\d+)\.(\d+)", requirement):
             return int(match[1]), int(match[2]), int(match[3])
@@ -182,7 +182,8 @@ def _pinned(requires: Iterable[str], package: str, otherwise: tuple[int, int, in
 
 
 def users_of_cuda(torch: Torch) -> list[Path]:
-    """Find the libraries in torch's environment that need NVIDIA's: torch's own, those of bitsandbytes and their like.
+    """Return the libraries in torch's environment that need NVIDIA's: those of torch, of bitsandbytes and of similar
+    packages.
 
     Raises:
         CannotEmulate: there are none.
@@ -206,18 +207,18 @@ def users_of_cuda(torch: Torch) -> list[Path]:
 
 
 def _of_packages(site: Path) -> Iterator[Path]:
-    """Yield the libraries of the packages in a folder, where packages have them."""
+    """Yield the libraries of the packages in a folder, from the places that packages use."""
     for pattern in ("*.so", "*/*.so", "*/lib/*.so"):
         yield from site.glob(pattern)
 
 
 def _package(path: Path, site: Path) -> str:
-    """Return the name of the package in this folder that a file belongs to; empty if it lies elsewhere."""
+    """Return the name of the package in this folder to which a file belongs; empty if it belongs to none."""
     return path.relative_to(site).parts[0] if path.is_relative_to(site) else ""
 
 
 def compiled_for_cpu(environment: Path) -> list[str]:
-    """Find the packages whose libraries were compiled against torch, and not against its CUDA build."""
+    """Return the packages whose libraries were compiled against a CPU build of torch."""
     packages = set()
     for path in _of_packages(environment):
         with contextlib.suppress(NotElf, OSError), Elf(path) as library:
@@ -228,7 +229,7 @@ def compiled_for_cpu(environment: Path) -> list[str]:
 
 
 def _sonames(path: Path) -> list[str]:
-    """Find which of NVIDIA's libraries this one needs."""
+    """Return the libraries of NVIDIA's that this one needs."""
     try:
         with Elf(path) as library:
             return [name for name in library.needed() if is_nvidias(name)]
@@ -237,12 +238,12 @@ def _sonames(path: Path) -> list[str]:
 
 
 def is_nvidias(soname: str) -> bool:
-    """Tell whether this is a library of NVIDIA's that has a stand-in."""
+    """Tell whether this is a library of NVIDIA's with a stand-in."""
     return _SONAME.fullmatch(soname) is not None
 
 
 def needed_functions(torch: Torch, users: Iterable[Path]) -> dict[str, Functions]:
-    """Find the functions that these libraries need, by NVIDIA's library that has them."""
+    """Return the functions that these libraries need, by the library of NVIDIA's that has them."""
     needed: dict[str, Functions] = {soname: {} for soname in _OPENED}
     unversioned: dict[str, None] = {}
     for path in users:
@@ -280,13 +281,15 @@ def _library_of(name: str) -> str | None:
 
 
 def _begins(name: str, prefix: str) -> bool:
-    """Tell whether the name is the prefix and a word: ``cublasLtMatmul`` is of cublasLt, ``custom`` is nobody's."""
+    """Tell whether a function's name is the prefix and a word: ``cublasLtMatmul`` begins with cublasLt, and ``custom`` with
+    none.
+    """
     rest = name.removeprefix(prefix)
     return rest != name and (rest[:1].isupper() or rest[:1] == "_" or prefix == "nvshmem")
 
 
 def architectures(torch: Torch) -> tuple[str, ...]:
-    """Find the GPUs that torch has kernels for, as ``torch.cuda.get_arch_list`` tells them: ``sm_90``."""
+    """Return the GPUs that torch has kernels for, in the form of ``torch.cuda.get_arch_list``: ``sm_90``."""
     with Elf(torch.folder / "lib" / "libtorch_python.so") as library:
         found = _ARCHITECTURES.findall(library.constants())
     return tuple(max(found, key=len).decode().split()) if found else ()

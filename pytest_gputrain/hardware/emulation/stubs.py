@@ -11,8 +11,7 @@ from pytest_gputrain.hardware.emulation.libraries import Functions
 
 
 class _Workspace(NamedTuple):
-    """The parameters in which a function returns the size of a workspace: by numbers of parameters from 1, as values of a
-    type in C."""
+    """The parameters in which a function returns the size of a workspace. They have numbers from 1 and a type of C."""
 
     parameters: tuple[int, ...]
     type: str = "size_t"
@@ -64,7 +63,9 @@ _WORKSPACES: Final = {
 
 
 class _Outcome(NamedTuple):
-    """The parameter that says whether a function succeeded: a number of C's type, or one for each matrix of a batch."""
+    """The parameter in which a function returns whether it succeeded: one number of a type of C, or one for each matrix of a
+    batch.
+    """
 
     at: int
     batch_at: int = 0
@@ -187,7 +188,7 @@ _NAMES: Final = {"cudnn": "cuDNN", "cusolver": "cuSOLVER", "cusparse": "cuSPARSE
 
 
 def stubs_text(stem: str, names: Iterable[str]) -> str:
-    """Write the C text of these functions of a library."""
+    """Return C code for these functions of a library."""
     return "\n".join(['#include "emulated.h"', *(_stub(stem, name) for name in names)]) + "\n"
 
 
@@ -231,18 +232,18 @@ def _stub(stem: str, name: str) -> str:
 
 
 def _written(outcome: _Outcome) -> str:
-    """Return the statement in C that writes an outcome, unless the caller passes no pointer for it."""
+    """Return a C statement that writes an outcome, unless the caller passes no pointer for it."""
     count = f"(int)(intptr_t)p{outcome.batch_at}" if outcome.batch_at else "1"
     return f"for (int i = 0; p{outcome.at} && i < {count}; i++) (({outcome.type} *)p{outcome.at})[i] = {outcome.value};"
 
 
 def _parameters(count: int) -> str:
-    """Return the parameters in C, where pointers and whole numbers are passed alike, in eight bytes each."""
+    """Return a list of C parameters. Pointers and integers are passed in the same way, in eight bytes each."""
     return ", ".join(f"void *p{number}" for number in range(1, count + 1))
 
 
 def version_script(functions: Functions) -> str:
-    """Write what the linker is told of the functions' versions, which whoever loads them compares."""
+    """Return the version script for the linker. Programs compare the versions of functions when they load them."""
     versions: defaultdict[str, list[str]] = defaultdict(list)
     for name, version in sorted(functions.items()):
         versions[version].append(name)

@@ -56,7 +56,7 @@ class Wheel(NamedTuple):
 
 
 def known(project: str, version: str) -> Wheel | None:
-    """Find the wheel of this version for this Python and machine in the table; None if the table has none."""
+    """Return the wheel of this version for this Python and machine from the table; None if the table has none."""
     from packaging.tags import sys_tags
 
     ranks = {tag: rank for rank, tag in enumerate(sys_tags())}
@@ -79,7 +79,7 @@ def _table() -> tuple[Wheel, ...]:
 
 
 def parse_name(filename: str) -> tuple[str, str, int, frozenset[Tag]]:
-    """Return the project, version, number of the build and tags that a wheel's name has.
+    """Return the project, version, build number and tags in a wheel's name.
 
     Raises:
         CannotEmulate: it is no name of a wheel.
@@ -94,7 +94,7 @@ def parse_name(filename: str) -> tuple[str, str, int, frozenset[Tag]]:
 
 
 class Unpacked(NamedTuple):
-    """A file that was unpacked."""
+    """The properties of an unpacked file."""
 
     size: int
     modified: int
@@ -103,7 +103,7 @@ class Unpacked(NamedTuple):
 
 
 class Unpacker:
-    """An open wheel. All its names are checked before anything is written.
+    """An open wheel. All its names are checked before any file is written.
 
     Args:
         path: the file.
@@ -145,16 +145,16 @@ class Unpacker:
 
     @property
     def size(self) -> int:
-        """The bytes that it takes unpacked."""
+        """The number of bytes of all files once unpacked."""
         return sum(info.file_size for info in self._files)
 
     def requirements(self) -> list[str]:
-        """Return what it requires, a line each."""
+        """Return the requirements of the wheel, one in each line."""
         text = self._read(f"{self._metadata}/METADATA").decode()
         return re.findall(r"^Requires-Dist: *(.+)$", text.partition("\n\n")[0], re.MULTILINE)
 
     def unpack(self, folder: Path) -> Iterator[tuple[str, Unpacked]]:
-        """Unpack all files, and yield the name and the properties of each.
+        """Unpack all files. Yield the name and the properties of each.
 
         Raises:
             CannotEmulate: a file is not the one of the RECORD.
@@ -183,7 +183,7 @@ class Unpacker:
             yield info.filename, Unpacked(info.file_size, modified, digest.hexdigest())
 
     def _read_record(self) -> dict[str, bytes]:
-        """Return the sha256 of each file that has one in the RECORD."""
+        """Return the sha256 of each file that has one in RECORD."""
         hashes = {}
         for row in csv.reader(io.StringIO(self._read(f"{self._metadata}/RECORD").decode())):
             if len(row) == 3 and row[1]:
@@ -208,7 +208,7 @@ class Unpacker:
 
 
 def _fault(info: zipfile.ZipInfo, allowed: set[str]) -> str:
-    """Say why a file must not be unpacked; empty if nothing is against it."""
+    """Say why a file must not be unpacked; empty if it may be."""
     name = info.filename
     parts = name.removesuffix("/").split("/")
     if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
