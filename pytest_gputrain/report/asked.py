@@ -34,7 +34,7 @@ class Asked:
     """The reason why there are no lines."""
 
     def cells(self, figures: Figures) -> list[str]:
-        """Return the text of each figure, none for 0."""
+        """Return the text of each figure; empty for 0."""
         return [format_count(name, figures[name]) if figures.get(name) else "" for name in self.columns]
 
 

@@ -89,7 +89,7 @@ class Collector:
         return self._session
 
     def add(self, result: Result, *, passed: bool) -> None:
-        """Take in the next result.
+        """Add the next result.
 
         Args:
             passed: whether its test did; figures of a test that failed otherwise become no baseline.
@@ -106,7 +106,7 @@ class Collector:
         self._save_now_and_then()
 
     def update(self, result: Result) -> None:
-        """Take in a result again, with a further run of its baseline."""
+        """Replace a result by one with a further run of its baseline."""
         index = self._indices.get((result.nodeid, result.key, result.variables_digest))
         if index is None:
             return
@@ -149,7 +149,7 @@ class Collector:
         self._pending[BaselineStore][result.device, result.suite][result.key] = baseline
 
     def _note_left_out(self, other: _RecordedCase, chosen: _RecordedCase) -> None:
-        """Note a test whose figures become no baseline, because those of another environment do."""
+        """Note a test whose figures become no baseline, because figures of another environment were chosen."""
         baseline_test = f"{chosen.nodeid}, which changes no variable"
         if chosen.variables:
             self.failed = True
@@ -175,7 +175,7 @@ class Collector:
         left_out: int = 0,
         unclaimed: int = 0,
     ) -> None:
-        """Save what is to be saved; what cannot be saved is named in `notes` and written elsewhere, and sets `failed`.
+        """Save everything. If something cannot be saved, it is named in `notes` and written elsewhere, and the run fails.
 
         Args:
             ran: whether any test with cases did; without, reports that there are stay as they are.
@@ -215,7 +215,7 @@ class Collector:
                     self._write_elsewhere(f"the report {file} cannot be written: {error.strerror}", report)
 
     def _note_kept(self, is_listing: bool) -> Sequence[Path]:
-        """Note which files stay as they are in a run without cases, and return those that are not to be written."""
+        """Note which files a run without cases leaves as they are, and return them."""
         files = [path for name, path in self.settings.outputs.items() if name != "history"]
         present = [path for path in files if path.exists()]
         if present:
@@ -250,7 +250,7 @@ class Collector:
             self.notes += filter(None, [repaired, appended])
 
     def _note_unfinished(self) -> None:
-        """Note the baselines whose runs were not all measured when pytest's run was ended."""
+        """Note the baselines whose runs were not all measured when the run was ended."""
         if not self._incomplete:
             return
         wanted = 0
@@ -290,7 +290,9 @@ class Collector:
         return whole_suite(self.results, self.settings.time_tolerance)
 
     def _save_now_and_then(self) -> None:
-        """Save what a power cut would take. What cannot be written is reported at the end: the disk may have space then."""
+        """Save now what a power cut would lose. A failure is reported only at the end, because the disk may have space
+        then.
+        """
         began = time.monotonic()
         if began <= self._save_at:
             return
@@ -302,7 +304,7 @@ class Collector:
         self._save_at = ended + max(_SAVE_EVERY_SECONDS, _PAUSE_FACTOR * (ended - began))
 
     def _save_baselines(self) -> list[str]:
-        """Save the baselines, and return why some could not be saved; those wait for the next time."""
+        """Save the baselines. Return why some could not be saved; those are tried again later."""
         trouble = []
         for store_type, waiting in self._pending.items():
             store = store_type(self.settings.baseline_dir)
@@ -317,7 +319,7 @@ class Collector:
         return trouble
 
     def _write_elsewhere(self, trouble: str, report: Report) -> None:
-        """Write every figure to a file in the temporary folder, because its own file cannot be written."""
+        """Write every figure to a file in the temporary folder, because the figures' own file cannot be written."""
         self.failed = True
         elsewhere = Path(tempfile.gettempdir()) / f"gputrain-{report.session}.json"
         try:
@@ -356,7 +358,7 @@ def _recorded_in(path: Path, number: int, unchanged: int) -> str:
 
 
 def _is_incomplete(result: Result) -> bool:
-    """Tell whether the case's baseline waits for further runs."""
+    """Tell whether the case's baseline lacks runs that are still to come."""
     return isinstance(result, Measured) and result.to_come > 0
 
 

@@ -30,8 +30,7 @@ def table(
     outcome: Callable[[Result], str],
     width: int,
 ) -> Table:
-    """Render a row for each case: what the allocator handed out and held, the model, FLOPs and expected time of a step,
-    whether it fits."""
+    """Return a table with a row for each case: its memory, model, FLOPs and expected time, and whether it fits."""
     figures: dict[str, Callable[[EmulatedRun], str]] = {
         "Allocated": lambda run: format_bytes(run.peak_allocated_bytes) if run.fits else "OOM",
         "Reserved": lambda run: format_bytes(run.peak_reserved_bytes) if run.fits else "",
@@ -56,7 +55,7 @@ def table(
 
 
 def explain(results: Sequence[Result]) -> list[str]:
-    """Return sentences: where the figures come from, what was not counted and not checked, and what does not fit."""
+    """Return sentences on where the figures come from, what was not counted or checked, and what does not fit."""
     runs = [(result, run) for result in latest(of_kind(results, Emulated)) if (run := result.figures) is not None]
     if not runs:
         return []
@@ -96,7 +95,7 @@ def _compute(run: EmulatedRun) -> str:
 
 
 def _largest_tensors(runs: Sequence[tuple[Result, EmulatedRun]]) -> Iterator[str]:
-    """Name the largest tensors at the peak of each case, if there are only a few cases."""
+    """Describe the largest tensors at the peak of each case, if there are only a few cases."""
     for result, run in runs if len(runs) <= _SHOWN_PEAKS else ():
         if (phase := run.peak_phase) and (largest := run.largest.get(phase, ())[:_SHOWN_TENSORS]):
             yield f"{result.case} at its peak, {in_phase(phase)}: {', '.join(map(tensor, largest))}"

@@ -9,8 +9,8 @@ from pytest_gputrain.utils.units import format_interval, format_seconds
 
 
 def interval(expected: ExpectedTime) -> str:
-    """Return ``2.20 s (1.87 to 2.75)``, followed by ``rough`` if only public rates of the board are known; empty if there
-    is no estimate."""
+    """Return ``2.20 s (1.87 to 2.75)``, with ``rough`` at its end if only published rates of the board are known; empty
+    without an estimate."""
     if expected.seconds is None or expected.low is None or expected.high is None:
         return ""
     rough = ", rough" if expected.rough else ""
@@ -18,7 +18,7 @@ def interval(expected: ExpectedTime) -> str:
 
 
 def most_of_it(expected: ExpectedTime) -> str:
-    """Name the part that takes longest: ``71 % matrix products``, or ``host-bound: GPU 55.0 ms, host 120 ms``."""
+    """Return the part that takes longest: ``71 % matrix products``, or ``host-bound: GPU 55.0 ms, host 120 ms``."""
     if expected.host_bound:
         return f"host-bound: GPU {format_seconds(expected.gpu_seconds)}, host {format_seconds(expected.host_seconds)}"
     part, share = expected.dominant or ("", 0.0)
@@ -33,7 +33,7 @@ def describe(expected: ExpectedTime) -> str:
 
 
 def notes(estimates: Iterable[tuple[str, ExpectedTime]]) -> Iterator[str]:
-    """Yield what the estimates of a table are, and what they lack.
+    """Yield sentences on what the estimates of a table mean, and on what they lack.
 
     Args:
         estimates: each with the name of its GPU.

@@ -100,7 +100,7 @@ _LEAST_SHARE: Final = 0.01
 
 
 def explain(results: Sequence[Result], *, against_base: bool = False) -> list[str]:
-    """Yield sentences for cases that passed or were skipped without a full comparison; regressions have their failures.
+    """Yield sentences on cases that passed or were skipped without a full comparison. Regressions have their own failures.
 
     Args:
         against_base: the results are compared with those of another version, and not with baselines.
@@ -131,7 +131,7 @@ def advice(results: Sequence[Result]) -> str:
 
 
 def _doubts(results: Sequence[Result], descriptions: Mapping[str, str]) -> Iterator[str]:
-    """Say which cases did not pass but do not fail either, by these kinds of doubt."""
+    """Yield a sentence for each kind of doubt about cases that neither passed nor failed."""
     doubts: defaultdict[str, list[str]] = defaultdict(list)
     for verdict in (result.verdict for result in results if result.verdict):
         held_to = verdict.held_to if verdict.status == "new" else None
@@ -148,7 +148,7 @@ def _doubt(description: str, sentences: Sequence[str]) -> str:
 
 
 def _environments(results: Sequence[Result]) -> Iterator[str]:
-    """List which cases ran in environments that differ, and what their tests change there."""
+    """Yield the cases that ran in different environments, and what their tests change there."""
     environments_by_case: defaultdict[tuple[str, str, str], dict[str, tuple[str, ...]]] = defaultdict(dict)
     cases: dict[tuple[str, str, str], str] = {}
     for result in results:
@@ -164,7 +164,7 @@ def _environments(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _uncompiled(results: Sequence[Result]) -> Iterator[str]:
-    """Say which cases call torch.compile on a CPU."""
+    """Yield the cases that call torch.compile on a CPU."""
     names = _names_of(result for result in results if any(reply.uncompiled for reply in _measured(result)))
     if names:
         yield (
@@ -175,7 +175,7 @@ def _uncompiled(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _accepted(results: Sequence[Result]) -> Iterator[str]:
-    """List the counts that an update has changed, before and after."""
+    """Yield the counts that an update has changed, with both values."""
     accepted: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for result in results:
         if result.verdict and result.verdict.accepted:
@@ -185,7 +185,7 @@ def _accepted(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _not_compared(results: Sequence[Result]) -> Iterator[str]:
-    """Say which metrics and limits were not judged in cases that were judged otherwise."""
+    """Yield the metrics and limits that were not judged although their cases were."""
     reasons: Counter[str] = Counter()
     for verdict in (result.verdict for result in results if result.verdict):
         for metric in verdict.metrics if verdict.status != "not-comparable" else ():
@@ -198,7 +198,7 @@ def _not_compared(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _uncounted(results: Sequence[Result]) -> Iterator[str]:
-    """Say what could not be counted or measured, with the first case of each such note."""
+    """Yield what could not be counted or measured, with the first case of each such note."""
     cases: defaultdict[str, list[Result]] = defaultdict(list)
     for result in results:
         for note in next((reply.notes for reply in _measured(result)), ()):
@@ -209,7 +209,7 @@ def _uncounted(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _reused(results: Sequence[Result]) -> Iterator[str]:
-    """Say which cases were not measured for the test that judged them."""
+    """Yield the cases that were not measured again for the test that judged them."""
     reused = [
         f"{result.case} in {result.nodeid} has the figures of {result.measured_for}"
         for result in results
@@ -221,7 +221,7 @@ def _reused(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _changed(results: Sequence[Result]) -> Iterator[str]:
-    """Say what changed within the limits, and where an optimizer updates more than once a step."""
+    """Yield what has changed within the limits, and which optimizers update more than once a step."""
     for result in results:
         if result.verdict and result.verdict.status == "pass":
             notes = (metric for metric in result.verdict.metrics if metric.status == "pass" and metric.note)
@@ -230,13 +230,13 @@ def _changed(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _note(metric: MetricVerdict) -> str:
-    """Return what is to be told of a metric that passes. The notes of counts name the metric themselves."""
+    """Return the note on a metric that passes. Notes on counts name the metric themselves."""
     of_counts = metric.metric in (*COUNT_FIGURES, "evaluation_counts")
     return metric.note if of_counts else f"{METRIC_NAMES[metric.metric]} {metric.note}"
 
 
 def _repeated_updates(result: Result) -> Iterator[str]:
-    """Say that an optimizer of a case without a baseline updates more than once a step, which is meant or forgotten."""
+    """Say that an optimizer of a new case updates more than once a step, which may be meant or a mistake."""
     counts = result.figures.counts if result.figures else None
     if not counts or not counts.steps or not result.verdict or result.verdict.status not in ("new", "recorded"):
         return

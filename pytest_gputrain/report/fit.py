@@ -50,7 +50,7 @@ def tables(report: FitReport) -> list[TextTable]:
 
 
 def text(report: FitReport, form: Form) -> str:
-    """Render the tables and the sentences below them."""
+    """Return the tables and the sentences below them as text."""
     *others, last = tables(report)
     return render([*others, dataclasses.replace(last, notes=tuple(notes(report)))], form)
 
@@ -63,7 +63,7 @@ def _table(
     knobs: tuple[str, ...] | None = None,
     about: tuple[str, ...] = (),
 ) -> TextTable:
-    """Render a row for each combination of knobs, a column for each GPU."""
+    """Return a table with a row for each combination of knobs and a column for each GPU."""
     rows = dict.fromkeys(row for row, _ in cells)
     return TextTable(
         title=title,
@@ -82,7 +82,7 @@ def _row(report: FitReport, case: Case) -> tuple[str, ...]:
 
 
 def _common(report: FitReport) -> dict[str, object]:
-    """Return the knobs that all cells share and that do not have their defaults."""
+    """Return the knobs that are equal in all cells and differ from their defaults."""
     if not report.cells:
         return {}
     case, default = report.cells[0].case, Case()
@@ -109,7 +109,7 @@ def _largest(found: LargestBatch) -> str:
 
 
 class _Timed(NamedTuple):
-    """A cell that may fit, with its expected time and what a step trains with."""
+    """A cell that may fit, with its expected time and the amount that a step trains on."""
 
     cell: FitCell
     expected: ExpectedTime
@@ -118,7 +118,7 @@ class _Timed(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """The tokens or samples a second."""
+        """The tokens or samples in each second."""
         return self.work / (self.expected.seconds or math.inf)
 
 
@@ -136,7 +136,9 @@ def _expected(report: FitReport) -> Iterator[tuple[FitCell, ExpectedTime]]:
 
 
 def _times(report: FitReport, rows: Sequence[_Timed]) -> TextTable:
-    """Render the expected time of each cell; sorted by speed also whether it is surely slower than the fastest."""
+    """Return a table of the expected time of each cell. If sorted by speed, it also says whether a cell is surely slower
+    than the fastest.
+    """
     titles = {gpu.marker: gpu.title for gpu in report.gpus}
     work = "tokens" if any(row.cell.case.sequence_length for row in rows) else "samples"
     fastest, told = rows[0], [""]
@@ -163,7 +165,7 @@ def _times(report: FitReport, rows: Sequence[_Timed]) -> TextTable:
 
 
 def notes(report: FitReport, *, with_peaks: bool = True) -> Iterator[str]:
-    """Yield sentences: what would make the others fit, what is at the peak, what the figures mean and belong to."""
+    """Yield sentences on what would make other cells fit, on the memory at the peak, and on what the figures mean."""
     titles = {gpu.marker: gpu.title for gpu in report.gpus}
     failures = [*(cell.failure for cell in report.cells), *(found.failure for found in report.largest)]
     yield from dict.fromkeys(filter(None, failures))
@@ -212,7 +214,7 @@ def _counts_not(cell: FitCell, what: str) -> bool:
 
 
 def _trained(report: FitReport) -> Iterator[str]:
-    """Yield how many parameters the methods train that adapt a model, as that follows from the layers that get adapters."""
+    """Yield how many parameters each adapting method trains, which follows from the layers that get adapters."""
     counts = {
         case.method: f"{case.method} trains {figures.trainable_parameters:,} parameters"
         for case, figures in ((cell.case, cell.figures) for cell in report.cells)
@@ -223,7 +225,7 @@ def _trained(report: FitReport) -> Iterator[str]:
 
 
 def _unquantized(report: FitReport) -> Iterator[str]:
-    """Yield in which type qlora keeps what it does not pack, and whether peft has converted it."""
+    """Yield the type in which qlora keeps what it does not pack, and whether peft has converted it."""
     cases = [cell.case for cell in report.cells if cell.case.method == "qlora"]
     for precision, called in dict.fromkeys((case.precision, case.unquantized_fp32) for case in cases):
         knob = "" if called is None else f" and unquantized_fp32={knob_text(called)}"
@@ -254,7 +256,7 @@ _SHOWN_SHARE: Final = 0.01
 
 
 def origins(figures: EmulatedRun) -> list[tuple[str, int]]:
-    """Describe what is at the peak, with its bytes; without what is below a hundredth."""
+    """Describe the origins of the bytes at the peak, without origins of less than a hundredth."""
     sizes = figures.peak_bytes_by_origin
     least = _SHOWN_SHARE * sum(sizes.values())
     return [(_ORIGINS[phase], size) for phase, size in sizes.items() if size >= least]

@@ -29,12 +29,12 @@ class Failure(NamedTuple):
 
 
 def wanted() -> bool:
-    """Tell whether this is a job of GitHub's, where such lines are read."""
+    """Tell whether this process runs in a job of GitHub Actions, which reads such lines."""
     return os.environ.get("GITHUB_ACTIONS") == "true"
 
 
 def commands(failures: Sequence[Failure]) -> Iterator[str]:
-    """Return a line for each failure, as far as GitHub shows them; the last then tells of the others."""
+    """Return a line for each failure, up to the number that GitHub shows. The last line then names the others."""
     shown = failures if len(failures) <= MOST else failures[: MOST - 1]
     yield from map(_command, shown)
     if len(shown) < len(failures):
@@ -51,7 +51,7 @@ def _command(failure: Failure) -> str:
 
 
 def _in_repository(path: Path | None) -> str:
-    """Return the path relative to the folder into which GitHub has checked the repository out."""
+    """Return the path relative to the folder of GitHub's checkout."""
     if path is None:
         return ""
     workspace = os.environ.get("GITHUB_WORKSPACE", "")

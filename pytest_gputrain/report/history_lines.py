@@ -53,7 +53,7 @@ class _LineIdentity(msgspec.Struct, frozen=True):
 
 
 def lines_of(results: Sequence[Result], session: RunInfo) -> list[HistoryLine]:
-    """Return a line for each case: of the last test that judged it, or else of the last that only measured it.
+    """Return a line for each case, from the last test that judged it, or else from the last that measured it.
 
     Searches and loss curves leave none: their figures are of other batches and steps than the case's.
     """
@@ -62,7 +62,7 @@ def lines_of(results: Sequence[Result], session: RunInfo) -> list[HistoryLine]:
 
 
 def unwritten(path: Path, lines: Sequence[HistoryLine], session: RunInfo) -> list[HistoryLine]:
-    """Return the ``lines`` that the file lacks: a resumed run has figures of earlier ones, which may have left theirs.
+    """Return the ``lines`` that the file lacks. A resumed run has figures of earlier runs, whose lines the file may have.
 
     Raises:
         HistoryError: the file cannot be read.
@@ -75,7 +75,7 @@ def unwritten(path: Path, lines: Sequence[HistoryLine], session: RunInfo) -> lis
 
 
 def _by_session(result: Declared, session: RunInfo) -> Iterator[tuple[Declared, RunInfo]]:
-    """Return the runs of a case, each with the session that measured it; the verdict is that of the last."""
+    """Return the runs of a case with the session that measured each. The verdict belongs to the last session."""
     if not isinstance(result, Measured) or not result.resumed:
         yield result, session
         return
@@ -154,7 +154,7 @@ def _line_of(result: Declared, session: RunInfo) -> HistoryLine:
 
 @functools.cache
 def _own_version() -> str:
-    """Find this package's version, once: reading the package's metadata takes longer than all else of a line."""
+    """Return this package's version. It is cached, because reading the metadata takes longer than the rest of a line."""
     return metadata.version("pytest-gputrain")
 
 

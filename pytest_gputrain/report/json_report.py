@@ -15,7 +15,7 @@ from pytest_gputrain.utils.files import write_atomically
 
 
 def write(report: Report, path: Path, more_results: Iterable[Result] = ()) -> None:
-    """Write ``report`` as indented JSON, whole or not at all.
+    """Write ``report`` as indented JSON completely, or leave the file as it is.
 
     Args:
         more_results: results after those of the report; they need not be in memory all at once.

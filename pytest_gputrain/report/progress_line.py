@@ -52,7 +52,7 @@ class ProgressLine:
         self._drawn_at = 0.0
 
     def show(self, case: Case, event: Event, run: int = 1) -> None:
-        """Draw ``event`` of the case's ``run``-th process, unless something was drawn just now."""
+        """Draw an ``event`` of the case's process number ``run``, unless something was drawn just before."""
         now = time.monotonic()
         if now - self._drawn_at >= _DRAW_EVERY_SECONDS:
             self._drawn_at = now
@@ -71,7 +71,7 @@ class ProgressLine:
 
 
 def describe(case: Case, event: Event, run: int = 1, kind: str = "") -> str:
-    """Describe progress: ``llama-3.1-8b-lora-bf16  run 2  step 3/10  0.42 s/step  35.6 GiB``."""
+    """Return a description of progress: ``llama-3.1-8b-lora-bf16  run 2  step 3/10  0.42 s/step  35.6 GiB``."""
     parts = [str(case), *([kind] if kind else []), *([f"run {run}"] if run > 1 else [])]
     if event.phase == "measure":
         parts.append(f"step {event.step or 0}/{case.steps}")

@@ -56,7 +56,7 @@ def _peak(field: str) -> Callable[[Result], float | None]:
 
 
 def update_seconds(result: Result) -> float | None:
-    """Return the measured time of an optimizer update: the median over the runs of each one's median."""
+    """Return the measured time of an optimizer update: the median over the runs of each run's median."""
     measured = [reply for reply in result.replies if isinstance(reply, Measurement)]
     seconds = [run.update_seconds(result.case.gradient_accumulation) for run in measured]
     measured_seconds = [value for value in seconds if value is not None]
@@ -64,7 +64,7 @@ def update_seconds(result: Result) -> float | None:
 
 
 def _samples_per_second(result: Result, parts: int = 1) -> float | None:
-    """Return the samples per second over whole updates, as tables count, because only some micro-batches include the
+    """Return the samples per second over whole updates, as published tables do. Only some micro-batches include the
     optimizer."""
     seconds, accumulation = update_seconds(result), result.case.gradient_accumulation
     if result.summary is None or seconds is None:
@@ -88,12 +88,12 @@ METRICS: Final = (
 
 
 def epoch_seconds(case: Case, samples: int, update_seconds: float) -> float:
-    """Derive the time of an epoch of this many samples from that of one optimizer update of ``case``."""
+    """Return the time of an epoch of this many samples, from the time of one optimizer update of ``case``."""
     return samples * update_seconds / (case.batch_size * case.gpus * case.gradient_accumulation)
 
 
 def compared_figures(row: Published, result: Result | None) -> Iterator[ComparedFigure]:
-    """Return what ``row`` prints, beside what ``result`` measured of it."""
+    """Return what ``row`` prints, and what ``result`` measured of it."""
     if row.outcome in OUTCOMES:
         yield ComparedFigure("sec/step", "", OUTCOMES[row.outcome], _shown(METRICS[0], result), "")
     for metric in METRICS:
@@ -106,7 +106,7 @@ def compared_figures(row: Published, result: Result | None) -> Iterator[Compared
 
 
 def printed(metric: Metric, figure: Figure) -> str:
-    """Format a figure with the digits it was published with: ``9-11 s``, ``8.0 GiB``."""
+    """Return a figure with as many digits as its document prints: ``9-11 s``, ``8.0 GiB``."""
     size, unit = 1.0, " s"
     if metric.field.endswith("_bytes"):
         unit, size = _unit(figure)
@@ -119,7 +119,7 @@ def printed(metric: Metric, figure: Figure) -> str:
 
 
 def _unit(figure: Figure) -> tuple[str, float]:
-    """Return the unit whose digit was rounded: thousands of MiB are neither GiB nor GB."""
+    """Return the unit whose digits were rounded, because thousands of MiB are neither GiB nor GB."""
     for unit, size in ((" GiB", GiB), (" GB", 1e9)):
         digits = math.log10(figure.rounding) - math.log10(size) if figure.rounding > 0 else 0
         if abs(digits - round(digits)) < 1e-6:
@@ -142,14 +142,14 @@ def _shown(metric: Metric, result: Result | None, beside: Figure | None = None) 
 
 
 def outcome(result: Result) -> str:
-    """Say in a word or two why a case has no figures."""
+    """Return in one or two words why a case has no figures."""
     if not result.replies or isinstance(reply := result.replies[-1], Measurement):
         return ""
     return FAILURES["refused" if isinstance(reply, Crashed) and reply.refused else failure_of(reply)]
 
 
 def table(results: Sequence[Measured], verdict: Callable[[Result], Text]) -> Table:
-    """Render a line for each case with its verdict, below it one for each figure; readable at 80 columns."""
+    """Return a line for each case with its verdict, and below it a line for each figure. It fits 80 columns."""
     comparison_table = rich_text.table()
     comparison_table.add_column("Case", overflow="fold")
     for header in ("Published", "Measured", "Ratio"):

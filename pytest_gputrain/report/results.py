@@ -26,7 +26,7 @@ def of_kind(results: Sequence[Result], *kinds: type[_Kind]) -> list[_Kind]:
 
 
 def latest(results: Sequence[_Kind]) -> list[_Kind]:
-    """Return each case of each device once: the last that was judged, else the last that was measured.
+    """Return each case of each device once: the last result that was judged, else the last that was measured.
 
     Those whose test had changed something in the environment come after all others.
     """
@@ -55,7 +55,7 @@ BY_ATTENTION: Final = (
 
 
 def verdict_of(result: Result) -> str:
-    """Return the verdict, or ``measured``, ``emulated``, ``failed`` if nobody judged, as tables show it."""
+    """Return the verdict for a table, or ``measured``, ``emulated`` or ``failed`` if nobody judged."""
     verdict: Verdict | None = result.verdict
     if verdict:
         return verdict.status
@@ -65,7 +65,7 @@ def verdict_of(result: Result) -> str:
 
 
 def counts_of(result: Result) -> dict[CountFigure, float]:
-    """Return what a step of a case asks of the GPU or of a CPU, the mean of each figure; empty if nothing was counted."""
+    """Return the counts of a step on a GPU or a CPU, each as the mean over the steps; empty if nothing was counted."""
     runs = [result.figures] if isinstance(result, Emulated) else result.replies if isinstance(result, Measured) else ()
     counted = (getattr(run, "counts", None) for run in runs)
     counts: Counts | None = next((counts for counts in counted if counts is not None and counts.steps), None)
@@ -76,7 +76,7 @@ def counts_of(result: Result) -> dict[CountFigure, float]:
 
 
 def count_columns(results: Sequence[Result]) -> dict[str, list[str]]:
-    """Return the columns of counts for a narrow table, by their title: a cell for each result."""
+    """Return columns of counts for a narrow table by their titles, with a cell for each result."""
     counts = [counts_of(result) for result in results]
     figures = (figure for figure in MAIN if any(figure in asked for asked in counts))
     return {

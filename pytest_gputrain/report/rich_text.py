@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def console(width: int, colour: bool) -> tuple[Console, io.StringIO]:
-    """Make a console of ``width`` columns, and return it with the text that it has written."""
+    """Return a console of ``width`` columns, and the file to which it writes its text."""
     from rich.console import Console
 
     file = io.StringIO()
@@ -38,7 +38,9 @@ def text(data: str, style: str = "", *, width: int | None = None) -> Text:
 
 
 def _broken(data: str, width: int) -> str:
-    """Break a line after blanks, hyphens and commas; a piece that is longer than a line after other signs, too."""
+    """Return the line in pieces that fit. It is broken after blanks, hyphens and commas, and if a piece is too long also
+    after other signs.
+    """
     lines = [""]
     for piece in _pieces(data, width, (r"(?<=[-\s,])", r"(?<=[_=/.:])")):
         if len(lines[-1]) + len(piece.rstrip()) > width and lines[-1]:
@@ -60,7 +62,7 @@ _LEAST_CASE: Final = 12
 
 
 def case_table(cases: Sequence[str], figures: Mapping[str, Sequence[str]], verdicts: Sequence[Text], width: int) -> Table:
-    """Make a table with a row for each case, whose names take as many lines as the figures leave columns for.
+    """Return a table with a row for each case. Names take as many lines as the columns of figures leave room for.
 
     Args:
         cases: their names.
@@ -84,7 +86,7 @@ def case_table(cases: Sequence[str], figures: Mapping[str, Sequence[str]], verdi
 
 
 def natural_width(renderable: Table) -> int:
-    """Return the number of columns that a table takes if nothing limits it."""
+    """Return the number of columns that a table takes without a limit."""
     from rich.measure import Measurement
 
     wide, _ = console(10_000, colour=False)
@@ -92,7 +94,7 @@ def natural_width(renderable: Table) -> int:
 
 
 def table(*, gap: int = 1) -> Table:
-    """Make an empty table without a frame, its columns ``gap`` characters apart."""
+    """Return an empty table without a frame, whose columns are ``gap`` characters apart."""
     from rich import box
     from rich.table import Table
 

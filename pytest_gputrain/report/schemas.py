@@ -24,7 +24,9 @@ from pytest_gputrain.records.history import COUNT_KEYS, KNOB_KEYS
 
 
 def _entry(record: type[msgspec.Struct], shared: Container[str], **more: Any) -> Any:
-    """Return a record as files of baselines hold it: without the fields that stand there once for several entries."""
+    """Return the type of a record in files of baselines. It lacks the fields that several entries share and that the file
+    has once.
+    """
     fields = [field for field in msgspec.structs.fields(record) if field.name not in shared]
     required = [(field.name, field.type) for field in fields if field.required]
     others = [(field.name, field.type, msgspec.UNSET) for field in fields if not field.required]
@@ -65,7 +67,7 @@ SCHEMAS: Final[dict[str, tuple[str, Any]]] = {
 
 
 def text_of(name: str) -> str:
-    """Return the schema as its file has it. Each field has the text that stands below it in the code as description."""
+    """Return the text of a schema's file. The description of a field is the text below the field in the code."""
     title, type_ = SCHEMAS[name]
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
     document = _with_clean_docstrings(msgspec.json.schema(type_)) | dialect
@@ -79,7 +81,7 @@ def text_of(name: str) -> str:
 
 
 def field_texts() -> dict[str, dict[str, str]]:
-    """Return the text below each field of each record, by the names of the record and of the field, on one line."""
+    """Return the text below each field of each record, on one line, by the names of the record and of the field."""
     modules = [import_module(f"{records.__name__}.{module.name}") for module in pkgutil.iter_modules(records.__path__)]
     classes = {each for module in (*modules, recording) for each in vars(module).values() if inspect.isclass(each)}
     without_source = (msgspec.Struct, HistoryLine)
@@ -95,7 +97,7 @@ def field_texts() -> dict[str, dict[str, str]]:
 
 
 def _own_texts(record: type) -> dict[str, str]:
-    """Return the string below each field of a class, in whose ``__doc__`` Python does not keep them."""
+    """Return the string below each field of a class, which Python itself does not keep."""
     (node,) = ast.parse(inspect.getsource(record)).body
     assert isinstance(node, ast.ClassDef)
     return {

@@ -16,7 +16,7 @@ _BESIDE_STEPS: Final[dict[TrainingPhase, str]] = {
 
 
 def line(results: Sequence[Result]) -> str:
-    """Return the line; empty if nothing was left out.
+    """Return a line on what was counted and what was left out; empty if nothing was left out.
 
     Steps of a built-in model are alike, so that the first ones tell of all.
     """
@@ -33,7 +33,7 @@ def line(results: Sequence[Result]) -> str:
 
 
 def _left_out(runs: Sequence[Measurement | EmulatedRun]) -> Iterator[str]:
-    """Yield what these runs left out of what programs do beside their steps."""
+    """Yield what these runs left out that programs do beside their steps."""
     for phase, said in _BESIDE_STEPS.items():
         if without := sum(phase not in run.phase_peak_bytes for run in runs):
             yield said if without == len(runs) else f"{said} in {without} of {count(len(runs), 'case')}"
@@ -48,7 +48,7 @@ def _steps(pairs: Sequence[tuple[int, int]]) -> str:
 
 
 def _run_of_own_code(result: Result) -> Measurement | EmulatedRun | None:
-    """Return a run of a case of own code that has figures. Nobody asks a script for a number of steps."""
+    """Return a run of own code that has figures; None for a script, whose number of steps nobody sets."""
     if not result.case.code or result.case.method == "script":
         return None
     runs = result.replies if isinstance(result, Measured) else [result.figures] if isinstance(result, Emulated) else ()
@@ -56,7 +56,7 @@ def _run_of_own_code(result: Result) -> Measurement | EmulatedRun | None:
 
 
 def _counted(case: Case, run: Measurement | EmulatedRun) -> Iterator[tuple[str, int]]:
-    """Yield what was counted of a run, and in how many of its steps."""
+    """Yield what was counted in a run, and in how many of its steps."""
     if run.memory_of_steps:
         yield "memory was", counted_steps(run.memory_of_steps)
     elif isinstance(run, Measurement) and run.environment.device_type == "cpu":

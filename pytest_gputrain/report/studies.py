@@ -25,7 +25,9 @@ _OUTCOMES: Final = {**FAILURES, "left_out": "left out", "capped": "capped"}
 
 
 def search_table(results: Sequence[BatchSearch], names: Names) -> Table:
-    """Tabulate throughput at batch 1 and at the best one, as published tables give it, and the largest batch that fits."""
+    """Return a table of throughput at batch size 1 and at the best one, as published tables have it, with the largest batch
+    that fits.
+    """
     table = _table("Batch 1", "Fastest (batch)", "Largest", "Tries", last="Outcome")
     for result in results:
         search = result.search
@@ -100,7 +102,7 @@ def _trend(curve: LossCurve) -> str:
 
 
 def explain(results: Sequence[Result]) -> list[str]:
-    """Yield sentences for what the tables cannot show."""
+    """Yield sentences on what the tables cannot show."""
     lines = _counted({result.key: _end_of(result.search) for result in of_kind(results, BatchSearch)})
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for result in of_kind(results, LossStudy):
@@ -118,7 +120,7 @@ def explain(results: Sequence[Result]) -> list[str]:
 
 
 def _end_of(search: Search) -> str:
-    """Return a sentence on what bounds the largest batch, empty if it is memory."""
+    """Return a sentence on what limits the largest batch; empty if it is memory."""
     if search.largest == search.most:
         return f"the largest batch tried, {search.most}, fits; a higher gpu_find_batch_max allows more"
     beyond = [
@@ -131,7 +133,7 @@ def _end_of(search: Search) -> str:
 
 
 def _counted(sentences: dict[str, str]) -> list[str]:
-    """Return each sentence once, with the first case that it is about."""
+    """Yield each sentence once, with the first case that it is about."""
     about: defaultdict[str, list[str]] = defaultdict(list)
     for key, sentence in sentences.items():
         about[sentence].append(key)

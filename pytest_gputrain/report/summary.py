@@ -28,7 +28,7 @@ _CUT: Final = "\n\nCut here, because GitHub shows 1 MiB of a step at most. The r
 def write(
     target: Path | Literal["auto", "none"], results: Sequence[Result], failures: Sequence[Failure], notes: Sequence[str]
 ) -> None:
-    """Write the summary of a run, if it is to have one.
+    """Write the summary of a run, if the run is to have one.
 
     Args:
         target: a file, which is replaced; ``auto`` for the one that GitHub names, which is appended to, or none elsewhere.
@@ -82,7 +82,7 @@ def _row(result: Result, counts: Sequence[str]) -> tuple[str, ...]:
 
 
 def fitted(summary_lines: Sequence[str], most_bytes: int) -> str:
-    """Return as many of the lines as fit into ``most_bytes``, and a sentence if some are left out."""
+    """Return as many of the lines as fit into ``most_bytes``, with a sentence if some are left out."""
     whole = "\n".join(summary_lines)
     if len(whole.encode()) <= most_bytes:
         return whole

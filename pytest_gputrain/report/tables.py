@@ -29,7 +29,9 @@ class TextTable:
 
 
 def render(text_tables: Sequence[TextTable], form: Form) -> str:
-    """Render the tables one after another; those for the terminal as wide as standard output, and in its colours."""
+    """Return the tables as text, one after another. For a terminal they are as wide as standard output, and in its
+    colours.
+    """
     if form == "markdown":
         return "\n".join(map(_markdown, text_tables))
     width, colour = console.standard_output()
@@ -37,7 +39,7 @@ def render(text_tables: Sequence[TextTable], form: Form) -> str:
 
 
 def csv_text(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return CSV that spreadsheets take for data; None is an empty cell."""
+    """Return CSV text that no spreadsheet takes for formulas. None is an empty cell."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(headers)

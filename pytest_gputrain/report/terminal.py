@@ -42,7 +42,7 @@ _METHODS: Final = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA", "custom": "
 
 
 def render(results: Sequence[Result], *, width: int, colour: bool, most: int | None = None) -> str:
-    """Render a table per suite, device and scale.
+    """Return a table for each suite, device and scale, as text.
 
     Args:
         most: rows; of more those that want attention are shown, and how many others there are.
@@ -75,7 +75,9 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
 
 
 def _rows(results: Sequence[Result]) -> dict[int, int]:
-    """Return the indices of the results that the tables show, each with its rank by attention; rank 0 comes first."""
+    """Return the indices of the results that the tables show, each with its rank. Rank 0 needs attention most and comes
+    first.
+    """
     judged_keys = {(result.suite, result.key, result.variables_digest) for result in results if result.verdict}
     return {
         index: BY_ATTENTION.index(verdict_of(result))
@@ -165,7 +167,7 @@ def _scaling(result: Result) -> str:
 
 
 def change(name: MetricName, result: Result) -> str:
-    """Return ``+0.4 %`` where the metric was compared, or ``+18.3 % backward`` where the peak of a phase alone has grown."""
+    """Return ``+0.4 %`` for a metric that was compared, or ``+18.3 % backward`` if only the peak of a phase has grown."""
     metric, where = result.verdict.metric(name) if result.verdict else None, ""
     if name == "peak_allocated_bytes" and result.verdict and (metric is None or metric.status != "regressed"):
         # If only a phase has grown, the row shows that phase.

@@ -18,7 +18,7 @@ _STATUSES: Final = {
 
 
 def line(results: Sequence[Result], *, skipped: int = 0, left_out: int = 0, unclaimed: int = 0) -> str:
-    """Return the line; empty if everything was compared.
+    """Return the line on what was not compared; empty if everything was.
 
     Args:
         skipped: tests with cases that were.

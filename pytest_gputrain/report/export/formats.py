@@ -26,7 +26,7 @@ Export = Callable[[Sequence[Report]], str | Mapping[str, str]]
 
 
 class Format(NamedTuple):
-    """A way to write reports."""
+    """A format in which reports are exported."""
 
     export: Export
     reads: str
@@ -40,7 +40,7 @@ class Format(NamedTuple):
 
 
 def _json(document: Callable[[Report], object]) -> Export:
-    """Return the export of one report as the JSON of its ``document``."""
+    """Return an export function that writes the ``document`` of one report as JSON."""
 
     def export(reports: Sequence[Report]) -> str:
         (report,) = reports
@@ -56,7 +56,7 @@ def _terminal(reports: Sequence[Report]) -> str:
 
 
 def _markdown(reports: Sequence[Report]) -> str:
-    """Return what pytest writes for the page of a CI job, under the commit and the date of each run."""
+    """Return the summary that pytest writes for the page of a CI job, with the commit and the date of each run."""
     return "\n".join("\n".join(_summary(report)) for report in reports)
 
 
@@ -120,12 +120,12 @@ def _csv_row(report: Report, result: Result, point: Point | None) -> list[object
 
 
 def _kind(result: Result) -> str:
-    """Return the prefix of the name of a figure that was not measured."""
+    """Return the prefix for the name of a figure that was not measured."""
     return "emulated " if isinstance(result, Emulated) else ""
 
 
 def _peak(point: Point) -> dict[str, Any]:
-    """Return peak memory for github-action-benchmark, a `BenchmarkResult` of its ``extract.ts``.
+    """Return the peak memory in the form of github-action-benchmark, a `BenchmarkResult` of its ``extract.ts``.
 
     Time goes there as pytest-benchmark's file, because an alert threshold of the action is for one kind of figure.
     """
@@ -143,7 +143,8 @@ def _peak(point: Point) -> dict[str, Any]:
 
 
 def _measures(point: Point) -> dict[str, Any]:
-    """Return the measures of a case in Bencher Metric Format v0: https://bencher.dev/docs/reference/bencher-metric-format.
+    """Return the measures of a case in the Bencher Metric Format v0:
+    https://bencher.dev/docs/reference/bencher-metric-format.
 
     ``latency`` is Bencher's own, in nanoseconds; ``peak-memory`` is created by the first report that has it, in bytes, and
     so are the waits and the work of a step on an emulated GPU, and the reads and the operators of a step on a CPU.
@@ -173,7 +174,7 @@ _OTAVA_TEST: Final = {
 
 
 def _otava(reports: Sequence[Report]) -> Mapping[str, str]:
-    """Return a CSV for each case, and ``otava.yaml``, which lists them; it is JSON, which is YAML.
+    """Return a CSV file for each case, and ``otava.yaml``, which lists them. That file is JSON, which is valid YAML.
 
     Otava turns every cell of a metric into a number, so a run in which a case gave none has no row.
     """

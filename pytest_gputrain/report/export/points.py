@@ -29,7 +29,9 @@ class Point:
 
     @property
     def name(self) -> str:
-        """``llm_finetuning/llama-3.1-8b-lora-bf16@tiny``: the same in every run, another at another scale."""
+        """The name of the case, ``llm_finetuning/llama-3.1-8b-lora-bf16@tiny``. It is the same in every run, but another one
+        for another scale.
+        """
         return f"{self.result.suite}/{self.result.key}"
 
     @property
@@ -44,7 +46,7 @@ class Point:
 
 
 def points(results: Sequence[Result], *, timed: bool = False) -> list[Point]:
-    """Return the point of each case that has figures without doubt.
+    """Return the point of each case that has reliable figures.
 
     Args:
         timed: leave out what has no time, too.
@@ -53,12 +55,12 @@ def points(results: Sequence[Result], *, timed: bool = False) -> list[Point]:
 
 
 def left_out(results: Sequence[Result], *, timed: bool = False) -> list[str]:
-    """Return a sentence that says why, for each case that `points` leaves out."""
+    """Return a sentence for each case that `points` leaves out, with the reason."""
     return [point for result in latest(results) if isinstance(point := _point(result, timed), str)]
 
 
 def _point(result: Result, timed: bool) -> Point | str:
-    """Return the point of a result, or a sentence why it has none."""
+    """Return the point of a result, or a sentence that says why it has none."""
     if isinstance(result, Study):
         return f"{result.key} is left out: its figures are of a search or of loss curves, not of the case as declared"
     if isinstance(result, Emulated) and result.figures is not None:
@@ -74,7 +76,7 @@ def _point(result: Result, timed: bool) -> Point | str:
 
 
 def file_names(names: Iterable[str], suffix: str) -> Iterator[str]:
-    """Return a different file name for each of ``names``, even if capitals do not count. The end of a long one is a hash."""
+    """Return a file name for each of ``names``. All differ even if capitals do not count. A long one ends with a hash."""
     taken: set[str] = set()
     for name in names:
         stem = re.sub(r"[^\w.@=+-]+", "_", name.replace("/", "."))

@@ -30,12 +30,14 @@ _ByRow = Mapping[tuple[str, str, str, str], Result]
 
 
 def _row(of: Published | Result) -> tuple[str, str, str, str]:
-    """Return platform, suite, key and knobs. The key tells the tiny scale, and the knobs tell a case that was changed."""
+    """Return platform, suite, key and knobs. The key includes the tiny scale, and the knobs those that the command line has
+    changed.
+    """
     return of.platform, of.suite, of.key if isinstance(of, Result) else str(of.case), repr(of.case.identity())
 
 
 def _by_row(results: Sequence[Result]) -> _ByRow:
-    """Return the measured results by row, the last one of a case that was measured several times."""
+    """Return the measured results by row. If a case was measured several times, the last result counts."""
     return {_row(result): result for result in results if not isinstance(result, Emulated)}
 
 
@@ -62,7 +64,7 @@ def _text(tables: Sequence[PublishedTable], results: Sequence[Result], *, form: 
 
 
 def _text_table(table: PublishedTable, platform: str, results: _ByRow) -> TextTable:
-    """Return the rows of one platform in their published columns, then what was measured with its ratios."""
+    """Return the rows of one platform in their published columns, with what was measured and its ratios below."""
     rows = table.published(platform)
     setup = table.platforms[platform]
     headers = [column.title for column in table.columns]
@@ -106,7 +108,7 @@ _EPOCH_HEADERS: Final = ("Derived from its sec/update", "Derived from measured s
 
 
 def _epoch_cells(row: Published, result: Result | None, samples: int) -> list[str]:
-    """Return the time of an epoch as the published and the measured time of an update make it, and its published ratio."""
+    """Return the time of an epoch from the published and from the measured time of an update, and the published ratio."""
     figures = row.figures.get(GATED, Figures())
     printed, update, epoch = "", figures.update_seconds, figures.epoch_seconds
     if update is not None:
@@ -129,7 +131,7 @@ def _key(line: ComparedFigure) -> tuple[str, str]:
 
 
 def _plain(cell: str) -> str:
-    """Return a cell without the links of its document, which are relative to that document."""
+    """Return a cell without its links, which are relative to the document."""
     return " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell).split())
 
 
@@ -141,7 +143,9 @@ CSV_HEADERS: Final = (
 
 
 def _csv(tables: Sequence[PublishedTable], results: Sequence[Result]) -> str:
-    """Return a row for each case and framework, in seconds, bytes and samples per second. A range has its middle."""
+    """Return a CSV row for each case and framework, in seconds, bytes and samples per second. A range is given by its
+    middle.
+    """
     by_row = _by_row(results)
     rows = [(row, table.epoch) for table in tables for row in table.published()]
     return csv_text(CSV_HEADERS, [cells for row, epoch in rows for cells in _csv_rows(row, by_row.get(_row(row)), epoch)])
@@ -162,7 +166,7 @@ def _csv_rows(row: Published, result: Result | None, epoch: Epoch | None) -> Ite
 
 
 def _html(tables: Sequence[PublishedTable], results: Sequence[Result]) -> str:
-    """Return a page of bars for every figure of the tables."""
+    """Return a page with bars for every figure of the tables."""
     from pytest_gputrain.report.html import page
 
     if missing := page.missing():

@@ -15,7 +15,7 @@ from pytest_gputrain.report.results import verdict_of
 
 
 def document(report: Report) -> dict[str, Any]:
-    """Return what ``--benchmark-json`` would have written of the report's cases."""
+    """Return the document that ``--benchmark-json`` would write for the report's cases."""
     timed = points(report.results, timed=True)
     return {
         "machine_info": _machine(timed),
@@ -31,7 +31,7 @@ def document(report: Report) -> dict[str, Any]:
 
 
 def entry(point: Point) -> dict[str, Any]:
-    """Return what pytest-benchmark says of a benchmark beside its time.
+    """Return the fields of a benchmark in pytest-benchmark's file, except its times.
 
     Its names tell one run's cases from another's, so they are the case's rather than the test's: a test may measure several.
     """
@@ -70,7 +70,9 @@ def _extra(result: Result, point: Point) -> dict[str, Any]:
 
 
 def _machine(timed: Sequence[Point]) -> dict[str, Any]:
-    """Describe the machine in the keys of pytest-benchmark, which warns of differences between two files."""
+    """Return the fields of pytest-benchmark's file about the machine. pytest-benchmark warns if they differ between two
+    files.
+    """
     if not timed:
         return {}
     environment = timed[0].runs[0].environment

@@ -114,7 +114,7 @@ class Cases:
 
 
 def gathered(results: Sequence[Result]) -> Cases:
-    """Return the cases of results, each once for a device."""
+    """Return the cases of results, each once for every device."""
     shown = sorted(_latest(results), key=lambda result: _RANK[_verdict(result)])
     figures = {title: [figure(result) for result in shown] for title, figure in _FIGURES.items()}
     known = [title for title, cells in figures.items() if any(cell.text for cell in cells)]
@@ -141,7 +141,9 @@ def gathered(results: Sequence[Result]) -> Cases:
 
 
 def _latest(results: Sequence[Result]) -> Iterator[Result]:
-    """Take the latest result of each case. A study is a row of its own: it says nothing of the case as declared."""
+    """Return the latest result of each case. A study has a row of its own, because it says nothing of the case as
+    declared.
+    """
     yield from latest(of_kind(results, Measured, Emulated))
     yield from latest(of_kind(results, BatchSearch, LossStudy))
 
@@ -202,7 +204,7 @@ def _measured(name: str, show: Callable[[float], str]) -> Callable[[Result], Cel
 
 
 def _change(*names: MetricName) -> Callable[[Result], Cell]:
-    """Return a function that gives the cell of the first of the metrics that was compared."""
+    """Return a function that makes a cell of the first of these metrics that was compared."""
 
     def cell(result: Result) -> Cell:
         metrics = (result.verdict.metric(name) for name in names) if result.verdict else ()
@@ -227,7 +229,7 @@ def _expected(result: Result) -> Cell:
 
 
 def _asked(figure: CountFigure) -> Callable[[Result], Cell]:
-    """Return a function that gives the cell of a count, empty for 0."""
+    """Return a function that makes a cell of a count; empty for 0."""
 
     def cell(result: Result) -> Cell:
         metric = result.verdict.metric(figure) if result.verdict else None
@@ -277,7 +279,7 @@ class EnvironmentSummary:
 
 
 def environment_summaries(results: Sequence[Result]) -> list[EnvironmentSummary]:
-    """Return each environment once, whatever number of its devices a case takes."""
+    """Return each environment once, whatever number of its devices the cases use."""
     by_environment: defaultdict[bytes, list[Result]] = defaultdict(list)
     for result in _latest(results):
         environments = _environments([result])
@@ -298,7 +300,7 @@ def _summary_of(members: Sequence[Result]) -> EnvironmentSummary:
 
 
 def _key(*records: object) -> bytes:
-    """Return a key of records, which hold dictionaries and so cannot be hashed."""
+    """Return a hashable key of records that hold dictionaries."""
     return msgspec.json.encode(records, order="deterministic")
 
 

@@ -33,7 +33,7 @@ _TEXT: Final = 11
 
 
 class Colour:
-    """Placeholders that matplotlib takes for colours, by the variable of the style sheet that they stand for."""
+    """The colours that matplotlib gets, which are placeholders for variables of the style sheet."""
 
     INK: Final = "#000101"
     MUTED: Final = "#000102"
@@ -76,7 +76,7 @@ _SETTINGS: Final[dict[Any, Any]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """A drawing, and the points in it that show a label."""
+    """A drawing, with its points that show a label."""
 
     svg: Markup
     points: tuple[tuple[float, float, str], ...] = ()
@@ -127,7 +127,7 @@ class Charts:
 
     @property
     def css(self) -> str:
-        """The rules that all charts drawn so far need."""
+        """The style rules that all charts so far need."""
         return "\n".join(f".{name}{{{style}}}" for style, name in self._classes.items())
 
     def trend(
@@ -250,7 +250,7 @@ class Charts:
         description: str,
         limit: tuple[float, str] | None = None,
     ) -> Chart:
-        """Draw bars from left to right, those of a group below its name.
+        """Return a chart of bars from left to right. The name of a group is below its bars.
 
         Args:
             limit: a length that is marked, and what it is.
@@ -301,7 +301,7 @@ class Charts:
 
     @contextmanager
     def _axes(self, height: float, *, left: float, bottom: float, top: float) -> Iterator[tuple[Figure, Axes]]:
-        """Make axes with margins in the units of the drawing."""
+        """Return axes with margins, in the units of the drawing."""
         import matplotlib
         from matplotlib.figure import Figure
 
@@ -317,7 +317,7 @@ class Charts:
 
     @staticmethod
     def _measure(axes: Axes, unit: str) -> None:
-        """Put few numbers at the left of the axes, and their unit above them."""
+        """Put few numbers at the left of the axes, with their unit above."""
         axes.locator_params(axis="y", nbins=4)
         axes.ticklabel_format(axis="y", style="plain", useOffset=False)
         axes.grid(axis="y")
@@ -342,7 +342,7 @@ class Charts:
         return Chart(svg=self._part_of_page(file.getvalue(), name, title, description), points=tuple(placed))
 
     def _part_of_page(self, text: str, name: str, title: str, description: str) -> Markup:
-        """Return matplotlib's file as an element of a page."""
+        """Return matplotlib's SVG file as an element of a page."""
         root = ElementTree.fromstring(text)
         for element in [*root]:
             if element.tag == f"{{{_SVG}}}metadata" or element.find(f"{{{_SVG}}}style") is not None:
@@ -385,7 +385,7 @@ _NAME_LETTERS: Final = 50
 
 
 def axis_unit(kind: str, most: float) -> tuple[float, str]:
-    """Return the size and the name of the unit in which an axis up to ``most`` is read.
+    """Return the size and the name of the unit for an axis that ends at ``most``.
 
     Args:
         kind: ``seconds`` or ``bytes``; all else is a number without unit.

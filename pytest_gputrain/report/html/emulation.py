@@ -18,7 +18,7 @@ _LINES: Final = ("in use", "reserved")
 
 
 def courses(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
-    """Chart memory from the first allocation to the last, for each process and GPU."""
+    """Return charts of memory from the first allocation to the last, for each process and GPU."""
     for process in report.processes:
         for device in process.devices:
             if device.course:
@@ -26,7 +26,7 @@ def courses(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
 
 
 def peaks(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
-    """Chart what was in use at the peak, by the part of training that allocated it, with the largest tensors."""
+    """Return charts of the memory at the peak, by the part of training that allocated it, with the largest tensors."""
     for process in report.processes:
         for device in process.devices:
             if device.peak is not None:
@@ -34,7 +34,7 @@ def peaks(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
 
 
 def asked(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
-    """Chart the work that each line of the program asks of the GPU, with a table of all that it asks for."""
+    """Return charts of the work that each line of the program asks of the GPU, with a table of all counts."""
     for process in report.processes:
         told = asked_by(process)
         if told is None or not told.lines:
@@ -59,7 +59,7 @@ def asked(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
 
 
 def notes(report: Emulation) -> Iterator[str]:
-    """Return what is to be known beside the charts, the verdict first."""
+    """Return the notes beside the charts, with the verdict first."""
     yield f"{report.fit.verdict.capitalize()}: {report.fit.sentence}."
     for note in report.notes:
         yield f"{note[0].upper()}{note[1:]}."

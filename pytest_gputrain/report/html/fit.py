@@ -14,14 +14,14 @@ _TONES: Final[dict[Fit, str]] = {"fits": "good", "incomplete": "doubt", "within-
 
 
 def missing() -> str:
-    """Return a sentence for what has to be installed; empty if a page can be made."""
+    """Say what must be installed to make a page; empty if nothing is missing."""
     if importlib.util.find_spec("jinja2") is not None:
         return ""
     return "the page needs jinja2; install it with: pip install 'pytest-gputrain[report]'"
 
 
 def page(report: FitReport) -> str:
-    """Render the page as text."""
+    """Return the page as text."""
     environment = templates()
     tones = {fit.WORDS[kind]: tone for kind, tone in _TONES.items()}
 

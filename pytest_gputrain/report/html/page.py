@@ -42,7 +42,7 @@ class HistoryTrends(NamedTuple):
 
 
 def read_trends(paths: Sequence[Path], warn: Callable[[str], None]) -> HistoryTrends:
-    """Read the time and the memory of every case from files of ``--gpu-history``.
+    """Return the time and memory of every case from files of ``--gpu-history``.
 
     Args:
         warn: called with a sentence for what is left out.
@@ -55,7 +55,7 @@ def read_trends(paths: Sequence[Path], warn: Callable[[str], None]) -> HistoryTr
 
 
 def missing() -> str:
-    """Return a sentence for what has to be installed; empty if a page can be made."""
+    """Say what must be installed to make a page; empty if nothing is missing."""
     lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if not lacking:
         return ""
@@ -64,7 +64,7 @@ def missing() -> str:
 
 
 def write(path: Path, reports: Sequence[Report], history_trends: HistoryTrends | None = None, *, baseline_dir: Path) -> None:
-    """Write the page, whole or not at all.
+    """Write the page completely, or leave the file as it is.
 
     Args:
         baseline_dir: where published tables are looked for.
@@ -76,7 +76,7 @@ def write(path: Path, reports: Sequence[Report], history_trends: HistoryTrends |
 
 
 def page(reports: Sequence[Report], history_trends: HistoryTrends | None = None, *, baseline_dir: Path) -> str:
-    """Render the page as text; see `write`."""
+    """Return the page as text; see `write`."""
     from pytest_gputrain.report.html import cases, published, sections, trends
     from pytest_gputrain.report.html.charts import Charts
 
@@ -117,7 +117,7 @@ def page(reports: Sequence[Report], history_trends: HistoryTrends | None = None,
 
 
 def page_of_tables(tables: Sequence[PublishedTable], measured: Callable[[Published], Result | None]) -> str:
-    """Render the page of published tables, with what was measured of their rows."""
+    """Return the page of published tables, with what was measured for their rows."""
     from pytest_gputrain.report.html import published
     from pytest_gputrain.report.html.charts import Charts
 
@@ -132,7 +132,7 @@ def page_of_tables(tables: Sequence[PublishedTable], measured: Callable[[Publish
 
 
 def page_of_emulation(report: Emulation) -> str:
-    """Render the page of what a program took of an emulated GPU."""
+    """Return the page on what a program took of an emulated GPU."""
     from pytest_gputrain.report.html import emulation
     from pytest_gputrain.report.html.charts import Charts
 
@@ -151,7 +151,7 @@ def page_of_emulation(report: Emulation) -> str:
 
 
 def _rendered(charts: Charts, figures: Mapping[str, Sequence[CaptionedChart]], **others: Any) -> str:
-    """Fill the template in, with the styles of the charts drawn so far."""
+    """Return the filled template, with the styles of the charts so far."""
     from pytest_gputrain.report.html import cases
 
     environment = templates()
@@ -193,7 +193,7 @@ def templates() -> Environment:
 
 
 def source(environment: Environment, name: str) -> str:
-    """Return a file of this folder."""
+    """Return the text of a file of this folder."""
     assert environment.loader is not None
     return environment.loader.get_source(environment, name)[0]
 

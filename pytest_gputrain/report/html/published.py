@@ -22,7 +22,7 @@ _COLOURS: Final = {"paddle": 2, "pytorch": 1}
 
 
 def beside_measured(results: Sequence[Result], store: PublishedStore | None, charts: Charts) -> Iterator[CaptionedChart]:
-    """Prepare, for every published table and figure in it, the bars of what was printed and of what was measured.
+    """Return bars of the printed and the measured values, for every figure of every published table.
 
     Args:
         store: published rows for results that were not compared with any; None for none.
@@ -97,7 +97,7 @@ def _description(groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
 def whole_tables(
     tables: Sequence[PublishedTable], measured: Callable[[Published], Result | None], charts: Charts
 ) -> Iterator[CaptionedChart]:
-    """Draw every figure that the tables print, in groups of what is to be compared: GPUs, frameworks, sizes of buckets.
+    """Return charts of every figure that the tables print. Each group is to be compared: GPUs, frameworks, sizes of buckets.
 
     Args:
         measured: finds what was measured of a row.
@@ -130,7 +130,7 @@ class _Printed(NamedTuple):
 
     @property
     def sides(self) -> dict[str, str]:
-        """Return the properties in which this figure may differ from others of its group."""
+        """Return the properties by which this figure may differ from others of its group."""
         sizes = [(name, size) for knob, name in _BUCKETS.items() if (size := getattr(self.row.case, knob))]
         return {
             "platform": title_of(self.row.platform),
@@ -139,7 +139,7 @@ class _Printed(NamedTuple):
         }
 
     def colour_key(self, side: str) -> str:
-        """Return what its colour tells; buckets and live parameters of one size have one colour."""
+        """Return the property that a figure's colour stands for. Buckets and live parameters of one size have one colour."""
         return self.sides[side].rpartition(" ")[2] if side == "buckets" else self.sides[side]
 
 
@@ -215,7 +215,7 @@ def _chart_of(
 
 
 def _group_names(cases: Sequence[Case]) -> list[str]:
-    """Return what tells each case from the others, without the sizes of buckets."""
+    """Return names that distinguish the cases, without the sizes of buckets."""
     parts = [
         {
             **{name: str(getattr(case, name)) for name in ("model", "method", "precision", "parallel")},
@@ -236,6 +236,6 @@ def _knob_text(knob: str, value: object) -> str:
 
 
 def _varied(records: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the names whose texts differ between records."""
+    """Return the fields whose texts differ between records."""
     names = dict.fromkeys(name for record in records for name in record)
     return [name for name in names if len({record.get(name, "") for record in records}) > 1]

@@ -46,7 +46,7 @@ class CaptionedChart:
 
 
 def scaling(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
-    """Chart throughput by the number of GPUs, for cases that differ in nothing else."""
+    """Return charts of the throughput by the number of GPUs, for cases that differ in nothing else."""
     speeds_by_case: defaultdict[tuple[str, str, str, str, str], dict[int, tuple[float, str]]] = defaultdict(dict)
     for result in latest(of_kind(results, Measured)):
         runs = [reply for reply in result.replies if isinstance(reply, Measurement)]
@@ -90,7 +90,7 @@ def scaling(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChar
 
 
 def losses(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
-    """Chart the curves of ``--gpu-loss``, those of a case in one chart."""
+    """Return charts of the curves of ``--gpu-loss``, one chart for each case."""
     for result in of_kind(results, LossStudy):
         curves = [curve for curve in result.loss_curves if curve.losses]
         if not curves:
@@ -150,7 +150,7 @@ _REST: Final = 4
 
 
 def memory(results: Sequence[Result], charts: Charts) -> Iterator[CaptionedChart]:
-    """Chart the tensors that live at the peak of each phase on an emulated GPU, by the phase that made them."""
+    """Return charts of the tensors at the peak of each phase on an emulated GPU, by the phase that made them."""
     for result in latest(results):
         figures = result.figures if isinstance(result, Emulated) else None
         if figures is None or not any(figures.largest.values()) or figures.peak_phase is None:
@@ -199,7 +199,7 @@ _MOST_COUNTS: Final = 2
 
 
 def beside_baseline(result: Result, charts: Charts) -> Iterator[CaptionedChart]:
-    """Chart what a verdict compared with the baseline, both side by side: memory by phase, and counts by line.
+    """Return charts of a result beside its baseline: memory by phase, and counts by line.
 
     Charts of what fails the case come first.
     """
@@ -237,7 +237,7 @@ def beside_baseline(result: Result, charts: Charts) -> Iterator[CaptionedChart]:
 def _beside(
     title: str, rows: Sequence[tuple[str, float, float, bool]], show: Callable[[int], str], charts: Charts
 ) -> CaptionedChart:
-    """Chart rows of a name, a figure of the baseline, that of today, and whether it has grown."""
+    """Return a chart of rows. Each row has a name, the baseline's figure, today's figure, and whether it has grown."""
     groups = [
         (
             name,

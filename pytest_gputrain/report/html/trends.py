@@ -38,7 +38,7 @@ class Trend:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangeText:
-    """A change of level, described in text."""
+    """A change of level, as text."""
 
     share: str
     tone: str
@@ -65,8 +65,8 @@ class Card:
 def cards(
     history: History, courses: Sequence[Course], first: Collection[Subject], charts: Charts, warn: Callable[[str], None]
 ) -> list[Card]:
-    """Sort cases: those with a change first, the largest change first; then those of ``first``; then all others, up to
-    `MOST_CARDS`.
+    """Return the cards of cases, at most `MOST_CARDS`. Cases with a change come first, the largest change first, and then
+    those of ``first``.
 
     Args:
         courses: how each metric of each case moved.

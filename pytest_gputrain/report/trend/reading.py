@@ -34,7 +34,7 @@ class Subject(NamedTuple):
 
 
 class Filter(NamedTuple):
-    """Says which lines are wanted: those with one of the texts in their key or device; all for none."""
+    """A filter of lines by one of several texts in their key or device. Without texts all lines pass."""
 
     cases: Sequence[str] = ()
     devices: Sequence[str] = ()
@@ -49,7 +49,7 @@ class Filter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The runs of one subject, a few bytes each, in order of time once they are `sorted`."""
+    """The runs of one subject, in a few bytes each. They are in order of time once `sorted` was called."""
 
     dates: array[float]
     """Seconds since 1970."""
@@ -80,7 +80,7 @@ class Series:
         self.offsets.extend(other.offsets)
 
     def sorted(self) -> Series:
-        """Sort the series. Files end in the order of pytest's ends, and several files follow each other."""
+        """Sort the series by time. Lines of a file are in the order in which runs ended, and files follow each other."""
         if all(map(operator.le, self.dates, itertools.islice(self.dates, 1, None))):
             return self
         indices = sorted(range(len(self.dates)), key=self.dates.__getitem__)
@@ -99,7 +99,7 @@ class Series:
 
 
 class History:
-    """Some files of ``--gpu-history``, read once from end to end, and then a line at a time."""
+    """Files of ``--gpu-history``. They are read once from end to end, and later a line at a time."""
 
     def __init__(self, paths: Sequence[Path], metrics: Sequence[str], wanted: Filter, warn: Callable[[str], None]) -> None:
         """
@@ -151,7 +151,7 @@ class History:
         self.series = _of_branch(branches, wanted.branch, warn)
 
     def line(self, offset: int) -> dict[str, Any]:
-        """Read all fields of the line at an offset.
+        """Return all fields of the line at an offset.
 
         Raises:
             HistoryError: the file is not as it was.
@@ -172,7 +172,7 @@ _NAMES: Final = ("suite", "key", "device", "branch")
 def _of_branch(
     branches: dict[str, dict[Subject, Series]], asked: str | None, warn: Callable[[str], None]
 ) -> dict[Subject, Series]:
-    """Keep the lines of one branch."""
+    """Return a function that keeps only the lines of one branch."""
     branch = asked or next((trunk for trunk in TRUNKS if trunk in branches), "*")
     if branch == "*":
         chosen = list(branches.values())

@@ -31,7 +31,7 @@ _NOISY: Final = (*HIGHER_IS_BETTER, "_seconds", "joules_per_sample", "power_watt
 
 
 def analyse(history: History, metrics: Iterable[str]) -> Iterator[Course]:
-    """Yield the course of each metric of each case, as far as the history has figures.
+    """Yield the course of each metric of each case that has enough figures in the history.
 
     Raises:
         HistoryError: a file changed meanwhile.
@@ -81,12 +81,12 @@ def analyse(history: History, metrics: Iterable[str]) -> Iterator[Course]:
 
 
 def format_share(change: Change) -> str:
-    """Return a change as a share; empty for one from 0."""
+    """Return a change as a share; empty for a change from 0."""
     return "" if change.share is None else format_percent(change.share)
 
 
 def is_told(course: Course) -> bool:
-    """Tell whether a course is told if nobody asks for its metric: there are many counts, and most never change."""
+    """Tell whether a course is shown if nobody asks for its metric. There are many counts, and most never change."""
     return bool(course.changes) or course.metric not in COUNT_KEYS
 
 
