@@ -36,7 +36,7 @@ _STORES: Final[dict[type[CaseResult], type[SuiteStore[Any, Any]]]] = {
 
 
 def note_missing(collector: Collector, tests: CaseTests, expression: str, *, ended: bool) -> None:
-    """Note why a run that passed has not compared everything; a strict run fails.
+    """Note why a run that passed has not compared everything. In a strict run this fails.
 
     Args:
         expression: of ``-m``.
@@ -70,7 +70,7 @@ def note_missing(collector: Collector, tests: CaseTests, expression: str, *, end
 def note_unclaimed(
     collector: Collector, files: WholeFiles, without_cases: Set[Path], host: Callable[[], Host | None]
 ) -> int:
-    """Note the baselines that no test asks for any more, or remove them; return how many are left.
+    """Note the baselines that no test asks for any more, or remove them. Return how many remain.
 
     Args:
         without_cases: the test files that were collected and have no test with cases.
@@ -111,7 +111,7 @@ class _Unclaimed(NamedTuple):
     """The tests that may have asked for them, if they had run to their end; empty for none."""
 
     def remove(self) -> str:
-        """Remove them, and return a sentence.
+        """Remove the entries, and return a sentence on them.
 
         Raises:
             BaselineError: the file cannot be read or written.
@@ -133,7 +133,9 @@ def _abandoned(root: Path, without_cases: Set[Path]) -> set[str]:
 def _unclaimed(
     settings: Settings, results: Sequence[Result], files: WholeFiles, abandoned: Set[str], host: Callable[[], Host | None]
 ) -> Iterator[_Unclaimed]:
-    """Yield stored entries that no test asked for, of suites that were seen as a whole, on the devices of the results."""
+    """Yield stored entries that no test asked for. Only suites that this run has seen completely count, on the devices of
+    the results.
+    """
     if not _asks_for_every_case(settings):
         return
     paths: defaultdict[str, list[Path]] = defaultdict(list)
@@ -191,7 +193,7 @@ def _claimed(results: Sequence[Result]) -> dict[tuple[type[SuiteStore[Any, Any]]
 
 
 def _why_not_pruned(files: WholeFiles, results: Sequence[Result]) -> str:
-    """Name the files with cases of which nothing could be removed; empty for none."""
+    """Say for which files with cases nothing could be removed; empty for none."""
     suites = {result.suite for result in results}
     reasons = {path.name: why for path in files.paths if suite_of(path) in suites and (why := files.why_partial(path))}
     listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
@@ -199,15 +201,14 @@ def _why_not_pruned(files: WholeFiles, results: Sequence[Result]) -> str:
 
 
 def _described(found: Sequence[_Unclaimed]) -> str:
-    """Name baselines that no test asked for."""
+    """Describe the baselines that no test asked for."""
     names = [f"{entry.suite} {key} on {entry.device}" for entry in found for key in entry.keys]
     more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
     return f"{count(len(names), 'baseline')}: {', '.join(names[:_MOST_SHOWN])}{more}"
 
 
 def _asks_for_every_case(settings: Settings) -> bool:
-    """Tell whether the tests of this run ask for the cases that they have baselines for, rather than for others of their
-    own."""
+    """Tell whether the tests of this run ask for their cases as they are stored, without changes by options."""
     if settings.sweep or settings.find_batch or settings.loss_steps is not None or settings.baseline != "measured":
         return False
     return settings.steps is None and settings.warmup is None  # a case may name its steps in its id

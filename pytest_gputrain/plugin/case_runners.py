@@ -30,7 +30,7 @@ def case_runner(
     resumed_report: ResumedReport | None,
     watch: Watch,
 ) -> CaseRunner:
-    """Make the runner that answers the requests of the tests.
+    """Return the runner that answers the requests of the tests.
 
     Args:
         environment: variables of the session.
@@ -50,12 +50,12 @@ def case_runner(
 
 
 def platforms_of_run(config: pytest.Config, settings: Settings) -> list[str]:
-    """Return the platforms that this run is for, as far as the command line names them."""
+    """Return the platforms that the command line names for this run."""
     return platforms_named(expression_of(config)) if settings.platform is None else [settings.platform]
 
 
 def forecast_of(config: pytest.Config, settings: Settings) -> Forecast | None:
-    """Return the recorded emulated runs for a run on a GPU at full scale; None if they do not apply."""
+    """Return the recorded emulated runs, for a run on a GPU at full scale; None for other runs."""
     platforms = platforms_of_run(config, settings)
     if settings.emulate or settings.scale == "tiny" or len(platforms) != 1 or platforms[0] == CPU:
         return None
@@ -67,7 +67,7 @@ def _fork_server(settings: Settings) -> ForkServer | None:
 
 
 def _fleet_executor(config: pytest.Config, settings: Settings, forecast: Forecast | None) -> Executor[Reply] | None:
-    """Return the executor that has a scheduler run the cases; None if cases run on this machine.
+    """Return the executor that runs cases as jobs of a scheduler; None if cases run on this machine.
 
     Raises:
         ValueError: it cannot be used, or several platforms are named.
@@ -88,7 +88,7 @@ def _fleet_executor(config: pytest.Config, settings: Settings, forecast: Forecas
 
 
 def _emulating_executor(config: pytest.Config, settings: Settings, environment: SessionEnvironment) -> EmulatingExecutor:
-    """Make what runs cases on an emulated GPU of the platform.
+    """Return the executor that runs cases on emulated GPUs of the platform.
 
     Raises:
         ValueError: no platform is named, or several are.

@@ -92,7 +92,7 @@ class CaseSession:
         self._marks = {marker: getattr(pytest.mark, marker) for marker in MARKERS}
 
     def gputrain(self, item: pytest.Item, overridden: Mapping[str, Any]) -> GpuTrain:
-        """Return what the fixture ``gputrain`` is in this test, or skip a test that a marker leaves out of this run."""
+        """Return the fixture ``gputrain`` for this test, or skip a test that a marker leaves out of this run."""
         if item.get_closest_marker(ONLY_ON):
             with contextlib.suppress(BadCase):  # The test itself fails with this error.
                 kind = "emulated" if self.runner.settings.emulate else "gpu" if self.runner.executor.host.gpus else "cpu"
@@ -101,16 +101,16 @@ class CaseSession:
         return GpuTrain(item, self.runner, overridden)
 
     def gpu(self) -> Iterator[Gpu]:
-        """Yield what the fixture ``gpu`` is, for as long as the test runs."""
+        """Provide the fixture ``gpu`` until the test is over."""
         return lend_gpu(self.runner.executor)
 
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
-        """Have a test with cases run with each combination of ``--gpu-set``."""
+        """Parametrize a test with cases by the combinations of ``--gpu-set``."""
         if self.runner.settings.sweep:
             metafunc.parametrize("_gputrain_knobs", sweep.combinations(self.runner.settings.sweep), ids=sweep.shown)
 
     def declare(self, item: pytest.Item) -> None:
-        """Mark a test that is parametrized with cases by their platforms, and note their ids."""
+        """Add the markers of its platforms to a test that is parametrized with cases, and register their ids."""
         callspec = getattr(item, "callspec", None)
         parameters = {} if callspec is None else callspec.params
         knobs = parameters.get("_gputrain_knobs", {})
@@ -127,7 +127,7 @@ class CaseSession:
             self.forecast.order(items, lambda item: item.path, lambda item: (suite_of(item.path), _cases_of(item)))
 
     def known_not_to_fit(self, items: Sequence[pytest.Item]) -> str | None:
-        """Return a warning of the cases that did not fit an emulated GPU."""
+        """Return a warning about the cases that did not fit an emulated GPU."""
         if self.forecast is None:
             return None
         cases = {str(case): (suite_of(item.path), case) for item in items for case in _cases_of(item)}
@@ -136,14 +136,14 @@ class CaseSession:
         return f"gputrain: did not fit an emulated {platform}, and run last: {', '.join(unfit)}" if unfit else None
 
     def taken_for_a_cpu(self, items: Sequence[pytest.Item]) -> str | None:
-        """Return a warning that the cases will run on the CPU although this machine has GPUs."""
+        """Return a warning if cases will run on the CPU although this machine has GPUs."""
         if self.config.option.collectonly or not any(map(has_cases, items)):
             return None
         return f"gputrain: {self._unseen}" if self._unseen else None
 
     @functools.cached_property
     def _unseen(self) -> str:
-        """Return a sentence on GPUs of this machine that no case can use; empty if there are none, or cases run
+        """Return a sentence on GPUs of this machine that no case can use; empty if there are none, or if cases run
         elsewhere."""
         unseen = self.runner.executor.unseen if isinstance(self.runner.executor, LocalExecutor) else ""
         return f"no GPU is used, this machine counts as a CPU: {unseen}; --gpu-platform=cpu accepts that" if unseen else ""
@@ -161,7 +161,7 @@ class CaseSession:
         self.runner.expect(expected, submit=self.collector is not None)  # Under xdist the workers submit what they run.
 
     def _watch(self, case: Case, event: Event, run: int) -> None:
-        """Draw what the running case does if there is a terminal."""
+        """Draw the progress of the running case if there is a terminal."""
         terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
         if self.collector is None or terminal is None or not terminal.isatty:
             return
@@ -174,7 +174,7 @@ class CaseSession:
         self._progress_line.show(case, event, run)
 
     def complete(self) -> None:
-        """Run what is still to be measured after the last test, and judge the suite as a whole."""
+        """Run the cases that still lack runs after the last test, and judge the suite as a whole."""
         if self.runner.waiting and self.collector is not None:
             late_reports.announce(self.config, self.runner.waiting)
         for result in self.runner.complete():
@@ -185,7 +185,7 @@ class CaseSession:
                 late_reports.fail(self.config, late_reports.ALL_CASES, sentence)
 
     def _update(self, result: Result) -> None:
-        """Take in a result again, with a further run of its baseline."""
+        """Replace a result by one with a further run of its baseline."""
         if self._progress_line is not None:
             self._progress_line.clear()
         if self.collector is None:
@@ -196,18 +196,18 @@ class CaseSession:
             late_reports.fail(self.config, result.nodeid, result.verdict.sentence, result)
 
     def take_over(self, node: Any) -> None:
-        """Take in what a worker of xdist has sent when it ended."""
+        """Add the results that a worker of xdist has sent at its end."""
         for result in late_reports.results_from_worker(node):
             self._update(result)
 
     def take_unreported(self, item: pytest.Item) -> None:
-        """Take in what a test had measured before it was interrupted, which no report has."""
+        """Add what a test measured before it was interrupted. No report has it."""
         if self.collector is not None:
             for result in item.stash.get(RESULTS, []):
                 self.collector.add(result, passed=False)
 
     def attach(self, item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-        """Put what a test has measured, and why it was skipped, into its report."""
+        """Add to a test's report what the test has measured, and why it was skipped."""
         if report.skipped and has_cases(item):
             report.gputrain_skip = outcome_of_skip(item, call.excinfo.value if call.excinfo else None)  # type: ignore[attr-defined]
         if report.failed:
@@ -226,7 +226,7 @@ class CaseSession:
             results.clear()
 
     def log(self, report: pytest.TestReport) -> None:
-        """Take in what the report of a test tells of cases."""
+        """Add the results and outcomes in the report of a test."""
         if self._progress_line is not None:
             self._progress_line.clear()
         if self.collector is None:
@@ -253,7 +253,7 @@ class CaseSession:
     def close(
         self, session: pytest.Session, exitstatus: int, notes: Sequence[str], without_cases: Set[Path], *, interrupted: bool
     ) -> None:
-        """Write what the run has measured, and fail the run if files, cases or baselines are missing. Called on the
+        """Write what the run has measured. Fail the run if files, cases or baselines are missing. This is called on the
         controller only.
 
         Args:
@@ -293,7 +293,7 @@ class CaseSession:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _host(self) -> Host | None:
-        """Return the machine that cases run on, where that is known without any result."""
+        """Return the machine that cases run on, if it is known without any result."""
         option = self.config.option
         if self.runner.executor.is_remote or option.collectonly or option.setupplan or option.setuponly:
             return None
@@ -316,7 +316,7 @@ class CaseSession:
         self.runner.close()
 
     def show(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Write the tables, notes and annotations below pytest's own summary."""
+        """Write the tables, notes and annotations below pytest's summary."""
         for command in github.commands(self._failures) if self._annotates() else ():
             terminalreporter.write_line(command)
         if self.collector is None or not (self.collector.results or self.collector.notes):
@@ -338,7 +338,9 @@ class CaseSession:
                 terminalreporter.write_line(late_reports.broken(shown(line), terminalreporter))
 
     def _annotates(self) -> bool:
-        """Return whether failures become annotations of GitHub; not if another plugin annotates every failure."""
+        """Tell whether failures become annotations of GitHub, which they do not if another plugin annotates every
+        failure.
+        """
         return github.wanted() and not self.config.pluginmanager.hasplugin("pytest_github_actions_annotate_failures")
 
     def _notes(self, collector: Collector) -> list[str]:
@@ -350,7 +352,7 @@ class CaseSession:
 
 
 def _settings(config: pytest.Config) -> Settings:
-    """Read the settings from the options."""
+    """Return the settings from the options."""
     return read(
         {option.name: config.getoption(option.flag) for option in OPTIONS if not option.ini_only},
         {option.name: str(config.getini(option.ini)) for option in OPTIONS},
@@ -360,7 +362,7 @@ def _settings(config: pytest.Config) -> Settings:
 
 
 def _check_installed() -> None:
-    """Check early, rather than after hours, that what the options need is installed."""
+    """Check at the start of the run, and not after hours, that what the options need is installed."""
     from pytest_gputrain.report.html import page
 
     if lacking := page.missing():
@@ -368,7 +370,7 @@ def _check_installed() -> None:
 
 
 def _cases_of(item: pytest.Item) -> list[Case]:
-    """Return the cases that a test is parametrized with and will ask for."""
+    """Return the cases that a parametrized test will ask for."""
     callspec = getattr(item, "callspec", None)
     if callspec is None or not has_cases(item):
         return []
@@ -377,7 +379,7 @@ def _cases_of(item: pytest.Item) -> list[Case]:
 
 
 def _with_knobs(item: pytest.Item, case: Case, knobs: Mapping[str, Any]) -> Case:
-    """Return the case as a test will ask for it."""
+    """Return the case with the knobs that a test sets."""
     case = sweep.override(case, knobs)
     try:
         return with_model(case, item.path.parent)

@@ -25,7 +25,7 @@ _MISSED: Final[frozenset[Outcome]] = frozenset({"platform", "unfit", "skipped"})
 
 
 def skipped(reason: str, outcome: Outcome = "unfit") -> BaseException:
-    """Return the exception that skips a test whose case cannot run here, or is not to."""
+    """Return the exception that skips a test whose case cannot or should not run here."""
     error = pytest.skip.Exception(reason, _use_item_location=True)
     error.gputrain = outcome  # type: ignore[attr-defined]
     return error
@@ -38,7 +38,9 @@ def outcome_of_skip(item: pytest.Item, error: BaseException | None) -> Outcome:
 
 
 def _is_marked(item: pytest.Item) -> bool:
-    """Tell whether a mark in the code skips the test, rather than one that a plugin or a conftest adds for an option."""
+    """Tell whether a mark in the code skips the test. A plugin or a conftest may add such a mark for an option, which does
+    not count.
+    """
     written = [
         *getattr(getattr(item, "obj", None), "pytestmark", ()),
         *getattr(getattr(item, "callspec", None), "marks", ()),
@@ -48,7 +50,7 @@ def _is_marked(item: pytest.Item) -> bool:
 
 
 class CaseTests:
-    """The outcomes of the tests with cases, from their reports."""
+    """The outcomes of the tests with cases, from pytest's reports."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, Outcome] = {}
@@ -61,7 +63,7 @@ class CaseTests:
         """Why tests were skipped without anybody's decision."""
 
     def note(self, report: pytest.TestReport) -> None:
-        """Take in a report of a phase of a test with cases."""
+        """Record a report of a phase of a test with cases."""
         if report.when == "setup" and report.passed:
             return  # if the run ends now, this test has no outcome
         before = self.outcomes.get(report.nodeid, "passed")
@@ -77,7 +79,7 @@ class CaseTests:
         self.outcomes[report.nodeid] = before if before == "failed" else outcome
 
     def note_endings(self, nodeid: str, endings: Sequence[Sequence[str]]) -> None:
-        """Take in the requests without an answer of a test that did not fail."""
+        """Record the requests that were not answered, of a test that did not fail."""
         outcome = self.outcomes.get(nodeid, "passed")
         sentences = self.expected if outcome == "xfailed" else self.caught
         sentences += [f"{nodeid}: {sentence}" for sentence, kind in endings if kind == "failure" or outcome == "passed"]
@@ -92,30 +94,29 @@ class CaseTests:
 
     @property
     def are_all_missed(self) -> bool:
-        """Whether there were tests, and all were skipped, not each by a mark."""
+        """Tell whether there were tests and all were skipped, at least one of them not by a mark."""
         found = set(self.outcomes.values())
         return bool(found & _MISSED) and found <= {*SKIPPED, "xfailed"}
 
     @property
     def are_skipped_by_others(self) -> bool:
-        """Whether something else than this package and marks has skipped a test."""
+        """Tell whether a test was skipped by something other than this package and marks."""
         return "skipped" in self.outcomes.values()
 
     def why_missed(self) -> str:
-        """Return the most frequent reason, and how many others there are."""
+        """Return the most frequent reason, with the number of other reasons."""
         reasons = [reason for reason, _ in self._reasons.most_common()]
         more = f", and {count(len(reasons) - 1, 'other reason')}" if len(reasons) > 1 else ""
         return f"{reasons[0]}{more}" if reasons else "-rs tells why"
 
     def counted(self) -> str:
-        """Return the outcomes with their numbers, such as "2 failed, 1 skipped"."""
+        """Return the number of tests by outcome, such as "2 failed, 1 skipped"."""
         numbers = Counter("skipped" if outcome in SKIPPED else outcome for outcome in self.outcomes.values())
         return ", ".join(f"{number} {outcome}" for outcome, number in sorted(numbers.items()))
 
 
 class WholeFiles:
-    """Hooks that find the files of which this run has seen every test with cases to its end, so that it knows all of their
-    cases.
+    """Finds the files of which this run has seen every test with cases to its end, so that all their cases are known.
 
     A worker of xdist sends what it has collected to the controller, which has the reports.
     """
@@ -135,7 +136,7 @@ class WholeFiles:
         """The ids of tests that were skipped because their cases are for other machines or kinds of runs."""
 
     def note_collected(self, item: pytest.Item, cases: Sequence[str]) -> None:
-        """Note a test with cases that was collected, and the ids of the cases that it is parametrized with."""
+        """Record a collected test with cases, and the ids of the cases that it is parametrized with."""
         self._collected[item.path].add(item.nodeid)
         if cases:
             self._cases[item.nodeid] = tuple(cases)
@@ -175,7 +176,7 @@ class WholeFiles:
                 self._partial[path] = partial
 
     def note(self, report: pytest.TestReport) -> None:
-        """Take in a report of a phase of a test."""
+        """Record a report of a phase of a test."""
         before = self._ended.get(report.nodeid, "passed")
         outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
         asks_elsewhere = getattr(report, "gputrain_skip", "") in ("platform", "left out")
@@ -191,8 +192,7 @@ class WholeFiles:
         return path not in self._tests or path in self._partial
 
     def not_passed(self, path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield the outcome of each test of a file that did not pass, with the ids of the cases that it is parametrized
-        with."""
+        """Yield the outcome of each test of a file that did not pass, with the ids of its parametrized cases."""
         for nodeid in sorted(self._tests[path]):
             end = self._ended.get(nodeid, "not run")
             if end != "passed":
@@ -211,5 +211,5 @@ class WholeFiles:
 
 
 def with_numbers(ends: Iterable[str]) -> str:
-    """Return "1 of its tests failed, 2 of its tests skipped"."""
+    """Return texts with their numbers, "1 of its tests failed, 2 of its tests skipped"."""
     return ", ".join(f"{number} of its tests {end}" for end, number in sorted(Counter(ends).items()))

@@ -14,7 +14,7 @@ _MOST_FILES: Final = 3
 
 
 class DeselectedTests:
-    """Hooks that find such tests in files of which no test with cases is selected.
+    """Finds tests that a marker left out, in files of which no test with cases is selected.
 
     Args:
         expression: the expression of ``-m``; empty for none.
@@ -49,7 +49,7 @@ class DeselectedTests:
         self._platforms |= getattr(node, "workeroutput", {}).get(_OUTPUT, {})
 
     def notes(self) -> list[str]:
-        """Return one sentence; none if nothing was left out."""
+        """Return one sentence on these tests; nothing if there are none."""
         if not self._platforms:
             return []
         files, platform = sorted(self._platforms), next(iter(self._platforms.values()))

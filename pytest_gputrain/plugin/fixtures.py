@@ -55,7 +55,9 @@ _NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 def _noted(request: _Request) -> _Request:
-    """Note each request that ends in an exception, so that the run can report those whose exception a test catches."""
+    """Provide a context that notes each request which ends in an exception, so that the run reports it even if the test
+    catches it.
+    """
 
     @functools.wraps(request)
     def ask(gputrain: GpuTrain, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +85,7 @@ def _noted(request: _Request) -> _Request:
 
 
 class GpuTrain:
-    """Measures cases and judges them. A case is measured once per pytest process, however many tests ask for it."""
+    """Measures and judges cases. A case is measured once per pytest process, however many tests ask for it."""
 
     def __init__(self, item: pytest.Item, runner: CaseRunner, overridden: Mapping[str, Any]) -> None:
         """
@@ -166,7 +168,7 @@ class GpuTrain:
         return self._passed(self._run(case, what, inline=inline, judged=True, scaling=scaling))
 
     def _passed(self, result: Result) -> Result:
-        """Fail the test where the result does not pass."""
+        """Fail the test if the result does not pass."""
         verdict = result.verdict
         if verdict is None:  # A search and loss curves have no baseline, so they have no verdict.
             curves = result.loss_curves if isinstance(result, LossStudy) else ()
@@ -257,7 +259,7 @@ class GpuTrain:
         return override(case, self._overridden)
 
     def _note(self, result: Result) -> None:
-        """Put the result where the report of this test finds it."""
+        """Store the result for the report of this test."""
         self._item.stash.setdefault(RESULTS, []).append(result)
         properties: list[tuple[str, object]] = [("gputrain.case", result.key), ("gputrain.device", result.device)]
         if result.verdict is not None:
@@ -280,7 +282,7 @@ class GpuTrain:
 
 
 class _ReadFigures(EmulatedRun, frozen=True, kw_only=True, tag="emulated"):
-    """The figures of an emulated run for a test, which is skipped when it reads one that only a measurement has.
+    """The figures of an emulated run. A test that reads a figure which only a measurement has is skipped.
 
     It fails where the run is strict: all figures of a run are of one kind, so the test would never be more than skipped.
     """
@@ -308,12 +310,12 @@ def _to_be_read(result: Result, strict: bool) -> Result:
 
 
 def _failed(reason: object) -> BaseException:
-    """Return the exception that fails the test with this sentence."""
+    """Return the exception that fails the test with this sentence alone."""
     return pytest.fail.Exception(shown(str(reason)), pytrace=False)
 
 
 def _address(function: StepBuilder, root: Path) -> str:
-    """Return the address of a function by which a worker imports it, as ``tests/test_mine.py::my_step``.
+    """Return the address by which a worker imports a function: ``tests/test_mine.py::my_step``.
 
     Raises:
         BadCase: a worker could not find the function by file and name.
@@ -334,7 +336,7 @@ def _address(function: StepBuilder, root: Path) -> str:
 
 
 def lend_gpu(executor: Executor[Any]) -> Iterator[Gpu]:
-    """Yield a GPU of this machine that nobody else uses meanwhile, or skip the test if there is none."""
+    """Provide a GPU of this machine that nobody else uses, or skip the test if there is none."""
     if executor.is_remote:
         pytest.skip("--gpu-executor runs cases on other machines, so there is no GPU to lend here")
     if not isinstance(executor, LocalExecutor):

@@ -49,8 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class _IniOnly(argparse.Action):
-    """The flag of a setting that only the ini file has. It takes the word after it, too, which would else be a path to
-    collect."""
+    """Refuses a setting that only the ini file has as a flag. It also takes the next word, which pytest would collect as a
+    path."""
 
     def __call__(self, _parser: object, _namespace: object, value: object, option_string: str | None = None) -> None:
         option = next(option for option in OPTIONS if option.flag == option_string)
@@ -59,7 +59,7 @@ class _IniOnly(argparse.Action):
 
 @pytest.hookimpl(tryfirst=True)  # This runs before conftest.py files, because they may import torch.
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Make torch importable under ``--gpu-emulate``, which needs none of NVIDIA's libraries.
+    """Make torch importable under ``--gpu-emulate`` without NVIDIA's libraries.
 
     Raises:
         pytest.UsageError: this needs stand-ins, and they cannot be built.
@@ -107,7 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _refuse_unknown_settings(config: pytest.Config) -> None:
-    """Refuse a misspelt ``-o gpu_name=value``, which pytest passes over, or only warns of, depending on its version."""
+    """Raise an error for a misspelt ``-o gpu_name=value``. Depending on its version, pytest ignores it or only warns."""
     for override in config.getoption("override_ini") or ():
         name = override.partition("=")[0]
         if name.startswith("gpu_"):
@@ -122,7 +122,9 @@ def _refuse_unknown_settings(config: pytest.Config) -> None:
 
 @pytest.fixture
 def _gputrain_knobs(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return one combination of ``--gpu-set``. The plugin parametrizes tests with it, and it replaces knobs of cases."""
+    """Return one combination of ``--gpu-set``, which replaces knobs of cases. The plugin parametrizes tests with this
+    fixture.
+    """
     if request.config.stash[_PLUGIN].cases.runner.settings.sweep:
         pytest.fail(
             "--gpu-set cannot reach a test that asks for gputrain while it runs; name it as an argument", pytrace=False
@@ -132,7 +134,7 @@ def _gputrain_knobs(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture
 def gputrain(request: pytest.FixtureRequest, _gputrain_knobs: dict[str, Any]) -> GpuTrain:
-    """Measure training cases in processes of their own and judge them against stored baselines."""
+    """Measure training cases in processes of their own, and judge them against stored baselines."""
     item = request.node
     assert isinstance(item, pytest.Item)
     return item.config.stash[_PLUGIN].cases.gputrain(item, _gputrain_knobs)
@@ -140,12 +142,14 @@ def gputrain(request: pytest.FixtureRequest, _gputrain_knobs: dict[str, Any]) ->
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
-    """Lease a GPU to this test alone, across xdist workers and pytest runs of this host; skip if there is none."""
+    """Reserve a GPU for this test alone, across xdist workers and pytest runs of this host. The test is skipped if there is
+    none.
+    """
     yield from request.config.stash[_PLUGIN].cases.gpu()
 
 
 class GpuTrainPlugin:
-    """The hooks of one run. Each calls `CaseSession`, if there is one or has to be."""
+    """The hooks of one run. They call `CaseSession` once a test has cases."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -172,7 +176,7 @@ class GpuTrainPlugin:
 
     @property
     def cases_so_far(self) -> CaseSession | None:
-        """`cases` if something has asked for it; otherwise None."""
+        """`cases` if it exists already; else None."""
         return self.__dict__.get("cases")
 
     @pytest.hookimpl(trylast=True)  # The ids end with what the command line adds, so this runs last.
@@ -243,13 +247,15 @@ class GpuTrainPlugin:
             self.cases.log(report)
 
     def _be_terminable(self) -> None:
-        """Take signals from the first case on, and not before: runs without cases end as they would without this plugin."""
+        """Handle signals from the first case on, and not before. Runs without cases end as they would without this
+        plugin.
+        """
         if not self._is_terminable:
             self._is_terminable = True
             self.ending.enter_context(terminable())
 
     def _end_undisturbed(self) -> None:
-        """Drop all signals from now on until the end of the run: a second one must not cut off what the first one began."""
+        """Ignore all signals until the end of the run, because a second one must not interrupt the handling of the first."""
         if self._is_terminable and not self._is_ending:
             self._is_ending = True
             self.ending.enter_context(undisturbed(to_the_end=True))

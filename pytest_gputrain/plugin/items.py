@@ -25,22 +25,22 @@ ASKED_BY_A_CHILD: Final = (
 
 
 def expression_of(config: pytest.Config) -> str:
-    """Return the expression of ``-m``; empty without one, and without the plugin of pytest that has it."""
+    """Return the expression of ``-m``; empty without one, or without pytest's plugin for marks."""
     return str(config.getoption("markexpr", "") or "")
 
 
 def on_controller(config: pytest.Config) -> bool:
-    """Return whether this is the only pytest process, or the controller of xdist: not one of its workers."""
+    """Tell whether this is the only pytest process, or the controller of xdist."""
     return not hasattr(config, "workerinput")
 
 
 def has_cases(item: pytest.Item) -> bool:
-    """Return whether a test asks for ``gputrain`` as an argument, itself or by another fixture."""
+    """Tell whether a test asks for ``gputrain`` as an argument, directly or through another fixture."""
     return "gputrain" in getattr(item, "fixturenames", ())
 
 
 def has_parameters(item: pytest.Item) -> bool:
-    """Return whether a test is parametrized with a case. In a process where no module has imported cases, none is."""
+    """Tell whether a test is parametrized with a case. No test is if no module has imported cases."""
     module, callspec = sys.modules.get("pytest_gputrain.records.case"), getattr(item, "callspec", None)
     return (
         module is not None and callspec is not None and any(isinstance(it, module.Case) for it in callspec.params.values())
@@ -48,10 +48,10 @@ def has_parameters(item: pytest.Item) -> bool:
 
 
 def may_have_cases(item: pytest.Item) -> bool:
-    """Return whether a test asks for ``gputrain``, or may do so while it runs, by ``request.getfixturevalue``."""
+    """Tell whether a test asks for ``gputrain``, or may do so while it runs, by ``request.getfixturevalue``."""
     return has_cases(item) or "request" in getattr(item, "fixturenames", ())
 
 
 def file_of(item: pytest.Item) -> str:
-    """Return the file of a test as its id names it."""
+    """Return the file of a test, in the form of its id."""
     return item.nodeid.partition("::")[0]

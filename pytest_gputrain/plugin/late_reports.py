@@ -24,7 +24,7 @@ _OUTPUT: Final = "gputrain"
 
 
 def announce(config: pytest.Config, baselines: int) -> None:
-    """Say why the run goes on after the last test."""
+    """Write why the run continues after the last test."""
     terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:
         terminal.ensure_newline()
@@ -32,7 +32,7 @@ def announce(config: pytest.Config, baselines: int) -> None:
 
 
 def fail(config: pytest.Config, nodeid: str, sentence: str, result: Result | None = None) -> None:
-    """Report a failure beside those of the tests: it counts, is shown, and is an entry of its own in JUnit's XML.
+    """Add a failure to those of the tests. It counts, is shown, and has an entry of its own in JUnit's XML.
 
     Args:
         nodeid: of a test that passed, or of none.
@@ -53,7 +53,7 @@ def fail(config: pytest.Config, nodeid: str, sentence: str, result: Result | Non
 
 
 def failure_of(report: pytest.TestReport, root: Path) -> Failure:
-    """Return the failure that the report of a test is about.
+    """Return the failure in the report of a test.
 
     Args:
         root: pytest's own, which the report's path is in.
@@ -69,7 +69,7 @@ def failure_of(report: pytest.TestReport, root: Path) -> Failure:
 
 
 def broken(line: str, reporter: Any) -> str:
-    """Return a line as ``reporter`` shows it: broken between words on a terminal, which would break within them."""
+    """Return a line in pieces for ``reporter``. A terminal would break it within words."""
     if not reporter.isatty:
         return line
     return textwrap.fill(
@@ -78,7 +78,7 @@ def broken(line: str, reporter: Any) -> str:
 
 
 def break_sentences(config: pytest.Config) -> None:
-    """Break the sentences of failed cases for pytest's own section of failures; what files have of them stays one line."""
+    """Break the sentences of failed cases into lines for pytest's section of failures. Files keep them on one line."""
     reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
     for report in reporter.stats.get("failed", ()) if reporter is not None else ():
         if hasattr(report, "gputrain"):
@@ -88,7 +88,7 @@ def break_sentences(config: pytest.Config) -> None:
 
 
 def join_benchmarks(config: Any, results: Sequence[Result]) -> None:
-    """Add the cases to the benchmarks that pytest-benchmark saves or compares, if it is asked to.
+    """Add the cases to the benchmarks that pytest-benchmark saves or compares, if it is used.
 
     Also under xdist, which turns its own benchmarks off: a case has its devices to itself whichever worker asks for it.
     """
@@ -111,12 +111,12 @@ def join_benchmarks(config: Any, results: Sequence[Result]) -> None:
 
 
 def send_to_controller(config: Any, result: Result) -> None:
-    """Put the latest result of a case where xdist's controller reads it; called on a worker of xdist."""
+    """Send the latest result of a case to xdist's controller. This is called on a worker of xdist."""
     outputs = config.workeroutput.setdefault(_OUTPUT, {})
     outputs[f"{result.nodeid} {result.key} {result.variables_digest}"] = msgspec.json.encode(result).decode()
 
 
 def results_from_worker(node: Any) -> Iterator[Result]:
-    """Yield the results that a worker of xdist has sent, none of one that crashed; called on the controller."""
+    """Yield the results that a worker of xdist has sent; none for one that crashed. This is called on the controller."""
     for text in getattr(node, "workeroutput", {}).get(_OUTPUT, {}).values():
         yield msgspec.json.decode(text, type=Result)

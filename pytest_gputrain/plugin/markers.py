@@ -44,7 +44,7 @@ _EXAMPLES: Final = {
 
 
 def terms_of(item: pytest.Item) -> Terms:
-    """Return the terms that the markers of a test state.
+    """Return the limits and tolerances that the markers of a test set.
 
     Of each keyword the nearest marker counts: that of the parameters, of the test, of its class, of its file.
 
@@ -83,7 +83,7 @@ def why_left_out(item: pytest.Item, kind: str) -> str:
 
 
 def _nearest(item: pytest.Item, name: str) -> dict[str, tuple[Any, str]]:
-    """Return the value of each keyword that markers of this name have, and where it is stated."""
+    """Return the value of each keyword of these markers, with the place where it is set. The nearest marker wins."""
     nearest: dict[str, tuple[Any, str]] = {}
     for stated, mark in _marks(item, name):
         for keyword, value in _read(mark, stated).items():
@@ -92,7 +92,7 @@ def _nearest(item: pytest.Item, name: str) -> dict[str, tuple[Any, str]]:
 
 
 def _marks(item: pytest.Item, name: str) -> Iterator[tuple[str, pytest.Mark]]:
-    """Yield the markers of this name, the nearest first, each with where it is stated: ``gpu_limit on test_it``."""
+    """Yield the markers of this name, the nearest first, each with its place: ``gpu_limit on test_it``."""
     for location, marks in _levels(item):
         mine = [mark for mark in marks if mark.name == name]
         if len(mine) > 1:
@@ -101,7 +101,7 @@ def _marks(item: pytest.Item, name: str) -> Iterator[tuple[str, pytest.Mark]]:
 
 
 def _levels(item: pytest.Item) -> Iterator[tuple[str, list[pytest.Mark]]]:
-    """Yield the markers at each level, the nearest first; pytest itself mixes those of parameters with the test's own."""
+    """Yield the markers at each level, the nearest first. pytest itself mixes those of parameters with the test's own."""
     callspec = getattr(item, "callspec", None)
     parameter_marks = list(callspec.marks) if callspec else []
     if callspec:
@@ -140,13 +140,13 @@ def _read(mark: pytest.Mark, stated: str) -> dict[str, Any]:
 
 
 def _listed(keywords: Iterable[str], end: str = "") -> str:
-    """Join keywords to a list with only two of the counts."""
+    """Return a list of keywords as text, with only two of the counts."""
     named = [f"{keyword}{end}" for keyword in keywords if keyword not in COUNT_FIGURES]
     return listed([*named, f"counts such as waits{end} or launches{end}"])
 
 
 def _refuse_misspelt(item: pytest.Item) -> None:
-    """Refuse misspelt markers. A limit that nobody reads would pass for one that holds; pytest only warns of unknown
+    """Raise an error for misspelt markers. A limit that nobody reads would seem to hold, and pytest only warns of unknown
     markers."""
     registered = {line.partition(":")[0].partition("(")[0].strip() for line in item.config.getini("markers")}
     for mark in item.iter_markers():

@@ -15,7 +15,7 @@ from pytest_gputrain.utils.files import prepare
 def read(
     options: Mapping[str, str | bool | list[str] | None], ini: Mapping[str, str], root: Path, *, configured: bool = True
 ) -> Settings:
-    """Return the settings; an option of the command line precedes the ini file, which precedes the default.
+    """Return the settings. An option of the command line precedes the ini file, which precedes the default.
 
     Args:
         options: value of each option's flag by option name; None if it was not given, a list for one that is repeated,
@@ -64,7 +64,7 @@ def _value(option: Option, typed: str | bool | list[str] | None, written: str, r
 
 
 def _refuse_baseline(settings: Settings) -> None:
-    """Refuse a report to compare with that is not there, and to update anything but recorded baselines."""
+    """Raise an error if the report to compare with is missing, or if anything but recorded baselines is to be updated."""
     if settings.baseline_update and settings.baseline_new:
         raise ValueError("--gpu-baseline-update and --gpu-baseline-new contradict each other; give one")
     is_report = isinstance(settings.baseline, Path)
@@ -77,7 +77,7 @@ def _refuse_baseline(settings: Settings) -> None:
 
 
 def _refuse_together(option: str, others: Mapping[str, object], why: str) -> None:
-    """Refuse an option beside any of the others that is asked for.
+    """Raise an error if an option is used together with any of these others.
 
     Args:
         others: by its flag whether each is.
@@ -87,7 +87,7 @@ def _refuse_together(option: str, others: Mapping[str, object], why: str) -> Non
 
 
 def _refuse_outputs(settings: Settings) -> None:
-    """Refuse outputs that cannot all be written."""
+    """Raise an error for outputs that cannot all be written."""
     flags: dict[str, str] = {}
     for name, path in settings.outputs.items():
         other = flags.setdefault(os.path.realpath(path), f"--gpu-{name}")
@@ -100,7 +100,7 @@ def _refuse_outputs(settings: Settings) -> None:
 
 
 def _refuse_to_prune(settings: Settings) -> None:
-    """Refuse to remove baselines in a run whose tests ask for other cases than their own."""
+    """Raise an error for removing baselines in a run whose options change the cases of its tests."""
     if not settings.baseline_prune:
         return
     others = {
@@ -128,7 +128,7 @@ def prepare_outputs(settings: Settings) -> None:
 
 
 def _refuse_contradictions(settings: Settings) -> None:
-    """Refuse values that contradict each other."""
+    """Raise an error for values that contradict each other."""
     find_batch, loss = settings.find_batch, settings.loss_steps
     is_inline = {"--gpu-isolation=inline": settings.isolation == "inline"}
     one_run = {f"--gpu-runs={settings.runs}": settings.runs not in (None, 1), **is_inline, "--gpu-resume": settings.resume}

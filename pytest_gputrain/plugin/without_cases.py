@@ -13,7 +13,7 @@ _OUTPUT: Final = "gputrain_without_cases"
 
 
 class FilesWithoutCases:
-    """Hooks that find those of the files that were collected as a whole. One that skips itself is not.
+    """Finds the files that were collected completely and have no test with cases. A file that skips itself does not count.
 
     Args:
         folder: that of the baselines: only files with the name of a suite there are kept.
