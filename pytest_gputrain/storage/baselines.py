@@ -46,7 +46,9 @@ _Entry = TypeVar("_Entry", bound=Struct)
 
 
 class BaselineError(OneLineError):
-    """A baseline file, a published table or a report that cannot be read or written; one sentence with the remedy."""
+    """A baseline file, a published table or a report cannot be read or written. The message is one sentence with the
+    remedy.
+    """
 
     def __init__(self, problem: str, remedy: str = "", *, path: Path | None = None, place: str | int | None = None) -> None:
         """
@@ -73,7 +75,7 @@ class _AsRead(NamedTuple):
 
 
 class SuiteStore(ABC, Generic[_Record, _Entry]):
-    """Records of cases in a folder of baselines, one file per device and suite, each read once.
+    """The records of cases in a folder of baselines, with a file for each device and suite. Each file is read once.
 
     A subclass says what a record is, and how its entries stand in the file.
     """
@@ -151,7 +153,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         return sorted(path.parent.name for path in files if path.parent.name != device)
 
     def check_writable(self) -> None:
-        """Check that baselines can be written below the folder: before hours of measuring rather than after.
+        """Check before any measurement that baselines can be written below the folder.
 
         Raises:
             BaselineError: nothing can be written below the folder.
@@ -188,7 +190,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         return path
 
     def remove(self, device: str, suite: str, keys: Iterable[str]) -> Path:
-        """Take records out of their file, which goes with the last of them, and return the file.
+        """Remove records from their file, and the file with its last record. Return the file.
 
         Raises:
             BaselineError: as of `update`.
@@ -209,7 +211,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         return path
 
     def _forget(self, path: Path, keys: Iterable[str]) -> None:
-        """Forget what a newer version said of cases whose runs are replaced."""
+        """Drop fields of a newer version for cases whose runs are replaced."""
         for key in keys:
             self._beside.pop((path, key), None)
 
@@ -225,34 +227,34 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
     def _record(self, device: str, case: Case, scale: Scale, entries: tuple[_Entry, ...]) -> _Record: ...
     @abstractmethod
     def _entries(self, record: _Record) -> tuple[_Entry, ...]:
-        """Return the entries that are kept."""
+        """Return the entries of a record that are kept."""
 
     @abstractmethod
     def _shared(self, entry: _Entry) -> Struct:
-        """Return the part of an entry that others share."""
+        """Return the part of an entry that it shares with others."""
 
     @abstractmethod
     def _own(self, entry: _Entry) -> dict[str, Any]:
-        """Return an entry's own fields as the file has them, which may lack the part that it shares."""
+        """Return the fields of an entry in the file, which may lack the part that it shares."""
 
     @abstractmethod
     def _stored(self, entries: Iterable[tuple[str, dict[str, Any]]]) -> Any:
-        """Return the entries as they stand in the file: each with the reference to what it shares, which comes before it."""
+        """Return the entries in the form of the file: each refers to what it shares, which comes before it."""
 
     @abstractmethod
     def _references(self, stored: Any) -> Iterable[tuple[Any, dict[str, Any]]]:
-        """Return the entries that `_stored` was given."""
+        """Return the entries from which `_stored` was made."""
 
     @abstractmethod
     def _joined(self, own: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-        """Return all fields of an entry."""
+        """Return all fields of an entry, with those that it shares."""
 
     @abstractmethod
     def _is_possible(self, entry: _Entry) -> bool:
-        """Tell whether the figures can be true; counts below zero are found without this."""
+        """Tell whether the figures are possible. Counts below zero are found without this."""
 
     def _merged(self, before: _Record | None, new: _Record) -> _Record:
-        """Merge the new record into the old one, which stays as it is if no judged figure differs."""
+        """Return the new record merged into the old one. The old one stays as it is if no judged figure differs."""
         return new
 
     def _load(self, path: Path, device: str) -> dict[str, _Record]:
@@ -309,7 +311,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         return self._record(device, case, scale, entries)
 
     def _encode(self, device: str, suite: str, records: Mapping[str, _Record]) -> Iterator[bytes]:
-        """Encode the file in parts, with the text of one case in memory at a time."""
+        """Yield the text of the file in parts, so that memory holds the text of one case at a time."""
         path = self.path(device, suite)
         shared = {_digest(part): part for record in records.values() for part in map(self._part, self._entries(record))}
         frame = msgspec.structs.asdict(self.file_type(FORMAT, device, suite, dict(sorted(shared.items())), {}))
@@ -320,7 +322,7 @@ class SuiteStore(ABC, Generic[_Record, _Entry]):
         return (json_text.short_rows(json_text.short_lists(part)) for part in json_text.document(frame, cases))
 
     def _part(self, entry: _Entry) -> Struct | dict[str, Any]:
-        """Return the part of an entry that others share, with what a newer version has added to it."""
+        """Return the part of an entry that it shares with others, with fields that a newer version has added."""
         as_read = self._as_read.get(id(entry))
         return as_read.shared if as_read else self._shared(entry)
 
@@ -350,7 +352,7 @@ class _File(Struct):
 
 
 class BaselineStore(SuiteStore[Baseline, BaselineRun]):
-    """Measured baselines; an update replaces all runs of a case where a figure differs that is judged."""
+    """The measured baselines. An update replaces all runs of a case if a judged figure differs."""
 
     what = "a baseline file"
     entry = "run"
@@ -418,7 +420,7 @@ def decode(
     edited: bool = True,
     unknown: dict[str, Any] | None = None,
 ) -> _Type:
-    """Decode the record of ``type_`` in a file.
+    """Return the record of ``type_`` in a file.
 
     Args:
         what: the kind of file, in a sentence.
@@ -464,7 +466,7 @@ def _remedy(error: Exception, remedy: str) -> str:
 
 
 def _sound(fields: Any, type_: type[_Type], what: str, refusal: Callable[..., BaselineError]) -> _Type:
-    """Check that the fields make a record, which need not have all of them."""
+    """Check that the fields make a record, which need not have all fields."""
     try:
         return msgspec.convert(fields, type_)
     except msgspec.ValidationError as error:
@@ -472,13 +474,13 @@ def _sound(fields: Any, type_: type[_Type], what: str, refusal: Callable[..., Ba
 
 
 def _unknown(data: bytes | msgspec.Raw, type_: Any) -> dict[str, Any]:
-    """Return the fields of an object in JSON that a record of ``type_`` does not have."""
+    """Return the fields of a JSON object that a record of ``type_`` lacks."""
     fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     return {name: msgspec.json.decode(raw) for name, raw in fields.items() if name not in type_.__struct_fields__}
 
 
 def _lost(before: Any, after: Any) -> Iterator[str]:
-    """Yield the names in JSON that are no fields of the record that was made of it."""
+    """Yield the names in JSON that the record made from it does not have as fields."""
     if isinstance(after, Struct):
         config = type(after).__struct_config__
         named: dict[str, Any] = {**msgspec.structs.asdict(after), str(config.tag_field): config.tag}
@@ -495,7 +497,7 @@ def _lost(before: Any, after: Any) -> Iterator[str]:
 
 
 def _has_negative(value: Any) -> bool:
-    """Tell whether a count in there is below zero."""
+    """Tell whether a value contains a count below zero."""
     if isinstance(value, dict):
         return any(map(_has_negative, value.values()))
     if isinstance(value, list | tuple):

@@ -58,7 +58,7 @@ class _StoredCase(Struct):
 
 
 class EmulationStore(SuiteStore[Recorded, EmulatedRun]):
-    """Runs on emulated GPUs, whose devices are platforms; an update replaces those under the same conditions."""
+    """The runs on emulated GPUs, whose devices are platforms. An update replaces runs under the same conditions."""
 
     parent = (EMULATED,)
     what = "a file of figures of an emulated GPU"

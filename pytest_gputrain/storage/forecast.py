@@ -17,7 +17,7 @@ Test = TypeVar("Test")
 
 
 class Forecast:
-    """Recorded runs at full size on one platform, under whatever conditions they were recorded.
+    """The recorded emulated runs at full size on one platform, under any conditions.
 
     Args:
         baselines: folder of the baselines.
@@ -30,7 +30,7 @@ class Forecast:
         self.platform = platform
 
     def of(self, suite: str, case: Case) -> EmulatedRun | None:
-        """Return the latest run of the case; None if there is none, or none of this very case."""
+        """Return the latest run of exactly this case; None if there is none."""
         if suite in self._unreadable:
             return None
         try:
@@ -45,7 +45,9 @@ class Forecast:
         return run is not None and not run.fits
 
     def seconds(self, suite: str, case: Case) -> float | None:
-        """Return the seconds of all steps of the case at the peaks of the GPU, warm-up included; None if not known."""
+        """Return the seconds of all steps of the case at the peak rates of the GPU, warm-up included; None if they are
+        unknown.
+        """
         run = self.of(suite, case)
         if run is None or not run.operators:
             return None
@@ -54,7 +56,8 @@ class Forecast:
     def order(
         self, tests: list[Test], file_of: Callable[[Test], object], asks: Callable[[Test], tuple[str, list[Case]]]
     ) -> None:
-        """Sort ``tests`` in place: in each file the shortest first, then what was never emulated, then what will not fit.
+        """Sort ``tests`` in place. In each file the shortest come first, then those without an emulated run, then those that
+        will not fit.
 
         Tests without cases keep their places.
 
@@ -71,7 +74,7 @@ class Forecast:
                 tests[position] = test
 
     def _rank(self, suite: str, cases: list[Case]) -> tuple[int, float]:
-        """Return the sort key of a test: whether it fits, and the time of its steps at the peaks of the GPU."""
+        """Return the sort key of a test: whether it fits, and the time of its steps at the peak rates of the GPU."""
         if any(self.is_unfit(suite, case) for case in cases):
             return 2, 0.0
         seconds = [known for case in cases if (known := self.seconds(suite, case)) is not None]
@@ -79,7 +82,8 @@ class Forecast:
 
 
 def _seconds_at_peaks(run: EmulatedRun, platform: Platform, case: Case) -> float:
-    """Return the sum, over the operators of a step, of the larger of arithmetic and memory traffic at the peaks of the GPU.
+    """Return the sum over a step's operators of the larger of two times at the peak rates of the GPU: arithmetic, and memory
+    traffic.
 
     It orders cases, and is shown to nobody: `expected_time` needs the calls, which baselines do not keep.
     """

@@ -29,11 +29,11 @@ _BEGIN: Final = b'{"'
 
 
 class HistoryError(OneLineError):
-    """A history that cannot be read; one sentence with the place and the remedy."""
+    """A history cannot be read. The message is one sentence with the place and the remedy."""
 
 
 def append(path: Path, lines: Iterable[HistoryLine]) -> str:
-    """Put whole lines at the end of the file, in one write, or leave it as it was.
+    """Append whole lines to the file in one write, or leave it as it was.
 
     Processes of one host take turns. A last line without its end, which a crash in mid-write leaves, is removed first;
     one that only lacks its line end gets it. A file whose first or last line is none of a history is somebody else's.
@@ -76,7 +76,7 @@ def append(path: Path, lines: Iterable[HistoryLine]) -> str:
 
 
 def _torn_end(descriptor: int, size: int) -> bytes:
-    """Return what follows the last line end, or a part of it if it is too long for a line."""
+    """Return what follows the last line end, or a part of it if it is too long to be a line."""
     block, end = b"", size
     while end > 0 and b"\n" not in block and len(block) < _LONGEST_END:
         start = max(0, end - _LONGEST_LINE)
@@ -93,7 +93,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def read(path: Path, type_: type[_Line], warn: Callable[[str], None]) -> Iterator[tuple[int, _Line]]:
-    """Yield each line with its offset in bytes, one after the other, so that a long history needs no memory.
+    """Yield each line with its offset in bytes. Lines are read one by one, so that a long history takes no memory.
 
     Args:
         type_: a record of the keys that are wanted; others are passed over.

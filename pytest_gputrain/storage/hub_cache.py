@@ -9,7 +9,7 @@ from pytest_gputrain.utils.reading import read_whole
 
 
 def snapshot(model: str, environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of a model's files, as far as they are in the cache; None if it is not there.
+    """Return the folder with a model's files in the cache; None if there is none.
 
     Nothing is fetched.
 
@@ -31,7 +31,7 @@ def cached_models(environ: Mapping[str, str]) -> list[str]:
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:
-    """Return the folder that huggingface_hub keeps models in."""
+    """Return the folder in which huggingface_hub keeps models."""
     if cache := environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache).expanduser()
     if home := environ.get("HF_HOME"):

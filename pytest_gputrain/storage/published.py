@@ -28,7 +28,7 @@ _REMEDY: Final = "restore it from git"
 
 
 class Column(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A column as printed."""
+    """A column of a table."""
 
     header: str
     english: str = ""
@@ -40,7 +40,7 @@ class Column(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Source(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Says where a table was published."""
+    """The document in which a table was published."""
 
     document: str
     repository: str

@@ -35,7 +35,7 @@ def read_report(path: Path, remedy: str = "give the file that --gpu-json wrote")
 
 
 class ReportStore:
-    """The results of an earlier report, as baselines."""
+    """The results of an earlier report, used as baselines."""
 
     def __init__(self, path: Path) -> None:
         """Read the report.
@@ -62,7 +62,8 @@ class ReportStore:
                 self._variants[result.suite, result.key, result.variables_digest] = baseline
 
     def get(self, device: str, suite: str, key: str, variables_digest: str = "") -> Baseline | None:
-        """Return the case's figures in the report, of whatever device. The judge decides what can be compared.
+        """Return the case's figures in the report, whatever device they are from. The gate decides whether they can be
+        compared.
 
         Those that a test measured with the same changed variables come first."""
         return self._variants.get((suite, key, variables_digest)) or self.suite(device, suite).get(key)
@@ -77,7 +78,7 @@ class ReportStore:
 
 
 def to_recorded(result: Emulated) -> Recorded | None:
-    """Return the figures of ``result`` as `storage.emulated` keeps them; None if it has none."""
+    """Return the figures of ``result`` in the form of `storage.emulated`; None if it has none."""
     if result.figures is None:
         return None
     case = Case(**result.case.identity())
@@ -141,5 +142,5 @@ def _short_steps(steps: GpuSteps) -> GpuSteps:
 
 
 def _short(seconds: float) -> float:
-    """Round to six digits: beyond what a clock tells of a step, and readable in a diff."""
+    """Return the number rounded to six digits, which are more than a clock gives and readable in a diff."""
     return float(f"{seconds:.6g}")

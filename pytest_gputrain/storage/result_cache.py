@@ -30,8 +30,8 @@ _READ_BY_LIBRARIES: Final = (
 
 
 class ResultCache:
-    """A file for each run, named by all that it depends on: the task, this package's code, the libraries, their
-    environment variables.
+    """A file for each run. Its name is made of all that the run depends on: the task, this package's code, the libraries,
+    and their environment variables.
 
     Args:
         folder: None to remember nothing.
@@ -62,7 +62,7 @@ class ResultCache:
 
     @staticmethod
     def _forget_old(folder: Path) -> None:
-        """Delete runs of code and libraries that nobody has any more."""
+        """Delete runs of code and libraries that are gone."""
         now = time.time()  # noqa: TID251 - as the files' dates
         for path in folder.glob("*.json"):
             if now - path.stat().st_mtime > KEPT_SECONDS:
@@ -85,8 +85,8 @@ class ResultCache:
 
 
 def _are_released(case: Case) -> bool:
-    """Tell whether the versions of the case's libraries tell their code: not where one is installed from a folder, a commit,
-    or a file that somebody built."""
+    """Tell whether the versions of the case's libraries identify their code. A folder, a commit, or a file that somebody
+    built has no such version."""
     return not any(_is_local(name) for name in library_versions(case))
 
 
