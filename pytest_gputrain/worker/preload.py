@@ -137,7 +137,9 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
 
 
 def _used_gpu() -> bool:
-    """Tell whether torch has used a GPU in this process, which is a fork. Then no forked process can use one."""
+    """Tell whether torch has used a GPU in this process, so that no worker can be forked from here. A fork finds this
+    out.
+    """
     import torch
 
     is_spoilt = getattr(torch._C, "_cuda_isInBadFork", None)
