@@ -52,7 +52,7 @@ _SECTIONS: Final = (
 
 
 def with_config(case: Case, root: Path) -> tuple[Case, Options]:
-    """Return the case with the digest of its file, and what the file sets that the case does not decide.
+    """Return the case with the digest of its file, and the options of the file that the case does not decide.
 
     Args:
         case: one that has such a file, with or without a digest from before.
@@ -78,7 +78,7 @@ def with_config(case: Case, root: Path) -> tuple[Case, Options]:
 
 
 class _Wrong(Exception):
-    """An error in a file, as the rest of a sentence."""
+    """An error in a file. The message is the rest of a sentence."""
 
 
 def _read(file: Path, name: str) -> Options:
@@ -131,13 +131,13 @@ def _further(case: Case, content: Options) -> Iterator[tuple[tuple[str, ...], An
 
 
 def _is_left_open(scheduler: Any) -> bool:
-    """Tell whether transformers fills in all parameters of the scheduler, so that it is the Trainer's own."""
+    """Tell whether transformers fills in all parameters of the scheduler, which is then the Trainer's own."""
     parameters = scheduler.get("params") if isinstance(scheduler, dict) else None
     return bool(parameters) and isinstance(parameters, dict) and set(map(str, parameters.values())) == {"auto"}
 
 
 def _filled_in(case: Case, key: str) -> int | None:
-    """Return what transformers fills in for an option that is ``"auto"``; None if DeepSpeed takes its default.
+    """Return what transformers fills in for an option that is ``"auto"``; None if DeepSpeed uses its default.
 
     Raises:
         _Wrong: neither does anything of the kind, or the model has no hidden size.
@@ -176,7 +176,7 @@ def _is_number(text: str) -> bool:
 
 
 def _decided(case: Case) -> dict[str, tuple[str, Any]]:
-    """Return the options that fields of the case decide, each with the fields' names and its value."""
+    """Return the options that fields of the case decide, each with its value and the names of the fields."""
     zero = _ZERO
     samples = case.batch_size * case.gradient_accumulation
     options: dict[str, tuple[str, Any]] = {
@@ -216,7 +216,7 @@ def _shown(value: Any) -> str:
 
 
 def merge(options: Options, further: Options) -> None:
-    """Merge ``further`` options into their sections, where they replace options of the same name."""
+    """Merge ``further`` options into their sections. They replace options of the same name."""
     for key, value in further.items():
         if isinstance(value, dict) and isinstance(options.get(key), dict):
             merge(options[key], value)

@@ -31,7 +31,7 @@ def key_of(case: Case, scale: Scale) -> str:
 
 
 def identity_of(task: Task, inline: bool = False) -> bytes:
-    """Return a digest that tells a task from tasks that measure something else, or in another environment."""
+    """Return a digest of a task. Tasks that measure something else, or in another environment, have another digest."""
     case = task.case
     steps = case.steps, case.warmup, case.epoch
     asked = (case.identity(), *steps, task.scale, task.curve, task.variables, task.growth_bytes, inline)

@@ -19,8 +19,8 @@ LIBRARIES: Final = ("torch", "transformers", "diffusers", "peft", "accelerate", 
 
 
 def libraries(case: Case) -> tuple[str, ...]:
-    """Return the training libraries whose code decides what the case allocates and computes. For own code, of which nothing
-    is known, these are all."""
+    """Return the training libraries whose code decides what the case allocates and computes. For own code these are all,
+    because nothing is known of it."""
     if case.code:
         return LIBRARIES
     used = {"torch", *(part.library for part in architectures()[case.model].parts.values())}
@@ -38,12 +38,12 @@ def missing(cases: Iterable[Case]) -> tuple[str, ...]:
 
 
 def how_to_install(names: Sequence[str]) -> str:
-    """Return the rest of a sentence about libraries that are missing."""
+    """Return the end of a sentence on missing libraries, with the command that installs them."""
     return f"install {'it' if len(names) == 1 else 'them'} with: pip install {' '.join(names)} (or pytest-gputrain[suite])"
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed training libraries: which ones a case imports depends on how its process was
+    """Return the versions of the installed training libraries. Which of them a case imports depends on how its process was
     started."""
     from importlib import metadata
 
@@ -55,8 +55,8 @@ def versions() -> dict[str, str]:
 
 
 def library_versions(case: Case) -> dict[str, str]:
-    """Return the version of each of the case's libraries that is installed, without local label (``+cu130``), which tells
-    the hardware they were built for."""
+    """Return the version of each installed library of the case, without its local label (``+cu130``), which names the
+    hardware."""
     installed = {name: _installed(name) for name in libraries(case)}
     return {name: version for name, version in installed.items() if version is not None}
 
@@ -73,7 +73,9 @@ def packages_of(case: Case) -> dict[str, str]:
 
 @functools.cache
 def _installed(name: str) -> str | None:
-    """Return a package's version. Reading one takes 7 ms, and a run asks several times for each case."""
+    """Return a package's version. It is cached, because reading one takes 7 ms and a run asks several times for each
+    case.
+    """
     from importlib import metadata
 
     with contextlib.suppress(metadata.PackageNotFoundError):

@@ -56,8 +56,8 @@ _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "m
 
 
 def with_model(case: Case, folder: Path) -> Case:
-    """Return the case. If its model is the path of a config, the model becomes ``NAME#DIGEST``, which this process then
-    knows.
+    """Return the case. If its model is the path of a config, the model becomes ``NAME#DIGEST`` and is registered in this
+    process.
 
     Args:
         folder: that of the test file, which the path is relative to.
@@ -78,31 +78,31 @@ def with_model(case: Case, folder: Path) -> Case:
 
 
 def is_path(model: str) -> bool:
-    """Tell a path of a config from a name of the zoo."""
+    """Tell whether ``model`` is the path of a config and not a name of the zoo."""
     return "/" in model or model.endswith(".json") or model in (".", "..")
 
 
 def declare(name: str, config: Config) -> Architecture:
-    """Have ``name`` be a model that cases can name in this process, and return its facts."""
+    """Register ``name`` as a model of this process that cases can name, and return its facts."""
     return architectures().setdefault(name, configured(name.partition("#")[0], config, source="a config.json"))
 
 
 def config_of(case: Case) -> Config:
-    """Return the config that the case's model was declared by; empty for other models."""
+    """Return the config with which the case's model was registered; empty for other models."""
     return architectures()[case.model].trained_part.config if "#" in case.model and case.model in architectures() else {}
 
 
 def key_of_positions(config: Config) -> str | None:
-    """Return the key that says how many positions a language model was made for; None if its config does not say."""
+    """Return the key for the number of positions that a language model was made for; None if its config has none."""
     return next((key for key in _POSITIONS if isinstance(config.get(key), int)), None)
 
 
 class ConfigError(OneLineError):
-    """An error in a config, as the rest of a sentence."""
+    """An error in a config. The message is the rest of a sentence."""
 
 
 def read(path: Path, *, whole: bool = False) -> tuple[str, Config]:
-    """Return a readable name and the normalised config of a file, or of a folder that has one.
+    """Return a readable name, and the normalised config of a file or of a folder that has one.
 
     Args:
         whole: whether all of a vision-language model is wanted, and not its language model alone.
@@ -125,7 +125,9 @@ def read(path: Path, *, whole: bool = False) -> tuple[str, Config]:
 
 
 def _without_unused(config: Config) -> Config:
-    """Leave out keys that change nothing in training. ``architectures`` stays, because ``model_type`` may be unknown."""
+    """Return the config without keys that change nothing in training. ``architectures`` stays, because ``model_type`` may be
+    unknown.
+    """
     unused = set(_UNUSED) - ({"architectures"} if config.get("auto_map") else set())
     return {
         key: _without_unused(value) if isinstance(value, dict) and key.endswith("_config") else value
@@ -135,7 +137,7 @@ def _without_unused(config: Config) -> Config:
 
 
 def _language_alone(config: Config) -> Config:
-    """Leave out the networks for images and sounds, which do not change the language model."""
+    """Return the config without the networks for images and sounds, which do not change the language model."""
     if language_config(config) is config:
         return {key: value for key, value in config.items() if key not in _OTHER_INPUTS}
     return {
@@ -146,7 +148,7 @@ def _language_alone(config: Config) -> Config:
 
 
 def language_only(path: Path) -> bool:
-    """Tell whether only the language model of a config trains, which has networks for images or sounds beside it.
+    """Tell whether only the language model trains, in a config that also has networks for images or sounds.
 
     Raises:
         ConfigError: as of `read`.
@@ -156,7 +158,7 @@ def language_only(path: Path) -> bool:
 
 
 def quantised_by(path: Path) -> str:
-    """Return how the published weights of a config are packed, as ``gptq``; empty if they are not.
+    """Return how the published weights of a config are packed, such as ``gptq``; empty if they are not.
 
     Raises:
         ConfigError: as of `read`.
@@ -215,7 +217,7 @@ def _json(file: Path) -> Config:
 
 
 def _complaint(config: Config) -> str | None:
-    """Return why the model of a config cannot train here, as the rest of a sentence."""
+    """Say why the model of a config cannot train here, as the rest of a sentence."""
     class_name = config.get("_class_name")
     if isinstance(class_name, str):
         if class_name in denoisers():

@@ -39,7 +39,7 @@ _KINDS: Final[dict[Any, str]] = {
 
 
 def parse_axes(text: str, markers: Sequence[str]) -> Axes:
-    """Parse the knobs of ``text``, one ``KNOB=A,B,C`` a line; blank lines count for nothing.
+    """Return the knobs that ``text`` sets, one ``KNOB=A,B,C`` in each line. Blank lines are ignored.
 
     Args:
         markers: the platform markers of the catalog, which lies in a higher package.
@@ -66,14 +66,14 @@ def parse_axes(text: str, markers: Sequence[str]) -> Axes:
 
 
 def _platform(text: str, markers: Sequence[str]) -> str:
-    """Check that the catalog has the marker."""
+    """Return the marker if the catalog has it."""
     if text not in markers:
         raise ValueError(f"the platform {text!r} is unknown{did_you_mean(text, markers)}; known: {', '.join(markers)}")
     return text
 
 
 def _value(knob: str, text: str) -> Any:
-    """Parse the text of a knob's value."""
+    """Return the value of a knob from its text."""
     choices: Iterable[str] | None = architectures() if knob == "model" else KNOBS[knob].words or None
     if choices is not None and text not in choices and not (knob == "model" and is_path(text)):
         known = ", ".join(filter(None, choices))
@@ -89,7 +89,7 @@ def _value(knob: str, text: str) -> Any:
 
 
 def combinations(axes: Axes) -> list[dict[str, Any]]:
-    """Return the product of the axes, last one fastest."""
+    """Return every combination of the values, the last axis fastest."""
     names = [knob for knob, _ in axes]
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in axes))]
 

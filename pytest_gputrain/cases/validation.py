@@ -42,7 +42,7 @@ _SCALED_LOGITS: Final = ("final_logit_softcapping", "logits_scaling", "logit_sca
 
 
 def problem(case: Case, markers: Sequence[str]) -> str | None:
-    """Find the first thing that makes ``case`` impossible to run, as one sentence with its remedy; None for a sound case.
+    """Return one sentence on the first reason why ``case`` cannot run, with its remedy; None if it can.
 
     Args:
         markers: the platform markers of the catalog, which lies in a higher package.
@@ -52,7 +52,7 @@ def problem(case: Case, markers: Sequence[str]) -> str | None:
 
 
 def complaint(case: Case, markers: Sequence[str]) -> str | None:
-    """Return the sentence of `problem` without its subject, which is the case."""
+    """Return the sentence of `problem` without its subject, the case."""
     platforms: Any = case.platforms
     if isinstance(platforms, str):
         return f"takes a list of platforms: platforms=[{platforms!r}]"
@@ -83,7 +83,7 @@ def complaint(case: Case, markers: Sequence[str]) -> str | None:
 
 
 def _unknown_word(case: Case, markers: Sequence[str]) -> str | None:
-    """Say which word of the case the package does not know."""
+    """Say which word of the case is unknown."""
     # The script itself decides its precision, so `precision` may be any word.
     own_words = ("method", "precision") if case.code and case.method == "script" else ("method",)
     methods = ("custom", "script") if case.code else KNOBS["method"].words
@@ -118,7 +118,7 @@ _TYPES: Final = {
 
 
 def _wrong_type(case: Case, error: str) -> str:
-    """Say what msgspec says of a wrong type: ``has steps='ten'; it must be a whole number``."""
+    """Say which field has a wrong type, from msgspec's error: ``has steps='ten'; it must be a whole number``."""
     found = re.fullmatch(r"Expected `([^`]*)`, got `[^`]*` - at `\$\.(\w+)(\S*)`", error)
     if found is None:
         return f"has a field of the wrong type: {error}"
@@ -139,7 +139,7 @@ def bad_value(case: Case) -> str | None:
 
 
 def _bad_model(case: Case) -> str | None:
-    """Say which setting the case's model does not have, or which one it needs."""
+    """Say which setting the case's model lacks, or which one it needs."""
     architecture = architectures()[case.model]
     if case.method not in architecture.trainable:
         methods = ", ".join(architecture.trainable)

@@ -75,7 +75,7 @@ def _rounds(text: str) -> int:
 
 
 class _Comparison(NamedTuple):
-    """What a comparison has found."""
+    """The outcome of a comparison."""
 
     head: Report
     """The last report of head."""
@@ -91,7 +91,7 @@ class _Comparison(NamedTuple):
 
 
 class _Progress:
-    """Says how far a comparison is and how long the rest takes at most.
+    """Prints how far a comparison is, and how long the rest takes at most.
 
     Args:
         runs: of pytest that there may be.
@@ -107,7 +107,7 @@ class _Progress:
         self._told = time.monotonic()
 
     def watch(self, share: float) -> None:
-        """Note which share of its tests a run has finished, and print it now and then."""
+        """Note the share of its tests that a run has finished, and print it from time to time."""
         if share and time.monotonic() - self._told >= _TELL_EVERY_SECONDS:
             self.begin(f"{share:.0%} of the tests have ended", share)
 
@@ -124,8 +124,8 @@ class _Progress:
 
 
 def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Run both sides and print; 0, 1 where a verdict is one of ``--fail-on``, 2 for nothing to judge, 130 if Ctrl-C or
-    SIGTERM came before there was anything to judge.
+    """Run both sides and print the comparison. Return 0, 1 if a verdict is one of ``--fail-on``, 2 if there is nothing to
+    judge, or 130 if Ctrl-C or SIGTERM came before there was.
     """
     # SIGTERM must act like Ctrl-C, so that worktrees are removed.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -161,14 +161,16 @@ def _compare(base: Side, head: Side, arguments: Sequence[str], rounds: int | Non
 
 
 def _now(side: Side, number: int = 1, rounds: int | None = None) -> str:
-    """Say which side runs, and in which round where that is known."""
+    """Return which side runs, and in which round if that is known."""
     return f"{f'round {number} of {rounds}: ' if rounds else ''}{side.name}, {side.label}"
 
 
 def _compare_exactly(
     before: Report, base: Side, head: Side, arguments: Sequence[str], scratch: Path, progress: _Progress
 ) -> _Comparison:
-    """Run head once, judged by the report of base as by stored baselines: further processes confirm what may be noise."""
+    """Run head once, against the report of base in place of stored baselines. Further processes confirm what may be
+    noise.
+    """
     on_cpu = any(result.device == CPU for result in before.results)
     time_too = f"; time is not judged without --rounds {LEAST_RUNS_ON_A_CPU} or more" if on_cpu else ""
     console.say(f"these figures are exact, so one run of each side is enough{time_too}")
@@ -190,7 +192,7 @@ def _compare_exactly(
 def _alternate(
     first: Report, base: Side, head: Side, arguments: Sequence[str], rounds: int, scratch: Path, progress: _Progress
 ) -> _Comparison:
-    """Run rounds of both sides until no further one could change a verdict; base has the first run already."""
+    """Run rounds of both sides until no further round could change a verdict. The first run of base is given."""
     progress.runs = 2 * rounds
     console.say(f"each case runs at most {rounds} times on each side, {2 * rounds} times in all")
     reports: dict[str, list[Report]] = {"base": [first], "head": []}
@@ -221,7 +223,7 @@ def _alternate(
 
 
 def _left_out(reports: Sequence[Report], settled: Container[tuple[str, str]]) -> list[str]:
-    """Return the options of pytest that leave out the tests all of whose cases are settled."""
+    """Return the options of pytest that leave out tests whose cases are all settled."""
     open_tests: set[str] = set()
     closed_tests: set[str] = set()
     for result in (result for report in reports for result in report.results):
@@ -263,7 +265,9 @@ def _conclude(options: argparse.Namespace, base: Side, head: Side, comparison: _
 
 
 def _publish(report: Report, path: Path | None) -> bool:
-    """Write the summary and the annotations of a job of GitHub, and the report if asked; tell whether that was possible."""
+    """Write the summary and the annotations of a job of GitHub, and the report if an option asks for it. Return whether that
+    was possible.
+    """
     failures = [
         Failure(_file_of(result.nodeid), None, result.key, result.verdict.sentence)
         for result in report.results
@@ -284,6 +288,6 @@ def _publish(report: Report, path: Path | None) -> bool:
 
 
 def _file_of(nodeid: str) -> Path | None:
-    """Return the file of a test, if it is known from here."""
+    """Return the file of a test; empty if it cannot be found from here."""
     path = Path(nodeid.partition("::")[0]).absolute()
     return path if path.is_file() else None

@@ -34,12 +34,12 @@ _AT_ONCE: Final = 2
 
 
 class SideError(Exception):
-    """A side that cannot be run; one sentence, and what pytest said of it."""
+    """A side cannot be run. The message is one sentence, and what pytest said."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """Says where pytest runs, and by which interpreter."""
+    """The folder and the interpreter in which pytest runs."""
 
     name: str
     """``base`` or ``head``."""
@@ -52,7 +52,7 @@ class Side:
 
 @contextlib.contextmanager
 def open_side(name: str, source: str, scratch: Path) -> Iterator[Side]:
-    """Open the side ``source``; a revision is checked out into a worktree below ``scratch``, which is removed in the end.
+    """Provide the side ``source``. A revision is checked out into a worktree below ``scratch``, which is removed at the end.
 
     Raises:
         SideError: it is neither a folder nor a revision, or has no pytest-gputrain.
@@ -107,7 +107,7 @@ def _worktree(name: str, revision: str, cwd: Path, scratch: Path) -> Iterator[Si
 
 
 def _environ(root: Path, tree: Path) -> dict[str, str]:
-    """Return this environment with imports from ``root`` taken from ``tree``, whose packages precede installed ones."""
+    """Return this environment, in which imports from ``root`` come from ``tree``. Its packages precede installed ones."""
     paths = []
     for path in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         inside = Path(path).resolve().is_relative_to(root.resolve())
@@ -119,7 +119,7 @@ def _environ(root: Path, tree: Path) -> dict[str, str]:
 def run(
     side: Side, arguments: Sequence[str], scratch: Path, watch: Callable[[float], None], against: Path | None = None
 ) -> Report:
-    """Return what one pytest of the side measures: one fresh process of each case.
+    """Return the report of one run of pytest, with one fresh process of each case.
 
     Args:
         watch: called now and then with the share of the tests that have ended.
@@ -165,12 +165,12 @@ def run(
 
 
 def report_of(side: Side, scratch: Path) -> Path:
-    """Return the file of a side's last report. Sentences name the side by this file's name."""
+    """Return the file of a side's last report, by whose name sentences call the side."""
     return scratch / "reports" / side.name
 
 
 def written(side: Side, scratch: Path) -> Report:
-    """Return the side's last report, which may be of a run that was interrupted.
+    """Return the side's last report. An interrupted run may have written it.
 
     Raises:
         SideError: there is none, or it cannot be read.
@@ -182,7 +182,7 @@ def written(side: Side, scratch: Path) -> Report:
 
 
 def measures_time(arguments: Sequence[str]) -> bool:
-    """Tell whether pytest would run cases on a GPU here, as far as its arguments and the drivers tell."""
+    """Tell whether pytest would run cases on a GPU here, judging by its arguments and the drivers."""
     if "--gpu-emulate" in arguments or f"--gpu-platform={CPU}" in arguments:
         return False
     try:
@@ -192,7 +192,7 @@ def measures_time(arguments: Sequence[str]) -> bool:
 
 
 def with_more_at_once(side: Side, arguments: Sequence[str]) -> Sequence[str]:
-    """Return the arguments with the option of pytest-xdist that runs several cases at once, if it is installed."""
+    """Return the arguments with the option of pytest-xdist that runs several cases at once, if pytest-xdist is installed."""
     own = any(re.match(r"-n|--numprocesses|--dist|--pdb|(-p *)?no:xdist", argument) for argument in arguments)
     if own or len(os.sched_getaffinity(0)) < _AT_ONCE or "PYTEST_DISABLE_PLUGIN_AUTOLOAD" in side.environ:
         return arguments
@@ -203,7 +203,7 @@ def with_more_at_once(side: Side, arguments: Sequence[str]) -> Sequence[str]:
 
 
 def _wait(child: subprocess.Popen[bytes], log: Path, watch: Callable[[float], None]) -> int:
-    """Wait for pytest to end, and tell meanwhile how far it is."""
+    """Wait until pytest has ended, and report its progress meanwhile."""
     while True:
         try:
             return child.wait(_LOOK_SECONDS)

@@ -27,7 +27,7 @@ class Changed(NamedTuple):
 
 
 def since(reference: str, folder: Path) -> Iterator[Changed]:
-    """Yield what has changed in the folder since a commit.
+    """Yield the entries in the folder that let more pass than at a commit.
 
     Raises:
         ValueError: there is no such commit, or no repository.
@@ -66,7 +66,9 @@ def _of_store(before: SuiteStore[Any, Any], now: SuiteStore[Any, Any]) -> Iterat
 
 
 def _of_tables(before: Path, now: Path) -> Iterator[Changed]:
-    """Describe changes of published tables. Their figures are copied from documents, so any change of a row is told."""
+    """Return the changes of published tables. Every change of a row is named, because its figures are copied from a
+    document.
+    """
     for path in sorted(before.glob("*.json")):
         file = f"{published.FOLDER}/{path.name}"
         try:

@@ -30,7 +30,7 @@ from pytest_gputrain.utils.sanitize import shown
 
 
 class Problem(NamedTuple):
-    """A problem in a line of a file."""
+    """A problem in a file, with its line."""
 
     path: Path
     line: int
@@ -69,7 +69,7 @@ def add_to(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print what is found; 0, 1 where something is wrong, 2 if there is no such folder."""
+    """Print the problems. Return 0, 1 if there is one, or 2 if there is no such folder."""
     folder: Path = options.folder
     if not folder.is_dir():
         console.say(f"there is no folder {folder}: record one with `pytest benchmarks --gpu-baseline-update`, or name yours")
@@ -89,7 +89,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _list_changes(options: argparse.Namespace) -> bool:
-    """Print what has changed since a commit, and return whether anything was removed or changed in kind.
+    """Print what has changed since a commit. Return whether something was removed or changed its kind.
 
     Raises:
         ValueError: there is no such commit.
@@ -106,7 +106,7 @@ def _list_changes(options: argparse.Namespace) -> bool:
 
 
 def check(folder: Path) -> Iterator[Problem]:
-    """Yield the problems about the files below ``folder``, in the order of the files."""
+    """Yield the problems of the files below ``folder``, in the order of the files."""
     tables_are_sound = True
     unreadable: list[OSError] = []
     for path in _files(folder, unreadable):
@@ -129,13 +129,13 @@ def check(folder: Path) -> Iterator[Problem]:
 
 
 def _files(folder: Path, unreadable: list[OSError]) -> list[Path]:
-    """Return what is named as a file below the folder; put the errors of folders that cannot be read into ``unreadable``."""
+    """Return all paths below the folder that may be files. Errors of unreadable folders are added to ``unreadable``."""
     walked = os.walk(folder, onerror=unreadable.append)
     return sorted(Path(at, name) for at, folders, names in walked for name in folders + names if name.endswith(".json"))
 
 
 def _without_tests(folder: Path) -> Iterator[Problem]:
-    """Yield the files of suites that have no test file in the repository; none if none has one."""
+    """Yield the files of suites without a test file in the repository; none if no suite has one."""
     tests = {suite_of(path) for path in files_of_repository(folder) if path.suffix == ".py"}
     files = [path for path in _files(folder, []) if path.parent.name != published.FOLDER]
     if tests.isdisjoint(path.stem for path in files):
@@ -149,7 +149,7 @@ def _without_tests(folder: Path) -> Iterator[Problem]:
 
 
 def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Problem]:
-    """Check the file as the kind that its folder says."""
+    """Check a file as the kind of file that its folder is for."""
     match folders:
         case [published.FOLDER]:
             published.load(path)
@@ -170,7 +170,9 @@ _RECORD_AGAIN: Final = "record again, or restore it from git"
 
 
 def _damage(path: Path) -> list[Problem]:
-    """Return problems that make the others meaningless: markers of a merge, and names that stand twice in one object."""
+    """Return problems after which other checks mean nothing: markers of a merge, and names that occur twice in one
+    object.
+    """
     data = read_whole(path)
     if markers := conflicts(data):
         return [Problem(path, line, "a merge-conflict marker; take one side, or record again") for line in markers]
@@ -204,7 +206,7 @@ def _entries(path: Path, store: SuiteStore[Any, Any], device: str) -> Iterator[P
 
 
 def _is_name(key: str, case: Case) -> bool:
-    """Tell whether ``key`` is an id of ``case``, which may name any of its knobs.
+    """Tell whether ``key`` is an id of ``case``. An id may contain any of its knobs.
 
     How many steps were run may be in the id, but is not kept with the case.
     """
@@ -222,7 +224,7 @@ def _is_name(key: str, case: Case) -> bool:
 
 
 def _form(path: Path, expected: bytes) -> Iterator[Problem]:
-    """Compare a file with what writing it again would give."""
+    """Compare a file with what an update would write."""
     present = read_whole(path)
     if present == expected:
         return
@@ -236,7 +238,7 @@ def _form(path: Path, expected: bytes) -> Iterator[Problem]:
 
 
 def _sessions(path: Path, device: str, stored: Sequence[Baseline]) -> Iterator[Problem]:
-    """Warn of cases whose runs are all of one session, which do not show how days differ.
+    """Warn of cases whose runs all come from one session, which does not show how much days differ.
 
     A CPU gets no warning: its memory is exact, and its time is not judged.
     """
@@ -249,7 +251,7 @@ def _sessions(path: Path, device: str, stored: Sequence[Baseline]) -> Iterator[P
 
 
 def _line_of_name(data: bytes, name: str, *, last: bool = False) -> int:
-    """Return the line that has ``name`` as a name, or 1."""
+    """Return the number of the line with ``name`` as a name; 1 without one."""
     quoted = re.escape(json.dumps(name, ensure_ascii=False).encode(errors="backslashreplace"))
     offsets = [match.start() for match in re.finditer(quoted + rb"\s*:", data)]
     return data.count(b"\n", 0, offsets[-1 if last else 0]) + 1 if offsets else 1

@@ -28,7 +28,7 @@ _FORBIDDEN: Final = (401, 403, 404)
 
 
 class _Host(NamedTuple):
-    """The place of the comments of a pull request, and what its host asks for."""
+    """A host of pull requests: where its comments are, and how they are written."""
 
     comments: str
     """The URL that lists comments and takes a new one."""
@@ -48,11 +48,11 @@ class _Host(NamedTuple):
 
 
 class _NoPullRequest(Exception):
-    """This job has no pull request, or may not comment on it; the text says so."""
+    """This job has no pull request, or may not comment on it. The message says so."""
 
 
 class _Failed(Exception):
-    """The host did not take the comment; the text says why."""
+    """The host refused the comment. The message says why."""
 
 
 def add_to(commands: Any) -> None:
@@ -87,7 +87,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _host(environ: Mapping[str, str]) -> _Host:
-    """Return where this job's comments are.
+    """Return the host of this job, with the place of its comments.
 
     Raises:
         _NoPullRequest: it has none.
@@ -144,7 +144,7 @@ def _set(environ: Mapping[str, str], name: str) -> str:
 
 
 def _body(marker: str, files: list[Path], accept: str, host: _Host) -> str:
-    """Return the comment: the summaries, those that are missing, how to accept the figures, and a link to the job.
+    """Return the text of the comment: the summaries, missing summaries, how to accept the figures, and a link to the job.
 
     Code of a pull request may have written the summaries. So nothing in them mentions anybody, and no line is a command to
     GitLab, which would begin with a slash.
@@ -164,7 +164,7 @@ def _body(marker: str, files: list[Path], accept: str, host: _Host) -> str:
 
 
 def _put(host: _Host, marker: str, body: str) -> str:
-    """Replace the comment that has the marker and the author of this token, or make one, and say which.
+    """Replace the comment with this marker and this token's author, or make a new one. Return which was done.
 
     Raises:
         _Failed: the host does not tell whose token it is.
@@ -197,7 +197,7 @@ def _comments(host: _Host) -> Iterator[Any]:
 
 
 def _ask(host: _Host, method: str, url: str, sent: object = None) -> Any:
-    """Return what the host answers.
+    """Return the host's answer to a request.
 
     Raises:
         _NoPullRequest: the token may not do this.

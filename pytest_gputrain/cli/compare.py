@@ -37,7 +37,7 @@ def add_to(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the comparison; 0, 1 where a verdict is one of ``--fail-on``, 2 for bad input."""
+    """Print the comparison. Return 0, 1 if a verdict is one of ``--fail-on``, or 2 for bad input."""
     try:
         base, head = (read_report(path) for path in (options.base, options.head))
         tolerance = _tolerance(options.head, head)
@@ -56,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _tolerance(path: Path, report: Report) -> Tolerance:
-    """Read from the report what passes."""
+    """Return the tolerance that a report's settings set."""
     try:
         return tolerance_of(report.settings)
     except (KeyError, TypeError, ValueError):

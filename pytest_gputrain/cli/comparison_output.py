@@ -11,7 +11,7 @@ from pytest_gputrain.utils.sanitize import shown
 
 
 def print_comparison(results: Sequence[Result], further_notes: Iterable[str]) -> tuple[str, ...]:
-    """Print the table, what changed, and what was not compared; the last of these is returned, too."""
+    """Print the table, the changes, and a line on what was not compared. Return this line."""
     width, colour = console.standard_output()
     changed = [
         result.verdict.sentence
@@ -24,6 +24,6 @@ def print_comparison(results: Sequence[Result], further_notes: Iterable[str]) ->
 
 
 def verdicts(results: Iterable[Result], missing_cases: Sized) -> set[Status]:
-    """Return the verdicts of a comparison, in which a case that head lacks counts as not comparable."""
+    """Return the verdicts of a comparison. A case that head lacks is not comparable."""
     absent: set[Status] = {"not-comparable"} if missing_cases else set()
     return absent | {result.verdict.status for result in results if result.verdict is not None}

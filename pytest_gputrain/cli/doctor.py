@@ -71,7 +71,7 @@ def add_to(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the checks and the GPUs; 1 where a problem was found, 2 where a file cannot be read or written, else 0."""
+    """Print the checks and the GPUs. Return 0, 1 if there is a problem, or 2 if a file cannot be read or written."""
     try:
         return _replay(options.replay) if options.replay is not None else _examine_this_host(options)
     except ValueError as error:
@@ -83,7 +83,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _replay(path: Path) -> int:
-    """List the GPUs of a recording, which does not have the network cards and the cores of its machine."""
+    """List the GPUs of a recording. It lacks the network cards and the cores of its machine."""
     with recording.replayed(path):
         try:
             console.put(doctor_gpus.describe(topology.Sysfs(Path(os.devnull))) or f"no GPU is recorded in {path}")
@@ -114,7 +114,7 @@ def _examine_this_host(options: argparse.Namespace) -> int:
 
 
 def examine() -> list[Check]:
-    """Examine this host."""
+    """Return the results of all checks of this host."""
     checks: list[Check] = []
     gpus: list[Gpu] = []
     for vendor_checks in (_nvidia(gpus), _amd(gpus)):
@@ -128,7 +128,7 @@ def examine() -> list[Check]:
 
 
 def _nvidia(gpus: list[Gpu]) -> Iterator[Check]:
-    """Check NVIDIA's driver and its binding, and add the GPUs."""
+    """Yield checks of NVIDIA's driver and its binding, and add the GPUs to ``gpus``."""
     if fault := drivers.nvidia_binding_fault():
         yield Check("nvidia", "problem", fault)
         return
@@ -166,7 +166,7 @@ def _nvidia(gpus: list[Gpu]) -> Iterator[Check]:
 
 
 def _amd(gpus: list[Gpu]) -> Iterator[Check]:
-    """Check AMD's driver and its binding, and add the GPUs.
+    """Yield checks of AMD's driver and its binding, and add the GPUs to ``gpus``.
 
     Beside NVIDIA's GPUs one of AMD's may only be the graphics of the processor, so nothing about it is a problem.
     """
@@ -203,7 +203,7 @@ def _amd(gpus: list[Gpu]) -> Iterator[Check]:
 
 
 def _listed(vendor: Vendor, gpus: Sequence[Gpu], versions: str, remedy: str) -> Iterator[Check]:
-    """Tell which kinds of GPUs there are, and whether the catalog has them."""
+    """Yield a check of the kinds of GPUs, and whether the catalog has them."""
     if not gpus:
         yield Check(vendor, "warning", f"the driver lists no GPU that can be used, {versions}", remedy)
         return
@@ -221,7 +221,7 @@ def _listed(vendor: Vendor, gpus: Sequence[Gpu], versions: str, remedy: str) -> 
 
 
 def _permissions(files: Sequence[Path]) -> Iterator[Check]:
-    """Open the files by which the kernel gives GPUs to processes, as far as they are there."""
+    """Yield a check that opens the files by which the kernel gives GPUs to processes."""
     opened = []
     for file in files:
         try:
@@ -241,7 +241,7 @@ def _permissions(files: Sequence[Path]) -> Iterator[Check]:
 
 
 def _visible(gpus: Sequence[Gpu]) -> Iterator[Check]:
-    """Check which GPUs the variables of the runtimes leave, and in which order."""
+    """Yield a check of which GPUs the variables of the runtimes show, and in which order."""
     names = (*CHOOSING, _ORDER)
     variables = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or "no variable hides any"
     if not gpus:
@@ -268,8 +268,7 @@ def _visible(gpus: Sequence[Gpu]) -> Iterator[Check]:
 
 
 def torch_build() -> Torch | None:
-    """Find the build of torch that is installed beside this package, read from its file of versions; None if there is
-    none."""
+    """Return the build of torch that is installed beside this package, from its version file; None if there is none."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -317,7 +316,7 @@ def _torch_for_amd(torch: Torch, found: str) -> Check:
 
 
 def _cuda_of_driver() -> tuple[int, int] | None:
-    """Return the newest release of CUDA that the NVIDIA driver supports; None if it does not tell."""
+    """Return the newest release of CUDA that the NVIDIA driver supports; None if the driver does not report it."""
     import pynvml
 
     with contextlib.suppress(pynvml.NVMLError):
@@ -331,7 +330,7 @@ def _cuda_of_driver() -> tuple[int, int] | None:
 
 
 def _compiler() -> Iterator[Check]:
-    """Look for what torch.compile and DeepSpeed build their kernels with."""
+    """Yield a check of the compilers with which torch.compile and DeepSpeed build kernels."""
     with contextlib.suppress(CannotEmulate):
         yield Check("compiler", "ok", shutil.which(find_compiler(packaged=False)[0]) or "")
         return
@@ -345,7 +344,7 @@ def _compiler() -> Iterator[Check]:
 
 
 def _lock_folder() -> Iterator[Check]:
-    """Check the folder of the locks that keep two runs from using one GPU, by taking a lock."""
+    """Yield a check of the folder with the locks that keep two runs from using one GPU."""
     try:
         folder = lease.check_folder()
     except (HardwareError, OSError) as error:
@@ -367,6 +366,6 @@ def _installed(distribution: str) -> str:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the major and the minor release; empty if a version does not begin so."""
+    """Return the major and the minor release; empty if a version does not begin with them."""
     parts = version.split(".")[:2]
     return tuple(map(int, parts)) if len(parts) == 2 and all(part.isdigit() for part in parts) else ()

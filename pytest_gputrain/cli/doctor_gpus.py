@@ -18,7 +18,7 @@ _SECONDS_BETWEEN: Final = 0.2
 
 
 def describe(host: topology.Sysfs, *, readings: int = 1) -> str:
-    """Draw the table of all GPUs as their drivers describe them, whatever CUDA_VISIBLE_DEVICES says, and of their links.
+    """Return tables of all GPUs as their drivers describe them, whatever CUDA_VISIBLE_DEVICES says, and of their links.
 
     Args:
         host: where network cards and cores are looked up.
@@ -75,7 +75,7 @@ def _silent_row(gpu: Gpu) -> tuple[str, ...]:
 
 
 def links(gpus: Sequence[Gpu], host: topology.Sysfs) -> tables.TextTable:
-    """Describe how GPUs of one vendor reach each other and the network cards, and which cores are near."""
+    """Return a table of how GPUs of one vendor reach each other and the network cards, and of the nearest cores."""
     # All parts of a GPU have its links, so one part is enough.
     whole = list({gpu.index: gpu for gpu in gpus}.values())
     cards = host.cards()

@@ -116,7 +116,7 @@ def _number_of_gpus(text: str) -> int:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the program, and return its exit status, or 1 where it ended well and ``--must-fit`` is not met; 2 for bad
+    """Run the program, and return its exit status. Return 1 if it ended well and ``--must-fit`` is not met, or 2 for bad
     input."""
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if emulate_install.is_asked(options):
@@ -186,7 +186,7 @@ def _written(path: Path, data: bytes) -> bool:
 
 @contextlib.contextmanager
 def _folder_of_program() -> Iterator[Path]:
-    """Provide a folder that is removed at the end, and remove those that killed commands have left."""
+    """Provide a folder for the program until the context ends. Folders of killed commands are removed, too."""
     from filelock import FileLock
 
     temporary = Path(tempfile.gettempdir())
@@ -206,7 +206,7 @@ def _folder_of_program() -> Iterator[Path]:
 
 
 def _run(program: list[str], environ: dict[str, str]) -> int:
-    """Run the program to its end, with this process's input and output. It ends with this process."""
+    """Run the program to its end with this process's input and output. If this process dies, the program ends."""
     try:
         asks = functools.partial(end_with_parent, signal.SIGTERM)
         process = subprocess.Popen(program, env=environ, preexec_fn=asks)  # noqa: PLW1509 - there is one thread
@@ -260,7 +260,7 @@ def _use(state: Path) -> Iterator[DeviceUse]:
 
 
 def _report_lines(report: Emulation) -> Iterator[str]:
-    """Render the report as lines, the verdict last."""
+    """Return the report as lines, with the verdict last."""
     if report.use:
         yield from _lines_of_figures(report)
     yield f"{report.fit.verdict}: {report.fit.sentence}"
@@ -289,7 +289,9 @@ _peak: Final = operator.attrgetter("peak_bytes")
 
 
 def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emulation, *, whole: bool) -> Iterator[str]:
-    """Describe what a process took of a GPU; the tensors at the peak only for the one that took most."""
+    """Return lines on what a process took of a GPU. Only those of the process that took most have the tensors at the
+    peak.
+    """
     if len(report.use) > 1:
         rank = f", rank {process.rank}" if process is not None and process.rank else ""
         yield f"process {use.process}{rank} on GPU {use.gpu}"
@@ -341,7 +343,7 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
 
 
 def _lines(happened: Sequence[AtLine]) -> str:
-    """Name the lines at which something happened, the most frequent first."""
+    """Return the lines at which something happened, the most frequent first."""
     named = [
         f"{one.what} at {one.where}" + (f" ({one.count:,} times)" if one.count > 1 else "") for one in happened[:_NAMED]
     ]
@@ -377,7 +379,7 @@ def _lines_of_peak(device: EmulatedDevice) -> Iterator[str]:
 
 
 def _lines_of_expected(report: Emulation) -> Iterator[str]:
-    """Tell how long a step is expected to take, in the process that takes longest: the others wait for it."""
+    """Return the expected time of a step, in the process that takes longest. All others wait for that process."""
     one = slowest(process.expected for process in report.processes)
     if one is not None:
         yield f"  expected time of a step, from one update to the next: {expected.describe(one)}"
@@ -386,7 +388,7 @@ def _lines_of_expected(report: Emulation) -> Iterator[str]:
 
 
 def _lines_of_counts(process: EmulatedProcess) -> Iterator[str]:
-    """Tell what each line of the program asks of the GPU."""
+    """Return what each line of the program asks of the GPU."""
     asked = asked_by(process)
     if asked is None:
         yield "  what each line asks of the GPU is not known: pytest-gputrain is not in the program's environment"

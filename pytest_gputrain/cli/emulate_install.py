@@ -18,7 +18,7 @@ _OF_INSTALL: Final = ("from", "index_url", "hash")
 
 
 def add_options(emulate: argparse.ArgumentParser) -> None:
-    """Add the options to those of ``gputrain emulate``."""
+    """Add the options for installed builds to ``gputrain emulate``."""
     group = emulate.add_argument_group(
         "a CUDA build of torch beside one for the CPU or ROCm, for emulated GPUs alone; instead of --gpu and a command"
     )
@@ -57,7 +57,7 @@ def is_asked(options: argparse.Namespace) -> bool:
 
 
 def main(options: argparse.Namespace, program: Sequence[str]) -> int:
-    """Do what is asked for; 0 if that is well, 1 for a build that is damaged or in use, and 2 for what cannot be done."""
+    """Do what the options ask for. Return 0, 1 for a build that is damaged or in use, or 2 if it cannot be done."""
     action = next((name for name in _ACTIONS if getattr(options, name)), None)
     if action != "install" and any(getattr(options, name) for name in _OF_INSTALL):
         console.say("--from, --index-url and --hash belong to gputrain emulate --install")

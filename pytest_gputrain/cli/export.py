@@ -72,7 +72,7 @@ def add_to(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write the export; 0, or 2 for bad input."""
+    """Write the export. Return 0, or 2 for bad input."""
     try:
         notes = _export(options)
     except (BaselineError, HistoryError, ValueError) as error:
@@ -156,7 +156,7 @@ def _read(options: argparse.Namespace) -> list[Report]:
 
 
 def _chosen(tables: Sequence[PublishedTable], names: Sequence[str]) -> Sequence[PublishedTable]:
-    """Choose the tables that the user named."""
+    """Return the tables that the user has named."""
     tables_by_name = {table.name: table for table in tables}
     for name in names:
         if name not in tables_by_name:

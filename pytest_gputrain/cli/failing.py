@@ -37,5 +37,5 @@ def _verdicts(text: str) -> tuple[str, ...]:
 
 
 def exit_status(options: argparse.Namespace, verdicts: Iterable[Status]) -> int:
-    """Return 1 where one of the verdicts is among those of ``--fail-on``, otherwise 0."""
+    """Return 1 if one of the verdicts is one of ``--fail-on``; otherwise 0."""
     return int(not set(verdicts).isdisjoint(options.fail_on))

@@ -24,7 +24,7 @@ def add_to(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Serve until Ctrl-C; 0, or 2 where the folder cannot be used."""
+    """Train this node's part of cases until Ctrl-C. Return 0, or 2 if the folder cannot be used."""
     from pytest_gputrain.execution.launch.node_service import serve
 
     try:

@@ -105,7 +105,7 @@ def add_to(commands: Any) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the tables; 0, or 2 for bad input."""
+    """Print the tables. Return 0, or 2 for bad input."""
     try:
         if options.html is not None and (lacking := html.missing()):
             raise ValueError(f"--html: {lacking}")
@@ -147,7 +147,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _model(name: str, part: str) -> Case:
-    """Make the case of a model of the zoo, or of a config that is a file, in a folder, or in the cache of the hub.
+    """Return the case of a model of the zoo, or of a config in a file, in a folder, or in the cache of the hub.
 
     Args:
         part: the networks of it that train, as a case has it.
@@ -169,7 +169,7 @@ def _model(name: str, part: str) -> Case:
 
 
 def _path(name: str) -> Path | None:
-    """Return the file or folder of that name, or that of the model in the cache of the hub; None if there is neither."""
+    """Return the file or folder of that name, or the model's folder in the cache of the hub; None if there is neither."""
     try:
         path = Path(name).expanduser()
         return path if path.exists() else snapshot(name, os.environ)
@@ -178,7 +178,7 @@ def _path(name: str) -> Path | None:
 
 
 def _unknown(name: str) -> str:
-    """Say that there is no such model, and which was meant."""
+    """Say that there is no such model, and which one may be meant."""
     zoo = architectures()
     # Models on the hub have an organisation and capitals in their names, and built-in models do not.
     near = did_you_mean(name, cached_models(os.environ)) or did_you_mean(name.rpartition("/")[2].lower(), zoo)
@@ -190,7 +190,7 @@ def _unknown(name: str) -> str:
 
 
 def _gpus(text: str) -> list[str]:
-    """Look up the GPUs that the user named, by their markers or as ``RTX 4090``."""
+    """Return the GPUs that the user has named, by their markers or as ``RTX 4090``."""
     names = (re.sub(r"[\s-]+", "_", part.strip().lower()) for part in text.split(","))
     markers = list(dict.fromkeys(filter(None, names)))
     for marker in markers:
@@ -204,7 +204,7 @@ def _gpus(text: str) -> list[str]:
 
 
 def _knobs(options: argparse.Namespace, base: Case) -> str:
-    """Collect all knobs as `sweep.parse_axes` takes them.
+    """Return all knobs in the form that `sweep.parse_axes` takes.
 
     Raises:
         ValueError: one that the model needs is missing.
@@ -234,7 +234,7 @@ def _answer(
     axes: dict[str, tuple[Any, ...]],
     about: tuple[str, ...],
 ) -> FitReport:
-    """Answer all combinations.
+    """Return the answer for all combinations.
 
     Args:
         about: sentences about the model.
@@ -275,7 +275,7 @@ def _answer(
 
 
 def _about(name: str, *, alone: bool) -> tuple[str, ...]:
-    """Say which model was taken, and which keys of its config are ignored though they change memory.
+    """Return sentences on which model was taken, and on ignored keys of its config that change memory.
 
     Args:
         alone: whether the language model trains alone.
@@ -298,7 +298,7 @@ def _about(name: str, *, alone: bool) -> tuple[str, ...]:
 
 
 def _known_errors(cases: list[Case]) -> tuple[str, ...]:
-    """Say where programs are known to need more memory than these cases."""
+    """Return sentences on programs that are known to need more memory than these cases."""
     about = []
     if any(
         case.optimizer == "adamw_8bit" and case.method == "full" and architectures()[case.model].family in _LANGUAGE
@@ -317,7 +317,7 @@ def _known_errors(cases: list[Case]) -> tuple[str, ...]:
 
 
 def _telling(axes: dict[str, tuple[Any, ...]]) -> tuple[str, ...]:
-    """Find the knobs in which the cells differ, the batch last."""
+    """Return the knobs in which the cells differ, with the batch size last."""
     several = [knob for knob, values in axes.items() if len(values) > 1 and knob != "batch_size"]
     return (*(several or ["method"]), "batch_size")
 
@@ -329,7 +329,7 @@ def _cache_folder() -> Path:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar with the time on the terminal if standard error is one, and else a line from time to time."""
+    """Provide a progress report: a bar on a terminal, and else a line from time to time."""
     if not sys.stderr.isatty():
         yield _lines()
         return
@@ -350,7 +350,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _lines() -> Callable[[str, int, int], None]:
-    """Return what prints how much is done, and how long the rest of it will take, if the last line is old enough."""
+    """Return a function that prints how much is done and how long the rest takes, if its last line is old enough."""
     said = time.monotonic()
     begun: dict[str, float] = {}
 

@@ -79,7 +79,7 @@ def _whole(text: str) -> int:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print what the histories tell; 0, 1 where a change is one of ``--fail-on``, 2 for bad input."""
+    """Print the trends. Return 0, 1 if a change is one of ``--fail-on``, or 2 for bad input."""
     if options.html is not None and (lacking := page.missing()):
         console.say(f"--html: {lacking}")
         return 2
@@ -107,7 +107,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _with_wanted_changes(course: Course, options: argparse.Namespace) -> Course:
-    """Return the course with only those changes that the options ask for."""
+    """Return the course with the changes that the options ask for."""
     wanted = [
         change
         for change in course.changes
@@ -120,7 +120,7 @@ _TITLES: Final = {"median_step_seconds": "step time", "peak_allocated_bytes": "p
 
 
 def _text_tables(courses: Sequence[Course]) -> list[tables.TextTable]:
-    """Return a table of the current figures and, after it, so that it is next to the prompt, one of the changes."""
+    """Return a table of the current figures, and below it one of the changes, so that it is next to the prompt."""
     now = [
         (
             *_names(course),
@@ -175,7 +175,7 @@ def _word(metric: str, change: Change) -> str:
 
 
 def _commits(base: Moment, first: Moment) -> str:
-    """Write the commits of a change as git takes them: ``git log base..first``."""
+    """Return the commits of a change in the form of git: ``git log base..first``."""
     if base.commit == first.commit:
         return f"{first.commit} (the same)" if first.commit else ""
     return f"{base.commit or '?'}..{first.commit or '?'}"

@@ -269,7 +269,7 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
         return self.loader_workers if beside_gpu else min(self.loader_workers, 2)
 
     def identity(self) -> dict[str, Any]:
-        """Return the fields that decide whether two measurements measure the same thing (not steps, warm-up, platforms)."""
+        """Return the fields that decide whether two cases measure the same thing: all but steps, warm-up and platforms."""
         return {name: getattr(self, name) for name in self.__struct_fields__ if KNOBS[name].identity}
 
 
@@ -283,7 +283,9 @@ _READABLE: Final = re.compile(r"[\w.,:/=+@-]{1,48}")
 
 
 def _arguments_text(args: str) -> str:
-    """Return the arguments as ids show them: ``width=64-depth=2``, or ``args=4f8b21c9`` of what is long or hard to read."""
+    """Return the arguments in the form of ids: ``width=64-depth=2``, or ``args=4f8b21c9`` if they are long or hard to
+    read.
+    """
     with contextlib.suppress(msgspec.MsgspecError, TypeError):
         # The arguments of a case that somebody wrote by hand may have any type.
         given = msgspec.json.decode(args, type=dict[str, Any] | list[str])
@@ -299,7 +301,7 @@ def _plain(value: object) -> str:
 
 
 def knob_text(value: object) -> str:
-    """Return a knob's value as ids show it."""
+    """Return a knob's value in the form of ids."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

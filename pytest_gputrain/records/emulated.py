@@ -134,13 +134,13 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
         """Return None: a `Measurement` has the seconds of an optimizer update."""
 
     def __getattr__(self, name: str) -> None:
-        """Give None for a figure that a `Measurement` has and this has not."""
+        """Return None for a figure that only a `Measurement` has."""
         if name.startswith("_") or not hasattr(Measurement, name):
             raise AttributeError(f"a run on an emulated GPU has no {name}")
 
     @property
     def conditions(self) -> EmulatedConditions:
-        """Return what the figures depend on, beside the case."""
+        """Return the conditions that the figures depend on, beside the case."""
         return EmulatedConditions(
             packages=self.packages,
             device_name=self.device_name,
@@ -150,11 +150,11 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
 
     @property
     def peak_phase(self) -> TrainingPhase | None:
-        """Return the phase of a step that has the peak; None if phases are not known."""
+        """Return the phase of a step that has the peak; None if the peaks of phases are unknown."""
         return peak_phase_of(self.phase_peak_bytes)
 
     def as_stored(self) -> EmulatedRun:
-        """Return the run as baselines keep it, without the names of lines, which move."""
+        """Return the run in the form of baselines, without the names of lines, which move."""
         return msgspec.structs.replace(
             self,
             torch_build=UNSET,  # other builds of the same version have the same figures
@@ -188,9 +188,9 @@ class Recorded(Struct, frozen=True, kw_only=True):
     """The figures of each set of conditions, the latest recorded last."""
 
     def like(self, run: EmulatedRun) -> EmulatedRun | None:
-        """Return what is stored under the same conditions."""
+        """Return the run that is stored under the same conditions; None if there is none."""
         return next((stored for stored in self.figures if stored.conditions == run.conditions), None)
 
     def nearest(self, run: EmulatedRun) -> EmulatedRun:
-        """Return what is stored with the most libraries alike, and of several the latest."""
+        """Return the stored run with most libraries of the same version; of several the latest."""
         return max(reversed(self.figures), key=lambda stored: len(stored.packages.items() & run.packages.items()))

@@ -47,7 +47,7 @@ class OtherKernels(msgspec.Struct, frozen=True, kw_only=True):
         return f"{other}: this torch has none for {self.title} and does not run on it; another torch can take more or less"
 
     def fields(self) -> dict[str, str]:
-        """Return what `of_description` finds in the description of the GPU for its stand-ins."""
+        """Return the fields of the description for the stand-ins, from which `of_description` makes this record."""
         return {"title": self.title, "amd": str(int(self.is_amd))}
 
     @classmethod

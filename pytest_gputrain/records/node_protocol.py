@@ -87,7 +87,7 @@ def node_folder(folder: Path, node: int) -> Path:
 
 
 def write_record(path: Path, what: Any) -> None:
-    """Write a record, whole or not at all.
+    """Write a record completely, or not at all.
 
     Raises:
         FileNotFoundError: the folder is gone, and the case with it.
@@ -98,11 +98,11 @@ def write_record(path: Path, what: Any) -> None:
 
 
 class BadRecord(Exception):
-    """A file in the case's folder that is not what this package writes there; a sentence."""
+    """A file in the case's folder is not one that this package writes there. The message is a sentence."""
 
 
 def read_record(path: Path, kind: type[_Record]) -> _Record | None:
-    """Read the record in ``path``; None while there is none.
+    """Return the record in ``path``; None if there is none yet.
 
     Raises:
         BadRecord: it cannot be read.

@@ -129,7 +129,7 @@ Failure = Literal["out_of_memory", "crashed", "timed_out", "lost"]
 
 
 def failure_of(reply: OutOfMemory | Crashed | TimedOut | Lost) -> Failure:
-    """Name in a word what became of a run without figures: the tag of the reply in files."""
+    """Return the kind of failure of a run without figures, in one word: the reply's tag in files."""
     match reply:
         case OutOfMemory():
             return "out_of_memory"

@@ -39,7 +39,7 @@ class OfStep(NamedTuple):
 
 
 def folded(steps: Iterable[OfStep]) -> tuple[StepMemory, ...]:
-    """Return steps as they are recorded: successive ones that are alike together."""
+    """Return steps in the form of a record, in which successive equal steps are one entry."""
     return tuple(StepMemory(sum(1 for _ in alike), *step) for step, alike in itertools.groupby(steps))
 
 
@@ -55,7 +55,7 @@ def counted_steps(record: Iterable[StepMemory]) -> int:
 
 
 class Rise(NamedTuple):
-    """Values that rise at even distances, up to the last one."""
+    """Values that rise at even distances up to the last one."""
 
     first: int
     """The index of the first value that is higher than the one before."""
@@ -66,7 +66,7 @@ class Rise(NamedTuple):
 
 
 def rise_of(values: Sequence[int], least: int = LEAST_RISE) -> Rise | None:
-    """Return how values rise up to their end; None if they do not.
+    """Return how values rise at even distances up to the last one; None if they do not.
 
     They do so if they have risen three times or more at even distances, have not fallen since, and the next rise would be
     behind their end. A cache that fills is none: its rises stop, or come at odd distances.

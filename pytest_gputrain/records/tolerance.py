@@ -39,7 +39,7 @@ class MemoryTolerance:
 
 
 def parse_memory_tolerance(text: str) -> MemoryTolerance:
-    """Parse the tolerance in ``"2%"``, ``"512MiB"`` or ``"2% + 512MiB"``.
+    """Return the tolerance in ``"2%"``, ``"512MiB"`` or ``"2% + 512MiB"``.
 
     Raises:
         ValueError: none of these.
@@ -53,7 +53,7 @@ def parse_memory_tolerance(text: str) -> MemoryTolerance:
 
 
 def read_memory_tolerance(value: object) -> MemoryTolerance:
-    """Read the tolerance in what a marker has: bytes as an int, a ratio as a float, or a text for `parse_memory_tolerance`.
+    """Return the tolerance that a marker sets: bytes as an int, a ratio as a float, or a text for `parse_memory_tolerance`.
 
     Raises:
         ValueError: none of these.
@@ -82,7 +82,7 @@ class CountTolerance:
 
 
 def read_count(figure: CountFigure, value: object) -> int:
-    """Read the highest value of a figure from a marker: a whole number, or a text if the figure is in bytes.
+    """Return the highest value of a figure that a marker sets: a whole number, or a text if the figure is in bytes.
 
     Raises:
         ValueError: neither.
@@ -96,7 +96,7 @@ def read_count(figure: CountFigure, value: object) -> int:
 
 
 def read_count_tolerance(figure: CountFigure, value: object) -> CountTolerance:
-    """Read the tolerance of a figure in what a marker has: a number as an int, a ratio as a float, or a text for
+    """Return the tolerance of a figure that a marker sets: a number as an int, a ratio as a float, or a text for
     `parse_count_tolerance`.
 
     Raises:
@@ -114,7 +114,7 @@ def read_count_tolerance(figure: CountFigure, value: object) -> CountTolerance:
 
 
 def parse_count_tolerance(figure: CountFigure, text: str) -> CountTolerance:
-    """Parse the tolerance in ``"5 %"``, ``"2"`` or ``"5 % + 2"``; of bytes the number may have a unit.
+    """Return the tolerance in ``"5 %"``, ``"2"`` or ``"5 % + 2"``. For a figure in bytes the number may have a unit.
 
     Raises:
         ValueError: none of these.
@@ -128,7 +128,7 @@ def parse_count_tolerance(figure: CountFigure, text: str) -> CountTolerance:
 
 
 def parse_count_tolerances(text: str) -> dict[CountFigure, CountTolerance]:
-    """Parse the tolerances in ``"launches=5 %, waits=1"``.
+    """Return the tolerances in ``"launches=5 %, waits=1"``.
 
     Raises:
         ValueError: one is not of a figure, or is none, or two are of the same figure.
@@ -197,7 +197,7 @@ class Cap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """The limits and tolerances that a test states for its own cases."""
+    """The limits and tolerances that a test sets for its own cases."""
 
     caps: tuple[Cap, ...] = ()
     time_tolerance: float | None = None

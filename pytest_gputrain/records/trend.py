@@ -45,7 +45,7 @@ class Change(Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> float:
-        """The change as a share without its sign, infinite if ``before`` is 0."""
+        """The change as a share without its sign; infinite if ``before`` is 0."""
         return math.inf if self.share is None else abs(self.share)
 
 

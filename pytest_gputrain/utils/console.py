@@ -13,7 +13,7 @@ _UNBOUNDED: Final = 1000
 
 
 class StandardOutput(NamedTuple):
-    """The abilities of standard output: its width, and colours."""
+    """The width of standard output, and whether it shows colours."""
 
     width: int
     """Columns; many where no terminal limits them: a file, or the next command."""
@@ -21,13 +21,13 @@ class StandardOutput(NamedTuple):
 
 
 def standard_output() -> StandardOutput:
-    """Find out what standard output can show."""
+    """Return what standard output can show."""
     terminal = sys.stdout.isatty()
     return StandardOutput(width=shutil.get_terminal_size().columns if terminal else _UNBOUNDED, colour=terminal)
 
 
 def put(text: str, *, end: str = "\n") -> None:
-    """Print, to a reader that may stop early."""
+    """Print text to a reader that may close the pipe early, such as ``head``."""
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:  # The reader, such as head, has closed the pipe.

@@ -6,7 +6,7 @@ from pytest_gputrain.utils.sanitize import OneLineError
 
 
 class BadCase(OneLineError):
-    """The case makes no sense, or what it needs is broken; the sentence to fail with.
+    """The case is invalid, or something that it needs is broken. The message is the sentence of the failure.
 
     Attributes:
         reason: the sentence without the case, where that is known.
@@ -18,7 +18,7 @@ class BadCase(OneLineError):
 
 
 class CannotRun(Exception):
-    """The case must not run here; the reason to skip."""
+    """The case must not run here. The message is the reason of the skip."""
 
 
 class OtherPlatform(CannotRun):
@@ -26,8 +26,8 @@ class OtherPlatform(CannotRun):
 
 
 class WrongTorch(ImportError):
-    """A worker imported another torch than the one that it is for; the sentence."""
+    """A worker imported another torch than the one that it is for. The message is a sentence."""
 
 
 class CannotEmulate(OneLineError):
-    """A GPU cannot be emulated here; the sentence says why and what to do."""
+    """A GPU cannot be emulated here. The message says why, with the remedy."""

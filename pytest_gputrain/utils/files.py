@@ -24,7 +24,7 @@ _MARKER: Final = re.compile(rb"^(?:<{7}|\|{7}|={7}|>{7})(?=[ \r\n]|\Z)", re.MULT
 
 
 def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
-    """Write ``data`` beside ``path`` and rename over it: whoever reads sees the old file or the new one, whole.
+    """Write ``data`` to a file beside ``path`` and rename it, so that readers see either the old file or the whole new one.
 
     A link stays, and its target is replaced. A device, a FIFO and what this process prints to are written to as they are.
 
@@ -60,7 +60,7 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
 
 
 def prepare(path: Path) -> None:
-    """Make the folder of a file that is to be written at the end of a run, and find out whether that can be done.
+    """Make the folder of a file that the end of a run will write, and raise an error if that will be impossible.
 
     Raises:
         OSError: it cannot be written, which should show before hours of measuring.
@@ -78,7 +78,7 @@ def prepare(path: Path) -> None:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Return what is at the end of all links; None for nothing.
+    """Return the status of the file that all links lead to; None if there is none.
 
     Raises:
         OSError: links in a circle, or a file where a folder should be.
@@ -91,7 +91,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _refuse_links_of_others(path: Path) -> None:
-    """Refuse what Linux refuses with fs.protected_symlinks: a link of another user in a folder that all may write to.
+    """Raise an error where Linux does with fs.protected_symlinks: for another user's link in a folder that all may write to.
 
     Whoever writes ``/tmp/report.json`` would replace a file that somebody else has chosen. One's own links are followed.
     """
@@ -108,7 +108,7 @@ def _is_foreign(status: os.stat_result) -> bool:
 
 
 def _printed_to(status: os.stat_result) -> int | None:
-    """Return the standard output or error, if it leads to this file: replaced, the file would lose what was printed."""
+    """Return standard output or error if it leads to this file. If the file were replaced, printed text would be lost."""
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):  # The descriptor is closed.
             if os.path.samestat(status, os.fstat(descriptor)):
@@ -117,7 +117,7 @@ def _printed_to(status: os.stat_result) -> int | None:
 
 
 def _open_now(path: Path) -> int:
-    """Open what is no regular file for writing, without waiting for a reader of a FIFO."""
+    """Open for writing what is not a regular file, without waiting for a reader of a FIFO."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
@@ -129,14 +129,14 @@ def _open_now(path: Path) -> int:
 
 
 def sweep(path: Path) -> None:
-    """Remove the parts that writers of ``path`` left who were killed before their rename. The caller has it `locked`."""
+    """Remove what killed writers of ``path`` left before their rename. The caller holds the lock of `locked`."""
     for part in path.parent.glob(f".{glob.escape(path.name)}.*{_PART}"):
         with contextlib.suppress(OSError):
             part.unlink()
 
 
 def within(folder: Path, *names: str) -> Path:
-    """Join these names to a path below ``folder``.
+    """Return the path of these names below ``folder``.
 
     Raises:
         ValueError: it is not in there: a name is none of a file, or a symbolic link leads out.
@@ -158,7 +158,7 @@ def within(folder: Path, *names: str) -> Path:
 
 
 def conflicts(data: bytes) -> list[int]:
-    """Find the numbers of the lines at which a merge left a conflict."""
+    """Return the numbers of the lines with a conflict that a merge has left."""
     signs = (7 * sign for sign in (b"<", b"|", b"=", b">"))
     marker_starts = (line.start() for line in _MARKER.finditer(data)) if any(sign in data for sign in signs) else ()
     numbers, number, before = [], 1, 0
@@ -170,7 +170,7 @@ def conflicts(data: bytes) -> list[int]:
 
 
 def make_own(folder: Path) -> None:
-    """Make a folder that nobody else can put links into.
+    """Make a folder in which nobody else can make links.
 
     Raises:
         OSError: it is there, and another user's or open to others.
@@ -189,7 +189,7 @@ def cache_folder(name: str) -> Path:
 
 
 def writable_ancestor(folder: Path) -> Path | None:
-    """Find a folder above this one in which another user could replace what leads to it; None if there is none.
+    """Return a folder above this one in which another user could replace a part of its path; None if there is none.
 
     In a sticky folder, such as that for temporary files, nobody can. The group that has only this user may write.
     """
@@ -204,7 +204,7 @@ def writable_ancestor(folder: Path) -> Path | None:
 
 
 def _is_own_group(number: int) -> bool:
-    """Tell whether this group is the one that was made for this user, or root's."""
+    """Tell whether a group was made for this user alone, or is root's."""
     import grp
     import pwd
 
@@ -227,7 +227,7 @@ _PATIENCE_SECONDS: Final = 60.0
 
 @contextlib.contextmanager
 def locked(path: Path, patience_seconds: float = _PATIENCE_SECONDS) -> Iterator[None]:
-    """Provide a context for one process at a time, of all that lock a file of the same folder. The folder is made.
+    """Provide a lock that one process at a time holds. All files of a folder share it, and the folder is made.
 
     The folder itself is locked: a file for the lock would be committed with the others.
 
@@ -262,7 +262,7 @@ def locked(path: Path, patience_seconds: float = _PATIENCE_SECONDS) -> Iterator[
 
 @contextlib.contextmanager
 def _locked_elsewhere(path: Path, patience_seconds: float) -> Iterator[None]:
-    """Do as `locked`, for processes of this user and host that share the folder for temporary files."""
+    """Provide the lock of `locked` for processes of this user and host that share the folder for temporary files."""
     from filelock import FileLock, Timeout
 
     locks = own_locks()

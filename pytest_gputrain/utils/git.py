@@ -43,7 +43,7 @@ class RunInfo:
 
     @classmethod
     def begin(cls, root: Path, written: Sequence[Path] = ()) -> RunInfo:
-        """Begin a run in the repository that ``root`` lies in.
+        """Return the time and the commit of a run that begins now, in the repository of ``root``.
 
         Args:
             written: files and folders whose changes are the run's own.
@@ -62,7 +62,7 @@ class RunInfo:
 
 
 def uncommitted(folder: Path) -> bool:
-    """Tell whether tracked files differ from the commit that is checked out."""
+    """Tell whether tracked files differ from the current commit."""
     return bool(git_output(folder, "status", "--porcelain", "--untracked-files=no"))
 
 
@@ -84,7 +84,7 @@ def archive(folder: Path, reference: str) -> bytes:
 
 
 def files_of_repository(folder: Path) -> list[Path]:
-    """Return the files of the repository that ``folder`` lies in, without those that it ignores; none outside of one."""
+    """Return the files of the repository that ``folder`` is in, without ignored ones; none outside of a repository."""
     top = git_output(folder, "rev-parse", "--show-toplevel")
     listed = _output(Path(top), "ls-files", "-z", "--cached", "--others", "--exclude-standard") if top else None
     paths = (Path(top, os.fsdecode(name)) for name in (listed or b"").split(b"\0") if name)
@@ -92,7 +92,7 @@ def files_of_repository(folder: Path) -> list[Path]:
 
 
 def in_ci() -> bool:
-    """Tell whether this is a run of continuous integration, which sets ``CI``."""
+    """Tell whether this process runs in continuous integration, which sets ``CI``."""
     return os.environ.get("CI", "").lower() not in ("", "0", "false", "no", "off")
 
 
@@ -111,7 +111,7 @@ def _branch_of_ci() -> str:
 
 
 def _changes(root: Path, written: Sequence[Path]) -> str:
-    """Digest what is not committed; the digest equals no other where git does not tell."""
+    """Return a digest of the changes that are not committed. Without an answer of git it equals no other digest."""
     top = Path(git_output(root, "rev-parse", "--show-toplevel"))
     own = [path.resolve().relative_to(top) for path in written if path.resolve().is_relative_to(top)]
     apart = [f":(top,exclude,literal){path}" for path in own if path != Path()]

@@ -15,7 +15,7 @@ _SYS: Final = Path("/sys")
 
 
 def usable_cores(cgroup: Path = CGROUP) -> list[int]:
-    """Return the numbers of as many cores as the affinity of this process and the CPU quota of its container allow."""
+    """Return the numbers of the cores that this process may use, by its affinity and by the CPU quota of its container."""
     cores = sorted(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         # The file has the microseconds of computing in each period, or "max" for no limit, and the period.
@@ -25,7 +25,7 @@ def usable_cores(cgroup: Path = CGROUP) -> list[int]:
 
 
 def usable_memory_bytes(cgroup: Path = CGROUP) -> int:
-    """Return the memory of the host, or the limit of the container where that is lower."""
+    """Return the memory of the host, or the container's limit if that is lower."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, ValueError):
         return min(memory, int((cgroup / "memory.max").read_text()))
@@ -33,7 +33,7 @@ def usable_memory_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def network_cards(sys: Path = _SYS) -> tuple[str, ...]:
-    """Return how many ports of which kind and rate this host has: ``8 x mlx5_core 400 Gb/sec (4X NDR)``.
+    """Return the number, kind and rate of this host's network ports: ``8 x mlx5_core 400 Gb/sec (4X NDR)``.
 
     Bridges, tunnels and the interfaces of containers are no cards. A port without a link says so instead of a rate: one that
     was there before is why communication got slower.
@@ -66,7 +66,7 @@ def _driver(entry: Path) -> str:
 
 
 def text_of(path: Path) -> str:
-    """Return what a file of sysfs says; nothing if it cannot be read."""
+    """Return the text of a file of sysfs; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return path.read_text().strip()
     return ""

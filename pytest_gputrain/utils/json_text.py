@@ -17,7 +17,7 @@ _ROW: Final = re.compile(rb'\{\n\s+("(?:bytes|what)": (?:' + _PARTS + rb"|\{(?:"
 
 
 def encoded(record: Any) -> bytes:
-    """Return the JSON of a record; letters that UTF-8 does not have, such as half a surrogate pair, are escaped."""
+    """Return the JSON of a record. Characters that UTF-8 cannot encode, such as half a surrogate pair, are escaped."""
     try:
         return msgspec.json.encode(record)
     except UnicodeEncodeError:
@@ -51,7 +51,7 @@ def repeated_names(data: bytes) -> list[str]:
 
 
 def document(frame: msgspec.Struct | dict[str, Any], items: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the text of ``frame`` in parts, ``items`` in its last field.
+    """Yield the JSON of ``frame`` in parts, with ``items`` in its last field.
 
     Args:
         frame: a record, or its fields. The last field is an empty list or object.
@@ -68,23 +68,23 @@ def document(frame: msgspec.Struct | dict[str, Any], items: Iterable[bytes]) -> 
 
 
 def item(value: Any, key: str | None = None) -> bytes:
-    """Return an element of a list in a document's last field, or of an object there, which has a key."""
+    """Return an element of the last field of a document: of a list, or of an object, in which it has a key."""
     text = msgspec.json.format(encoded(value), indent=1).replace(b"\n", b"\n  ")
     return b"  " + (b"" if key is None else encoded(key) + b": ") + text
 
 
 def whole(record: msgspec.Struct) -> bytes:
-    """Return a record as indented JSON with each list of numbers on one line; for records that are not large."""
+    """Return the indented JSON of a small record, with each list of numbers on one line."""
     return short_lists(msgspec.json.format(encoded(record), indent=1)) + b"\n"
 
 
 def short_lists(text: bytes) -> bytes:
-    """Return JSON with each list of numbers on one line, so that a re-recorded case is a few changed lines, not fifty."""
+    """Return JSON with each list of numbers on one line, so that a case recorded again changes few lines, and not fifty."""
     return re.sub(rb"\[\n\s+([-0-9.e+,\s]+?)\n\s*\]", lambda m: b"[" + re.sub(rb"\s+", b" ", m[1]) + b"]", text)
 
 
 def short_rows(text: bytes) -> bytes:
-    """Return JSON with each record on one line that begins with its bytes, such as `LiveTensor`, or with what it counts."""
+    """Return JSON in which each record that begins with its bytes, such as `LiveTensor`, or with its count is one line."""
 
     def on_one_line(row: re.Match[bytes]) -> bytes:
         inner = re.sub(rb"(?<=\{)\n\s+|\n\s+(?=\})", b"", row[1])

@@ -23,19 +23,19 @@ _ROOT: Final = Path("/")
 
 
 def die_with_parent() -> None:
-    """Ask for this process to be killed when its parent dies, so that no worker is left training alone."""
+    """Have the kernel kill this process when its parent dies, so that no worker is left training alone."""
     end_with_parent()
     if os.environ.get(PARENT) not in (None, str(os.getppid())):
         sys.exit("the process that asked for this case is gone")
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask for this process to get the signal with this number when its parent dies."""
+    """Have the kernel send this process a signal when its parent dies."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes whose parents have ended, if these descend from this one."""
+    """Make this process the new parent of its descendants whose parents end."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -52,7 +52,8 @@ _AUTOGRAD: Final = "pt_autograd"
 
 
 class CoreWait:
-    """Measures how long this thread, or autograd's in a backward pass on a GPU, is ready to run and has no CPU core.
+    """Measures how long this thread, or autograd's in a backward pass on a GPU, waits for a CPU core while it is ready to
+    run.
 
     Others may wait for one without delaying it.
     """
@@ -63,7 +64,9 @@ class CoreWait:
         self._begin = time.monotonic_ns(), self._waited()
 
     def share(self) -> float | None:
-        """Return the share of time without a core, from 0 to 1; None if the kernel does not tell, or the thread ended."""
+        """Return the share of time without a core, from 0 to 1; None if the kernel does not report it, or if the thread has
+        ended.
+        """
         (begin, before), now = self._begin, self._waited()
         if before is None or now is None:
             return None
@@ -82,7 +85,7 @@ class CoreWait:
 
 
 class Child:
-    """A process that is known by its number. It gets signals only while it is still the child of the given parent.
+    """A child process. Signals are sent only while it is a child of the given parent.
 
     Args:
         pid: as somebody said.
@@ -106,7 +109,7 @@ class Child:
             raise ValueError(f"process {pid} is not a child of {parent}")
 
     def is_running(self) -> bool:
-        """Tell whether it has not ended; a zombie has."""
+        """Tell whether the process runs. A zombie has ended."""
         if self._descriptor is None:
             return _parent_of(self.pid) == self._parent
         poll = select.poll()
@@ -114,7 +117,7 @@ class Child:
         return not poll.poll(0)
 
     def send(self, number: int) -> None:
-        """Send a signal, if it has not ended."""
+        """Send a signal, unless the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             if self._descriptor is not None:
                 signal.pidfd_send_signal(self._descriptor, number)
@@ -123,7 +126,7 @@ class Child:
 
 
 def _parent_of(pid: int) -> int | None:
-    """Return the parent of a process; None for one that has ended."""
+    """Return the parent of a process; None for a process that has ended."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except (OSError, ValueError):
@@ -132,7 +135,7 @@ def _parent_of(pid: int) -> int | None:
 
 
 def oom_kills() -> int:
-    """Tell how often the kernel killed a process for memory, since the control group of this process was made.
+    """Return how often the kernel has killed a process for memory since this process's control group was made.
 
     Without a group that counts it, those of the whole host count, since it started.
     """
@@ -145,7 +148,7 @@ def oom_kills() -> int:
 
 
 def _of_control_group() -> Iterator[Path]:
-    """Yield the files that may count the kills of this control group. A container may have it mounted as the root."""
+    """Yield the files that may count kills in this control group. In a container its root may be mounted in its place."""
     groups = _ROOT / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
         for line in (_ROOT / "proc/self/cgroup").read_text().splitlines():

@@ -14,12 +14,12 @@ entity that stands for such a character; not an address, nor ``gemma-7b@tiny``."
 
 
 def unlinked(text: str) -> str:
-    """Return ``text`` in which nobody is mentioned, and no issue: hosts look for names and numbers when markup is gone."""
+    """Return ``text`` in which hosts see no mention of a person or an issue. They look for these once markup is removed."""
     return _REFERENCE.sub("\\g<0>\N{ZERO WIDTH SPACE}", text)
 
 
 def escaped(text: str) -> str:
-    """Escape ``text`` in one line, none of it markup, and without mentions."""
+    """Return ``text`` as one line in which nothing is markup or a mention."""
     line = re.sub(r"([\\`*_{}\[\]<>#|~&])", r"\\\1", unlinked(" ".join(shown(text).split())))
     # Markdown would read these characters as a list item or as a horizontal rule.
     return re.sub(r"^(\d*)([-+.)])(?=\s|-|$)", r"\1\\\2", line)

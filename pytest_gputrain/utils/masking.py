@@ -39,7 +39,7 @@ _KNOWN: Final = re.compile(r"\b(hf_|gh[opsur]_|github_pat_|glpat-|sk-|xox[abprs]
 
 
 def masked(arguments: Iterable[str]) -> tuple[str, ...]:
-    """Return the arguments of a command line with ``***`` for each value whose option or name is that of a secret.
+    """Return the arguments of a command line with ``***`` in place of each secret, which is known by the name of its option.
 
     The argument after such an option is its value, even if it looks like another option.
     """
@@ -56,13 +56,13 @@ def masked(arguments: Iterable[str]) -> tuple[str, ...]:
 
 
 def told(arguments: Sequence[str]) -> str:
-    """Return a note if something is masked in these arguments; empty if nothing is."""
+    """Return a note if these arguments contain a masked value; else empty."""
     changed = masked(arguments) != tuple(arguments)
     return f"what looks like a secret in the command line is {MASK} in the report" if changed else ""
 
 
 def masked_settings(value: Any) -> Any:
-    """Mask secrets in JSON values, of which a list of texts may be arguments."""
+    """Return JSON values with masked secrets. A list of texts in them may be arguments."""
     if isinstance(value, dict):
         return {name: MASK if _is_secret(name, item) else masked_settings(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -25,7 +25,7 @@ TAIL_BYTES: Final = 8_000
 
 @contextlib.contextmanager
 def opened(path: Path, *, pipe: bool = False) -> Iterator[BinaryIO]:
-    """Open a regular file. Anything else is refused, because reading it may wait, or never end.
+    """Open a regular file. Anything else is refused, because reading it may wait or never end.
 
     Args:
         pipe: whether a pipe of this process will do as well: what a shell puts for ``<(command)``.
@@ -51,7 +51,7 @@ def _refuse_device(mode: int) -> None:
 
 
 def read_whole(path: Path, *, pipe: bool = False) -> bytes:
-    """Read the content of a regular file of a sane size.
+    """Return the content of a regular file of a reasonable size.
 
     Args:
         pipe: as of `opened`.
@@ -63,7 +63,7 @@ def read_whole(path: Path, *, pipe: bool = False) -> bytes:
 
 
 def read_message(path: Path) -> bytes:
-    """Read what a process of a case wrote for another one, such as its task and its reply.
+    """Return what a process of a case has written for another one, such as its task and its reply.
 
     Raises:
         OSError: as of `read_whole`; a link is not followed.
@@ -82,7 +82,7 @@ def _read(path: Path, most: int, pipe: bool) -> bytes:
 
 
 def tail(path: Path, most: int = TAIL_BYTES) -> str:
-    """Return the end of a file of text, at most this many bytes; empty if there is none, or something else."""
+    """Return the end of a text file, at most this many bytes; empty if there is no such file."""
     with contextlib.suppress(OSError), opened(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most))
         return file.read(most).decode(errors="replace")

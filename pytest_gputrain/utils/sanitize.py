@@ -21,7 +21,7 @@ _FIGURE: Final = re.compile(r"[-+]?[\d.,]*\s?%?")
 
 
 def shown(text: str) -> str:
-    """Return ``text`` for a terminal or a log: nothing in it moves a cursor, sets a title, turns the text around or is a
+    """Return ``text`` for a terminal or a log. Nothing in it can move the cursor, set a title, reverse the text or be a
     command.
 
     Line ends and tabs stay.
@@ -31,7 +31,9 @@ def shown(text: str) -> str:
 
 
 def utf8(text: str) -> str:
-    """Return the text with what UTF-8 cannot encode escaped: a file's name may be any bytes, a message half a pair."""
+    """Return the text with escapes for what UTF-8 cannot encode: a file's name may be any bytes, and a message may hold half
+    a surrogate pair.
+    """
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -41,14 +43,14 @@ def _shown(letter: str) -> str:
 
 
 class OneLineError(Exception):
-    """An error whose message is one line, whatever is quoted in it."""
+    """An error whose message is one line, even if it quotes several."""
 
     def __str__(self) -> str:
         return " ".join(super().__str__().splitlines())
 
 
 def spreadsheet(cell: object) -> object:
-    """Return a cell of CSV that no spreadsheet takes for a formula: a quotation mark before it says that it is text."""
+    """Return a cell of CSV that no spreadsheet takes for a formula. A quotation mark at its begin marks it as text."""
     if not isinstance(cell, str):
         return cell
     text = shown(cell)

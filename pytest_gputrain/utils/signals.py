@@ -14,13 +14,13 @@ _ENDING: Final = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP came. pytest takes it for Ctrl-C, so all that was measured so far is saved."""
+    """SIGTERM or SIGHUP came. pytest handles it as Ctrl-C, so that all measured figures are saved."""
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Provide a context in which SIGTERM, that schedulers and CI send, and SIGHUP raise `Terminated`, unless somebody else
-    has them.
+    """Provide a context in which SIGTERM, which schedulers and CI send, and SIGHUP raise `Terminated`, unless a handler for
+    them is set.
 
     Without it they end this process at once, and what is not yet on disk is lost.
     """
@@ -48,7 +48,8 @@ def terminable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(*, to_the_end: bool = False) -> Iterator[None]:
-    """Provide a context in which Ctrl-C, SIGTERM and SIGHUP wait: a second one must not stop what the first one began.
+    """Provide a context that delays Ctrl-C, SIGTERM and SIGHUP to its end, because a second one must not interrupt the
+    handling of the first.
 
     Args:
         to_the_end: the run ends anyway, so what came meanwhile is dropped instead of raised afterwards.
@@ -75,7 +76,9 @@ def undisturbed(*, to_the_end: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _held() -> Iterator[None]:
-    """Provide a context in which SIGINT, SIGTERM and SIGHUP are held back: between two handlers none is lost."""
+    """Provide a context in which the kernel holds back SIGINT, SIGTERM and SIGHUP, so that none is lost between two
+    handlers.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         yield

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """Return `` (did you mean 'lora'?)``, or nothing if no known word is close."""
+    """Return `` (did you mean 'lora'?)``; empty if no known word is close."""
     known = list(candidates)
     longer = [name for name in known if word and name.startswith(str(word))]
     same = [name for name in known if name.lower() == str(word).lower()]

@@ -35,17 +35,17 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_spread(seconds: float, spread: float) -> str:
-    """Format ``4.70 s +- 0.03``: the spread in the unit and with the decimals of the value."""
+    """Return ``4.70 s +- 0.03``, where the spread has the unit and the decimals of the value."""
     return f"{format_seconds(seconds)} +- {_like(seconds, spread)}"
 
 
 def format_interval(seconds: float, low: float, high: float) -> str:
-    """Format ``4.70 s (4.00 to 5.88)``: the ends in the unit and with the decimals of the value."""
+    """Return ``4.70 s (4.00 to 5.88)``, where both ends have the unit and the decimals of the value."""
     return f"{format_seconds(seconds)} ({_like(seconds, low)} to {_like(seconds, high)})"
 
 
 def _like(seconds: float, other: float) -> str:
-    """Format other seconds in the unit and with the decimals of the first."""
+    """Return ``seconds`` in the unit and with the decimals of ``other``."""
     shown, unit = format_seconds(seconds).split(" ")
     size = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}[unit]
     return f"{other / size:,.{len(shown.partition('.')[2])}f}"
@@ -70,20 +70,20 @@ def format_rate(per_second: float) -> str:
 
 
 def _digits(value: float) -> str:
-    """Format three significant digits, never an exponent."""
+    """Return a number with three significant digits and never an exponent."""
     decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:,.{decimals}f}"
 
 
 def format_percent(ratio: float, *, signed: bool = True) -> str:
-    """Format ``0.051`` as ``+5.1 %``. Small changes keep a significant digit, so that a change never reads as none."""
+    """Return ``0.051`` as ``+5.1 %``. A small change keeps a significant digit, so that it never reads as no change."""
     percent = 100 * ratio
     form = ".1f" if abs(percent) >= 0.05 or percent == 0 else ".1g"
     return f"{percent:{'+' if signed else ''}{form}} %"
 
 
 def format_topology(rows: Sequence[Sequence[str]]) -> str:
-    """Format ``NV18`` where all pairs of GPUs are linked alike, else how many are linked how: ``8 x NV1, 8 x NV2, 12 x
+    """Return ``NV18`` if all pairs of GPUs are linked in this way; else how many have which link: ``8 x NV1, 8 x NV2, 12 x
     NODE``."""
     pairs = Counter(path for number, row in enumerate(rows) for path in row[number + 1 :])
     if len(pairs) < 2:
@@ -97,7 +97,7 @@ def format_nics(ports: Sequence[str]) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse the bytes in ``"512MiB"``, ``"2 GiB"`` or ``"1e9 B"``.
+    """Return the bytes in ``"512MiB"``, ``"2 GiB"`` or ``"1e9 B"``.
 
     Raises:
         ValueError: the text is not a non-negative number with a unit of bytes.
@@ -112,7 +112,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_ratio(text: str) -> float:
-    """Parse the ratio in ``"3%"`` or ``"0.03"``.
+    """Return the ratio in ``"3%"`` or ``"0.03"``.
 
     Raises:
         ValueError: not a number, negative, or 100 % and more without a percent sign (``3`` is surely ``3%``).
@@ -128,7 +128,7 @@ def parse_ratio(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Parse the seconds in ``"90"``, ``"350ms"``, ``"90s"``, ``"15min"`` or ``"2h"``.
+    """Return the seconds in ``"90"``, ``"350ms"``, ``"90s"``, ``"15min"`` or ``"2h"``.
 
     Raises:
         ValueError: not a positive number with one of these units.
@@ -142,7 +142,7 @@ def parse_seconds(text: str) -> float:
 
 
 def read_bytes(value: object) -> int:
-    """Read the bytes in what a marker has: a number of them, or a text for `parse_bytes`.
+    """Return the bytes that a marker sets: a number of them, or a text for `parse_bytes`.
 
     Raises:
         ValueError: neither; also a part of a byte, which was surely meant for a ratio.
@@ -156,7 +156,7 @@ def read_bytes(value: object) -> int:
 
 
 def read_ratio(value: object) -> float:
-    """Read the ratio in what a marker has: a number below 1, or a text for `parse_ratio`.
+    """Return the ratio that a marker sets: a number below 1, or a text for `parse_ratio`.
 
     Raises:
         ValueError: neither.
@@ -170,7 +170,7 @@ def read_ratio(value: object) -> float:
 
 
 def read_seconds(value: object) -> float:
-    """Read the seconds in what a marker has: a number of them, or a text for `parse_seconds`.
+    """Return the seconds that a marker sets: a number of them, or a text for `parse_seconds`.
 
     Raises:
         ValueError: neither.
@@ -184,7 +184,7 @@ def read_seconds(value: object) -> float:
 
 
 def read_number(value: object) -> int | float | None:
-    """Return ``value`` if it is a number that something can have: finite and not negative. A switch is none."""
+    """Return ``value`` if it is a finite number and not negative. A bool is not a number here."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if 0 <= value <= _MOST else None  # NaN fails this comparison, too.

@@ -49,7 +49,7 @@ LANGUAGE_KEYS: Final = ("thinker_config", "text_config", "llm_config", "language
 
 
 def language_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config.json that describes its language model; the config itself where it has no such part."""
+    """Return the part of a config.json that describes its language model; without such a part, the whole config."""
     inner = next((config[key] for key in LANGUAGE_KEYS if isinstance(config.get(key), dict)), None)
     return config if inner is None else language_config(inner)
 
@@ -98,7 +98,7 @@ class Architecture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is a whole vision-language model that a config.json describes."""
+        """Whether the model is a whole vision-language model that a config.json describes."""
         return self.family == "vision_language" and not self.trains
 
 
@@ -118,7 +118,7 @@ def with_layers(config: dict[str, Any], key: str, layers: int) -> dict[str, Any]
 
 
 class Published(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model of the zoo that is known by its published config.json."""
+    """A model of the zoo that its published config.json describes."""
 
     title: str
     published: str
@@ -135,7 +135,7 @@ class Published(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Denoiser(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A class of denoisers of diffusers that is known by a config.json alone."""
+    """A class of denoisers of diffusers that a config.json alone describes."""
 
     pipeline: str
     """That of diffusers by which latents, texts and further inputs have their shapes."""
@@ -150,7 +150,7 @@ class Denoiser(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tiny: dict[str, Any]
 
     def architecture(self, model_class: str) -> Architecture:
-        """Return what is known of a model of the class."""
+        """Return the facts of a model of this class."""
         part = Part(
             library="diffusers",
             model_class=model_class,
@@ -175,7 +175,7 @@ class Denoiser(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def configured(
     title: str, config: dict[str, Any], source: str, parameters: int | None = None, lora: Lora | None = None
 ) -> Architecture:
-    """Return what is known of a model from the keys of its config.json alone.
+    """Return the facts of a model from its config.json alone.
 
     What only the class in the library knows, the worker adds: class, scale for a CPU, blocks and default targets of LoRA.
     How a denoiser of diffusers trains is taken from the first model of the zoo that has the same class, or from its class.
@@ -206,7 +206,7 @@ def configured(
 
 @functools.cache
 def denoisers() -> dict[str, Architecture]:
-    """Return each class of diffusers that a model may have: its first model of the zoo, or what is known of the class."""
+    """Return each class of diffusers that a model may have, with the facts of its first model in the zoo or of the class."""
     models = [model for model in _families().values() if model.trained_part.library == "diffusers"]
     classes = msgspec.json.decode(_DENOISERS.read_bytes(), type=dict[str, Denoiser])
     return {
@@ -231,7 +231,7 @@ def _families() -> dict[str, Architecture]:
 
 @functools.cache
 def architectures() -> dict[str, Architecture]:
-    """Return every model by name, family after family, then those that are known by their config.json."""
+    """Return every model by its name, family after family, and then those that only their config.json describes."""
     facts = dict(_families())
     for name, model in msgspec.json.decode(_PUBLISHED.read_bytes(), type=dict[str, Published]).items():
         recipe = Lora(rank=8, alpha=16, dropout=0.0, targets=model.targets)  # PEFT refuses dropout for adapters of experts.

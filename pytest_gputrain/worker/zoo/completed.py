@@ -63,7 +63,7 @@ _IDLE_OF_TOWERS: Final = (r".*\.vision_tower\..*",)
 
 
 def architecture_of(name: str) -> Architecture:
-    """Return the facts of a model of the zoo, or of one that is known by its config, completed.
+    """Return the complete facts of a model of the zoo, or of a model that its config describes.
 
     Raises:
         CheckFailed: the library has no such model, or its config lacks a key.
@@ -92,7 +92,7 @@ def _completed(name: str) -> Architecture:
 
 
 def _key_of(config: dict[str, Any], value: object) -> str | None:
-    """Return the key that has a value, as ``rope_scaling.rope_type``; None if no key has it."""
+    """Return the key with this value, such as ``rope_scaling.rope_type``; None if no key has it."""
     for key, given in config.items():
         if given == value or (isinstance(given, list) and value in given):
             return key
@@ -150,7 +150,7 @@ def _language_model(name: str, architecture: Architecture) -> Architecture:
 
 
 def _whole_model(name: str, architecture: Architecture) -> Architecture:
-    """Complete a vision-language model of which all networks train."""
+    """Return the complete facts of a vision-language model of which all networks train."""
     import transformers
     from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -198,7 +198,7 @@ def _whole_model(name: str, architecture: Architecture) -> Architecture:
 
 
 def _stated(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """Return what a config states of its language model, what transformers makes of that, and the class for it.
+    """Return what a config says of its language model, what transformers makes of it, and the class for it.
 
     Both are one dictionary for a model of text alone.
 
@@ -237,7 +237,7 @@ def _stated(name: str, config: dict[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def _by_architectures(name: str, kind: str, config: dict[str, Any]) -> Any:
-    """Return the class for a config whose ``model_type`` only the hub has, but which names a class of transformers.
+    """Return the class for a config whose ``model_type`` only the hub has, if the config names a class of transformers.
 
     Raises:
         CheckFailed: it names none.
@@ -258,7 +258,7 @@ def _by_architectures(name: str, kind: str, config: dict[str, Any]) -> Any:
 
 
 def _class_of(name: str, config_class: Any, *, alone: bool) -> str:
-    """Return the name of the class for causal language modelling, or else of the text model that a head is put on.
+    """Return the name of the class for causal language modelling; without one, of the text model that gets a head.
 
     Args:
         alone: whether it is no part of a model that takes images or sounds.
@@ -287,8 +287,7 @@ def _class_of(name: str, config_class: Any, *, alone: bool) -> str:
 
 
 def _check_spelling(name: str, config_class: Any, given: dict[str, Any]) -> None:
-    """Check that no count and no network is misspelt: a class ignores keys that it does not know, and takes its own default
-    instead.
+    """Check that no count and no network is misspelt, because a class ignores unknown keys and uses its defaults.
 
     Raises:
         CheckFailed: a key is nearly the name of a count, or of the config of a network, that is not given.
@@ -305,7 +304,7 @@ def _check_spelling(name: str, config_class: Any, given: dict[str, Any]) -> None
 
 
 def _check_counts(name: str, given: dict[str, Any], names: dict[str, str]) -> None:
-    """Check the counts of which a class would accept any value.
+    """Check the counts for which a class would accept any value.
 
     Args:
         names: what the class calls the keys.
@@ -333,14 +332,14 @@ def _check_counts(name: str, given: dict[str, Any], names: dict[str, str]) -> No
 
 
 def _as_written(value: Any) -> str:
-    """Return a value as the file has it, but strings in the quotes of Python, as in all other sentences."""
+    """Return a value as the file has it. Strings are in Python's quotes, as in all other sentences."""
     if isinstance(value, dict) and value.keys() == {"__float__"}:  # `model_config` stores a NaN so.
         return str(value["__float__"])
     return repr(value) if isinstance(value, str) else json.dumps(value)
 
 
 def _config(config_class: Any, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Return the keys that a class takes, and the config that it makes of them.
+    """Return the keys that a class accepts, and the config that it makes of them.
 
     A class writes keys that it derives of others; when it reads them, it translates some of them (an older form of a list
     of layers), and takes no value for the others.
@@ -359,14 +358,14 @@ def _layers_key(config: Any) -> str:
 
 
 def _is_told(config_class: Any, key: str, given: Collection[str]) -> bool:
-    """Tell whether the given keys have one by any of its names, or one that the class derives it from."""
+    """Tell whether the given keys contain a key under any of its names, or a key from which the class derives it."""
     sources = _sources(config_class, key)
     own = config_class.attribute_map.get(key, key)
     return key in given or own in given or any(name in sources or _sources(config_class, name) & sources for name in given)
 
 
 def _sources(config_class: Any, key: str) -> set[str]:
-    """Return the keys from which a class derives a key; nothing if it takes the key as it is."""
+    """Return the keys from which a class derives a key; none if the class uses the key as it is."""
     names: dict[str, str] = config_class.attribute_map
     found = getattr(config_class, names.get(key, key), None)
     if not isinstance(found, property) or found.fget is None:
@@ -414,7 +413,7 @@ def _denoiser(name: str, architecture: Architecture) -> Architecture:
 
 
 def _on_meta(part: Part) -> nn.Module:
-    """Return the full-size model without memory."""
+    """Return the full-size model on torch's meta device, without memory."""
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():
@@ -425,7 +424,7 @@ def _on_meta(part: Part) -> nn.Module:
 
 
 def _blocks(name: str, model: nn.Module, layers: int) -> tuple[str, list[nn.Module]]:
-    """Return the path of the list of the model's blocks, and the blocks."""
+    """Return the path of the model's list of blocks, and the blocks."""
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers:
             return path, list(module)
@@ -433,7 +432,7 @@ def _blocks(name: str, model: nn.Module, layers: int) -> tuple[str, list[nn.Modu
 
 
 def _kinds(blocks: Sequence[nn.Module], facts: dict[str, Any]) -> list[int]:
-    """Return a number for each block: the same for blocks that are built alike."""
+    """Return a number for each block. Blocks that are built in the same way have the same number."""
     lists = [value for value in facts.values() if isinstance(value, list) and len(value) == len(blocks)]
     signatures = [(repr([value[index] for value in lists]), *_signature(block)) for index, block in enumerate(blocks)]
     numbers = {signature: number for number, signature in enumerate(dict.fromkeys(signatures))}
@@ -458,5 +457,5 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
 
 
 def _fewest(kinds: Sequence[int]) -> int:
-    """Return how many blocks, two at least, have one of every kind among them."""
+    """Return the smallest number of first blocks that contain a block of every kind, and at least two."""
     return max(min(2, len(kinds)), max(kinds.index(kind) for kind in kinds) + 1)

@@ -39,7 +39,7 @@ GUIDANCE: Final = 1000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What the shapes of a denoiser's inputs follow from.
+    """The figures from which the shapes of a denoiser's inputs follow.
 
     Attributes:
         model: name of the case's model.
@@ -65,18 +65,20 @@ class Sizes:
 
     @property
     def patch(self) -> int:
-        """Latents a side of one token."""
+        """The number of latents along each side of a token."""
         patch = self.facts.get("all_patch_size") or self.facts.get("patch_size") or 1
         return int(patch if isinstance(patch, int) else patch[-1])
 
     @property
     def patch_frames(self) -> int:
-        """Latent frames of one token."""
+        """The number of latent frames of a token."""
         patch = self.facts.get("patch_size")
         return int(patch[0] if isinstance(patch, list | tuple) and len(patch) == 3 else self.facts.get("patch_size_t") or 1)
 
     def latents(self, channels: int) -> tuple[int, ...]:
-        """Return the shape of latents in the order of the row's layout, as ``bcfhw``: dimensions in brackets are one."""
+        """Return the shape of latents in the order of the row's layout, such as ``bcfhw``. Dimensions in brackets are
+        one.
+        """
         sizes = {"b": self.samples, "c": channels, "f": self.frames, "h": self.height, "w": self.width}
         layout: str = self.step["layout"]
         shape: list[int] = []
@@ -86,7 +88,7 @@ class Sizes:
         return tuple(shape)
 
     def embedded(self, key: str, tokens: int | None = None) -> Tensor:
-        """Draw embeddings of a text, or of this many tokens, as wide as a key of the config says."""
+        """Draw embeddings of a text, or of this many tokens. Their width is a key of the config."""
         width = self.facts[key]
         if width is None:
             raise CheckFailed(
@@ -95,16 +97,16 @@ class Sizes:
         return torch.randn(self.samples, self.text if tokens is None else tokens, width)
 
     def mask(self, tokens: int | None = None) -> Tensor:
-        """Return a mask of a text whose tokens are all real."""
+        """Return a mask of a text without padding."""
         return torch.ones(self.samples, self.text if tokens is None else tokens, dtype=torch.bool)
 
     def few(self, tokens: int) -> int:
-        """Return as many tokens as a further text of the full-size model has, or fewer at tiny scale."""
+        """Return the number of tokens of a further text in the full-size model; at tiny scale fewer."""
         return tokens if self.scale == "full" else min(tokens, TINY_TEXT_TOKENS)
 
 
 class Denoiser(Workload):
-    """Random weights by the constructors, the attention that diffusers picks.
+    """A denoiser with random weights from its class, and with the attention that diffusers chooses.
 
     The model learns the velocity between latents and noise (arXiv:2210.02747), or the noise where a row says so.
     """
@@ -172,7 +174,7 @@ class Denoiser(Workload):
         return [block for blocks in super().blocks for block in (blocks if isinstance(blocks, nn.ModuleList) else (blocks,))]
 
     def batch(self, device: torch.device) -> Batch:
-        """Draw random latents with noise of the same shape, times (batch), and what the model is conditioned on.
+        """Return random latents, noise of the same shape, times (batch), and the conditions of the model.
 
         The latter goes by the names of its arguments; that of an entry of a dictionary or list has a dot.
 
@@ -218,7 +220,7 @@ class Denoiser(Workload):
         return functional.mse_loss(velocity.float(), (end - start).float())
 
     def _beside_condition(self, noisy: Tensor, conditions: dict[str, Any]) -> Tensor:
-        """Return noisy latents with the channels that the model takes beside them. Nobody keeps those without."""
+        """Return noisy latents with the further channels that the model takes. The latents without them are freed."""
         if "condition" not in conditions:
             return noisy
         return torch.cat([noisy, conditions.pop("condition")], dim=self._sizes.step["layout"].index("c"))
@@ -243,7 +245,9 @@ class Denoiser(Workload):
 
 
 def nested(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of names with a dot: ``a.b`` is an entry of the dictionary ``a``, ``a.0`` of the list ``a``."""
+    """Return the arguments by names with dots: ``a.b`` is an entry of the dictionary ``a``, and ``a.0`` of the list
+    ``a``.
+    """
     arguments: dict[str, Any] = {}
     for name, value in inputs.items():
         whole, _, entry = name.partition(".")
@@ -257,7 +261,7 @@ def nested(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def sizes(architecture: Architecture, case: Case, scale: Scale) -> Sizes:
-    """Return the sizes of a case's inputs as their encoders leave them.
+    """Return the sizes of a case's inputs, as encoders would produce them.
 
     Raises:
         CheckFailed: an image does not come out in whole tokens, or a video in whole latents.
@@ -320,8 +324,8 @@ Conditions = dict[str, Any]
 
 
 def _text(key: str, *, mask: str = "") -> Callable[[Sizes], Conditions]:
-    """Return the function that makes the embeddings of a text, as wide as a key of the config says, with a mask if it is
-    named."""
+    """Return a function that makes embeddings of a text, with a mask if ``mask`` names one. Their width is a key of the
+    config."""
 
     def conditions(sizes: Sizes) -> Conditions:
         return {"encoder_hidden_states": sizes.embedded(key), **({mask: sizes.mask()} if mask else {})}
@@ -369,7 +373,7 @@ def _wan_vace(sizes: Sizes) -> Conditions:
 
 
 def _pixart(sizes: Sizes) -> Conditions:
-    """Add the size of the image as PixArt-alpha of 1024 pixels has it; its class knows that one by its sample_size."""
+    """Add the size of the image as PixArt-alpha for 1024 pixels does. Its class recognises that model by its sample_size."""
     added = sizes.facts["use_additional_conditions"]
     if sizes.facts["sample_size"] == 128 if added is None else added:
         resolution = torch.tensor(sizes.pixels, dtype=torch.get_default_dtype()).repeat(sizes.samples, 1)
@@ -412,7 +416,7 @@ def _cog_view(sizes: Sizes) -> Conditions:
 
 
 def _qwen_image(sizes: Sizes) -> Conditions:
-    """Give no mask, as its pipeline where all tokens of the texts are real."""
+    """Leave out the mask, as the pipeline does if all texts have no padding."""
     shapes = [[(1, sizes.height, sizes.width)]] * sizes.samples
     guidance = _guidance(sizes, 1.0)
     return {**_text("joint_attention_dim")(sizes), "img_shapes": shapes, **guidance}
@@ -481,8 +485,7 @@ def _hunyuan_dit(sizes: Sizes) -> Conditions:
 
 
 def _classes(key: str) -> Callable[[Sizes], Conditions]:
-    """Return the function that draws a class for each sample, of as many as a key of the config says; nothing if it says
-    none."""
+    """Return a function that draws a class for each sample; nothing if the config has no number of classes."""
 
     def conditions(sizes: Sizes) -> Conditions:
         count = sizes.facts[key]
@@ -492,7 +495,7 @@ def _classes(key: str) -> Callable[[Sizes], Conditions]:
 
 
 def _motion(sizes: Sizes) -> Conditions:
-    """Repeat a text for each frame, as its pipeline."""
+    """Repeat the text for each frame, as the pipeline does."""
     return {"encoder_hidden_states": sizes.embedded("cross_attention_dim").repeat_interleave(sizes.frames, dim=0)}
 
 
@@ -505,7 +508,7 @@ def _stable_video(sizes: Sizes) -> Conditions:
 
 
 def _cascade(sizes: Sizes) -> Conditions:
-    """Return what the prior (stage C) takes, or of the decoder (stage B) the latents that the prior made."""
+    """Return the inputs of the prior (stage C), or for the decoder (stage B) latents that the prior made."""
     facts = sizes.facts
     conditions = {"clip_text_pooled": sizes.embedded("clip_text_pooled_in_channels", 1)}
     if facts["clip_text_in_channels"]:

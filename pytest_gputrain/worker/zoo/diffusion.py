@@ -73,7 +73,7 @@ class ImageDiffusion(Workload):
 
     @abc.abstractmethod
     def conditions(self) -> dict[str, Tensor]:
-        """Return what the denoiser takes beside latents and timesteps, on the default device; ``text`` unless it is
+        """Return the inputs of the denoiser beside latents and timesteps, on the default device; ``text`` unless it is
         encoded."""
 
     @abc.abstractmethod
@@ -110,8 +110,8 @@ class ImageDiffusion(Workload):
         return flow_loss(predicted, latents, noise)
 
     def _times(self, dimensions: int) -> dict[str, Tensor]:
-        """Draw timesteps (samples,), and return what they mean: factors of latents and noise, in fp32 and to be broadcast
-        over them."""
+        """Draw timesteps (samples,). Return the factors of latents and noise that they stand for, in fp32 and
+        broadcastable."""
         step = self.architecture.step
         if step["objective"] == "epsilon":
             timesteps, signal, spread = ddpm_times(self.samples)
@@ -140,7 +140,7 @@ class ImageDiffusion(Workload):
         return scaled
 
     def _embeddings(self, text_width: int, pooled_width: int) -> dict[str, Tensor]:
-        """Draw cached embeddings of captions: of every token, and pooled."""
+        """Draw cached embeddings of captions, one of every token and one pooled."""
         return {
             "text": torch.randn(self.samples, self.text_tokens, text_width),
             "pooled": torch.randn(self.samples, pooled_width),
@@ -261,7 +261,7 @@ DENOISERS: Final[dict[str, type[ImageDiffusion]]] = {
 
 
 def recompute_stages(workload: Workload, share: float) -> None:
-    """Recompute a UNet's residual and transformer blocks as diffusers does: all but the first block in the middle.
+    """Recompute a UNet's residual and transformer blocks as diffusers does: all but the first one of the middle stage.
 
     A share is one of the stages, those on the way down first, then the middle, then those on the way up.
     """
@@ -298,7 +298,7 @@ def flow_times(samples: int, shift: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def min_snr_weight(signal: Tensor, spread: Tensor, gamma: float) -> Tensor:
-    """Weight each sample's epsilon loss (arXiv:2303.09556): min(snr, gamma) / snr."""
+    """Return the weight of each sample's epsilon loss (arXiv:2303.09556): min(snr, gamma) / snr."""
     ratio = (signal / spread).square()
     return ratio.clamp(max=gamma) / ratio
 

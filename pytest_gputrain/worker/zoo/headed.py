@@ -25,7 +25,9 @@ def language_model(part: Part, facts: dict[str, Any]) -> nn.Module:
 
 
 def keep_in_fp32(model: Any) -> None:
-    """Store in fp32 what transformers keeps in fp32 when it loads a model in 16 bits, such as most routers."""
+    """Store in fp32 the parameters that transformers keeps in fp32 when it loads a model in 16 bits, such as most
+    routers.
+    """
     names = getattr(model, "_keep_in_fp32_modules_strict", None)
     dtype = torch.get_default_dtype()
     if not names or dtype == torch.float32:
@@ -37,7 +39,7 @@ def keep_in_fp32(model: Any) -> None:
 
 
 def model_class(part: Part) -> Any:
-    """Import the class of a part of transformers. A text model without a head gets a class that has it."""
+    """Return the class of a part of transformers. A text model without a head gets a class that has one."""
     import transformers
 
     # The package does not export all text models.

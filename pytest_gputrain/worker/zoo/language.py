@@ -25,7 +25,9 @@ IGNORED_LABEL: Final = -100
 
 
 class LanguageModel(Workload):
-    """Random weights with the case's attention, or what transformers picks: eager for Gemma 2, sdpa for all others."""
+    """A language model with random weights, and the case's attention or the one that transformers chooses: eager for Gemma
+    2, sdpa for all others.
+    """
 
     own = (PanGu,)
 
@@ -97,7 +99,8 @@ class LanguageModel(Workload):
         return logits if self.case.loss_chunks > 1 else LOSSES[self._loss](logits, inputs["labels"])
 
     def _loss_in_place_of_logits(self, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Run the model's head and the loss, over one chunk of the tokens after the other; backward makes the logits anew.
+        """Return a function in place of the head that computes the loss over one chunk of tokens after another. Backward
+        computes the logits again.
 
         In the head's own place, because parallelisms hook the model's forward pass: a loss beside it would miss them.
         """
@@ -120,7 +123,7 @@ class LanguageModel(Workload):
         return total_loss
 
     def _further_inputs(self, device: torch.device) -> dict[str, Tensor]:
-        """Draw the inputs that a language model gets from the multimodal model that it was taken out of."""
+        """Draw the inputs that the model would get from the multimodal model it is a part of."""
         if getattr(self._config, "model_type", "") == "voxtral_realtime_text":
             # This model also gets an embedding of how far the text lags behind the sound.
             model: Any = self.model

@@ -143,7 +143,7 @@ class Image(abc.ABC):
 
     @abc.abstractmethod
     def inputs(self, samples: int, text: int, device: torch.device) -> dict[str, Tensor]:
-        """Return what the model takes beside token ids, for one image a sample and ``text`` tokens around each.
+        """Return the inputs beside token ids, for one image in each sample with ``text`` tokens around it.
 
         Sizes of images stay on the host: the library reads them in every step, and would wait for the device.
         """
@@ -195,7 +195,7 @@ class PatchedImage(Image):
         return rows * columns
 
     def inputs(self, samples: int, text: int, device: torch.device) -> dict[str, Tensor]:
-        """Draw flat ``pixel_values`` (patches of all images, values) and what the library would find out by reading the
+        """Draw flat ``pixel_values`` (patches of all images, values), and what transformers would find out by reading the
         device.
 
         That is ``image_grid_thw`` (batch, 3) in patches, ``position_ids`` (3, batch, sequence), and the row and column of

@@ -37,8 +37,7 @@ class WordVectorModel(Workload):
     own = (SkipGram,)
 
     def batch(self, device: torch.device) -> Batch:
-        """Draw ``words`` (batch,), ``candidates`` (batch, 1 + negatives) with the true context first, and what is true of
-        them.
+        """Draw ``words`` (batch,), ``candidates`` (batch, 1 + negatives) with the true context first, and their labels.
 
         By ``zipf`` words and contexts are as frequent as in natural language (Zipf's law, exponent 1), and negatives are
         drawn by the power of 0.75 of the frequencies, as in the paper.

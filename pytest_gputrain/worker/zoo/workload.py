@@ -104,7 +104,7 @@ class Workload(abc.ABC):
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     def checkpoint_contexts(self) -> tuple[Any, Any]:
-        """Return the contexts of a block's forward pass and of its recomputation, by the case's policy."""
+        """Return the contexts of a block's forward pass and of its recomputation, as the case's policy sets them."""
         return self._contexts()
 
     @functools.cached_property
@@ -114,8 +114,8 @@ class Workload(abc.ABC):
         return selective_contexts(self.case.activation_checkpointing_policy)
 
     def table_limited_length(self) -> int:
-        """Return the case's sequence length for a model with a table of positions; at tiny scale no more than the tiny table
-        has.
+        """Return the case's sequence length, for a model with a table of positions. At tiny scale it is at most the size of
+        the table.
 
         Raises:
             CheckFailed: the full-size model has fewer positions.
@@ -131,7 +131,7 @@ class Workload(abc.ABC):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on what of the case was chosen here."""
+        """Sentences on what the package itself has chosen for the case."""
         return ()
 
     @abc.abstractmethod
