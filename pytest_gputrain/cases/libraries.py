@@ -74,8 +74,7 @@ def packages_of(case: Case) -> dict[str, str]:
 @functools.cache
 def _installed(name: str) -> str | None:
     """Return a package's version. It is cached, because reading one takes 7 ms and a run asks several times for each
-    case.
-    """
+    case."""
     from importlib import metadata
 
     with contextlib.suppress(metadata.PackageNotFoundError):

@@ -126,8 +126,7 @@ def read(path: Path, *, whole: bool = False) -> tuple[str, Config]:
 
 def _without_unused(config: Config) -> Config:
     """Return the config without keys that change nothing in training. ``architectures`` stays, because ``model_type`` may be
-    unknown.
-    """
+    unknown."""
     unused = set(_UNUSED) - ({"architectures"} if config.get("auto_map") else set())
     return {
         key: _without_unused(value) if isinstance(value, dict) and key.endswith("_config") else value

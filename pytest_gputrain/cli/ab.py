@@ -125,8 +125,7 @@ class _Progress:
 
 def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run both sides and print the comparison. Return 0, 1 if a verdict is one of ``--fail-on``, 2 if there is nothing to
-    judge, or 130 if Ctrl-C or SIGTERM came before there was.
-    """
+    judge, or 130 if Ctrl-C or SIGTERM came before there was."""
     # SIGTERM must act like Ctrl-C, so that worktrees are removed.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -169,8 +168,7 @@ def _compare_exactly(
     before: Report, base: Side, head: Side, arguments: Sequence[str], scratch: Path, progress: _Progress
 ) -> _Comparison:
     """Run head once, against the report of base in place of stored baselines. Further processes confirm what may be
-    noise.
-    """
+    noise."""
     on_cpu = any(result.device == CPU for result in before.results)
     time_too = f"; time is not judged without --rounds {LEAST_RUNS_ON_A_CPU} or more" if on_cpu else ""
     console.say(f"these figures are exact, so one run of each side is enough{time_too}")
@@ -266,8 +264,7 @@ def _conclude(options: argparse.Namespace, base: Side, head: Side, comparison: _
 
 def _publish(report: Report, path: Path | None) -> bool:
     """Write the summary and the annotations of a job of GitHub, and the report if an option asks for it. Return whether that
-    was possible.
-    """
+    was possible."""
     failures = [
         Failure(_file_of(result.nodeid), None, result.key, result.verdict.sentence)
         for result in report.results

@@ -67,8 +67,7 @@ def _of_store(before: SuiteStore[Any, Any], now: SuiteStore[Any, Any]) -> Iterat
 
 def _of_tables(before: Path, now: Path) -> Iterator[Changed]:
     """Return the changes of published tables. Every change of a row is named, because its figures are copied from a
-    document.
-    """
+    document."""
     for path in sorted(before.glob("*.json")):
         file = f"{published.FOLDER}/{path.name}"
         try:

@@ -171,8 +171,7 @@ _RECORD_AGAIN: Final = "record again, or restore it from git"
 
 def _damage(path: Path) -> list[Problem]:
     """Return problems after which other checks mean nothing: markers of a merge, and names that occur twice in one
-    object.
-    """
+    object."""
     data = read_whole(path)
     if markers := conflicts(data):
         return [Problem(path, line, "a merge-conflict marker; take one side, or record again") for line in markers]

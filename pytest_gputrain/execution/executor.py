@@ -28,8 +28,7 @@ class WantedRuns(NamedTuple):
 
 class Executor(abc.ABC, Generic[ReplyT]):
     """Runs tasks in fresh processes. Only a fleet starts runs before `run` asks for them. For other executors `want`, `drop`
-    and `only` do nothing.
-    """
+    and `only` do nothing."""
 
     is_remote = False
     """Whether the runs are done on other machines, of which nothing is known before."""

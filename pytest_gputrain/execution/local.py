@@ -199,8 +199,7 @@ def _lease(gpus: tuple[Gpu, ...], count: int) -> Iterator[tuple[Gpu, ...]]:
 
 def _process_tree() -> set[int]:
     """Return this process and its descendants. Under xdist these are the processes of all its workers, because any worker
-    may train an inline case.
-    """
+    may train an inline case."""
     import psutil
 
     own = psutil.Process()

@@ -180,8 +180,7 @@ def parse_executor(text: str) -> str | None:
 
 def parse_site_arguments(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return the catalog marker of each line with its arguments. The marker is empty for a line that holds for all
-    platforms.
-    """
+    platforms."""
     arguments = []
     for line in filter(None, map(str.strip, text.splitlines())):
         platform, colon, rest = line.partition(":")

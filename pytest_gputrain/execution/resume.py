@@ -155,8 +155,7 @@ def _resumed_replies(result: Measured, report: Report) -> ResumedReplies:
 
 def _has_figures(reply: Reply) -> bool:
     """Tell whether a reply has figures and the environment they belong to. The reply of a worker that the kernel killed may
-    lack the environment.
-    """
+    lack the environment."""
     return isinstance(reply, Measurement | OutOfMemory) and reply.environment is not None
 
 

@@ -108,8 +108,7 @@ def missing(base: Sequence[Report], head: Sequence[Report]) -> list[tuple[str, i
 
 def _over_rounds(results: Sequence[Result]) -> Result:
     """Return the last result with medians over all rounds that measured. Figures without a median are those of the last
-    round.
-    """
+    round."""
     measured = [result for result in results if result.summary is not None]
     if not measured:
         return results[-1]

@@ -106,8 +106,7 @@ class Comparison:
 
     def held_to(self, least: float, **rule: Any) -> Comparison:
         """Return this comparison with a time tolerance of at least ``least``, and with other constants of the rule for
-        times.
-        """
+        times."""
         tolerance = dataclasses.replace(self.tolerance, time=max(self.tolerance.time, least))
         return dataclasses.replace(self, tolerance=tolerance, **rule)
 

@@ -179,8 +179,7 @@ class Conclusion:
 
 def _describe_seconds(metric: MetricVerdict) -> str:
     """Describe how GPU seconds or the wait for batches have changed in a case that something else makes worse; empty if they
-    are worse themselves.
-    """
+    are worse themselves."""
     if metric.value is None or metric.baseline is None or metric.status in ("regressed", "not-comparable"):
         return ""
     before, now = format_seconds(metric.baseline), format_seconds(metric.value)

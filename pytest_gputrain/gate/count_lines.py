@@ -174,8 +174,7 @@ def describe_falls(differences: Iterable[Difference]) -> dict[CountFigure, str]:
 
 def lines_beside(figure: CountFigure, step: int, before: Counts, now: Counts) -> tuple[LineCount, ...]:
     """Return the count of each line in one step, now and before. Lines that have grown come first, then those that ask for
-    most.
-    """
+    most."""
     if before.lines_unknown or now.lines_unknown:
         return ()
     numbers: defaultdict[_Spot, list[int]] = defaultdict(lambda: [0, 0])

@@ -58,8 +58,7 @@ _STEADY_STEPS: Final = 5
 
 class JudgedCounts(NamedTuple):
     """The result of judging the counts of a case. Each text follows the case: ``waits for the GPU 2 times a step (1 before):
-    ...``.
-    """
+    ...``."""
 
     metrics: tuple[MetricVerdict, ...]
     """Of each figure, with the values of the step that changed most as its status says; of the last step if none did."""
@@ -205,8 +204,7 @@ def _pairs(before: Counts, now: Counts) -> list[_Pair]:
 
 def _aligned(before: Counts, now: Counts, again: Counts | None) -> tuple[Counts, Counts, Counts | None]:
     """Return the counts from the first timed step that all of them have. A run with fewer warm-up steps has counted earlier
-    ones.
-    """
+    ones."""
 
     def without(steps: int, counts: Counts) -> Counts:
         return msgspec.structs.replace(counts, steps=counts.steps[max(0, steps) :])

@@ -227,8 +227,7 @@ def _not_compared(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, side
 
 def _beside_steps_only_in(one: EmulatedRun, other: EmulatedRun) -> list[TrainingPhase]:
     """Return the phases of evaluation and checkpoints that ``one`` has and ``other`` lacks, if both fit and have peaks of
-    phases.
-    """
+    phases."""
     compared = one.fits and other.fits and one.phase_peak_bytes and other.phase_peak_bytes
     return [phase for phase in one.phase_peak_bytes if phase in BESIDE_STEPS - other.phase_peak_bytes.keys() and compared]
 

@@ -109,8 +109,7 @@ class Need(NamedTuple):
 
 def need_of(case: Case, memory_bytes: int, at: At) -> Need:
     """Return whether the case surely fits the GPU, and how much memory it takes. For a case that does not fit this comes
-    from a run without limit.
-    """
+    from a run without limit."""
     free = at(0)
     if _is_cut_short(free):
         return Need(False, None)

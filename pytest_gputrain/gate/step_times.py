@@ -217,8 +217,7 @@ def suite_prior(baselines: Sequence[Sequence[float]]) -> float:
 
 def suite_shift(first: Sequence[float]) -> float | None:
     """Return by how much all cases are slower today, as a logarithm: the median of their first runs'; None for fewer than
-    ten.
-    """
+    ten."""
     return statistics.median(first) if len(first) >= MANY_CASES else None
 
 

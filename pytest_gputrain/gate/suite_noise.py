@@ -14,8 +14,7 @@ from pytest_gputrain.utils.units import format_percent
 
 class SuiteNoise:
     """The noise of a suite's cases, and how much slower all of them are today. Both are updated with each case of a pytest
-    process.
-    """
+    process."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], float] = {}

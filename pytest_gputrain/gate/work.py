@@ -30,8 +30,7 @@ def flops_apart(before: tuple[int | None, int | None], now: tuple[int | None, in
 
 def describe_work(metric: MetricVerdict, before: EmulatedRun, now: EmulatedRun) -> str:
     """Describe a change of work: ``moves 1.2 GiB (3.0 %) more a step, most of it clone (+1.1 GiB in +32 calls) at
-    train.py:42``.
-    """
+    train.py:42``."""
     assert metric.value is not None
     assert metric.baseline is not None
     value, baseline = int(metric.value), int(metric.baseline)

@@ -155,8 +155,7 @@ class Amd:
 
     def _number(self, handle: Any, at: int) -> int:
         """Return the number by which HIP sorts GPUs; ``at`` if neither the library (before ROCm 6.4) nor the kernel knows
-        it.
-        """
+        it."""
         hip = self._value(self._ask("amdsmi_get_gpu_enumeration_info", handle), "hip_id")
         node = self._value(self._ask("amdsmi_get_gpu_kfd_info", handle), "node_id") if hip is None else None
         return int(hip if hip is not None else node if node is not None else at)
@@ -243,8 +242,7 @@ class Amd:
 
     def _violations(self, gpu: Gpu, handle: Any) -> Any:
         """Return the times in which limits lowered the clocks, read at most once a second. Each read takes the library a
-        tenth of a second.
-        """
+        tenth of a second."""
         now = time.monotonic()
         asked_at, violations = self._violations_read.get(gpu.uuid, (-math.inf, None))
         if now - asked_at >= _VIOLATIONS_SECONDS:
@@ -319,8 +317,7 @@ def _rocm() -> Path:
 
 def _imported() -> tuple[Any, str]:
     """Return the imported binding. Without ROCm its import prints, and raises errors of many kinds: KeyError, OSError,
-    AttributeError.
-    """
+    AttributeError."""
     if sys.modules.get("amdsmi") is None and not DEVICE_FILE.exists():
         return None, ""
     try:

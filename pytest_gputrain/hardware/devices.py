@@ -71,8 +71,7 @@ class Reading(NamedTuple):
 
 class Driver(Protocol):
     """An open driver library of a vendor. Its errors are raised as `HardwareError`, and a value that a GPU does not support
-    is None.
-    """
+    is None."""
 
     def gpus(self) -> tuple[Gpu, ...]:
         """Return every GPU, or part of one, in the order of `Gpu.index`."""
@@ -85,8 +84,7 @@ class Driver(Protocol):
 
     def paths(self, gpus: Sequence[Gpu]) -> tuple[tuple[str, ...], ...]:
         """Return the paths between GPUs, as a matrix in the order of ``gpus``: ``X`` for a GPU itself, ``N/A`` for an
-        unknown path.
-        """
+        unknown path."""
 
 
 SELF = "X"

@@ -129,15 +129,13 @@ def _combined(gpus: Sequence[Gpu], occupancies: Sequence[Occupancy], own: Collec
 
 def other_processes(holders: Iterable[Holder], own: Collection[int]) -> list[Holder]:
     """Return the processes that train on the GPUs and do not belong to this run, with their names if this user may know
-    them.
-    """
+    them."""
     return [_with_name(holder) for holder in holders if holder.pid not in own and not _is_idle(holder)]
 
 
 def _is_idle(holder: Holder) -> bool:
     """Tell whether a process has so little memory that it trains nothing here: a monitor, or a program that computes on
-    another GPU.
-    """
+    another GPU."""
     return holder.bytes is not None and holder.bytes < _IDLE_BYTES
 
 

@@ -156,8 +156,7 @@ def _make_common(folder: Path) -> None:
 
 def _lock(path: Path, *, wait: bool = False) -> int | None:
     """Open and lock a file, and return the lock; None if another process holds it and ``wait`` is false. A link is not
-    followed.
-    """
+    followed."""
     import fcntl
 
     try:

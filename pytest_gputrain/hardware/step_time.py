@@ -141,8 +141,7 @@ def expected_time(
 
 def _exchanged(call: TracedCall, processes: int) -> float:
     """Return the bytes that each GPU sends in a ring. Data go around once, and twice for a sum, whose result goes around as
-    well.
-    """
+    well."""
     if "wait" in call.operator:
         return 0.0
     rounds = 2 if "allreduce" in call.operator.replace("_", "") else 1

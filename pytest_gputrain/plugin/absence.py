@@ -134,8 +134,7 @@ def _unclaimed(
     settings: Settings, results: Sequence[Result], files: WholeFiles, abandoned: Set[str], host: Callable[[], Host | None]
 ) -> Iterator[_Unclaimed]:
     """Yield stored entries that no test asked for. Only suites that this run has seen completely count, on the devices of
-    the results.
-    """
+    the results."""
     if not _asks_for_every_case(settings):
         return
     paths: defaultdict[str, list[Path]] = defaultdict(list)

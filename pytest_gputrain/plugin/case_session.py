@@ -339,8 +339,7 @@ class CaseSession:
 
     def _annotates(self) -> bool:
         """Tell whether failures become annotations of GitHub, which they do not if another plugin annotates every
-        failure.
-        """
+        failure."""
         return github.wanted() and not self.config.pluginmanager.hasplugin("pytest_github_actions_annotate_failures")
 
     def _notes(self, collector: Collector) -> list[str]:

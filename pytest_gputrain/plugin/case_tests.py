@@ -39,8 +39,7 @@ def outcome_of_skip(item: pytest.Item, error: BaseException | None) -> Outcome:
 
 def _is_marked(item: pytest.Item) -> bool:
     """Tell whether a mark in the code skips the test. A plugin or a conftest may add such a mark for an option, which does
-    not count.
-    """
+    not count."""
     written = [
         *getattr(getattr(item, "obj", None), "pytestmark", ()),
         *getattr(getattr(item, "callspec", None), "marks", ()),

@@ -56,8 +56,7 @@ _NO_ARGUMENTS: Final[Mapping[str, Any]] = MappingProxyType({})
 
 def _noted(request: _Request) -> _Request:
     """Provide a context that notes each request which ends in an exception, so that the run reports it even if the test
-    catches it.
-    """
+    catches it."""
 
     @functools.wraps(request)
     def ask(gputrain: GpuTrain, *args: Any, **kwargs: Any) -> Any:

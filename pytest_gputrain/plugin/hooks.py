@@ -123,8 +123,7 @@ def _refuse_unknown_settings(config: pytest.Config) -> None:
 @pytest.fixture
 def _gputrain_knobs(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Return one combination of ``--gpu-set``, which replaces knobs of cases. The plugin parametrizes tests with this
-    fixture.
-    """
+    fixture."""
     if request.config.stash[_PLUGIN].cases.runner.settings.sweep:
         pytest.fail(
             "--gpu-set cannot reach a test that asks for gputrain while it runs; name it as an argument", pytrace=False
@@ -142,9 +141,7 @@ def gputrain(request: pytest.FixtureRequest, _gputrain_knobs: dict[str, Any]) ->
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
-    """Reserve a GPU for this test alone, across xdist workers and pytest runs of this host. The test is skipped if there is
-    none.
-    """
+    """Reserve a GPU for this test alone, across xdist workers and pytest runs of this host; skip if there is none."""
     yield from request.config.stash[_PLUGIN].cases.gpu()
 
 
@@ -248,8 +245,7 @@ class GpuTrainPlugin:
 
     def _be_terminable(self) -> None:
         """Handle signals from the first case on, and not before. Runs without cases end as they would without this
-        plugin.
-        """
+        plugin."""
         if not self._is_terminable:
             self._is_terminable = True
             self.ending.enter_context(terminable())

@@ -284,8 +284,7 @@ _READABLE: Final = re.compile(r"[\w.,:/=+@-]{1,48}")
 
 def _arguments_text(args: str) -> str:
     """Return the arguments in the form of ids: ``width=64-depth=2``, or ``args=4f8b21c9`` if they are long or hard to
-    read.
-    """
+    read."""
     with contextlib.suppress(msgspec.MsgspecError, TypeError):
         # The arguments of a case that somebody wrote by hand may have any type.
         given = msgspec.json.decode(args, type=dict[str, Any] | list[str])

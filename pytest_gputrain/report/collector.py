@@ -291,8 +291,7 @@ class Collector:
 
     def _save_now_and_then(self) -> None:
         """Save now what a power cut would lose. A failure is reported only at the end, because the disk may have space
-        then.
-        """
+        then."""
         began = time.monotonic()
         if began <= self._save_at:
             return

@@ -137,8 +137,7 @@ def _expected(report: FitReport) -> Iterator[tuple[FitCell, ExpectedTime]]:
 
 def _times(report: FitReport, rows: Sequence[_Timed]) -> TextTable:
     """Return a table of the expected time of each cell. If sorted by speed, it also says whether a cell is surely slower
-    than the fastest.
-    """
+    than the fastest."""
     titles = {gpu.marker: gpu.title for gpu in report.gpus}
     work = "tokens" if any(row.cell.case.sequence_length for row in rows) else "samples"
     fastest, told = rows[0], [""]

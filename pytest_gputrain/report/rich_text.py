@@ -39,8 +39,7 @@ def text(data: str, style: str = "", *, width: int | None = None) -> Text:
 
 def _broken(data: str, width: int) -> str:
     """Return the line in pieces that fit. It is broken after blanks, hyphens and commas, and if a piece is too long also
-    after other signs.
-    """
+    after other signs."""
     lines = [""]
     for piece in _pieces(data, width, (r"(?<=[-\s,])", r"(?<=[_=/.:])")):
         if len(lines[-1]) + len(piece.rstrip()) > width and lines[-1]:

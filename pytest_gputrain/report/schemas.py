@@ -25,8 +25,7 @@ from pytest_gputrain.records.history import COUNT_KEYS, KNOB_KEYS
 
 def _entry(record: type[msgspec.Struct], shared: Container[str], **more: Any) -> Any:
     """Return the type of a record in files of baselines. It lacks the fields that several entries share and that the file
-    has once.
-    """
+    has once."""
     fields = [field for field in msgspec.structs.fields(record) if field.name not in shared]
     required = [(field.name, field.type) for field in fields if field.required]
     others = [(field.name, field.type, msgspec.UNSET) for field in fields if not field.required]

@@ -26,8 +26,7 @@ _OUTCOMES: Final = {**FAILURES, "left_out": "left out", "capped": "capped"}
 
 def search_table(results: Sequence[BatchSearch], names: Names) -> Table:
     """Return a table of throughput at batch size 1 and at the best one, as published tables have it, with the largest batch
-    that fits.
-    """
+    that fits."""
     table = _table("Batch 1", "Fastest (batch)", "Largest", "Tries", last="Outcome")
     for result in results:
         search = result.search

@@ -30,8 +30,7 @@ class TextTable:
 
 def render(text_tables: Sequence[TextTable], form: Form) -> str:
     """Return the tables as text, one after another. For a terminal they are as wide as standard output, and in its
-    colours.
-    """
+    colours."""
     if form == "markdown":
         return "\n".join(map(_markdown, text_tables))
     width, colour = console.standard_output()

@@ -76,8 +76,7 @@ def render(results: Sequence[Result], *, width: int, colour: bool, most: int | N
 
 def _rows(results: Sequence[Result]) -> dict[int, int]:
     """Return the indices of the results that the tables show, each with its rank. Rank 0 needs attention most and comes
-    first.
-    """
+    first."""
     judged_keys = {(result.suite, result.key, result.variables_digest) for result in results if result.verdict}
     return {
         index: BY_ATTENTION.index(verdict_of(result))

@@ -63,8 +63,7 @@ class EmulatingRunner(CaseRunner):
 
     def run(self, request: Request) -> Result:
         """Return the result of a request. The case runs at most once, and is compared with its recorded figures if the test
-        asks for that.
-        """
+        asks for that."""
         host = self.executor.host
         refuse_unfit(request.case, request.markers, request.expression, host, self.settings)
         if request.case.servers:

@@ -168,8 +168,7 @@ class Fitting:
 
     def largest(self, cells: Sequence[FitCell]) -> list[LargestBatch]:
         """Return the largest batch size of each case that fits its GPU, in the order of ``cells``. Some of them are known
-        already.
-        """
+        already."""
         known: defaultdict[tuple[Case, str], list[FitCell]] = defaultdict(list)
         for cell in cells:
             if cell.figures is not None:

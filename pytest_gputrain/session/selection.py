@@ -52,8 +52,7 @@ def platforms_named(expression: str) -> list[str]:
 
 def platforms_missed(expression: str, markers: Collection[str]) -> list[str]:
     """Return the platforms whose marker a test lacks to be selected by the ``-m`` expression; none if it is selected, or has
-    such a marker.
-    """
+    such a marker."""
     if _ALL.intersection(markers) or _holds(expression, markers):
         return []
     return [platform for platform in MARKERS if _holds(expression, {*markers, platform})]

@@ -47,8 +47,7 @@ _Entry = TypeVar("_Entry", bound=Struct)
 
 class BaselineError(OneLineError):
     """A baseline file, a published table or a report cannot be read or written. The message is one sentence with the
-    remedy.
-    """
+    remedy."""
 
     def __init__(self, problem: str, remedy: str = "", *, path: Path | None = None, place: str | int | None = None) -> None:
         """

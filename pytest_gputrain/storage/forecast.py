@@ -46,8 +46,7 @@ class Forecast:
 
     def seconds(self, suite: str, case: Case) -> float | None:
         """Return the seconds of all steps of the case at the peak rates of the GPU, warm-up included; None if they are
-        unknown.
-        """
+        unknown."""
         run = self.of(suite, case)
         if run is None or not run.operators:
             return None

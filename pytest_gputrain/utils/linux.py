@@ -65,8 +65,7 @@ class CoreWait:
 
     def share(self) -> float | None:
         """Return the share of time without a core, from 0 to 1; None if the kernel does not report it, or if the thread has
-        ended.
-        """
+        ended."""
         (begin, before), now = self._begin, self._waited()
         if before is None or now is None:
             return None

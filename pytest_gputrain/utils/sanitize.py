@@ -32,8 +32,7 @@ def shown(text: str) -> str:
 
 def utf8(text: str) -> str:
     """Return the text with escapes for what UTF-8 cannot encode: a file's name may be any bytes, and a message may hold half
-    a surrogate pair.
-    """
+    a surrogate pair."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -77,8 +77,7 @@ def undisturbed(*, to_the_end: bool = False) -> Iterator[None]:
 @contextlib.contextmanager
 def _held() -> Iterator[None]:
     """Provide a context in which the kernel holds back SIGINT, SIGTERM and SIGHUP, so that none is lost between two
-    handlers.
-    """
+    handlers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         yield

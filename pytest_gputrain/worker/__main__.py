@@ -104,8 +104,7 @@ def _prepared(task: Task) -> Task:
 
 def _cannot_import(task: Task, error: Exception) -> str:
     """Return the crash of a worker that cannot import its libraries. It names all that are not installed, or one that is
-    broken.
-    """
+    broken."""
     if isinstance(error, WrongTorch):
         return str(error)
     if not isinstance(error, ImportError):

@@ -64,8 +64,7 @@ class AllocationCounter(SharedMode):
 
     def _enter(self, phase: TrainingPhase) -> None:
         """Note a phase in the trace, as long as tensors are recorded. Tensors that an evaluation keeps do not count in the
-        peaks of later steps.
-        """
+        peaks of later steps."""
         if self._storages.traced:
             self.trace.enter(phase if self.phases.in_steps else None)
 

@@ -68,8 +68,7 @@ class ShapesNoted:
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the inputs of a call of the model. This is a method and no closure, because a model with hooks must be
-        copied and stored.
-        """
+        copied and stored."""
         self.note((args, kwargs))
 
     def record(self) -> BatchShapes | None:

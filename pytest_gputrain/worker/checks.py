@@ -207,8 +207,7 @@ class Movement:
 
     def changes(self) -> tuple[set[str], set[str]]:
         """Return the names of the tensors that have changed since the start, and of those that got a gradient in the watched
-        step.
-        """
+        step."""
         moved = {name for name, before in self._before.items() if before != fingerprint(self._trained[name])}
         return moved, self._reached
 

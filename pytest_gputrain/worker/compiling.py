@@ -98,8 +98,7 @@ class CompileCalls:
 
 def _a_library_is_imported(frame: FrameType | None) -> bool:
     """Tell whether the call comes from the top level of a library. Steps may never use what libraries compile for
-    themselves.
-    """
+    themselves."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
             return True

@@ -32,8 +32,7 @@ def has_begun(generator: GeneratorType[Any, Any, Any]) -> bool | None:
 
 def _has_begun(frames: Sequence[FrameType]) -> bool | None:
     """Tell whether the generator of the first frame has begun its step. Each further frame was called by the frame
-    before.
-    """
+    before."""
     frame, *called = frames
     yields = _yields_of(frame.f_code)
     if yields is None:

@@ -64,8 +64,7 @@ class FlopCount(SharedMode):
     @property
     def by_type(self) -> Counter[torch.dtype]:
         """The FLOPs outside of optimizers, by the type of their operands. Complex numbers count as the type of their
-        parts.
-        """
+        parts."""
         return sum((share.by_type for share in self._shares.values()), Counter())
 
     @property
@@ -323,8 +322,7 @@ def _sum_with_products(term: Any, left: Any, right: Any, *args: Any, out_shape: 
 
 def _grouped_product(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """Return the FLOPs of products of groups. Either the groups divide one dimension, or each group has a pair of
-    matrices.
-    """
+    matrices."""
     groups = left[0] if len(left) == len(right) == 3 else 1
     return int(2 * groups * left[-2] * left[-1] * right[-1])
 

@@ -109,8 +109,7 @@ def loop_of(
 
 def _framework_of(built: object) -> str:
     """Return the framework of a trainer, for Lightning with the module that it fits; empty for anything else. No framework
-    is imported.
-    """
+    is imported."""
     trainer = built[0] if isinstance(built, tuple) and built else built
     names = (FRAMEWORKS.get(f"{kind.__module__}.{kind.__qualname__}") for kind in type(trainer).__mro__)
     framework = next(filter(None, names), "")

@@ -99,8 +99,7 @@ class Measuring:
 
     def _ask(self, own: OwnCode) -> None:
         """Provide a context that counts what own code asks of loaders and optimizers, and that notes where the build of a
-        generator ends.
-        """
+        generator ends."""
         run, training = self._run, self._run.training
         if run.counter:
             run.counter.asked = own.asked

@@ -172,8 +172,7 @@ class OperatorCounter(SharedMode):
 
     def _add_read(self, by: str, place: _Asked, *, trained: bool) -> None:
         """Count a read of a value. A value that torch's own code reads is only counted if it depends on a trained parameter;
-        others are on the host of a GPU, too.
-        """
+        others are on the host of a GPU, too."""
         if trained:
             self._add("reads", by, place)
         elif place.library is None or place.library.file.startswith(_METHODS) or not place.library.file.startswith(_TORCH):
@@ -210,8 +209,7 @@ class OperatorCounter(SharedMode):
 @contextlib.contextmanager
 def _no_garbage_collected() -> Iterator[None]:
     """Provide a context without garbage collection, because autograd copies a gradient to which a cycle of garbage still
-    refers.
-    """
+    refers."""
     collects = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -57,8 +57,7 @@ def _paged_adamw_8bit(parameters: list[nn.Parameter], rate: float) -> torch.opti
 
 def _adafactor(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
     """Return Adafactor as transformers' Trainer makes it, with steps of the learning rate and not relative to the
-    weights.
-    """
+    weights."""
     from transformers.optimization import Adafactor
 
     optimizer: Any = Adafactor(parameters, lr=rate, scale_parameter=False, relative_step=False)

@@ -85,8 +85,7 @@ class OwnLines:
 
     def name_of(self, file: str) -> str:
         """Return the name of a file as lines show it: empty for a file that is not the user's, and "pytest_gputrain" for our
-        own.
-        """
+        own."""
         name = self._names.get(file)
         if name is None:
             name = self._names[file] = self._name(file)

@@ -82,8 +82,7 @@ def _end_orphans() -> None:
 
 def _holds_gpu() -> bool:
     """Tell whether a driver was asked for its GPUs. It keeps files open then, and no fork of this process could ask
-    again.
-    """
+    again."""
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # This descriptor listed the folder, and is closed already.
             if os.readlink(descriptor).startswith(_OF_DRIVERS):
@@ -138,8 +137,7 @@ def _fork(request: dict[str, Any], keep_out: tuple[int, ...]) -> int:
 
 def _used_gpu() -> bool:
     """Tell whether torch has used a GPU in this process, so that no worker can be forked from here. A fork finds this
-    out.
-    """
+    out."""
     import torch
 
     is_spoilt = getattr(torch._C, "_cuda_isInBadFork", None)

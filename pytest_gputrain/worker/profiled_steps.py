@@ -52,8 +52,7 @@ def steps_to_profile(timed: Sequence[bool], accumulation: int) -> int:
 
 def find_gpu() -> None:
     """Have torch's profiler find the GPU. If the first profile of a process covers the CPU alone, no later one shows a
-    GPU.
-    """
+    GPU."""
     silence_profiler()
     if not profiler._is_profiler_enabled:
         with contextlib.suppress(Exception), _profile():

@@ -125,8 +125,7 @@ class PythonCalls:
 
     def causes(self) -> Iterator[tuple[CountCause, int]]:
         """Yield the origins of calls with their numbers. An origin is the own line, or for a built-in model the library's
-        file.
-        """
+        file."""
         numbers: Counter[CountCause] = Counter()
         for (identity, instruction), number in self._calls.items():
             numbers[self._cause(self._codes[identity], instruction)] += number
@@ -189,8 +188,7 @@ class PythonCalls:
 
     def _in_autograd_thread(self, action: Callable[[], None]) -> None:
         """Run ``action`` in the thread of the backward pass on a GPU, because a profiler sees only the thread that sets
-        it.
-        """
+        it."""
         if self._device.type == "cpu":
             return
         with torch.enable_grad():

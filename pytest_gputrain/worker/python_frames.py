@@ -70,8 +70,7 @@ def _expected(frame: FrameType | None) -> list[tuple[int, str, str]]:
 
 class _Finder:
     """Searches the memory of this process for Python's structures. The kernel reads it, so that a wrong address only raises
-    an error.
-    """
+    an error."""
 
     def __init__(self, memory: BinaryIO) -> None:
         self._memory = memory

@@ -69,8 +69,7 @@ class Storages:
         dtype: torch.dtype | None,
     ) -> None:
         """Record a storage that is new or has changed its size. While a storage is resized both sizes exist, because one is
-        copied.
-        """
+        copied."""
         key = storage._cdata
         with self._lock:
             if self._left:  # An operator of another thread had begun before the counter was left.

@@ -19,8 +19,7 @@ _SILENT: Final = "99"
 
 def silence_profiler() -> None:
     """Keep torch's profiler from writing to stderr, unless the user has set its level. The profiler reads this at its first
-    use.
-    """
+    use."""
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
 
 

@@ -209,8 +209,7 @@ class Fleet:
 
     def close(self) -> None:
         """Cancel all jobs that have not ended. Dropped jobs are cancelled again, because Ctrl-C or a silent scheduler may
-        have prevented it.
-        """
+        have prevented it."""
         jobs, self._live, self._dropped = [*(ticket.job for ticket in self._live), *self._dropped], [], []
         self._to_submit.clear()
         self._open.clear()

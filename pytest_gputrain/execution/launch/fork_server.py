@@ -135,8 +135,7 @@ class _Imports(NamedTuple):
 
 def _asked_at_imports(description: str) -> str:
     """Return the properties of an emulated GPU that libraries may read while they are imported. A forked process gets the
-    others later.
-    """
+    others later."""
     fields = ("devices=", "major=", "minor=", "kernels=")
     return ",".join(field for field in description.split(",") if field.startswith(fields))
 

@@ -122,8 +122,7 @@ def _run_processes(
 
 def inline(task: Task, builder: Any = None) -> Reply:
     """Run ``task`` in this process, for closures and debuggers. This imports torch here, shares its state, and has no
-    time-out.
-    """
+    time-out."""
     import gc
 
     import torch

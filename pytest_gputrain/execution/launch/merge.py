@@ -144,8 +144,7 @@ def _trained(replies: Sequence[Measurement] | Sequence[EmulatedRun]) -> TrainedT
 
 def _work_of_all(replies: Sequence[EmulatedRun]) -> dict[str, OperatorWork]:
     """Return the sum of the work of all ranks by operator. The lines of each rank stay apart, because a baseline compares
-    them one by one.
-    """
+    them one by one."""
     merged: dict[str, OperatorWork] = {}
     for name in sorted({name for reply in replies for name in reply.operators}):
         works = [reply.operators[name] for reply in replies if name in reply.operators]

@@ -150,8 +150,7 @@ class _Agents:
 
     def trouble(self) -> Crashed | None:
         """Return a reason to end the case that no rank reports; None if there is none. Each call also tells the agents that
-        pytest still runs.
-        """
+        pytest still runs."""
         if time.monotonic() - self._spoke >= COMMAND_EVERY_SECONDS:
             self._say(self._command.action)
         departures = [read_record(node / LEFT, Left) for node in self._node_folders]

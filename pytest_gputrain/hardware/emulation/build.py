@@ -140,8 +140,7 @@ def stand_ins_folder() -> Path:
 
 def _key(torch: Torch, users: Iterable[Path]) -> str:
     """Return a key of all that stand-ins depend on: torch, the other libraries that need CUDA, and this package's own
-    code.
-    """
+    code."""
     digest = hashlib.sha256(repr(torch).encode())
     for path in users:
         status = path.stat()

@@ -264,8 +264,7 @@ class _Putting:
 
     def put_beside(self, wanted: Mapping[str, str], torch: str) -> dict[str, str]:
         """Install the packages that the user has beside torch. Return those that belong to another release of torch and are
-        left out.
-        """
+        left out."""
         for name, version in wanted.items():
             self.put(_wheel(name, version, self._source), torch)
             if name not in self.versions:
@@ -342,8 +341,7 @@ def _download(wheel: Wheel, allowed: Sequence[str], target: Path, index: str) ->
 
 def _way_to_the_network() -> tuple[dict[str, str], list[str]]:
     """Return an environment and options for pip. Of the user's configuration they only keep the proxy, certificates and
-    time-out.
-    """
+    time-out."""
     command = [sys.executable, "-P", "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     kept: dict[str, str] = {}

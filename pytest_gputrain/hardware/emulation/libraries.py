@@ -282,8 +282,7 @@ def _library_of(name: str) -> str | None:
 
 def _begins(name: str, prefix: str) -> bool:
     """Tell whether a function's name is the prefix and a word: ``cublasLtMatmul`` begins with cublasLt, and ``custom`` with
-    none.
-    """
+    none."""
     rest = name.removeprefix(prefix)
     return rest != name and (rest[:1].isupper() or rest[:1] == "_" or prefix == "nvshmem")
 

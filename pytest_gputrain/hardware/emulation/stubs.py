@@ -64,8 +64,7 @@ _WORKSPACES: Final = {
 
 class _Outcome(NamedTuple):
     """The parameter in which a function returns whether it succeeded: one number of a type of C, or one for each matrix of a
-    batch.
-    """
+    batch."""
 
     at: int
     batch_at: int = 0

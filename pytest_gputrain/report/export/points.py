@@ -30,8 +30,7 @@ class Point:
     @property
     def name(self) -> str:
         """The name of the case, ``llm_finetuning/llama-3.1-8b-lora-bf16@tiny``. It is the same in every run, but another one
-        for another scale.
-        """
+        for another scale."""
         return f"{self.result.suite}/{self.result.key}"
 
     @property

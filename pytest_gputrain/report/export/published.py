@@ -31,8 +31,7 @@ _ByRow = Mapping[tuple[str, str, str, str], Result]
 
 def _row(of: Published | Result) -> tuple[str, str, str, str]:
     """Return platform, suite, key and knobs. The key includes the tiny scale, and the knobs those that the command line has
-    changed.
-    """
+    changed."""
     return of.platform, of.suite, of.key if isinstance(of, Result) else str(of.case), repr(of.case.identity())
 
 
@@ -144,8 +143,7 @@ CSV_HEADERS: Final = (
 
 def _csv(tables: Sequence[PublishedTable], results: Sequence[Result]) -> str:
     """Return a CSV row for each case and framework, in seconds, bytes and samples per second. A range is given by its
-    middle.
-    """
+    middle."""
     by_row = _by_row(results)
     rows = [(row, table.epoch) for table in tables for row in table.published()]
     return csv_text(CSV_HEADERS, [cells for row, epoch in rows for cells in _csv_rows(row, by_row.get(_row(row)), epoch)])

@@ -71,8 +71,7 @@ def _extra(result: Result, point: Point) -> dict[str, Any]:
 
 def _machine(timed: Sequence[Point]) -> dict[str, Any]:
     """Return the fields of pytest-benchmark's file about the machine. pytest-benchmark warns if they differ between two
-    files.
-    """
+    files."""
     if not timed:
         return {}
     environment = timed[0].runs[0].environment

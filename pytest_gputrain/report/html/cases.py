@@ -142,8 +142,7 @@ def gathered(results: Sequence[Result]) -> Cases:
 
 def _latest(results: Sequence[Result]) -> Iterator[Result]:
     """Return the latest result of each case. A study has a row of its own, because it says nothing of the case as
-    declared.
-    """
+    declared."""
     yield from latest(of_kind(results, Measured, Emulated))
     yield from latest(of_kind(results, BatchSearch, LossStudy))
 

@@ -69,8 +69,7 @@ class TrainerLoop:
 
     def _silence(self) -> None:
         """Switch off all that is not training: logs, checkpoints, evaluation, progress bars, and reports to other
-        services.
-        """
+        services."""
         trainer = self._trainer
         for strategy in _SILENCED:
             setattr(trainer.args, strategy, "no")

@@ -16,8 +16,7 @@ from pytest_gputrain.worker.parallel.single import Single
 
 class FullySharded(Single):
     """The engine fsdp, with one unit for each block and one for the rest. Autocast precisions become FSDP's own: shards in
-    fp32 that are gathered in 16 bits.
-    """
+    fp32 that are gathered in 16 bits."""
 
     def spread(self, model: nn.Module, options: EngineOptions) -> nn.Module:
         # This import brings DTensor and sympy, and takes a third of the start of a worker. So only a case that shards

@@ -121,8 +121,7 @@ class Tables:
 
     def pull(self, table: int, ids: Tensor) -> Tensor:
         """Return the rows ``ids`` (each once) of a table from the servers, (ids, width), as a leaf whose gradient the next
-        `collect` takes.
-        """
+        `collect` takes."""
         self._finish()
         rows_by_server = self._rows_by_server(ids.cpu())
         width = self._shapes[table][1]

@@ -34,8 +34,7 @@ def _check(torch: ModuleType) -> None:
 
 def _add(site: str) -> None:
     """Make this process find the packages of that folder first, and keep the folder from being removed while the process
-    lives.
-    """
+    lives."""
     import fcntl
 
     try:

@@ -77,8 +77,7 @@ class Sizes:
 
     def latents(self, channels: int) -> tuple[int, ...]:
         """Return the shape of latents in the order of the row's layout, such as ``bcfhw``. Dimensions in brackets are
-        one.
-        """
+        one."""
         sizes = {"b": self.samples, "c": channels, "f": self.frames, "h": self.height, "w": self.width}
         layout: str = self.step["layout"]
         shape: list[int] = []
@@ -246,8 +245,7 @@ class Denoiser(Workload):
 
 def nested(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments by names with dots: ``a.b`` is an entry of the dictionary ``a``, and ``a.0`` of the list
-    ``a``.
-    """
+    ``a``."""
     arguments: dict[str, Any] = {}
     for name, value in inputs.items():
         whole, _, entry = name.partition(".")

@@ -26,8 +26,7 @@ def language_model(part: Part, facts: dict[str, Any]) -> nn.Module:
 
 def keep_in_fp32(model: Any) -> None:
     """Store in fp32 the parameters that transformers keeps in fp32 when it loads a model in 16 bits, such as most
-    routers.
-    """
+    routers."""
     names = getattr(model, "_keep_in_fp32_modules_strict", None)
     dtype = torch.get_default_dtype()
     if not names or dtype == torch.float32:

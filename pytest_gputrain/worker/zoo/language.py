@@ -26,8 +26,7 @@ IGNORED_LABEL: Final = -100
 
 class LanguageModel(Workload):
     """A language model with random weights, and the case's attention or the one that transformers chooses: eager for Gemma
-    2, sdpa for all others.
-    """
+    2, sdpa for all others."""
 
     own = (PanGu,)
 
