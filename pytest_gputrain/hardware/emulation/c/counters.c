@@ -1,9 +1,9 @@
-// Counts what a training asks of the emulated GPU, by what is asked and by the stack of Python that asks. The counts of a
+// Counts what a training asks of the emulated GPU, by what is asked for and by the Python stack that asks. The counts of a
 // step are the same on any machine.
 //
-// A stack is read from the frames of the calling thread, which no other thread changes meanwhile. So Python's lock is not
-// taken: the allocator calls cudaMalloc under a lock of its own, and to wait for Python's there could be a deadlock. The
-// offsets in Python's structures are found by the worker, in worker/python_frames.py.
+// A stack is read from the frames of the calling thread, which no other thread changes meanwhile. So Python's lock (the GIL)
+// is not taken. Taking it could cause a deadlock, because the allocator calls cudaMalloc under a lock of its own. The worker
+// finds the offsets in Python's structures, in worker/python_frames.py.
 #include "emulated.h"
 #include <dlfcn.h>
 #include <stdio.h>
@@ -16,14 +16,14 @@ struct row {
   struct asked key;
   uint64_t count, bytes;
 };
-struct place {                                  // an instruction of a function of Python
-  const char *code, *file_text, *function_text; // where they were in memory
+struct place {                                  // an instruction of a Python function
+  const char *code, *file_text, *function_text; // their addresses in memory
   int at, line;
   char *file, *function;
 };
 struct stack {
   uint64_t hash;
-  uint32_t first, depth; // in stack_places, the innermost first
+  uint32_t first, depth; // in stack_places, the innermost place first
 };
 struct name {
   const void *function;
@@ -37,19 +37,19 @@ static __thread int thread_kind;
 static __thread uint32_t noted_line;
 
 GPUTRAIN_HOLD_WHILE_FORKING(lock)
-// A process that is forked has no step.
+// A forked process has no step, so it counts nothing.
 static void count_nothing(void) { __atomic_store_n(&on, 0, __ATOMIC_RELEASE); }
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, count_nothing); }
 
-// A table whose slots are found by a hash: room is a power of two, and at least half of the slots are free.
+// A hash table: room is a power of two, and at least half of the slots are free.
 struct table {
-  uint32_t *slots; // numbers of entries, from 1
+  uint32_t *slots; // numbers of entries, which begin with 1
   size_t room;
 };
 
 static void *grown(void *entries, size_t used, size_t bytes) {
   if (used & (used - 1) || (used && used < 1024))
-    return entries; // there is room until the next power of two, and for 1024 at first
+    return entries; // there is room for 1024 entries at first, and then until the next power of two
   entries = realloc(entries, (used ? 2 * used : 1024) * bytes);
   if (!entries)
     abort();
@@ -87,11 +87,11 @@ static void make_room(struct table *table, size_t used, uint64_t (*hash)(uint32_
 // --- Python's structures
 
 static struct layout {
-  int thread_frames, frames_current; // of a thread's state: a pointer to what has a pointer to the frame; -1: to the frame
+  int thread_frames, frames_current; // of a thread's state: a pointer to a pointer to the frame; -1: to the frame itself
   int code, instruction, previous;   // of a frame
   int file, function, instructions;  // of a code object
-  int length, state, shift;          // of a string: its length, and where in its state the bits of its kind begin
-  int ascii, other;                  // where the text of a string begins
+  int length, state, shift;          // of a string: its length, its state, and the first bit of its kind in the state
+  int ascii, other;                  // where the text of an ASCII string begins, and that of any other
 } layout;
 static const void *code_type;
 static int (*line_of)(const void *, int);
@@ -99,7 +99,7 @@ static void *(*thread_state)(void);
 
 #define AT(type, start, offset) (*(type *)((const char *)(start) + (offset)))
 
-// Returns the text of a string of Python in UTF-8; the caller frees it.
+// Returns the text of a Python string in UTF-8, which the caller frees.
 static char *text_of(const void *string) {
   // The state, shifted, has three bits for the bytes of a character, one for "compact", and one for ASCII.
   size_t length = AT(size_t, string, layout.length);
@@ -129,7 +129,7 @@ static uint64_t place_hash(const struct place *place) {
   return mixed(mixed(hash, (uintptr_t)place->file_text), (uintptr_t)place->function_text);
 }
 static uint64_t hash_of_place(uint32_t index) { return place_hash(places + index); }
-// Another code object may get the address of one that is gone, but then with another name or file.
+// A new code object may get the address of a freed one. Its name or its file is then another object.
 static int is_place(uint32_t index, const void *wanted) {
   const struct place *one = places + index, *other = wanted;
   return one->code == other->code && one->at == other->at && one->file_text == other->file_text &&
@@ -159,7 +159,7 @@ static size_t stack_places_used;
 static uint64_t hash_of_stack(uint32_t index) { return stacks[index].hash; }
 static int is_stack(uint32_t index, const void *hash) { return stacks[index].hash == *(const uint64_t *)hash; }
 
-// Returns the number of this thread's stack, from 1; 0 where it has none.
+// Returns the number of this thread's stack, from 1; 0 if the thread has none.
 static uint32_t current_stack(void) {
   struct place found[MOST_FRAMES];
   uint32_t depth = 0;
@@ -171,14 +171,14 @@ static uint32_t current_stack(void) {
   for (; frame && depth < MOST_FRAMES; frame = AT(void *, frame, layout.previous)) {
     const char *code = (const char *)(AT(uintptr_t, frame, layout.code) & ~(uintptr_t)7); // Python 3.14 marks the pointer
     if (!code || AT(void *, code, sizeof(size_t)) != code_type)
-      continue; // a frame of the interpreter's own
+      continue; // the interpreter's own frames have no code
     int at = (int)(AT(char *, frame, layout.instruction) - code - layout.instructions);
     found[depth] = (struct place){code, AT(char *, code, layout.file), AT(char *, code, layout.function), at, 0, NULL, NULL};
     hash = mixed(hash, place_hash(found + depth++));
   }
   if (!depth)
     return 0;
-  // A stack is found by the hash of its places, so a known one needs no texts.
+  // The hash of its places finds a stack, so the texts of a known stack are not read again.
   make_room(&stack_table, stacks_used, hash_of_stack);
   uint32_t *slot = slot_of(&stack_table, hash, is_stack, &hash);
   if (!*slot) {
@@ -219,7 +219,7 @@ static int thread_by_name(void) {
 }
 static int kind_of_thread(void) { return pthread_equal(pthread_self(), trainer) ? TRAINS : thread_by_name(); }
 
-// Needs the lock.
+// The caller holds the lock.
 static void count(const struct asked *key, uint64_t bytes) {
   make_room(&row_table, rows_used, hash_of_row);
   uint32_t *slot = slot_of(&row_table, key_hash(key), is_row, key);
@@ -294,7 +294,7 @@ void gputrain_count_replayed(const struct asked *asked, uint64_t bytes) {
   pthread_mutex_unlock(&lock);
 }
 
-// Returns a copy of a text that stays, the same for equal texts. There are few: shapes, and names of operators.
+// Returns a permanent copy of a text, the same copy for equal texts. There are few texts: shapes, and names of operators.
 const char *gputrain_interned(const char *text) {
   static char **texts;
   static size_t used;
@@ -341,7 +341,7 @@ static int by_function(const void *one, const void *other) {
   return a < b ? -1 : a > b;
 }
 static const char *name_of(const void *function) {
-  // Names come together when a library is loaded, so sorting them once before the next question is enough.
+  // A library registers all its names when it is loaded, so they are sorted once, before the next look-up.
   if (!names_sorted)
     qsort(names, names_used, sizeof *names, by_function);
   names_sorted = 1;
@@ -360,7 +360,7 @@ void gputrain_counters_python(const int *offsets, const void *type_of_code) {
 }
 void gputrain_counters_no_stacks(void) { thread_state = NULL; }
 
-// Starts to count what the calling thread, which trains, and all others ask for.
+// Starts to count what the calling thread, which trains, and all other threads ask for.
 void gputrain_counters_begin(void) {
   pthread_mutex_lock(&lock);
   rows_used = 0;
@@ -372,14 +372,14 @@ void gputrain_counters_begin(void) {
 }
 void gputrain_counters_end(void) { count_nothing(); }
 
-// Notes the line, by a number of the worker's, to which this thread's requests in a backward pass belong; 0 for none.
+// Sets the line to which this thread's requests in a backward pass belong, by a number of the worker's; 0 for none.
 void gputrain_counters_note(uint32_t line) {
   noted_line = line;
   if (line && !thread_kind)
     thread_kind = AUTOGRAD;
 }
 
-// Counts something that no stand-in is asked for, on behalf of the worker.
+// Counts something for the worker that asks no stand-in.
 void gputrain_counters_add(const char *what, const char *function, uint64_t bytes) {
   if (gputrain_counting())
     gputrain_count(gputrain_interned(what), gputrain_interned(function), bytes);
@@ -400,7 +400,7 @@ struct text {
   ((text)->at += (size_t)snprintf((text)->to && (text)->at < (text)->room ? (text)->to + (text)->at : NULL,                 \
                                   (text)->to && (text)->at < (text)->room ? (text)->room - (text)->at : 0, __VA_ARGS__))
 
-// Writes a line of text for each row. Returns the bytes of all of them, which may be more than there is room for.
+// Writes a line of text for each row. Returns the bytes of all lines, which may exceed the room.
 size_t gputrain_counters_rows(char *to, size_t room) {
   struct text text = {to, room, 0};
   pthread_mutex_lock(&lock);
@@ -415,7 +415,7 @@ size_t gputrain_counters_rows(char *to, size_t room) {
   return text.at;
 }
 
-// Writes the places of the stack with this number, the innermost first: line, file and function.
+// Writes the places of the stack with this number, the innermost first, as line, file and function.
 size_t gputrain_counters_places(uint32_t number, char *to, size_t room) {
   struct text text = {to, room, 0};
   pthread_mutex_lock(&lock);

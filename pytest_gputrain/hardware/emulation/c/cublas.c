@@ -1,4 +1,4 @@
-// Stands in for cuBLAS: products of matrices succeed and compute nothing. torch allocates cuBLAS' workspace itself.
+// Stands in for cuBLAS. Products of matrices succeed and compute nothing, and torch itself allocates cuBLAS' workspace.
 #include "emulated.h"
 
 int cublasGetVersion_v2(void *handle, int *version) {
@@ -9,7 +9,7 @@ int cublasGetProperty(int part, int *value) {
   *value = part == 0 ? CUDA_VERSION / 1000 : part == 1 ? 1 : 0;
   return OK;
 }
-// A handle is a block of zeros that begins so. The products read its first number alone.
+// A handle is a block of zeros that begins with these fields. The products read only the first one.
 struct handle {
   int math, pointers;
 };

@@ -19,7 +19,7 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *operation, void *a, void 
   return OK;
 }
 
-// --- Descriptors of products and of their matrices keep what tells the shape
+// --- Descriptors of products and of matrices, which store what the shapes follow from
 
 struct operation {
   int compute, transpose_a;
@@ -27,7 +27,8 @@ struct operation {
 struct layout {
   int type, order, batch;
   uint64_t rows, columns;
-  int64_t apart, batch_apart; // numbers from a column to the next, or from a row to the next where these are together
+  // The numbers from the start of a column to that of the next; of a row, if the matrix is stored by rows.
+  int64_t apart, batch_apart;
 };
 
 int cublasLtMatmulDescInit_internal(struct operation *to, size_t bytes, int compute, int scale) {

@@ -15,13 +15,13 @@ static int give(void **out) {
 int gputrain_attribute(int attribute) {
   const struct gpu *gpu = gputrain_gpu();
   switch (attribute) {
-  case 1: // threads of a block, in all and by dimension
+  case 1: // threads of a block: in total and in each dimension
   case 2:
   case 3:
     return 1024;
   case 4:
     return 64;
-  case 5:  // blocks of a grid by dimension
+  case 5:  // blocks of a grid in each dimension
   case 11: // pitch
     return INT32_MAX;
   case 6:
@@ -40,7 +40,7 @@ int gputrain_attribute(int attribute) {
     return 512;
   case 16:
     return gpu->multiprocessors;
-  case 15: // has what every GPU since Volta has: overlapped copies,
+  case 15: // what every GPU since Volta has: overlapped copies,
   case 19: // mapped host memory,
   case 31: // concurrent kernels,
   case 41: // unified addresses,
@@ -61,7 +61,7 @@ int gputrain_attribute(int attribute) {
     return gpu->l2_bytes;
   case 39:
     return gpu->threads_per_multiprocessor;
-  case 40: // copy engines
+  case 40: // number of copy engines
     return 3;
   case 75:
     return gpu->major;
@@ -117,7 +117,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
   return gputrain_physical(device) < 0 ? INVALID_DEVICE : OK;
 }
 
-// --- Contexts: each device has the primary one
+// --- Contexts: each device has only its primary context
 
 static char contexts[MAX_DEVICES];
 
@@ -221,7 +221,7 @@ int cuPointerGetAttribute(void *value, int attribute, void *address) {
   case 2: // CU_MEMORYTYPE_HOST or _DEVICE
     *(unsigned *)value = kind == DEVICE || kind == MANAGED ? 2 : 1;
     break;
-  case 9: // the device's number
+  case 9: // the number of the device
     *(int *)value = device;
     break;
   case 11: // CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
@@ -237,7 +237,7 @@ int cuPointerGetAttribute(void *value, int attribute, void *address) {
   return kind == UNKNOWN ? INVALID_VALUE : OK;
 }
 
-// Virtual memory management, for expandable segments: an allocation is counted when it is made, and gets its addresses
+// Virtual memory management, which expandable segments use. An allocation is counted when it is made, and gets its addresses
 // later.
 struct physical_properties {
   int type, handles, location, device;
@@ -275,7 +275,7 @@ int cuMemMap(void *start, size_t bytes, size_t offset, void *handle, uint64_t fl
   return gputrain_map(start, bytes, offset, handle);
 }
 int cuMemUnmap(void *start, size_t bytes) { return gputrain_unmap(start, bytes); }
-// Another process would map memory without contents.
+// Another process would get memory without contents, so sharing is refused.
 int cuMemExportToShareableHandle(void) { return gputrain_missing("cuMemExportToShareableHandle", NOT_SUPPORTED); }
 int cuMemImportFromShareableHandle(void) { return gputrain_missing("cuMemImportFromShareableHandle", NOT_SUPPORTED); }
 int cuMemSetAccess(const void *start, size_t bytes) { return bytes && gputrain_holds(start, bytes) ? OK : INVALID_VALUE; }
@@ -285,7 +285,7 @@ int cuMemSetAccess(const void *start, size_t bytes) { return bytes && gputrain_h
 int cuModuleLoad(void **module) { return give(module); }
 int cuModuleLoadData(void **module) { return give(module); }
 int cuModuleLoadDataEx(void **module) { return give(module); }
-int cuModuleUnload(void *module) { return OK; } // Triton's from 3.9 on; what functions it has is not asked again
+int cuModuleUnload(void *module) { return OK; } // Triton calls it from 3.9 on, and asks for its functions no more
 static int give_named(void **out, const char *name) {
   give(out);
   gputrain_name(*out, strdup(name));
@@ -317,7 +317,7 @@ int cuLinkComplete(void *state, void **binary, size_t *bytes) {
 }
 GPUTRAIN_DESTROYS(cuLinkDestroy, INVALID_HANDLE)
 int cuFuncGetAttribute(int *value, int attribute, void *function) {
-  *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0; // most threads of a block; registers, a guess
+  *value = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0; // most threads of a block; registers, which is a guess
   return OK;
 }
 int cuFuncSetAttribute(void *function, int attribute, int value) { return OK; }
@@ -357,7 +357,7 @@ int cuStreamSynchronize(void *stream) {
   int status = gputrain_waits(stream);
   return wait("cuStreamSynchronize", status ? status : gputrain_unsafe());
 }
-int cuStreamIsCapturing(void *stream, int *status) { // which Triton calls from 3.9 on
+int cuStreamIsCapturing(void *stream, int *status) { // Triton calls this from 3.9 on
   *status = gputrain_capture_info(stream, NULL, NULL, NULL, NULL);
   return OK;
 }
@@ -368,7 +368,7 @@ int cuEventSynchronize(void *event) {
 
 // --- Further functions
 
-// A program that pushes a context and pops it again is on the same device as before.
+// After pushing a context and popping it again, a program is on the same device as before.
 enum { MOST_PUSHED = 64 };
 static __thread int pushed[MOST_PUSHED], pushed_count;
 

@@ -1,4 +1,4 @@
-// Stands in for CUDA's runtime. A kernel's launch succeeds and does nothing.
+// Stands in for CUDA's runtime. The launch of a kernel succeeds and computes nothing.
 #include "emulated.h"
 #include "properties.h"
 #include <dlfcn.h>
@@ -11,7 +11,7 @@ int gputrain_attribute(int attribute); // in cuda.c
 enum { LEAST_PRIORITY = 0, GREATEST_PRIORITY = -5 }; // of streams
 
 static __thread int last_error;
-static __thread const char *refusal = "an emulated GPU does not support this operation"; // the reason of the last one
+static __thread const char *refusal = "an emulated GPU does not support this operation"; // the reason of the last error
 
 static int check(int status) {
   if (status)
@@ -19,7 +19,7 @@ static int check(int status) {
   return status;
 }
 
-// After a kernel has asserted, each call that asks the GPU for something gives this error, for as long as the process lives.
+// After a kernel has asserted, every further request to the GPU returns this error until the process ends.
 static volatile int asserted;
 void gputrain_assert(void) { asserted = ASSERTED; }
 static int asked(int status) { return check(asserted ? ASSERTED : gputrain_forked() ? NOT_INITIALIZED : status); }
@@ -107,7 +107,7 @@ static int get_properties(struct properties *to, int device) {
 #if CUDA_VERSION >= 13000
 int cudaGetDeviceProperties(struct properties *to, int device) { return get_properties(to, device); }
 #else
-// The function without a suffix has CUDA 11's properties, and programs for CUDA 12 do not call it.
+// The function without a suffix returns the properties of CUDA 11, and no program for CUDA 12 calls it.
 int cudaGetDeviceProperties_v2(struct properties *to, int device) { return get_properties(to, device); }
 #endif
 
@@ -244,7 +244,8 @@ static int give(void *start, const char *function) {
 #define CALLER __builtin_return_address(0)
 int cudaMalloc(void **out, size_t bytes) { return take(out, bytes, DEVICE, "cudaMalloc", CALLER); }
 int cudaFree(void *start) { return give(start, "cudaFree"); }
-// In a capture these would become nodes, and what a pool of the driver's reserves for a graph is not known.
+// In a capture these requests would become nodes. What the driver's pool reserves for a graph is unknown, so they are
+// refused.
 static int is_captured(void *stream) { return gputrain_capture_info(stream, NULL, NULL, NULL, NULL); }
 static int refuse_in_graph(void) {
   refusal = "an emulated GPU captures no allocation by the driver's pools; allocate before the capture";
@@ -278,7 +279,8 @@ int cudaMemGetInfo(size_t *left, size_t *total) {
   *left = gputrain_left(gputrain_physical(gputrain_current()));
   return OK;
 }
-// Returns what a copy counts as, by the kinds of memory of both sides. From host to host it is no work of the GPU.
+// Returns the name under which a copy counts, by the kinds of memory of both sides. A copy from host to host is no work of
+// the GPU.
 static const char *kind_of_copy(const void *to, const void *from, size_t bytes) {
   if (!bytes || !(gputrain_counting() || __atomic_load_n(&gputrain_captures, __ATOMIC_RELAXED)))
     return NULL;
@@ -371,7 +373,7 @@ struct stream {
   int priority;
   unsigned flags;
 };
-// Every program has three streams: the default one, the legacy one that waits for all others, and one for each thread.
+// Every program has three streams: the default one, the legacy one that waits for all others, and one of each thread.
 static int is_stream(const void *stream) { return (uintptr_t)stream <= 2 || gputrain_is_handle(stream); }
 
 int cudaStreamCreateWithPriority(struct stream **stream, unsigned flags, int priority) {
@@ -472,7 +474,7 @@ static int of_event(const struct event *event) { return gputrain_is_handle(event
 int cudaStreamSynchronize(void *stream) { return wait("cudaStreamSynchronize", of_stream(stream)); }
 int cudaDeviceSynchronize(void) { return wait("cudaDeviceSynchronize", gputrain_waits(WHOLE_DEVICE)); }
 int cudaEventSynchronize(const struct event *event) { return wait("cudaEventSynchronize", of_event(event)); }
-// Work is over at once, so a query finds that all of it has ended.
+// Work is over at once, so a query answers that all of it has ended.
 int cudaStreamQuery(void *stream) { return asked(of_stream(stream)); }
 int cudaEventQuery(const struct event *event) { return asked(of_event(event)); }
 int cudaStreamWaitEvent(void *stream, const struct event *event, unsigned flags) {
@@ -497,7 +499,7 @@ static int capture_info(void *stream, int *status, uint64_t *id, struct graph **
   if (status)
     *status = found;
   if (edges)
-    *edges = NULL; // all dependencies are whole ones
+    *edges = NULL; // no dependency has further properties
   return OK;
 }
 static int begin_capture(void *stream, int mode, struct graph *into, struct node *const *before, size_t count) {
@@ -581,7 +583,7 @@ int cudaGraphDebugDotPrint(const struct graph *graph, const char *path, unsigned
   return file && !fclose(file) ? OK : check(INVALID_VALUE);
 }
 
-// The graphs in a conditional node are captured, and never run.
+// Graphs in a conditional node are captured and never run.
 struct node_parameters {
   int kind, reserved[3];
   uint64_t handle;
@@ -605,7 +607,7 @@ static int add_node(struct node **node, struct graph *graph, struct node *const 
   return OK;
 }
 
-// CUDA 13 gives the functions without a suffix the parameters of those that have one in CUDA 12.
+// In CUDA 13 the functions without a suffix have the parameters that functions with a suffix have in CUDA 12.
 #if CUDA_VERSION >= 13000
 #define WITH_EDGES(name) name
 #define INFO_WITH_EDGES cudaStreamGetCaptureInfo
@@ -656,7 +658,7 @@ void __cudaRegisterFunction(void **binary, const void *function, char *device_fu
   gputrain_kernel(function);
 }
 
-// A launch that is written <<<...>>> leaves its configuration here, where the kernel's own function on the host finds it.
+// A launch in the form <<<...>>> stores its configuration here, and the kernel's function on the host reads it.
 static __thread struct configuration {
   struct dim3 blocks, threads;
   size_t shared;
@@ -744,13 +746,13 @@ int cudaFuncGetAttributes(struct function *to, const void *function) {
   const struct gpu *gpu = gputrain_gpu();
   memset(to, 0, sizeof *to);
   to->max_threads = MOST_THREADS;
-  to->registers = 32; // a guess: only a compiled kernel tells
+  to->registers = 32; // a guess, because only a compiled kernel has the number
   to->ptx = to->binary = gpu->kernels;
   to->max_dynamic = gpu->shared_per_block;
   to->carveout = -1;
   return OK;
 }
-// In cuda.c. Registers, which may allow fewer blocks, are not known.
+// This function is in cuda.c. A kernel's registers, which may allow fewer blocks, are unknown.
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int threads, size_t shared);
 int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int threads, size_t shared) {
   return check(cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks, function, threads, shared));

@@ -1,5 +1,5 @@
-// Stands in for cuDNN: one engine serves every graph. What the engines of cuDNN 9.19 take for convolutions and attention was
-// measured on an H200. Convolutions of capabilities from 8.6 on are estimated from it; other workspaces are not known.
+// Stands in for cuDNN with one engine for every graph. The workspaces of cuDNN 9.19 for convolutions and attention were
+// measured on an H200. For convolutions on capability 8.6 and later they are estimated from that; all others are unknown.
 #include "emulated.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,7 +30,7 @@ GPUTRAIN_DESTROYS(cudnnDestroyRNNDescriptor, BAD_PARAMETER)
 GPUTRAIN_DESTROYS(cudnnDestroySpatialTransformerDescriptor, BAD_PARAMETER)
 GPUTRAIN_DESTROYS(cudnnDestroyTensorDescriptor, BAD_PARAMETER)
 
-// --- The older interface of convolutions: one algorithm, whose workspace is not known
+// --- The older interface of convolutions, with one algorithm whose workspace is unknown
 
 struct performance {
   int algorithm, status;
@@ -70,14 +70,14 @@ int cudnnFindConvolutionBackwardFilterAlgorithmEx(void *handle, void *x, void *x
   return one_algorithm(wanted, found, results);
 }
 
-// --- Recurrent layers: their weights lie in one buffer, the matrices of all layers before the biases
+// --- Recurrent layers: one buffer has all weights, first the matrices of all layers, and then the biases
 
 struct recurrent {
   int cell, biases, directions, type;
   size_t input, hidden, projected, layers;
 };
 
-// The first part of a handle, where its size is asked for.
+// The first fields of a tensor descriptor.
 struct tensor {
   int type, dimensions, sizes[3];
 };
@@ -98,12 +98,12 @@ int cudnnSetRNNDescriptor_v8(struct recurrent *to, int algorithm, int cell, int 
 static size_t gates(const struct recurrent *of) { return of->cell == LSTM ? 4 : of->cell == GRU ? 3 : 1; }
 static size_t biases(const struct recurrent *of) { return of->biases == NO_BIAS ? 0 : of->biases == TWO_BIASES ? 2 : 1; }
 
-// Columns of the matrix of a gate: of its input in this layer, or of its own last state.
+// The columns of a gate's matrix, which multiplies the layer's input or, if recurrent, the layer's last state.
 static size_t columns(const struct recurrent *of, size_t layer, int recurrent) {
   size_t own = of->projected ? of->projected : of->hidden;
   return recurrent ? own : layer < (size_t)of->directions ? of->input : own * (size_t)of->directions;
 }
-// A layer counts once for each direction.
+// A layer that runs in both directions counts twice.
 static size_t matrices(const struct recurrent *of, size_t layers) {
   size_t elements = 0;
   for (size_t layer = 0; layer < layers; layer++) {
@@ -136,7 +136,8 @@ int cudnnGetRNNWeightParams(void *handle, const struct recurrent *of, int layer,
     size_t all = matrices(of, of->layers * (size_t)of->directions);
     bias = weights + (all + ((size_t)layer * each * biases(of) + number) * of->hidden) * element(of->type);
   }
-  if (matrix_shape) // whoever asks for the one may leave the other out
+  // A caller that asks for the matrix alone passes no bias, and the other way round.
+  if (matrix_shape)
     *matrix_shape = (struct tensor){of->type, 3, {1, (int)rows, (int)wide}};
   if (matrix_start)
     *matrix_start = weights + at * element(of->type);
@@ -157,9 +158,9 @@ int cudnnGetTensorNdDescriptor(const struct tensor *of, int room, int *type, int
   return OK;
 }
 
-// --- The graph interface: descriptors keep what is set
+// --- The graph interface: descriptors store the attributes that a program sets
 
-// Kinds of descriptors.
+// Kinds of descriptors, as in cudnnBackendDescriptorType_t.
 enum {
   ENGINEHEUR = 4,
   EXECUTION_PLAN = 5,
@@ -182,7 +183,7 @@ enum {
   ENGINECFG_SHARED_MEMORY_USED = 304,
   EXECUTION_PLAN_ENGINE_CONFIG = 401,
   EXECUTION_PLAN_WORKSPACE_SIZE = 402,
-  // Each is followed by the attributes of the weight, of the source and of the result.
+  // The attributes of the weight, the source and the result follow each of these.
   CONVOLUTION_OF_FORWARD = 702,
   CONVOLUTION_OF_BACKWARD_DATA = 708,
   CONVOLUTION_OF_BACKWARD_FILTER = 714,
@@ -204,7 +205,7 @@ enum {
   ENGINE_GLOBAL_INDEX = 1301,
   ENGINE_NUMERICAL_NOTE = 1303,
   TENSOR_CORE = 0, // a note
-  ATTRIBUTES = 48, // of one descriptor, at most
+  ATTRIBUTES = 48, // the most attributes of a descriptor
 };
 
 struct attribute {
@@ -212,23 +213,23 @@ struct attribute {
   int64_t count;
   void *values;
 };
-// What an operation computes, and what refers to it.
+// What an operation computes, with the graph that it belongs to.
 struct product {
-  uint64_t flops, graph;    // graph: a number of the graph of operations
+  uint64_t flops, graph;    // graph: the number of the graph of operations
   int type;                 // cudaDataType of a convolution for which this GPU has tensor cores
-  int without_tensor_cores; // whether an engine was chosen that does not use them
+  int without_tensor_cores; // whether the chosen engine uses no tensor cores
   const char *slow;         // the class of a convolution on tensor cores
   char shape[104];
 };
 struct descriptor {
   int kind, used;
-  int64_t workspace; // bytes, or NOT_KNOWN; of a matrix product, its part of that of attention
+  int64_t workspace; // bytes, or NOT_KNOWN; for a matrix product its part of the workspace of attention
   struct product product;
   struct attribute attributes[ATTRIBUTES];
 };
 enum { NOT_KNOWN = -1, NO_CLASSES = -1, NOT_SUPPORTED_BY_CUDNN = 3000 };
 
-// Bytes of a value of a cudnnBackendAttributeType_t.
+// Returns the bytes of a value of a cudnnBackendAttributeType_t.
 static size_t size_of(int type) {
   switch (type) {
   case 0:  // handle
@@ -293,7 +294,7 @@ int cudnnBackendSetAttribute(struct descriptor *descriptor, int name, int type, 
   return OK;
 }
 
-// --- Workspaces: those of cuDNN 9.19 on an H200, by what the allocator of torch 2.11 was asked for
+// --- Workspaces of cuDNN 9.19 on an H200, measured by what it asked torch 2.11's allocator for
 
 static int64_t number(struct descriptor *descriptor, int name, int64_t at) {
   struct attribute *attribute = find(descriptor, name);
@@ -302,7 +303,7 @@ static int64_t number(struct descriptor *descriptor, int name, int64_t at) {
 static struct descriptor *referred(struct descriptor *descriptor, int name, int64_t at) {
   return (struct descriptor *)(intptr_t)number(descriptor, name, at);
 }
-// The bytes of a number of a tensor; 0 of a type that was not measured.
+// Returns the bytes of a number in a tensor; 0 for a type that was not measured.
 static int64_t element_of(struct descriptor *tensor) {
   struct attribute *attribute = find(tensor, TENSOR_TYPE);
   int type = attribute && attribute->values ? *(int *)attribute->values : -1;
@@ -318,22 +319,23 @@ static int64_t product(struct descriptor *tensor, int64_t first) {
 static int64_t aligned(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 static int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
 
-// The gradient of a weight is computed in tiles. On capability 9.0 those that do not fill all multiprocessors are split into
-// parts, and each part keeps its sum. With few numbers to add there were fewer parts.
+// The gradient of a weight is computed in tiles. On capability 9.0, tiles that do not fill all multiprocessors are split
+// into parts, and each part stores its sum. With few numbers to add there were fewer parts.
 static int64_t of_sums(int64_t made, int64_t read, int64_t depth) {
-  enum { FEWEST = 224 }; // numbers that a part adds up for an element
+  enum { FEWEST = 224 }; // the fewest numbers that a part adds for an element
   int64_t side = made <= 64 ? 64 : 128, tiles = aligned(made, side) / side * (aligned(read, side) / side);
   int64_t rest = tiles % gputrain_gpu()->multiprocessors;
   int64_t parts = rest ? least(gputrain_gpu()->multiprocessors / rest, depth / FEWEST) : 0;
   return parts > 1 ? rest * parts * side * side * 4 : 0;
 }
 
-// The kernels read and write channels last, of halves eight at a time: what lies otherwise is copied. Those of 8.x for fp32
-// write NCHW themselves in a forward pass: two shapes take less by their result on 8.6 than on 12.0 (16,925,184 and 8,536,576
-// bytes of 2 x 64 x 128 x 128; cuDNN 9.20 and 9.10.2). What convolutions in 16 bits add to split sums is left out.
+// The kernels read and write channels last, halves in groups of eight. Tensors in another layout are copied. Only the fp32
+// kernels of 8.x write NCHW themselves in a forward pass: for two shapes their workspace is smaller by the result on 8.6
+// than on 12.0 (16,925,184 and 8,536,576 bytes of 2 x 64 x 128 x 128; cuDNN 9.20 and 9.10.2). What convolutions in 16 bits
+// add to split sums is left out.
 static int64_t of_convolution(struct descriptor *operation, int first) {
   enum { ADDED = 16, FEW = 4 };
-  static const int64_t LARGEST = (int64_t)1 << 31; // numbers of a tensor
+  static const int64_t LARGEST = (int64_t)1 << 31; // the most numbers of a tensor
   struct descriptor *convolution = referred(operation, first, 0), *weight = referred(operation, first + 1, 0);
   struct descriptor *source = referred(operation, first + 2, 0), *result = referred(operation, first + 3, 0);
   int forward = first == CONVOLUTION_OF_FORWARD;
@@ -360,7 +362,7 @@ static int64_t of_convolution(struct descriptor *operation, int first) {
   int adds = first == CONVOLUTION_OF_BACKWARD_FILTER && size == 4 && !grouped && gputrain_gpu()->major == 9;
   if (adds)
     sums = of_sums(made, channels * window, samples * pixels_made);
-  if (number(source, TENSOR_STRIDES, 1) == 1 && channels > 1) { // channels last
+  if (number(source, TENSOR_STRIDES, 1) == 1 && channels > 1) { // the tensor is stored channels last
     if (grouped || !(channels % step || made % step))
       return sums ? sums + ADDED : 0;
     int copies_result = made % step || (size == 4 && !forward);
@@ -374,9 +376,9 @@ static int64_t of_convolution(struct descriptor *operation, int first) {
   return of_source + of_weight + (writes_nchw ? 0 : of_result) + sums + ADDED;
 }
 
-enum { SEMAPHORE = 256 }; // bytes that each kernel of attention takes
+enum { SEMAPHORE = 256 }; // bytes that each kernel of attention needs
 
-// The gradients of keys and values that several heads share are made for each head, and then added up.
+// If several heads share keys and values, their gradients are computed for each head and then added up.
 static int64_t of_matmul(struct descriptor *result) {
   struct attribute *is_virtual = find(result, TENSOR_IS_VIRTUAL);
   int apart = is_virtual && is_virtual->values && *(char *)is_virtual->values && element_of(result) == 2;
@@ -416,7 +418,8 @@ static int type_of(struct descriptor *tensor) {
 static int has_channels_last(struct descriptor *tensor) {
   return number(tensor, TENSOR_STRIDES, 1) == 1 || number(tensor, TENSOR_SIZES, 1) == 1 || product(tensor, 2) == 1;
 }
-// Whether the channels of a pixel take a multiple of 16 bytes. Those of images and latents are few, and are given.
+// Tells whether the channels of a pixel take a multiple of 16 bytes. Images and latents have few channels by nature, so they
+// count as aligned.
 static int has_aligned_channels(struct descriptor *tensor) {
   enum { FEW_CHANNELS = 4 };
   int64_t channels = number(tensor, TENSOR_SIZES, 1);
@@ -430,8 +433,8 @@ static int write_sizes(char *to, size_t room, struct descriptor *tensor) {
     used += snprintf(to + used, room - (size_t)used, i ? " x %lld" : "%lld", (long long)number(tensor, TENSOR_SIZES, i));
   return (size_t)used < room ? used : (int)room - 1;
 }
-// A convolution of NCHW is of this class even if its channels are not aligned, because they are padded while they are
-// transposed. Convolutions of each channel apart do not run on tensor cores.
+// A convolution of NCHW has this class even if its channels are not aligned, because they are padded during the
+// transposition. A convolution of each channel by itself does not run on tensor cores.
 static struct product convolves(struct descriptor *operation, int first) {
   struct descriptor *weight = referred(operation, first + 1, 0), *source = referred(operation, first + 2, 0);
   struct descriptor *result = referred(operation, first + 3, 0);
@@ -464,7 +467,8 @@ static struct product computes(struct descriptor *graph) {
   for (int64_t i = 0; operations && i < operations->count; i++) {
     const struct product *one = &referred(graph, OPERATIONGRAPH_OPERATIONS, i)->product;
     flops += one->flops;
-    if (one->type != NO_CLASSES) // of several, the last tells the class
+    // Of several operations the last one decides the class.
+    if (one->type != NO_CLASSES)
       all = *one;
   }
   all.flops = flops;
@@ -500,7 +504,7 @@ static void note_product(struct descriptor *to) {
     to->product.graph = __atomic_add_fetch(&graphs, 1, __ATOMIC_RELAXED);
     break;
   case ENGINEHEUR:
-    // torch asks for the engines of last resort, too, and takes them where it may not use TF32. These have no tensor cores.
+    // torch also asks for the fallback engines, and uses them if it may not use TF32. They have no tensor cores.
     to->product = referred(to, ENGINEHEUR_OPERATION_GRAPH, 0)->product;
     if (to->product.type != NO_CLASSES && mode && mode->values && *(int *)mode->values == FALLBACK)
       to->product.without_tensor_cores = 1;
@@ -512,9 +516,9 @@ static void note_product(struct descriptor *to) {
 }
 
 // To find the fastest engine, torch makes plans with all engines that it may use, and measures them. Times mean nothing
-// here, so an engine without tensor cores refuses a plan where one with them has made one.
+// here. So an engine without tensor cores refuses a plan if one with tensor cores has made one.
 static int refuses(const struct descriptor *plan) {
-  static __thread uint64_t planned; // the last graph of this thread with a plan on tensor cores
+  static __thread uint64_t planned; // the last graph of this thread that has a plan on tensor cores
   if (plan->kind != EXECUTION_PLAN || plan->product.type == NO_CLASSES)
     return 0;
   if (!plan->product.without_tensor_cores)
@@ -530,11 +534,12 @@ int cudnnBackendFinalize(struct descriptor *to) {
   int attends = to->kind == ATTENTION_FORWARD || to->kind == MATMUL;
   int convolves = to->kind == CONVOLUTION_FORWARD || to->kind == CONVOLUTION_BACKWARD_DATA ||
                   to->kind == CONVOLUTION_BACKWARD_FILTER;
-  if (10 * gpu->major + gpu->minor < 86 || (attends && gpu->major != 9)) // not known
+  if (10 * gpu->major + gpu->minor < 86 || (attends && gpu->major != 9)) // these workspaces are unknown
     return OK;
   if (convolves)
-    gputrain_unknown("cuDNN's workspaces that cudnn.benchmark chooses by time"); // the worker drops it where that is off
-  switch (to->kind) { // What a descriptor refers to may be gone later.
+    // If cudnn.benchmark is off, the worker removes this note.
+    gputrain_unknown("cuDNN's workspaces that cudnn.benchmark chooses by time");
+  switch (to->kind) { // A descriptor may refer to others that are freed later, so the figures are computed now.
   case CONVOLUTION_FORWARD:
     to->workspace = of_convolution(to, CONVOLUTION_OF_FORWARD);
     break;
@@ -571,7 +576,7 @@ int cudnnBackendGetAttribute(struct descriptor *descriptor, int name, int type, 
     found = &ignored;
   *found = 1;
   switch (name) {
-  case ENGINEHEUR_RESULTS: // the caller made these descriptors
+  case ENGINEHEUR_RESULTS: // the caller made the descriptors of the results
     if (values && wanted > 0) {
       struct descriptor *result = *(struct descriptor **)values;
       result->workspace = descriptor->workspace;

@@ -1,4 +1,4 @@
-// Stands in for cuFFT: transforms compute nothing, and the workspace of a plan is not known.
+// Stands in for cuFFT. Transforms compute nothing, and the workspace of a plan is unknown.
 #include "emulated.h"
 
 int cufftXtMakePlanMany(int plan, int rank, long long *n, long long *in_embed, long long in_stride, long long in_distance,

@@ -1,5 +1,5 @@
-// Stands in for CUPTI, by which torch's profiler learns what the GPU does: it is told each call that counters.c counts, and
-// what the GPU does for it. When that begins and ends is made up.
+// Stands in for CUPTI, from which torch's profiler learns what the GPU does. It gets each call that counters.c counts, and
+// invents when the GPU begins and ends the work of the call.
 #include "emulated.h"
 #include <stdlib.h>
 #include <string.h>
@@ -11,7 +11,7 @@ enum { MEMCPY = 1, MEMSET = 2, DRIVER = 4, RUNTIME = 5, KERNEL = 10, EXTERNAL = 
 enum { QUEUE_EMPTY = 10, NO_MORE_RECORDS = 12, MULTIPLE_SUBSCRIBERS = 39 };
 enum { NANOSECONDS = 100, STREAM = 7, EXTERNAL_KINDS = 8, DEPTH = 1024 };
 
-// What the records of all versions begin with, in a block of the same size for each.
+// The first fields of the records in all versions of CUPTI. Every record is a block of the same size.
 union record {
   int kind;
   struct {
@@ -33,7 +33,7 @@ union record {
     uint8_t direction, from, to, flags;
     uint64_t bytes, start, end;
     uint32_t device, context, stream, correlation;
-  } copy; // a memset has another second field, which nobody reads
+  } copy; // the second field of a memset differs, and nobody reads it
   struct {
     int kind, external;
     uint64_t id;
@@ -42,7 +42,7 @@ union record {
   char block[256];
 };
 
-// The functions of the runtime of which records tell, as CUPTI numbers them.
+// The functions of the runtime that have records, by CUPTI's numbers.
 static const struct function {
   const char *name;
   int number;
@@ -74,7 +74,7 @@ static uint64_t (*clock_of_profiler)(void);
 static void (*request)(uint8_t **, size_t *, size_t *);
 static void (*complete)(void *, uint32_t, uint8_t *, size_t, size_t);
 static void *subscriber;
-static __thread uint32_t of_graph; // the correlation of the last launch of a graph
+static __thread uint32_t of_graph; // the correlation id of the last launch of a graph
 static __thread struct {
   uint64_t ids[DEPTH];
   int depth;
@@ -88,7 +88,7 @@ static void flush(void) {
   buffer = NULL;
   used = room = 0;
 }
-// A buffer is asked for as soon as there is something for it: torch flushes only if it has given some.
+// A buffer is requested as soon as there is a record for it, because torch flushes only if it has given a buffer.
 static void put(const union record *record) {
   size_t most;
   if (!enabled[record->kind] || !request)
@@ -129,9 +129,9 @@ static void put_call(const char *name) {
 
 static void profile(const char *what, const char *name, uint64_t bytes, int replayed) {
   int launches = !strcmp(what, "launches") || !strcmp(what, "library_calls") || !strcmp(what, "collectives");
-  int sets = !strcmp(what, "memsets"), copies = what[1] == '2'; // h2d_pinned and the like
+  int sets = !strcmp(what, "memsets"), copies = what[1] == '2'; // as in h2d_pinned
   if (!strcmp(what, "waits") && !strcmp(name, "cudaMemcpy"))
-    return; // which is told as the copy that it is
+    return; // the record of the copy stands for the wait
   pthread_mutex_lock(&lock);
   uint32_t correlation = replayed ? of_graph : ++last_correlation;
   if (!replayed)

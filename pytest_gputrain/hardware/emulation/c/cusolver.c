@@ -1,4 +1,4 @@
-// Stands in for cuSOLVER: factorizations compute nothing. Functions that stubs.py does not write are here.
+// Stands in for cuSOLVER. Factorizations compute nothing. This file has the functions that stubs.py does not write.
 #include "emulated.h"
 
 enum { CUSOLVER_INVALID_VALUE = 3 };

@@ -1,7 +1,8 @@
-// Stands in for cuSPARSE: products of sparse matrices compute nothing. Functions that stubs.py does not write are here.
+// Stands in for cuSPARSE. Products of sparse matrices compute nothing. This file has the functions that stubs.py does not
+// write.
 #include "emulated.h"
 
-// By cusparseStatus_t.
+// Indexed by cusparseStatus_t.
 static const struct {
   const char *name, *text;
 } statuses[] = {

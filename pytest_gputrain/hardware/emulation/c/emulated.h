@@ -1,17 +1,17 @@
-// What the stand-ins of NVIDIA's libraries share: the emulated GPUs and their memory. Defined in counters.c,
-// gpus.c, graphs.c, handles.c, memory.c, products.c and values.c.
+// Declares what the stand-ins of NVIDIA's libraries share: the emulated GPUs and their memory. The definitions are in
+// counters.c, gpus.c, graphs.c, handles.c, memory.c, products.c and values.c.
 #pragma once
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <time.h>
 
-// The functions have the parameters of those that they stand in for, and need few of them.
+// The functions have the parameters of NVIDIA's functions, and use few of them.
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
 enum { MAX_DEVICES = 16, PAGE = 2 << 20, WARP = 32, REGISTERS = 65536, MOST_THREADS = 1024 };
 
-// Errors, which the driver and the runtime number alike.
+// Errors that have the same number in the driver and in the runtime.
 enum {
   OK = 0,
   INVALID_VALUE = 1,
@@ -40,26 +40,26 @@ enum {
   UNKNOWN_ERROR = 999,
 };
 
-// Kinds of memory, as cudaMemoryType numbers them.
+// Kinds of memory, with the numbers of cudaMemoryType.
 enum { UNKNOWN = 0, HOST = 1, DEVICE = 2, MANAGED = 3 };
 
-// The model of GPU, as GPUTRAIN_EMULATED_DEVICE describes it.
+// The model of GPU that the variable GPUTRAIN_EMULATED_DEVICE describes.
 struct gpu {
   char name[96];
-  size_t memory;  // bytes that the driver calls the total
-  size_t context; // bytes that a process takes by its first call
+  size_t memory;  // bytes that the driver reports as the total
+  size_t context; // bytes that a process takes with its first call
   int devices, major, minor, multiprocessors;
-  int kernels; // which of torch's kernels it runs: 86 for those that were compiled for sm_86
+  int kernels; // the torch kernels that the GPU runs: 86 for those compiled for sm_86
   int shared_per_multiprocessor, shared_per_block, shared_reserved; // bytes
   int threads_per_multiprocessor, blocks_per_multiprocessor;
   int l2_bytes;
-  unsigned char uuid[16]; // of the first; the last byte counts devices
+  unsigned char uuid[16]; // of the first device; the last byte is the number of a device
 };
 
 const struct gpu *gputrain_gpu(void);
-void gputrain_read_gpu_again(void); // for a child of fork that was told of another
+void gputrain_read_gpu_again(void); // in a forked child whose variable describes another GPU
 
-// Devices that CUDA_VISIBLE_DEVICES leaves, and the number among all of the one that this thread uses.
+// The devices that CUDA_VISIBLE_DEVICES shows, and the number of this thread's device among all devices.
 int gputrain_visible(void);
 int gputrain_physical(int visible);
 int gputrain_visible_number(int physical);
@@ -67,13 +67,13 @@ int gputrain_current(void);
 int gputrain_use(int visible);
 void gputrain_uuid(unsigned char uuid[16], int physical);
 
-// Whether the process was forked from one that used a GPU. The driver then answers NOT_INITIALIZED.
+// Whether the process was forked from one that had used a GPU. The driver then returns NOT_INITIALIZED.
 int gputrain_forked(void);
 
 int gputrain_allocate(void **out, size_t bytes, int kind);
-void gputrain_refused(size_t bytes, const void *caller); // after a request for memory of a device did not fit
+void gputrain_refused(size_t bytes, const void *caller); // after a request for device memory did not fit
 int gputrain_free(void *start);
-void *gputrain_scratch(void); // managed memory for variables of kernels' code, which nothing reads and no figure counts
+void *gputrain_scratch(void); // managed memory for variables in kernels' code, which nothing reads and no figure counts
 int gputrain_register(void *start, size_t bytes);
 int gputrain_unregister(void *start);
 int gputrain_kind(const void *address, int *device);
@@ -82,49 +82,50 @@ size_t gputrain_left(int device);
 void gputrain_limit(size_t bytes);
 size_t gputrain_used_so_far(int device);
 
-// Virtual memory management: bytes of a device that have no address, and addresses without memory.
+// Virtual memory management: bytes of a device without an address, and addresses without memory.
 int gputrain_create(void **handle, int device, size_t bytes);
-int gputrain_retain(void **handle, const void *address); // the bytes that were mapped there
+int gputrain_retain(void **handle, const void *address); // returns the handle of the memory at this address
 int gputrain_release(void *handle);
-int gputrain_device_of(const void *handle); // physical; -1 where it is none
+int gputrain_device_of(const void *handle); // the number of the device; -1 if the handle is no physical memory
 int gputrain_reserve(void **start, int device, size_t bytes);
 int gputrain_unreserve(void *start, size_t bytes);
 int gputrain_map(void *start, size_t bytes, size_t offset, void *handle);
 int gputrain_unmap(void *start, size_t bytes);
 
-// Whether these bytes may be read and written. Memory of the host that nobody registered may always.
+// Whether these bytes may be read and written. Host memory that nobody registered always may.
 int gputrain_holds(const void *address, size_t bytes);
 int gputrain_copy(void *to, const void *from, size_t bytes);
 int gputrain_copy_rows(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height);
 int gputrain_set(void *to, int value, size_t bytes);
 int gputrain_read_value(void *to, size_t bytes);
 void gputrain_freed_range(uintptr_t start, size_t bytes);
-// Notes where a kernel may write that is in no library of torch's.
-void gputrain_registers_kernels(const void *caller); // of the library that this is in, from now on on this thread
+// Records where kernels of libraries other than torch's may write.
+void gputrain_registers_kernels(const void *caller); // sets the library of the kernels that this thread registers
 void gputrain_kernel(const void *function);
 struct written *gputrain_may_write(const void *function,
-                                   void **arguments); // to be freed; NULL where there is nothing to note
+                                   void **arguments); // the caller frees the result; NULL if there is nothing to record
 int gputrain_note_written(void *written, int forget);
 
-// What NCCL exchanges: whether this thread sends known values, whether it heard only such, and how many calls still wait.
+// For NCCL: whether this thread sends known values, whether all values that it received are known, and how many calls still
+// wait.
 int gputrain_sends_known(void);
 void gputrain_hears(int known);
 void gputrain_awaits(int change);
 
-// 256 bytes of zeros for what the caller only passes back.
+// Returns 256 bytes of zeros for objects that the caller only passes back.
 void *gputrain_handle(void);
 int gputrain_is_handle(const void *handle);
-int gputrain_drop_handle(void *handle); // whether there was such a handle
-// The stream that a library's handle gives its work to. Of what is no handle it is the last that the thread used.
+int gputrain_drop_handle(void *handle); // returns whether there was such a handle
+// The stream on which a library's handle runs its work. For an unknown handle this is the last stream that the thread used.
 void gputrain_set_stream(void *handle, void *stream);
 void *gputrain_stream_of(const void *handle);
 
-// Defines a function that gives back what a library's function of the same name with Create made.
+// Defines a function that frees what the library's function of the same name with Create has made.
 #define GPUTRAIN_DESTROYS(function, error)                                                                                  \
   int function(void *handle) { return gputrain_drop_handle(handle) ? OK : error; }
 
-// A child of fork has none of the other threads, so a lock that one of them held would stay locked: it is held while the
-// process forks. These locks are not taken under each other.
+// A forked child has only the forking thread, so a lock that another thread held would stay locked. So the lock is held
+// while the process forks. No thread holds two of these locks at once.
 #define GPUTRAIN_HOLD_WHILE_FORKING(lock)                                                                                   \
   static void hold_##lock(void) { pthread_mutex_lock(&lock); }                                                              \
   static void leave_##lock(void) { pthread_mutex_unlock(&lock); }                                                           \
@@ -132,11 +133,12 @@ void *gputrain_stream_of(const void *handle);
     pthread_atfork(hold_##lock, leave_##lock, leave_##lock);                                                                \
   }
 
-// Notes that a figure does not hold all memory, since a library's own share is unknown.
+// Notes that a figure lacks memory of a library whose amount is unknown.
 void gputrain_unknown(const char *what);
-// Notes the bytes of a workspace that is estimated.
+// Notes the bytes of an estimated workspace.
 void gputrain_estimated(uint64_t bytes);
-// Notes that a collective of NCCL did nothing, since each rank has so many bytes. The function is a constant.
+// Notes that a collective of NCCL did not exchange data, because each rank has this many bytes. The function's name is a
+// constant.
 void gputrain_not_exchanged(const char *function, size_t bytes);
 int gputrain_missing(const char *function, int status);
 int gputrain_traces(void); // whether GPUTRAIN_EMULATED_TRACE is set
@@ -146,55 +148,55 @@ void gputrain_trace(const char *function, int *seen);
 
 struct work;
 
-// What is asked for, and who asks. There is no padding: it is compared and hashed as a block.
+// What is asked for, and who asks. The struct has no padding, because it is compared and hashed as a block.
 struct asked {
   const char *what;          // one of the names in records/counts.py
   const void *function;      // a kernel, or a constant name
-  const char *slow, *shape;  // of a product; they stay
-  uint32_t stack, noted;     // the stack's number, and the number of the line that the worker noted for a backward pass
-  uint16_t thread, backward; // kind of thread; whether it is a backward pass
-  uint32_t replayed;         // whether a graph asks
+  const char *slow, *shape;  // of a product; permanent texts
+  uint32_t stack, noted;     // the number of the stack, and of the line that the worker noted for a backward pass
+  uint16_t thread, backward; // the kind of thread, and whether it runs a backward pass
+  uint32_t replayed;         // whether a graph asks for it
 };
 
-// Counts something; what and function are constants. See counters.c.
+// Counts something. `what` and `function` are constants, see counters.c.
 void gputrain_count(const char *what, const void *function, uint64_t bytes);
 void gputrain_count_work(const struct work *work);
-struct asked gputrain_asked(const struct work *work); // by whom, for a graph that is to be launched later
+struct asked gputrain_asked(const struct work *work); // who asks for work that a graph will launch later
 void gputrain_count_replayed(const struct asked *asked, uint64_t bytes);
 void gputrain_launched(uint64_t blocks);
-// Asks for a product or a convolution of a library. slow is its class if that is a slower one, else empty, and shape is then
-// its shape.
+// Asks for a product or a convolution of a library. `slow` is the name of its class if the class is a slow one, with its
+// shape in `shape`; else it is empty.
 int gputrain_ask_product(void *stream, const char *function, const char *slow, const char *shape, uint64_t flops);
 int gputrain_counting(void);
-// Is told the same while a profiler asks for it. See cupti.c.
+// Gets the same calls as gputrain_count while a profiler runs, see cupti.c.
 extern void (*gputrain_profiler)(const char *what, const char *name, uint64_t bytes, int replayed);
 const char *gputrain_interned(const char *text);
-// Notes the name of a kernel, which has to stay.
+// Records the name of a kernel. The text must be permanent.
 void gputrain_name(const void *function, const char *name);
 
-// Types of numbers, as cudaDataType numbers them.
+// Types of numbers, with the numbers of cudaDataType.
 enum { REAL_32 = 0, REAL_64 = 1, REAL_16 = 2, COMPLEX_32 = 4, COMPLEX_64 = 5, BFLOAT_16 = 14 };
 
 struct matrix {
-  const void *start; // NULL where it is not known
+  const void *start; // NULL if it is unknown
   int type;
-  int64_t apart, batch_apart; // numbers from a column to the next, and from a matrix of a batch to the next
+  int64_t apart, batch_apart; // the numbers from a column to the next, and from a matrix of a batch to the next
 };
 
-const char *gputrain_type(int type, int rounds); // its name, "tf32" of FP32 that may be rounded
+const char *gputrain_type(int type, int rounds); // the name of a type; "tf32" for fp32 that may be rounded
 int gputrain_is_single(int type);
-int gputrain_tensor_cores(int type); // whether this GPU has tensor cores for this type, or for its rounding to TF32
+int gputrain_tensor_cores(int type); // whether this GPU has tensor cores for the type, or for TF32 in its place
 int gputrain_is_aligned(uint64_t bytes);
 
-int gputrain_may_round(int compute, int mode); // whether cuBLAS may round FP32 to what tensor cores multiply
+int gputrain_may_round(int compute, int mode); // whether cuBLAS may round fp32 for tensor cores
 
-// Asks for `batch` products of m x k and k x n, whose matrices lie column by column.
+// Asks for `batch` products of m x k and k x n. The matrices are stored by columns.
 int gputrain_product(void *stream, const char *function, int64_t batch, int64_t m, int64_t n, int64_t k, struct matrix a,
                      struct matrix b, struct matrix c, int rounds);
 
 // --- Work on streams, and graphs of it: graphs.c
 
-// Kinds of nodes, as cudaGraphNodeType numbers them. Hidden ones are ours, and no nodes to the program.
+// Kinds of nodes, with the numbers of cudaGraphNodeType. A program does not see hidden nodes, which are our own.
 enum {
   NODE_KERNEL = 0,
   NODE_MEMCPY = 1,
@@ -210,10 +212,10 @@ enum {
 #define LEGACY ((void *)1)
 #define WHOLE_DEVICE ((void *)-1)
 
-// What is asked of the GPU, to be done at once or by each launch of a graph.
+// Work of the GPU, which is done at once or by each launch of a graph.
 struct work {
   int kind;
-  const char *what; // as it is counted; NULL where it is not
+  const char *what; // the name under which it is counted; NULL if it is not
   const void *function;
   const char *slow, *shape;
   uint64_t bytes;
@@ -221,17 +223,17 @@ struct work {
   const void *from;
   size_t to_pitch, from_pitch, width, height;
   int value;
-  int (*run)(void *data, int forget); // forget: nobody knows whether it runs
+  int (*run)(void *data, int forget); // forget: whether it runs is unknown
   void (*drop)(void *data);
   void *data;
-  int is_step; // whether it runs a function of the worker's
+  int is_step; // whether it calls a function of the worker's
 };
 
-// What an event's handle holds.
+// The contents of an event's handle.
 struct event {
-  struct timespec time; // that it was recorded last
-  uint64_t capture;     // in which it was; 0 for none
-  struct node **nodes;  // that it stands for there
+  struct timespec time; // the time of the last recording
+  uint64_t capture;     // the capture of that recording; 0 for none
+  struct node **nodes;  // the nodes of the capture that it stands for
   size_t count;
 };
 

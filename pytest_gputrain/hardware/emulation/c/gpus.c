@@ -1,10 +1,10 @@
-// What the emulated GPUs are, and what their stand-ins have no answer to.
+// Describes the emulated GPUs, and notes what the stand-ins cannot answer.
 #include "emulated.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-// Only stand-ins export this: who finds it runs on an emulated GPU.
+// Only stand-ins export this symbol, so a process that finds it runs on an emulated GPU.
 const int gputrain_emulated_gpu = 1;
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -30,7 +30,7 @@ static void read_visible(void) {
       visible[visible_count] = visible_count;
     return;
   }
-  // As in the driver, the list ends at the first name that is no device.
+  // As in the driver, the list ends at the first name that is not a device.
   for (const char *at = list; *at; at += strcspn(at, ","), at += *at == ',') {
     int found = -1;
     char *end;
@@ -48,7 +48,7 @@ static void read_visible(void) {
     }
     if (found < 0)
       break;
-    // As in the driver, a device that is named twice leaves none.
+    // As in the driver, a list that names a device twice shows none.
     if (gputrain_visible_number(found) < visible_count) {
       visible_count = 0;
       break;
@@ -60,7 +60,7 @@ static void read_visible(void) {
 static void read_gpu(void) {
   const char *text = getenv("GPUTRAIN_EMULATED_DEVICE");
   if (!text)
-    return; // no device then
+    return; // there is no device then
   gpu.devices = number(text, "devices") < MAX_DEVICES ? (int)number(text, "devices") : MAX_DEVICES;
   gpu.memory = number(text, "memory");
   gpu.context = number(text, "context");
@@ -135,7 +135,7 @@ const char *gputrain_unknown_at(int index) {
   return what;
 }
 
-static uint64_t estimated; // the largest
+static uint64_t estimated; // the largest estimated workspace
 void gputrain_estimated(uint64_t bytes) {
   uint64_t known = __atomic_load_n(&estimated, __ATOMIC_RELAXED);
   while (known < bytes && !__atomic_compare_exchange_n(&estimated, &known, bytes, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
@@ -143,10 +143,10 @@ void gputrain_estimated(uint64_t bytes) {
 }
 uint64_t gputrain_estimated_bytes(void) { return __atomic_load_n(&estimated, __ATOMIC_RELAXED); }
 
-// What NCCL did not exchange, by function.
+// The calls of NCCL that exchanged nothing, by function.
 static struct not_exchanged {
   const char *function;
-  uint64_t calls, bytes; // the most of a call
+  uint64_t calls, bytes; // the most bytes of a call
 } not_exchanged[UNKNOWNS];
 
 void gputrain_not_exchanged(const char *function, size_t bytes) {
@@ -168,7 +168,7 @@ const char *gputrain_not_exchanged_at(int index, uint64_t *calls, uint64_t *byte
 }
 
 int gputrain_traces(void) {
-  static int state; // 0: not yet known, 1: no, 2: yes
+  static int state; // 0: not known yet, 1: no, 2: yes
   int known = __atomic_load_n(&state, __ATOMIC_RELAXED);
   if (!known) {
     known = getenv("GPUTRAIN_EMULATED_TRACE") ? 2 : 1;
@@ -177,7 +177,7 @@ int gputrain_traces(void) {
   return known == 2;
 }
 
-// Fails a call whose answer is not known. A made-up size would become a wrong figure.
+// Makes a call fail whose answer is unknown. A made-up size would become a wrong figure.
 int gputrain_missing(const char *function, int status) {
   fprintf(stderr, "gputrain: the emulated GPU has no answer to %s, so the call fails\n", function);
   return status;

@@ -1,18 +1,18 @@
 // Captures of streams into CUDA graphs, and the graphs.
 //
-// What a stream is asked for while it is captured becomes a node, and nothing is done. Each launch of the graph counts its
-// nodes, and does those that the stand-ins do at all, in the order in which they were captured. Which node waits for which
-// is kept as a GPU's driver does it, because programs ask for it and because work that nobody waits for is an error.
+// Requests to a captured stream become nodes, and nothing is done. Each launch of the graph counts its nodes, and does what
+// the stand-ins do for them, in the order of the capture. As in NVIDIA's driver, each node has the nodes that it waits for:
+// programs ask for them, and a capture with work that nobody waits for is an error.
 #include "emulated.h"
 #include <stdlib.h>
 #include <string.h>
 
 struct node {
-  int references; // of the graph and of what was made of it
+  int references; // from the graph, and from what was made of the graph
   struct work work;
   struct asked asked;
   size_t count;
-  struct node **before; // the nodes that it waits for, which live as long as the graph
+  struct node **before; // the nodes that this one waits for, which live as long as the graph
   int seen;
 };
 
@@ -27,14 +27,14 @@ struct graph {
 };
 
 struct executable {
-  int references; // of the program and of the graphs that it is a node of
+  int references; // from the program, and from graphs that have this one as a node
   struct nodes nodes;
   uint64_t kernels;
 };
 
 struct participant {
   void *stream;
-  struct nodes last; // those that the next one of this stream waits for
+  struct nodes last; // the nodes that the stream's next node waits for
 };
 
 struct capture {
@@ -43,7 +43,7 @@ struct capture {
   void *origin;
   pthread_t thread;
   int mode, invalid, blocking;
-  int is_given; // the graph was the program's before
+  int is_given; // whether the program passed the graph
   struct graph *graph;
   struct participant *streams;
   size_t count;
@@ -55,14 +55,14 @@ enum { NONE = 0, ACTIVE = 1, INVALIDATED = 2 };
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct capture *captures;
 static uint64_t last_id;
-static uint64_t begun, replayed;                            // captures and launches of graphs so far
-static uint64_t graphs, kernels, most_graphs, most_kernels; // that can be launched, and their kernels
-static uint64_t *dropped; // numbers of functions of the worker's that no graph has any more
+static uint64_t begun, replayed;                            // captures that have begun, and launches of graphs, so far
+static uint64_t graphs, kernels, most_graphs, most_kernels; // graphs that can be launched, and their kernels
+static uint64_t *dropped; // numbers of the worker's functions that no graph calls any more
 static size_t dropped_count, dropped_room;
 static __thread int thread_mode;
 static __thread void *last_stream;
 
-int gputrain_captures; // under way; read without the lock
+int gputrain_captures; // captures that are under way; read without the lock
 GPUTRAIN_HOLD_WHILE_FORKING(lock)
 
 static int any(void) { return __atomic_load_n(&gputrain_captures, __ATOMIC_ACQUIRE); }
@@ -92,7 +92,7 @@ static void merge(struct nodes *into, struct node *const *nodes, size_t count) {
   }
 }
 
-// --- The functions of this section need the lock
+// --- The callers of these functions hold the lock
 
 static struct participant *participant(void *stream, struct capture **of) {
   for (struct capture *capture = captures; capture; capture = capture->next)
@@ -141,7 +141,7 @@ static void append(struct capture *capture, struct participant *at, const struct
   push(&at->last, node);
 }
 
-// Blocking streams wait for work on the legacy stream, which would have to wait for the captured ones in turn.
+// Blocking streams wait for work on the legacy stream, which would have to wait for the captured streams.
 static int is_implicit(void *stream) {
   int found = 0;
   for (struct capture *capture = captures; capture && (!stream || stream == LEGACY); capture = capture->next)
@@ -152,8 +152,8 @@ static int is_implicit(void *stream) {
 
 // --- Work on streams
 
-// Counts work if the stream is not captured; the caller is to do it then. Otherwise it becomes a node, and *status says
-// whether it could.
+// If the stream is not captured, counts the work and returns 0: the caller then does it. Otherwise makes a node of it, and
+// *status says whether that was possible.
 int gputrain_captured(void *stream, const struct work *work, int *status) {
   *status = OK;
   if (!any()) {
@@ -178,7 +178,7 @@ int gputrain_captured(void *stream, const struct work *work, int *status) {
   return at || implicit;
 }
 
-// Asks for a kernel, or for a library's call, neither of which computes anything.
+// Asks for a kernel or a library call, neither of which computes anything.
 int gputrain_ask(void *stream, const char *what, const void *function, uint64_t bytes) {
   int status;
   gputrain_captured(stream, &(struct work){.kind = NODE_KERNEL, .what = what, .function = function, .bytes = bytes},
@@ -188,15 +188,15 @@ int gputrain_ask(void *stream, const char *what, const void *function, uint64_t 
 
 void *gputrain_last_stream(void) { return last_stream; }
 
-// Has each launch of the graph that the stream is captured into call a function of the worker's with this number. The worker
-// computes there what the nodes before it write.
+// Makes each launch of the graph of this capture call a function of the worker's with this number. There the worker computes
+// what the nodes before it write.
 int gputrain_note_step(void *stream, int (*run)(void *number, int forget), uint64_t number) {
   struct work work = {.kind = NODE_HIDDEN, .run = run, .data = (void *)number, .is_step = 1};
   int status;
   return any() && gputrain_captured(stream, &work, &status) && !status;
 }
 
-// Gives the worker back the numbers of functions that no graph has any more. Returns how many there were.
+// Returns to the worker the numbers of functions that no graph calls any more, and how many they are.
 size_t gputrain_dropped_steps(uint64_t *to, size_t room) {
   pthread_mutex_lock(&lock);
   size_t count = dropped_count < room ? dropped_count : room;
@@ -207,7 +207,8 @@ size_t gputrain_dropped_steps(uint64_t *to, size_t room) {
   return count;
 }
 
-// What a capture may not contain, and what invalidates it: that the host waits for one of its streams, or for the device.
+// A capture must not contain a wait of the host for one of its streams or for the device. Such a wait invalidates the
+// capture.
 int gputrain_waits(void *stream) {
   if (!any())
     return OK;
@@ -224,8 +225,8 @@ int gputrain_waits(void *stream) {
   return status;
 }
 
-// What CUDA calls potentially unsafe. The modes of the captures and of the thread decide whether it is an error. That calls
-// which only ask about work outside of the captures are unsafe as well is a guess.
+// Tells whether a call that CUDA names potentially unsafe is an error, which the modes of the captures and of the thread
+// decide. That calls which only ask about work outside of the captures are unsafe, too, is a guess.
 int gputrain_unsafe(void) {
   if (!any() || thread_mode == RELAXED)
     return OK;
@@ -251,7 +252,7 @@ int gputrain_exchange_mode(int *mode) {
   return OK;
 }
 
-// --- Events: one that is recorded in a capture stands for nodes, unless it is an external one
+// --- Events: an event that was recorded in a capture stands for nodes, unless it is an external event
 
 void gputrain_happens(struct event *event) {
   clock_gettime(CLOCK_MONOTONIC, &event->time);
@@ -290,7 +291,7 @@ int gputrain_record(struct event *event, void *stream, int external) {
   return status;
 }
 
-// Asking about an event of a capture is an error, which invalidates the capture.
+// A query of a captured event is an error, and invalidates the capture.
 int gputrain_asks(const struct event *event) {
   if (!event->capture)
     return gputrain_unsafe();
@@ -302,7 +303,7 @@ int gputrain_asks(const struct event *event) {
   return CAPTURED_EVENT;
 }
 
-// Returns in *captured whether the wait is a part of a graph.
+// Writes to *captured whether the wait becomes a part of a graph.
 int gputrain_wait(void *stream, const struct event *event, int external, int *captured) {
   static const struct asked nobody;
   int status = OK;
@@ -312,7 +313,7 @@ int gputrain_wait(void *stream, const struct event *event, int external, int *ca
   struct participant *at = participant(stream, &capture);
   *captured = at || event->capture;
   if (event->capture && !other)
-    status = CAPTURED_EVENT; // of a capture that has ended
+    status = CAPTURED_EVENT; // the event belongs to a capture that has ended
   else if ((other && other->invalid) || (at && capture->invalid))
     status = CAPTURE_INVALIDATED;
   else if (at && other && other != capture) {
@@ -320,7 +321,7 @@ int gputrain_wait(void *stream, const struct event *event, int external, int *ca
     other->invalid = capture->invalid = 1;
   } else if (at && !other && external)
     append(capture, at, &(struct work){.kind = NODE_WAIT}, &nobody);
-  else if (at && !other && event->time.tv_sec) { // that waiting for what was never recorded is allowed is a guess
+  else if (at && !other && event->time.tv_sec) { // a guess: waiting for an event that was never recorded is allowed
     status = CAPTURE_ISOLATION;
     capture->invalid = 1;
   } else if (other) {
@@ -396,7 +397,7 @@ int gputrain_begin_capture(void *stream, int mode, int blocking, struct graph *i
   struct capture *capture;
   if (participant(stream, &capture)) {
     capture->invalid = 1;
-    status = ILLEGAL_STATE; // a guess: the documentation only says that this may not be
+    status = ILLEGAL_STATE; // a guess: the documentation only forbids it
   } else {
     capture = zeros(sizeof *capture);
     capture->id = ++last_id;
@@ -416,7 +417,7 @@ int gputrain_begin_capture(void *stream, int mode, int blocking, struct graph *i
   return status;
 }
 
-// Tells whether the stream that began the capture waits for all of its nodes. Needs the lock.
+// Tells whether the stream that began the capture waits for all of its nodes. The caller holds the lock.
 static int all_joined(struct graph *graph, const struct nodes *last) {
   struct nodes waiting = {0};
   size_t seen = 0;
@@ -438,7 +439,7 @@ static int all_joined(struct graph *graph, const struct nodes *last) {
   return seen == graph->nodes.count - graph->hidden;
 }
 
-// out is NULL where the graph was the program's before.
+// out is NULL if the program passed the graph at the begin of the capture.
 int gputrain_end_capture(void *stream, struct graph **out) {
   struct graph *refused = NULL;
   if (out)
@@ -479,8 +480,8 @@ int gputrain_end_capture(void *stream, struct graph **out) {
   return status;
 }
 
-// Returns whether a stream is captured: 0 no, 1 yes, 2 the capture was invalidated. The list stays as it is until the stream
-// is asked for more.
+// Returns whether a stream is captured: 0 no, 1 yes, 2 the capture is invalid. The list stays valid until the stream's next
+// request.
 int gputrain_capture_info(void *stream, uint64_t *id, struct graph **graph, struct node *const **last, size_t *count) {
   int status = NONE;
   if (id)
@@ -519,7 +520,7 @@ int gputrain_update_dependencies(void *stream, struct node *const *nodes, size_t
 
 // --- Launches
 
-// The graph may be destroyed before what is made of it.
+// The program may destroy the graph before what is made of it.
 struct executable *gputrain_instantiate(const struct graph *graph) {
   struct executable *made = zeros(sizeof *made);
   made->references = 1;
@@ -582,7 +583,7 @@ int gputrain_launch_graph(struct executable *executable, void *stream) {
   int status;
   struct work inner = {.kind = NODE_GRAPH, .run = do_inner, .drop = drop_inner, .data = executable};
   __atomic_add_fetch(&executable->references, 1,
-                     __ATOMIC_RELAXED); // of the node, or of the launch: a function may destroy it
+                     __ATOMIC_RELAXED); // of the node or of the launch, because a function may destroy the node
   if (gputrain_captured(stream, &inner, &status)) {
     if (status)
       let_go(executable);
@@ -595,7 +596,7 @@ int gputrain_launch_graph(struct executable *executable, void *stream) {
   return status;
 }
 
-// The graphs in a conditional node: whether they run depends on values of the GPU. What they write becomes unknown.
+// The graphs of a conditional node. Whether they run depends on values of the GPU, so what they write becomes unknown.
 struct bodies {
   unsigned count;
   struct graph *all[];
@@ -625,8 +626,8 @@ struct node *gputrain_add_conditional(struct graph *graph, unsigned count, struc
 
 // --- For the worker
 
-// Tells how many captures began and how many graphs were launched so far, and the most graphs and kernels of theirs that
-// could be launched at a time.
+// Returns how many captures have begun and how many graphs were launched, and the most graphs that could be launched at a
+// time, with their kernels.
 void gputrain_graphs(uint64_t found[4]) {
   pthread_mutex_lock(&lock);
   found[0] = begun;

@@ -1,5 +1,5 @@
-// Handles: blocks of zeros that a library's caller only passes back. They are kept apart from other memory, so that a handle
-// that was given back, or that is none, is told from one that is in use, and none is read through a wrong address.
+// Handles are blocks of zeros that a program only passes back to a library. They have a memory of their own, so that a
+// handle in use can be told from a freed one and from any other address, and no wrong address is read.
 #include "emulated.h"
 #include <pthread.h>
 #include <stdio.h>
@@ -7,7 +7,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { BYTES = 256, STEP = 1 << 16 }; // bytes of a handle; handles that are made accessible at once
+enum { BYTES = 256, STEP = 1 << 16 }; // bytes of a handle; handles that become accessible at once
 static const size_t MOST = (size_t)1 << 28;
 
 struct block {

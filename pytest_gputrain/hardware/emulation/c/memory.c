@@ -1,8 +1,8 @@
 // Keeps the memory of the emulated GPUs: its addresses, and how much is in use.
 //
-// Device memory is address space of one range for each device, given out as NVIDIA's driver does: torch's allocator takes
-// the lower of two free blocks of one size, so the addresses decide what it can reuse. No host memory is behind it but for
-// the pages that small copies touch.
+// Device memory is a range of addresses for each device, which are given out as NVIDIA's driver does it. The addresses
+// matter: of two free blocks of one size torch's allocator takes the lower one, so they decide what it can reuse. No host
+// memory is behind the addresses, except for the pages that small copies touch.
 #include "emulated.h"
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -15,21 +15,23 @@
 #ifndef GPUTRAIN_SPAN
 #define GPUTRAIN_SPAN ((size_t)1 << 42)
 #endif
-// Addresses of each device, and the largest size. Fragments of virtual memory must not run out. A sanitizer leaves fewer.
+// The range of addresses of each device, which limits an allocation. Fragments of virtual memory must fit. It is smaller
+// with a sanitizer.
 static const size_t SPAN = GPUTRAIN_SPAN;
-static const size_t LARGE_COPY = 1 << 20;    // bytes; larger contents are not kept
-static const size_t SMALL_MEMORY = 64 << 10; // host memory is given in these
+static const size_t LARGE_COPY = 1 << 20;    // bytes; the contents of larger copies are dropped
+static const size_t SMALL_MEMORY = 64 << 10; // host memory is given out in pieces of this size
 static const size_t RESERVATION = 32 << 20, FIRST_RESERVATION = 408 << 20;
 
-// What other processes read of this one, in a file of the folder GPUTRAIN_EMULATED_STATE that is named by its id.
+// Figures of this process for other processes, in a file of the folder GPUTRAIN_EMULATED_STATE that is named by the process
+// id.
 struct state {
-  uint64_t used[MAX_DEVICES], peak[MAX_DEVICES]; // the peak includes managed memory, as far as it fits
-  uint64_t beside[MAX_DEVICES];                  // the most bytes that were missing for a request beside torch's allocator
+  uint64_t used[MAX_DEVICES], peak[MAX_DEVICES]; // the peak includes managed memory if it fits
+  uint64_t beside[MAX_DEVICES];                  // the most bytes missing for a request of others than torch's allocator
   uint64_t managed_peak[MAX_DEVICES];
 };
 
-// What the addresses of a range are: memory of the emulation, addresses for physical memory to be mapped to, or memory of
-// the host that the program registered.
+// What the addresses of a range are: emulated memory, addresses to which physical memory can be mapped, or host memory that
+// the program registered.
 enum how { ALLOCATED, RESERVED, REGISTERED };
 
 struct range {
@@ -39,7 +41,7 @@ struct range {
   enum how how;
 };
 
-// Memory without an address, which is kept while its handle or a mapping of it exists.
+// Memory without an address. It exists as long as its handle or a mapping of it does.
 struct physical {
   size_t bytes;
   int device, handles;
@@ -64,11 +66,12 @@ static struct mapping *mappings; // by ascending address
 static size_t mapping_count, mapping_room;
 static uint64_t managed[MAX_DEVICES]; // bytes
 static int touched[MAX_DEVICES];
-static size_t limit; // bytes that a device gives in place of its own; 0 for its own
+static size_t limit; // a limit in bytes in place of the device's own memory; 0 for none
 static int forked;
 
-// A child of fork has a copy of these, and its parent's file is not its own. The lock of the handles is taken under this
-// one. What is registered last is held first, so this runs after the constructors that have a number.
+// A forked child has a copy of these variables, and its parent's file is not its own. A thread takes the lock of the handles
+// under this lock. pthread_atfork calls the last registered function first, so this one is registered after those of
+// constructors with a number.
 static void hold(void) { pthread_mutex_lock(&lock); }
 static void leave(void) { pthread_mutex_unlock(&lock); }
 static void begin_child(void) {
@@ -83,9 +86,9 @@ __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(hold
 
 int gputrain_forked(void) { return __atomic_load_n(&forked, __ATOMIC_RELAXED); }
 
-// --- Addresses; the static functions need the lock
+// --- Addresses; the callers of static functions hold the lock
 
-// The first of the entries, each of which begins with its start and its bytes, that ends behind the address.
+// Returns the first entry that ends after the address. Each entry begins with its start and its bytes.
 static size_t first_behind(const void *entries, size_t used, size_t size, uintptr_t address) {
   size_t low = 0, high = used;
   while (low < high) {
@@ -119,7 +122,7 @@ static void add(uintptr_t start, size_t bytes, int kind, int device, enum how ho
 
 static void drop(struct range *range) { memmove(range, range + 1, (size_t)(ranges + --count - range) * sizeof *range); }
 
-// The lowest free addresses in a reservation, or 0.
+// Returns the lowest free addresses in a reservation; 0 without any.
 static uintptr_t hole_in(const struct reservation *in, size_t bytes) {
   uintptr_t start = in->start;
   for (size_t at = place(start); at < count && ranges[at].start < in->end; at++) {
@@ -139,8 +142,8 @@ static void insert_reservation(int device, size_t at, uintptr_t start, uintptr_t
   reservations[device] = all;
 }
 
-// Follows driver 580, which put 150 allocations of 1 MiB to 4 GiB on an H200 at the lowest free addresses of its
-// reservations, or else in a new one of whole 32 MiB, as high as it fits below the first.
+// Does as driver 580 did, which put 150 allocations of 1 MiB to 4 GiB on an H200 at the lowest free addresses of its
+// reservations. If none fitted, it made a new reservation of whole 32 MiB, at the highest place below the first one.
 static uintptr_t free_addresses(int device, size_t bytes) {
   if (!arenas[device]) {
     void *arena = mmap(NULL, SPAN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -148,7 +151,7 @@ static uintptr_t free_addresses(int device, size_t bytes) {
       fputs("gputrain: the emulated GPU needs 4 TiB of address space; raise the limit (ulimit -v unlimited)\n", stderr);
       return 0;
     }
-    madvise(arena, SPAN, MADV_NOHUGEPAGE); // or reading a byte would take 2 MiB of the host
+    madvise(arena, SPAN, MADV_NOHUGEPAGE); // otherwise reading a byte would take 2 MiB of the host
     arenas[device] = ((uintptr_t)arena + PAGE - 1) / PAGE * PAGE;
     uintptr_t end = arenas[device] + SPAN - PAGE;
     insert_reservation(device, 0, end - FIRST_RESERVATION, end);
@@ -169,7 +172,7 @@ static uintptr_t free_addresses(int device, size_t bytes) {
   return end - size;
 }
 
-// Gives back the reservation of addresses that have become free, if it is wholly free and not the first.
+// Frees the reservation of these freed addresses, if it is empty and not the first one.
 static void drop_reservation(int device, uintptr_t address) {
   struct reservation *all = reservations[device];
   for (size_t at = 0; at + 1 < reserved[device]; at++)
@@ -195,7 +198,7 @@ static void share_state(void) {
   close(file);
 }
 
-// Managed memory moves to the host where other memory needs its place.
+// Managed memory moves to the host if other memory needs its place.
 static uint64_t used_with_managed(int device) {
   uint64_t total = gputrain_gpu()->memory, used = state->used[device];
   return used >= total ? used : managed[device] < total - used ? used + managed[device] : total;
@@ -222,7 +225,7 @@ static void touch(int device) {
 static int take(int device, size_t bytes) {
   touch(device);
   size_t total = limit ? limit : gputrain_gpu()->memory, used = state->used[device];
-  // Compared without sums, which could overflow.
+  // This comparison has no sums, which could overflow.
   if (bytes > SPAN || used > total || bytes > total - used)
     return OUT_OF_MEMORY;
   state->used[device] += bytes;
@@ -232,7 +235,7 @@ static int take(int device, size_t bytes) {
 
 static void give(int device, size_t bytes) { state->used[device] -= bytes; }
 
-// Limits the memory that devices give from now on. What they report stays the same.
+// Limits the memory of devices from now on. The memory that they report stays the same.
 void gputrain_limit(size_t bytes) {
   pthread_mutex_lock(&lock);
   limit = bytes;
@@ -267,7 +270,8 @@ static uintptr_t device_memory(int device, size_t bytes, int kind) {
 
 static size_t rounded(size_t bytes, size_t page) { return (bytes + page - 1) / page * page; }
 
-// The driver gives device memory in pages of 2 MiB. Smaller requests share a page in truth; torch's allocator makes none.
+// The driver gives out device memory in pages of 2 MiB. On a real GPU smaller requests share a page, but torch's allocator
+// makes none.
 int gputrain_allocate(void **out, size_t bytes, int kind) {
   if (!out)
     return INVALID_VALUE;
@@ -304,7 +308,7 @@ int gputrain_allocate(void **out, size_t bytes, int kind) {
   return status;
 }
 
-// Requests of torch's allocator do not count here, because it asks again after it has emptied its cache.
+// Requests of torch's allocator do not count here, because it repeats them after it has emptied its cache.
 void gputrain_refused(size_t bytes, const void *caller) {
   Dl_info at;
   int device = gputrain_physical(gputrain_current());
@@ -335,7 +339,7 @@ static void forget_contents(uintptr_t start, size_t bytes) {
   mprotect((void *)start, bytes, PROT_NONE);
 }
 
-// The range that was made in this way with this first address.
+// Returns the range of this kind that begins at this address.
 static struct range *range_from(const void *start, enum how how) {
   struct range *range = find(start);
   return range && range->start == (uintptr_t)start && range->how == how ? range : NULL;
@@ -396,8 +400,8 @@ int gputrain_unregister(void *start) {
 
 static size_t mapping_place(uintptr_t address) { return first_behind(mappings, mapping_count, sizeof *mappings, address); }
 
-// The number of mappings from this one on that fill these addresses without a gap, whole or to their middle; 0 where they
-// do not fill them.
+// Returns how many mappings, from this one on, fill these addresses without a gap. The last one may go on beyond them.
+// Returns 0 if they do not fill them.
 static size_t filling(size_t at, uintptr_t start, size_t bytes) {
   uintptr_t reached = start;
   for (size_t next = at; next < mapping_count && mappings[next].start <= reached; next++) {
@@ -526,7 +530,7 @@ int gputrain_unmap(void *start, size_t bytes) {
   uintptr_t first = (uintptr_t)start;
   pthread_mutex_lock(&lock);
   size_t at = mapping_place(first), whole = bytes ? filling(at, first, bytes) : 0;
-  // Only whole mappings can be taken away.
+  // A program can only unmap whole mappings.
   int fits = whole && mappings[at].start == first &&
              mappings[at + whole - 1].start + mappings[at + whole - 1].bytes == first + bytes;
   if (fits) {
@@ -565,7 +569,7 @@ size_t gputrain_extent(const void *address, void **start) {
   return bytes;
 }
 
-// Tells what the process leaves of the device. Asking makes the context, as cudaMemGetInfo does.
+// Returns what the process leaves of the device's memory. This makes the context, as cudaMemGetInfo does.
 size_t gputrain_left(int device) {
   if (device < 0)
     return 0;
@@ -576,7 +580,7 @@ size_t gputrain_left(int device) {
   return total > used ? total - used : 0;
 }
 
-// The same without making the context, as NVML tells it.
+// Returns the used memory without making the context, as NVML does.
 size_t gputrain_used_so_far(int device) {
   pthread_mutex_lock(&lock);
   size_t used = touched[device] ? used_with_managed(device) : 0;
@@ -621,8 +625,8 @@ static void zero(char *to, size_t bytes, int kind) {
   memset(last, 0, (size_t)(to + bytes - last));
 }
 
-// Small copies are real, so that the host reads back what it wrote. Large ones have no contents: the host reads zeros then,
-// and not what its memory held before. Where values are tracked, values.c says what the host reads of a device.
+// Small copies are real, so that the host reads what it wrote. Large copies have no contents, and the host then reads zeros
+// instead of what its memory held before. If values are tracked, values.c decides what the host reads of a device.
 static void copy(void *to, const void *from, size_t bytes) {
   int to_kind = gputrain_kind(to, NULL), from_kind = gputrain_kind(from, NULL);
   if (is_on_host(to_kind) && from_kind == DEVICE && gputrain_read_value(to, bytes))

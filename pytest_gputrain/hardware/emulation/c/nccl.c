@@ -1,5 +1,5 @@
-// Stands in for NCCL between the GPUs of one machine, of one process or of several. Data of up to 1 MiB for all ranks
-// together is really exchanged, by files, and combined as NCCL does it. Larger data is not sent, and the run says so.
+// Stands in for NCCL between the GPUs of one machine, in one process or in several. Data of up to 1 MiB for all ranks
+// together is really exchanged, through files, and combined as NCCL does. Larger data is not exchanged, and the run says so.
 #include "emulated.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -22,15 +22,15 @@ struct id {
   char bytes[128];
 };
 struct factor { // of an operation that multiplies before it adds
-  int type;     // TYPES where it was destroyed
+  int type;     // TYPES if it was destroyed
   const void *on_device;
   uint64_t on_host;
 };
 struct communicator {
   struct id id;
   int rank, ranks, splits;
-  int exchanges, ended, kept; // begun, ended, and the first whose file is still there
-  int *sent, *fetched;        // messages to and from each rank
+  int exchanges, ended, kept; // exchanges that have begun, that have ended, and the first one whose file still exists
+  int *sent, *fetched;        // the numbers of messages to and from each rank
   struct factor *factors;
   int factor_count;
 };
@@ -46,8 +46,8 @@ const char *ncclGetLastError(void *communicator) { return ""; }
 
 struct header {
   uint64_t bytes;
-  int ended; // exchanges that the sender has ended, and so will not read again
-  int known; // whether the values are those of a GPU
+  int ended; // exchanges that the sender has ended and will not read again
+  int known; // whether the values are those that a GPU would have
 };
 
 static int name(char path[4096], const struct communicator *among, const char *what, int number, int from, int to) {
@@ -58,7 +58,7 @@ static int name(char path[4096], const struct communicator *among, const char *w
   return length < 0 || length >= 4096 ? SYSTEM_ERROR : OK;
 }
 
-// A file gets its name when it is complete.
+// A file gets its name once it is complete.
 static int tell(const char *path, const void *data, size_t bytes, int ended) {
   char part[4096 + 8];
   struct header header = {bytes, ended, gputrain_sends_known()};
@@ -85,7 +85,7 @@ static int hear(const char *path, void *data, size_t bytes, struct header *heade
   while ((file = open(path, O_RDONLY | O_CLOEXEC)) < 0) {
     if (errno != ENOENT || seconds() > end)
       return gputrain_missing("a collective of NCCL, since another rank does not take part", SYSTEM_ERROR);
-    // The other rank has not come here yet.
+    // The other rank has not written its file yet.
     nanosleep(&(struct timespec){0, WAIT_NANOSECONDS}, NULL);
   }
   ssize_t got = readv(file, parts, 2);
@@ -95,7 +95,7 @@ static int hear(const char *path, void *data, size_t bytes, struct header *heade
              : gputrain_missing("a collective of NCCL whose ranks differ in size", INVALID_ARGUMENT);
 }
 
-// Tells the other ranks what this one has. Returns the number of the exchange in *number.
+// Writes this rank's data for the other ranks. Returns the number of the exchange in *number.
 static int begin_exchange(struct communicator *among, const void *own, size_t bytes, int *number) {
   char path[4096];
   *number = among->exchanges++;
@@ -103,8 +103,8 @@ static int begin_exchange(struct communicator *among, const void *own, size_t by
   return status ? status : tell(path, own, bytes, among->ended);
 }
 
-// Reads what each rank has, or only one of them, into `all` one after the other, and whether all of it is known. Files that
-// every rank has read are removed.
+// Reads into `all` what each rank has, or only one of them, one after the other, and whether all values are known. Files
+// that every rank has read are removed.
 static int end_exchange(struct communicator *among, int number, size_t bytes, char *all, int only, int *known) {
   char path[4096];
   int status = OK, ended = number;
@@ -114,7 +114,7 @@ static int end_exchange(struct communicator *among, int number, size_t bytes, ch
     if ((status = name(path, among, "all", number, rank, 0)) ||
         (status = hear(path, all + (size_t)rank * bytes, bytes, &header)))
       break;
-    // An exchange can be removed when the slowest rank has read it.
+    // A file can be removed once the slowest rank has read it.
     ended = header.ended < ended ? header.ended : ended;
     *known &= header.known || (only >= 0 && only != rank);
   }
@@ -166,7 +166,7 @@ int ncclCommInitAll(struct communicator **out, int ranks, const int *devices) {
   return status;
 }
 int ncclCommShrink(void) { return gputrain_missing("ncclCommShrink", INVALID_USAGE); }
-int ncclCommFinalize(struct communicator *communicator) { return OK; } // no call is still under way
+int ncclCommFinalize(struct communicator *communicator) { return OK; } // no call is ever under way
 int ncclCommDestroy(struct communicator *communicator) {
   if (!communicator)
     return OK;
@@ -189,7 +189,7 @@ int ncclCommUserRank(const struct communicator *communicator, int *rank) {
   *rank = communicator->rank;
   return OK;
 }
-// Registered memory is used as any other.
+// Registered memory is used like any other.
 int ncclCommRegister(const struct communicator *communicator, void *start, size_t bytes, void **handle) {
   *handle = start;
   return OK;
@@ -198,15 +198,15 @@ int ncclCommDeregister(const struct communicator *communicator, void *handle) { 
 int ncclMemAlloc(void **out, size_t bytes) { return gputrain_allocate(out, bytes, DEVICE) ? SYSTEM_ERROR : OK; }
 int ncclMemFree(void *start) { return gputrain_free(start) ? INVALID_ARGUMENT : OK; }
 
-// --- Numbers: floating point types are computed as doubles, which hold the sum and the product of two of them exactly or
-// with so many more bits that rounding twice gives the same.
+// --- Numbers: floating point types are computed as doubles. A double holds the sum and the product of two such numbers
+// exactly, or with so many bits that a second rounding changes nothing.
 
 struct format {
   int exponent_bits, fraction_bits;
-  unsigned most, infinity; // the largest number without its sign; the type has no infinity where both are the same
+  unsigned most, infinity; // the largest number and infinity, without signs; a type without infinity has twice the same
 };
 static const struct format HALF = {5, 10, 0x7BFF, 0x7C00}, BRAIN = {8, 7, 0x7F7F, 0x7F80};
-// NVIDIA's conversions to 8 bits give the largest number in place of a larger one.
+// NVIDIA's conversions to 8 bits replace a number that is too large by the largest number.
 static const struct format E4M3 = {4, 3, 0x7E, 0x7E}, E5M2 = {5, 2, 0x7B, 0x7B};
 
 static double decoded(const struct format *as, unsigned bits) {
@@ -282,7 +282,7 @@ static void put(int type, void *to, size_t i, double value) {
     ((double *)to)[i] = value;
   }
 }
-// As NCCL's kernels compute: types of 8 bits as halves, and all others in their own precision.
+// Rounds as NCCL's kernels do: they compute types of 8 bits as halves, and all others in their own precision.
 static double rounded(int type, double value) {
   uint64_t bits;
   if (type == FLOAT8_E4M3 || type == FLOAT8_E5M2)
@@ -293,7 +293,7 @@ static double rounded(int type, double value) {
 
 // --- Operations, as NCCL's reduce_kernel.h has them
 
-// A number wins against NaN, and 0 is more than -0.
+// A number wins against NaN, and 0 counts as more than -0.
 static double least(double one, double other) {
   if (isnan(one) || isnan(other))
     return isnan(one) ? other : one;
@@ -328,8 +328,8 @@ static double combined(double one, double other, int operation) {
   }                                                                                                                         \
   break
 
-// The order is that of the ranks. It matters to sums of floating point numbers of three ranks or more, of which each order
-// gives another last bit; NCCL's depends on its algorithm.
+// Numbers are added in the order of the ranks. For three ranks or more the order changes the last bit of a sum; NCCL's order
+// depends on its algorithm.
 static void combine(void *to, const char *all, size_t count, size_t stride, int type, int operation, int ranks) {
   switch (type) {
   case INT8:
@@ -354,7 +354,7 @@ static void combine(void *to, const char *all, size_t count, size_t stride, int 
   }
 }
 
-// Multiplies what a rank has, before it is added to that of others.
+// Multiplies a rank's numbers before they are added to those of other ranks.
 static void multiply(void *own, size_t count, int type, const void *factor) {
   uint64_t integer = 0;
   memcpy(&integer, factor, size_of(type));
@@ -400,18 +400,18 @@ int ncclRedOpDestroy(int operation, struct communicator *among) {
   return OK;
 }
 
-// --- Calls: each is begun when it is made, and ended there, or with its group. So one thread may call for several ranks.
+// --- Calls: each begins when it is made, and ends at once or with its group. So one thread can call for several ranks.
 
 enum kind { REDUCES, GATHERS, RECEIVES, SPLITS };
 struct call {
   enum kind kind;
   struct communicator *among;
   size_t bytes; // of each rank
-  int number;   // of the exchange or of the message
+  int number;   // the number of the exchange or of the message
   void *to;
-  size_t from, part; // of what each rank has, the bytes from the offset on; of a reduction those that are combined
+  size_t from, part; // the bytes of each rank's data that are wanted, and their offset
   int type, operation;
-  int only; // the only rank whose data is wanted, or -1
+  int only; // the only rank whose data are wanted, or -1
 };
 static __thread struct call *calls;
 static __thread int call_count, call_room, groups;
@@ -445,7 +445,7 @@ static int receive(const struct call *call, int *known) {
   return status;
 }
 
-// own: what the only rank has; NULL where there are others to hear from.
+// own: the data of the only rank; NULL if other ranks' data must be read.
 static int end(const struct call *call, const void *own) {
   struct communicator *among = call->among;
   const char *all = own;
@@ -471,7 +471,7 @@ static int end(const struct call *call, const void *own) {
   return status;
 }
 
-// Tells what this rank has at once, since another may wait for it.
+// Writes this rank's data at once, because another rank may wait for them.
 static int begin(struct call call, const void *own) {
   if (call.among->ranks == 1 && own)
     return end(&call, own);
@@ -515,19 +515,19 @@ int ncclCommSplit(struct communicator *parent, int color, int key, struct commun
   return begin(call, own);
 }
 
-// --- Collectives and messages. In a capture each becomes a node that is counted, and the end of its group a hidden one by
-// which each launch of the graph makes all calls of the group.
+// --- Collectives and messages. In a capture each one becomes a node that is counted. The end of its group becomes a hidden
+// node, at which each launch of the graph makes all calls of the group.
 
 struct request {
   int (*make)(const struct request *);
   const char *function;
   const void *own;
   void *to;
-  size_t from, part, bytes; // as of a call
+  size_t from, part, bytes; // as in a call
   int type, operation, only;
   struct communicator *among;
 };
-static __thread struct request *requests; // of the group, captured
+static __thread struct request *requests; // requests of the group that are captured
 static __thread size_t request_count;
 static __thread void *request_stream;
 
@@ -562,7 +562,7 @@ static int keep_requests(void) {
   struct work work = {.kind = NODE_HIDDEN, .run = make_group, .drop = free, .data = group};
   if (gputrain_captured(request_stream, &work, &status) && !status)
     return OK;
-  free(group); // the capture has ended or failed
+  free(group); // the capture has ended, or has failed
   return UNHANDLED_CUDA_ERROR;
 }
 static int ask(struct request request, size_t counted, void *stream) {
@@ -580,7 +580,7 @@ static int ask(struct request request, size_t counted, void *stream) {
   return groups ? OK : keep_requests();
 }
 
-// Tells whether this much data of each rank is exchanged. If not, the run says so; a rank alone exchanges nothing.
+// Tells whether this many bytes of each rank are exchanged. If not, the run says so. A single rank exchanges nothing.
 static int is_exchanged(const char *function, const void *own, void *to, size_t bytes, const struct communicator *among) {
   if (bytes <= SMALL / (size_t)among->ranks)
     return bytes > 0;
@@ -592,7 +592,7 @@ static int is_exchanged(const char *function, const void *own, void *to, size_t 
   return 0;
 }
 
-// Each rank has `bytes` bytes, of which this one is to have `part` combined ones from the offset on at `to`, if anywhere.
+// Each rank has `bytes` bytes. This rank gets `part` combined bytes from the offset on at `to`, if it gets any.
 static int reduce(const struct request *of) {
   struct communicator *among = of->among;
   const void *own = of->own;
@@ -642,7 +642,7 @@ int ncclReduceScatter(const void *own, void *to, size_t count, int type, int ope
   return ask(request, bytes, stream);
 }
 
-// Copies of what each rank has, or only one, the part from the offset on, to `to` one after the other.
+// Copies the wanted part of each rank's data, or of one rank's, to `to` one after the other.
 static int gather(const struct request *of) {
   if (!is_exchanged(of->function, of->own, of->to, of->bytes, of->among))
     return OK;

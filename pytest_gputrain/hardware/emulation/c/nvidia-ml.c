@@ -1,6 +1,5 @@
-// Stands in for NVML, the library that nvidia-smi, nvidia-ml-py and loggers read. It answers as for a GPU that is idle,
-// since no kernel runs. Limits of power, fans, serial numbers and others are not supported here, as they are not on some
-// real boards.
+// Stands in for NVML, the library that nvidia-smi, nvidia-ml-py and loggers read. It answers as an idle GPU, because no
+// kernel runs. Power limits, fans, serial numbers and others are not supported, as on some real boards.
 #include "emulated.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,9 +10,9 @@ enum { NVML_INVALID_ARGUMENT = 2, NVML_NOT_SUPPORTED = 3, NVML_NOT_FOUND = 6, NV
 
 enum { IDLE_CELSIUS = 30, IDLE_MILLIWATTS = 50000, IDLE_MEGAHERTZ = 345, IDLE_MEMORY_MEGAHERTZ = 405, GPU_IS_IDLE = 1 };
 
-static char devices[MAX_DEVICES]; // a handle is an address in here
+static char devices[MAX_DEVICES]; // a handle is an address in this array
 
-// The number of the device; -1 where the handle is none.
+// Returns the number of the device; -1 if the handle is none.
 static int number_of(const void *handle) {
   uintptr_t number = (uintptr_t)handle - (uintptr_t)devices;
   return number < (uintptr_t)gputrain_gpu()->devices ? (int)number : -1;
@@ -42,11 +41,11 @@ const char *nvmlErrorString(int status) {
     return "Invalid Argument";
   }
 }
-int nvmlInit(void) { return OK; } // which torch calls by this name, to count GPUs without CUDA
+int nvmlInit(void) { return OK; } // torch calls this function to count GPUs without CUDA
 int nvmlInit_v2(void) { return OK; }
 int nvmlInitWithFlags(unsigned flags) { return OK; }
 int nvmlShutdown(void) { return OK; }
-#define DRIVER (CUDA_VERSION >= 13000 ? "580.65.06" : "570.86.15") // the first of that CUDA
+#define DRIVER (CUDA_VERSION >= 13000 ? "580.65.06" : "570.86.15") // the first driver of that CUDA
 int nvmlSystemGetDriverVersion(char *text, unsigned bytes) {
   snprintf(text, bytes, "%s", DRIVER);
   return OK;
@@ -73,7 +72,7 @@ int nvmlSystemGetCudaDriverVersion(int *version) {
 }
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { return nvmlSystemGetCudaDriverVersion(version); }
 
-// NVML lists every device, whatever CUDA_VISIBLE_DEVICES says.
+// NVML lists every device, even those that CUDA_VISIBLE_DEVICES hides.
 int nvmlDeviceGetCount_v2(unsigned *count) {
   *count = (unsigned)gputrain_gpu()->devices;
   return OK;
@@ -103,7 +102,7 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **handle) {
   return OK;
 }
 
-// Leaves the function where the handle is none.
+// Returns an error from the function if the handle is none.
 #define DEVICE_OF(handle)                                                                                                   \
   int device = number_of(handle);                                                                                           \
   if (device < 0)                                                                                                           \
@@ -136,7 +135,7 @@ int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
   *minor = gputrain_gpu()->minor;
   return OK;
 }
-static unsigned architecture(void) { // as nvmlDeviceArchitecture_t numbers them
+static unsigned architecture(void) { // with the numbers of nvmlDeviceArchitecture_t
   const struct gpu *gpu = gputrain_gpu();
   if (gpu->major < 8)
     return gpu->minor < 5 ? 5 : 6; // Volta, Turing
@@ -146,7 +145,7 @@ static unsigned architecture(void) { // as nvmlDeviceArchitecture_t numbers them
 }
 ANSWERS(nvmlDeviceGetArchitecture, unsigned, architecture())
 
-// The GPU is in no fabric of NVLink switches (state 0). The low bytes of the version are the size of the structure.
+// The GPU belongs to no fabric of NVLink switches (state 0). The low bytes of the version are the size of the structure.
 int nvmlDeviceGetGpuFabricInfoV(void *handle, unsigned *version) {
   DEVICE_OF(handle);
   size_t bytes = *version & 0xFFFFFF;
@@ -166,7 +165,7 @@ int nvmlDeviceGetPciInfo_v3(void *handle, struct pci *pci) {
   DEVICE_OF(handle);
   memset(pci, 0, sizeof *pci);
   pci->bus = (unsigned)device + 1;
-  pci->model = NVIDIA; // and no model, in the upper half
+  pci->model = NVIDIA; // the upper half, which would be the model, is 0
   snprintf(pci->old_text, sizeof pci->old_text, "0000:%02X:00.0", pci->bus & 0xFF);
   snprintf(pci->text, sizeof pci->text, "00000000:%02X:00.0", pci->bus & 0xFF);
   return OK;
@@ -217,7 +216,7 @@ int nvmlDeviceGetClockInfo(void *handle, int type, unsigned *megahertz) {
 }
 int nvmlDeviceGetTemperature(void *handle, int sensor, unsigned *celsius) {
   DEVICE_OF(handle);
-  if (sensor) // there is one
+  if (sensor) // there is only sensor 0
     return NVML_INVALID_ARGUMENT;
   *celsius = IDLE_CELSIUS;
   return OK;
@@ -232,7 +231,7 @@ int nvmlDeviceGetTemperatureV(void *handle, struct temperature *to) {
 static int codec(void *handle, unsigned *percent, unsigned *microseconds) {
   DEVICE_OF(handle);
   *percent = 0;
-  *microseconds = 200000; // between two samples
+  *microseconds = 200000; // the time between two samples
   return OK;
 }
 int nvmlDeviceGetEncoderUtilization(void *handle, unsigned *percent, unsigned *microseconds) {
@@ -289,7 +288,7 @@ NOT_SUPPORTED_HERE(nvmlDeviceGetProcessUtilization)
 NOT_SUPPORTED_HERE(nvmlDeviceGetCpuAffinity)
 NOT_SUPPORTED_HERE(nvmlDeviceGetNvLinkState)
 
-// --- Processes: only the one that asks is known
+// --- Processes: only the calling process is known
 
 struct process {
   unsigned id;
@@ -338,6 +337,6 @@ NO_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v3)
 int nvmlDeviceGetTopologyCommonAncestor(void *one, void *other, int *level) {
   if (number_of(one) < 0 || number_of(other) < 0)
     return NVML_INVALID_ARGUMENT;
-  *level = 0; // on one board
+  *level = 0; // both GPUs are on one board
   return OK;
 }

@@ -1,4 +1,4 @@
-// Stands in for the compiler of kernels at run time: every program compiles to 16 bytes that nothing runs.
+// Stands in for the compiler of kernels at run time. Every program compiles to the same 16 bytes, which nothing runs.
 #include "emulated.h"
 #include <string.h>
 

@@ -1,4 +1,4 @@
-// Counts products of matrices, and tells which of them a GPU computes slower than others of the same shape.
+// Counts products of matrices, and finds those that a GPU computes slower than others of the same shape.
 #include "emulated.h"
 #include <stdio.h>
 
@@ -6,7 +6,7 @@ enum { SLICE = 16 }; // bytes that tensor cores load at once
 
 static const struct {
   const char *name;
-  int bytes, since; // since which major compute capability tensor cores multiply it; 0: what they do with it has no classes
+  int bytes, since; // the first major compute capability with tensor cores for the type; 0 for a type without classes
 } types[] = {
     [REAL_32] = {"fp32", 4, 8},         [REAL_64] = {"fp64", 8, 0},           [REAL_16] = {"fp16", 2, 7},
     [COMPLEX_32] = {"complex64", 8, 8}, [COMPLEX_64] = {"complex128", 16, 0}, [BFLOAT_16] = {"bf16", 2, 8},
@@ -22,8 +22,8 @@ int gputrain_tensor_cores(int type) {
 }
 int gputrain_is_aligned(uint64_t bytes) { return bytes % SLICE == 0; }
 
-// Types of computation, as cublasComputeType_t numbers them, and modes of cuBLAS. Every other type of computation, and every
-// other mode, lets FP32 be computed on tensor cores. The rest of a mode is about sums, and about FP64.
+// Types of computation, with the numbers of cublasComputeType_t, and modes of cuBLAS. All other types and modes allow tensor
+// cores for FP32. The other bits of a mode concern sums and FP64.
 enum {
   SINGLE_BEFORE_CUDA_11 = 0,
   COMPUTE_32F = 68,
@@ -45,8 +45,8 @@ static int starts_aligned(const struct matrix *of, int64_t batch) {
          (batch <= 1 || gputrain_is_aligned((uint64_t)(of->batch_apart * bytes)));
 }
 
-// A product with a vector takes as long as reading the matrix does, on tensor cores or not. What is computed in FP32 is of
-// this class even if its rows are not aligned, because only tensor cores need that.
+// A product with a vector takes as long as reading the matrix, with tensor cores or without. A product that is computed in
+// FP32 has this class even if its rows are not aligned, because only tensor cores need alignment.
 static const char *class_of(int64_t batch, int64_t m, int64_t n, int64_t k, const struct matrix *a, const struct matrix *b,
                             const struct matrix *c, int rounds) {
   if (m <= 1 || n <= 1 || k <= 1 || !gputrain_tensor_cores(a->type))
@@ -64,7 +64,7 @@ int gputrain_product(void *stream, const char *function, int64_t batch, int64_t 
   const char *slow = class_of(batch, m, n, k, &a, &b, &c, rounds);
   if (*slow) {
     int used = batch <= 1 ? 0 : snprintf(shape, sizeof shape, "%lld x ", (long long)batch);
-    // Matrices of cuBLAS lie column by column, and those of torch row by row: to it this is a product of n rows.
+    // cuBLAS stores matrices by columns, and torch by rows. So for torch this is a product of n rows.
     snprintf(shape + used, sizeof shape - (size_t)used, "%lld x %lld x %lld %s", (long long)n, (long long)m, (long long)k,
              gputrain_type(a.type, rounds));
   }

@@ -1,5 +1,5 @@
-// The device's properties as programs that were compiled for CUDA 12 or 13 expect them. The names are NVIDIA's; a test
-// compares the offsets with NVIDIA's own header where that is installed.
+// The properties of a device for programs that were compiled for CUDA 12 or 13. The names are NVIDIA's. A test compares the
+// offsets with NVIDIA's own header if that is installed.
 #pragma once
 #include <stddef.h>
 

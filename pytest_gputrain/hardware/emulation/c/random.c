@@ -1,10 +1,10 @@
-// The random words that CUDA's kernels draw, for the worker's package emulated_values, and how many blocks of threads the
-// kernels of an operator were launched with, on which it depends what each thread draws.
+// Computes the random words that CUDA's kernels draw, for the worker's package emulated_values. It also records with how
+// many blocks kernels were launched, because that decides which words each thread draws.
 #include "emulated.h"
 
 enum { ROUNDS = 10, KEPT_LAUNCHES = 16 };
 
-// Philox4x32-10: four words follow from a counter and a key. The counter's upper half is the thread's number.
+// Philox4x32-10 makes four words from a counter and a key. The upper half of the counter is the number of the thread.
 static void philox(uint64_t low, uint64_t high, uint64_t seed, uint32_t words[4]) {
   uint32_t counter[4] = {(uint32_t)low, (uint32_t)(low >> 32), (uint32_t)high, (uint32_t)(high >> 32)};
   uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
@@ -19,7 +19,7 @@ static void philox(uint64_t low, uint64_t high, uint64_t seed, uint32_t words[4]
     words[i] = counter[i];
 }
 
-// Gives the first `kept` words that each thread draws in each of its calls: by calls, words and threads.
+// Writes the first `kept` words that each thread draws in each of its calls, ordered by call, word and thread.
 void gputrain_philox(uint64_t seed, uint64_t first_call, uint64_t calls, uint64_t first_thread, uint64_t threads, int kept,
                      int64_t *to) {
   for (uint64_t call = 0; call < calls; call++, to += kept * threads)
@@ -37,7 +37,7 @@ static __thread unsigned launches;
 void gputrain_launched(uint64_t blocks) { launched[launches++ % KEPT_LAUNCHES] = blocks; }
 void gputrain_forget_launches(void) { launches = 0; }
 
-// Tells whether this thread has launched a kernel of that many blocks since it forgot the earlier ones.
+// Tells whether this thread has launched a kernel of that many blocks since earlier launches were forgotten.
 int gputrain_has_launched(uint64_t blocks) {
   for (unsigned i = 0; i < launches && i < KEPT_LAUNCHES; i++)
     if (launched[i] == blocks)

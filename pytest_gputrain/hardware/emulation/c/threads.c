@@ -1,9 +1,8 @@
-// Keeps threads from ending the program with an abort when Python ends.
+// Prevents threads from ending the program with an abort while Python ends.
 //
-// On an emulated GPU a backward pass takes no time, so a program can end while autograd's thread still lets go of Python
-// objects. Python before 3.14 ends such a thread by pthread_exit, whose unwinding meets a C++ function that may not be
-// unwound: "terminate called without an active exception". As Python 3.14 does, the thread waits for the end of the process
-// instead.
+// On an emulated GPU a backward pass takes no time, so a program can end while autograd's thread still frees Python objects.
+// Python before 3.14 ends such a thread by pthread_exit. Its unwinding then meets a C++ function that may not be unwound:
+// "terminate called without an active exception". Here, as in Python 3.14, the thread waits until the process ends.
 #include "emulated.h"
 #include <dlfcn.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
-// What the worker's package emulated_values needs to track values: which blocks of memory are still those that it wrote to,
-// and what the host reads of a device.
+// Tracks values for the worker's package emulated_values: which blocks of memory still hold what it wrote, and what the host
+// reads of a device.
 #include "emulated.h"
 #include <dlfcn.h>
 #include <execinfo.h>
@@ -12,36 +12,36 @@ static int tracked;
 
 void gputrain_track_values(void) {
   __atomic_store_n(&tracked, 1, __ATOMIC_RELAXED);
-  // Choices are computed in large tensors that live shortly. glibc's default threshold rises with each freed block, which
-  // would leave holes among them that nothing fits into.
+  // The worker computes values in large tensors that live for a short time. glibc's default threshold for mmap rises with
+  // each freed block, which would leave holes that no other tensor fits into.
   mallopt(M_MMAP_THRESHOLD, 1 << 20);
 }
 
-// --- What the host reads: the next answer, of those that this thread was given, or zero, since kernels wrote nothing. An
-// operator that reads from the device how many results there are is answered so. Reads without an answer are counted, so
-// that no operator gets a zero that nobody tells of.
+// --- What the host reads. A read gets the next of the answers that this thread was given; without one it gets zero, because
+// kernels write nothing. An operator that reads from the device how many results there are gets its number in this way.
+// Reads without an answer are counted, so that no made-up zero stays unnoticed.
 
 enum { ANSWER_BYTES = 16 };
 static __thread const char (*answers)[ANSWER_BYTES];
 static __thread int given, taken;
 static __thread uint64_t unanswered;
 
-uint64_t gputrain_unanswered_reads; // of all threads, of which nobody was told yet
+uint64_t gputrain_unanswered_reads; // reads of all threads that nobody has asked about yet
 
-// Gives this thread answers, which the caller keeps until they are dropped. Each is a number, or a structure of two.
+// Gives this thread answers, which the caller keeps until it drops them. Each is a number, or a structure of two.
 void gputrain_answer(const void *all, int count) {
   answers = all;
   given = count;
   taken = 0;
 }
-// Returns how many answers were taken.
+// Returns how many answers were used.
 int gputrain_drop_answers(void) {
   int count = taken;
   given = taken = 0;
   return count;
 }
 
-// Returns the number of this thread's reads without an answer since it was last asked.
+// Returns the number of this thread's reads without an answer since the last call.
 uint64_t gputrain_take_unanswered(void) {
   uint64_t count = unanswered;
   unanswered = 0;
@@ -62,7 +62,7 @@ int gputrain_read_value(void *to, size_t bytes) {
   return 1;
 }
 
-// --- What NCCL exchanges: other ranks are told whether what this one sends is known
+// --- NCCL: other ranks are told whether the values that this rank sends are known
 
 enum { HEARD_UNKNOWN = 0, HEARD_KNOWN = 1, STILL_WAITS = 2, HEARD_NOTHING = 3 };
 static __thread int sends_known, heard = HEARD_NOTHING, awaited;
@@ -79,15 +79,15 @@ int gputrain_sends_known(void) { return sends_known; }
 void gputrain_hears(int known) { heard = known && heard != HEARD_UNKNOWN ? HEARD_KNOWN : HEARD_UNKNOWN; }
 void gputrain_awaits(int change) { awaited += change; }
 
-// --- Blocks of torch's allocator: each that is watched has a number, until torch frees it
+// --- Blocks of torch's allocator: each watched block has a number until torch frees it
 
 struct block {
   uintptr_t address;
-  uint64_t number; // 0 when it was freed
+  uint64_t number; // 0 once it is freed
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct block *blocks; // by their addresses' hash
+static struct block *blocks; // found by the hash of their addresses
 static size_t room, used;
 static uint64_t last_number;
 GPUTRAIN_HOLD_WHILE_FORKING(lock)
@@ -140,7 +140,8 @@ static void freed(uintptr_t address) {
   pthread_mutex_unlock(&lock);
 }
 
-// Memory went back to the driver. torch has freed the blocks in it, but of a CUDA graph's pool replays write to freed ones.
+// Memory was returned to the driver. torch has freed the blocks in it. In the pool of a CUDA graph, however, replays write
+// to freed blocks.
 void gputrain_freed_range(uintptr_t start, size_t bytes) {
   pthread_mutex_lock(&lock);
   for (size_t at = 0; at < room; at++)
@@ -149,22 +150,22 @@ void gputrain_freed_range(uintptr_t start, size_t bytes) {
   pthread_mutex_unlock(&lock);
 }
 
-// --- What kernels of other libraries may have written: the addresses of GPUs among their arguments. Where a kernel takes
-// them, and which of them it writes to, is compiled code. Its arguments lie on the stack of the function that launches it,
-// so whatever lies there is looked at, and an address that was no argument makes only less known than is.
+// --- What kernels of other libraries may have written: the device addresses among their arguments. Only compiled code knows
+// how many arguments a kernel has, and which of them it writes to. The arguments lie on the stack of the launching function.
+// So all words there are read. A word that was no argument only makes known values unknown.
 
 enum { MOST_LIBRARIES = 64, MOST_ARGUMENTS = 64, ARGUMENT_WORDS = 16, MOST_NOTED = 1 << 16 };
 static struct library {
   const void *base;
-  uintptr_t low, high; // addresses of its kernels' functions
+  uintptr_t low, high; // the addresses of the functions of its kernels
 } libraries[MOST_LIBRARIES];
 static pthread_mutex_t noting = PTHREAD_MUTEX_INITIALIZER;
-static uintptr_t *noted; // the last ones, in a ring
-uint64_t gputrain_noted; // how many so far
+static uintptr_t *noted; // the last addresses, in a ring
+uint64_t gputrain_noted; // the number of addresses so far
 GPUTRAIN_HOLD_WHILE_FORKING(noting)
 
 // The library whose kernels this thread registers. It is looked up once for each compiled file, which registers itself
-// before its kernels: to look it up for each of the kernels of libtorch_cuda takes two and a half seconds.
+// before its kernels. Looking it up for each kernel of libtorch_cuda takes two and a half seconds.
 static __thread Dl_info registering;
 
 void gputrain_registers_kernels(const void *caller) {
@@ -215,7 +216,7 @@ struct written {
   uintptr_t addresses[];
 };
 
-// Notes addresses, once for each launch of a kernel.
+// Records the addresses again at each launch of a kernel.
 int gputrain_note_written(void *data, int forget) {
   const struct written *written = data;
   pthread_mutex_lock(&noting);
@@ -234,12 +235,12 @@ __attribute__((no_sanitize("address"))) struct written *gputrain_may_write(const
     return NULL;
   uintptr_t low = (uintptr_t)__builtin_frame_address(0), high = end_of_stack();
   if ((uintptr_t)arguments < low)
-    return NULL; // not on the stack
+    return NULL; // the arguments are not on the stack
   struct written *written = NULL;
   for (int i = 0; i < MOST_ARGUMENTS && (uintptr_t)(arguments + i + 1) <= high; i++) {
     uintptr_t argument = (uintptr_t)arguments[i];
     if (argument < low || argument >= high || argument % 4)
-      break; // behind the last one
+      break; // after the last argument
     for (int word = 0; word < ARGUMENT_WORDS && argument + (word + 1) * sizeof(uintptr_t) <= high; word++) {
       uintptr_t address;
       int device;
@@ -254,7 +255,7 @@ __attribute__((no_sanitize("address"))) struct written *gputrain_may_write(const
   return written;
 }
 
-// Returns the address with this number; 0 if it was too long ago.
+// Returns the address with this number; 0 if it was overwritten.
 uintptr_t gputrain_noted_at(uint64_t number) {
   pthread_mutex_lock(&noting);
   uintptr_t address = number < gputrain_noted && gputrain_noted - number <= MOST_NOTED ? noted[number % MOST_NOTED] : 0;
@@ -262,11 +263,12 @@ uintptr_t gputrain_noted_at(uint64_t number) {
   return address;
 }
 
-// --- torch tells its sanitizer what its allocator does, by virtual functions of an object of Python's. This one stands in
-// for it. A function of Python's would be called in destructors, too, where Python's errors pass through.
+// --- torch reports to a sanitizer what its allocator does, through virtual functions of a Python object. This object takes
+// its place. A Python function would also be called in destructors, which let Python's errors through.
 //
-// Its functions have a device type, and a handle or an address. The addresses are those of blocks that were allocated or
-// freed. The function about the whole device has only the type, and is found out by being the first that is called.
+// The functions get a device type, and a handle or an address. The addresses are those of allocated or freed blocks. The
+// function about the whole device gets only the type. It is the first one that is called, so the first call shows which
+// function it is.
 
 enum { FUNCTIONS = 64 };
 static int whole_device = -1;
@@ -308,7 +310,7 @@ static const void *const tracer = &table;
 
 const void *gputrain_tracer(void) { return &tracer; }
 
-// --- Who asks for a number: the program, or a check in torch's own C++
+// --- Who asks for a number: the program, or a check in torch's own C++ code
 
 static int begins(const char *symbol, const char *with) { return symbol && !strncmp(symbol, with, strlen(with)); }
 
@@ -323,11 +325,11 @@ static int asks(const char *symbol) {
   return 0;
 }
 
-// What is known of an address of code. dladdr looks through all symbols of a library, and torch's libraries have many: to
-// ask it for each frame of a stack takes milliseconds, and most reads come by the same frames.
+// What is known of an address of code. dladdr searches all symbols of a library, and torch's libraries have many. Calling it
+// for each frame of a stack takes milliseconds, and most reads come from the same frames.
 struct symbol {
   const void *address;
-  const char *operator; // the name of the operator of torch; NULL if it is none
+  const char *operator; // the name of torch's operator; NULL for other code
   int asks, of_torch;
 };
 static pthread_mutex_t naming = PTHREAD_MUTEX_INITIALIZER;
@@ -355,8 +357,8 @@ static struct symbol symbol_of(const void *address) {
   return found;
 }
 
-// Returns the symbol of torch's operator whose own code asks for the number that this thread reads now, or that of allclose
-// where a derivative compares by it. Returns NULL where the program asks.
+// Returns the symbol of the torch operator whose own code asks for the number that this thread reads now; of allclose, if a
+// derivative compares by it. Returns NULL if the program asks.
 const char *gputrain_asking_operator(void) {
   enum { FRAMES = 128 };
   void *frames[FRAMES];
