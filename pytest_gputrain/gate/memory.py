@@ -235,7 +235,9 @@ def _describe_peaks(
 ) -> Iterator[str]:
     peak = next((metric for metric in metrics if metric.metric == "peak_allocated_bytes"), None)
     phases = [metric for metric in metrics if metric.metric in PHASES]
-    main = _main_phase(phases, measured, lambda phase: _highest(fitted, phase))
+    main = most_changed(
+        phases, measured.phase_peak_bytes, lambda phase: bool(_describe_tensors(phase, measured, _highest(fitted, phase)))
+    )
     if main is None:
         if peak is not None:
             yield describe_metric(peak)
@@ -255,17 +257,24 @@ def _highest(fitted: Sequence[PeaksByPhase], phase: TrainingPhase) -> PeaksByPha
     return max(fitted, key=lambda run: run.phase_peak_bytes.get(phase, -1))
 
 
-def _main_phase(
-    metrics: Sequence[MetricVerdict], now: PeaksByPhase, before: Callable[[TrainingPhase], PeaksByPhase]
+def most_changed(
+    metrics: Sequence[MetricVerdict],
+    peaks: Mapping[TrainingPhase, int],
+    has_cause: Callable[[TrainingPhase], bool] = lambda phase: False,
 ) -> MetricVerdict | None:
-    """Choose the changed phase to describe in full: one whose change has a cause with a name; that of the peak, else the one
-    that changed most."""
-    peak = peak_phase_of(now.phase_peak_bytes)
+    """Return the phase that tables and sentences name: one whose change has a known cause, and of several the phase of the
+    step's peak, or else the phase whose bytes have changed most.
+
+    Args:
+        metrics: the phases to choose from.
+        peaks: the peak of each phase today.
+    """
+    peak = peak_phase_of(peaks)
 
     def weight(metric: MetricVerdict) -> tuple[bool, bool, float]:
         phase = PHASES[metric.metric]
         value, baseline = _value_and_baseline(metric)
-        return bool(_describe_tensors(phase, now, before(phase))), phase == peak, abs(value - baseline)
+        return has_cause(phase), phase == peak, abs(value - baseline)
 
     return max(metrics, key=weight, default=None)
 

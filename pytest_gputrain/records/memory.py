@@ -21,7 +21,7 @@ BESIDE_STEPS: Final[frozenset[TrainingPhase]] = frozenset({"evaluate", "checkpoi
 
 
 def peak_phase_of(peaks: Mapping[TrainingPhase, int]) -> TrainingPhase | None:
-    """Return the phase of a step that has the highest peak; None if the peaks of phases are unknown."""
+    """Return the first phase of a step with the highest peak; None if the peaks of phases are unknown."""
     of_steps = {phase: peak for phase, peak in peaks.items() if phase != "build" and phase not in BESIDE_STEPS}
     return max(of_steps, key=of_steps.__getitem__, default=None)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from pytest_gputrain.cases.architectures.facts import architectures
-from pytest_gputrain.gate.memory import PHASES, is_memory_metric
+from pytest_gputrain.gate.memory import PHASES, is_memory_metric, most_changed
 from pytest_gputrain.hardware.catalog import CPU, title_of
 from pytest_gputrain.records import (
     BatchSearch,
@@ -172,7 +172,9 @@ def change(name: MetricName, result: Result) -> str:
         # If only a phase has grown, the row shows that phase.
         worse = [other for other in result.verdict.metrics if is_memory_metric(other) and other.status == "regressed"]
         if worse:
-            metric = max(worse, key=lambda other: other.change or 0.0)
+            peaks = result.figures.phase_peak_bytes if result.figures else {}
+            phase = most_changed([other for other in worse if other.metric in PHASES], peaks)
+            metric = phase or max(worse, key=lambda other: other.change or 0.0)
             where = f" {PHASES[metric.metric]}" if metric.metric in PHASES else ""
             where = " of a step" if metric.metric == "step_peak_bytes" else where
     if metric is None or metric.change is None:

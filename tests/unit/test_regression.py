@@ -17,6 +17,7 @@ from unit_examples import (
     measurement,
     oom_run,
     out_of_memory,
+    result,
     timed_out,
     told,
 )
@@ -27,6 +28,7 @@ from pytest_gputrain.gate.memory import tensor
 from pytest_gputrain.gate.regression import first_ratio
 from pytest_gputrain.records import Counts, Holder, StepCounts, TrainedTensors
 from pytest_gputrain.records.tolerance import CountTerms, MemoryTolerance, Tolerance
+from pytest_gputrain.report.terminal import change
 from pytest_gputrain.utils.units import GiB, MiB
 
 TOLERANCE = Tolerance(time=0.03, memory=MemoryTolerance(ratio=0.02))
@@ -374,6 +376,13 @@ def test_growth_is_told_with_its_phase_and_what_grew(snapshot):
         "a baseline without tensors": _judged_phases(_counted(forward=2 * GiB), largest={}),
     }
     assert told(verdicts) == snapshot
+
+
+def test_table_names_the_phase_that_the_sentence_describes():
+    reply = _counted(build=2 * GiB, forward=3 * GiB)
+    verdict = _judged_phases(reply)
+    assert "more in forward" in verdict.sentence
+    assert change("peak_allocated_bytes", result(replies=(reply,), verdict=verdict)) == "+15.0 % forward"
 
 
 @pytest.mark.parametrize("phase", PHASES)
