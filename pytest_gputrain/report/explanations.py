@@ -10,7 +10,7 @@ from pytest_gputrain.gate.contention import describe_throttling
 from pytest_gputrain.gate.count_lines import describe_most, most_of_a_step
 from pytest_gputrain.gate.messages import count
 from pytest_gputrain.hardware.catalog import CPU
-from pytest_gputrain.records import Measurement, MetricName, MetricVerdict, Result
+from pytest_gputrain.records import Measured, Measurement, MetricName, MetricVerdict, Result
 from pytest_gputrain.records.counts import COUNT_FIGURES
 from pytest_gputrain.report import emulations
 from pytest_gputrain.utils.units import format_bytes, format_percent, format_seconds
@@ -124,9 +124,17 @@ def explain(results: Sequence[Result], *, against_base: bool = False) -> list[st
 
 
 def advice(results: Sequence[Result]) -> str:
-    """Return the line of `explain` that says what to do after a first run without any baseline; otherwise empty."""
-    sentences = [result.verdict.sentence for result in results if result.verdict and result.verdict.status == "new"]
-    held = any(result.verdict and (result.verdict.status != "new" or result.verdict.held_to) for result in results)
+    """Return a line on what to do after a run: how to record first figures, or how to accept figures that are worse; empty
+    for other runs."""
+    verdicts = [result.verdict for result in results if result.verdict]
+    sentences = [verdict.sentence for verdict in verdicts if verdict.status == "new"]
+    held = any(verdict.status != "new" or verdict.held_to for verdict in verdicts)
+    worse = sum(
+        isinstance(one, Measured) and one.verdict is not None and one.verdict.status == "regressed" for one in results
+    )
+    if worse:
+        them = "it" if worse == 1 else "them"
+        return f"{count(worse, 'case')} regressed; if that is expected, record {them} with --gpu-baseline-update"
     return "" if held or not sentences else _doubt(_DOUBTS["new"], sentences)
 
 

@@ -133,6 +133,13 @@ def test_the_advice_of_a_first_run_is_a_line_of_the_explanation():
     assert advice([result(verdict=None)]) == ""
 
 
+def test_advice_says_how_to_accept_figures_that_are_worse():
+    worse = result(verdict=_verdict("regressed"))
+    accept = "regressed; if that is expected, record"
+    assert advice([result(), worse]) == f"1 case {accept} it with --gpu-baseline-update"
+    assert advice([worse, worse]) == f"2 cases {accept} them with --gpu-baseline-update"
+
+
 def test_where_all_was_compared_there_is_no_line_and_time_is_not_compared_with_an_emulated_run():
     metrics = (MetricVerdict(metric="step_seconds", status="pass", value=1.0, baseline=1.0),)
     assert uncompared.line([result(verdict=Verdict(status="pass", sentence="", metrics=metrics)), result()]) == ""
