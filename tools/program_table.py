@@ -220,39 +220,39 @@ def faults(kind: str, programs: list[str], done: dict[str, dict[str, str]]) -> I
                 yield f"{program} without a change: {status}"
 
 
-def table(kind: str, done: dict[str, dict[str, str]]) -> str:
-    """Return the table of a kind, and how many of its cells are caught."""
-    lines = [f"| program | {' | '.join(heading for heading, _ in CHANGES.values())} | without a change |"]
-    lines.append("|---" * (len(CHANGES) + 2) + "|")
-    cells: list[str] = []
-    for program in sorted((*PACKAGES, *OTHERS)):
-        ran = done.get(program, {})
-        row = [
-            "cannot"
-            if cannot(kind, program, change)
-            else "not run"
-            if change not in ran
-            else "caught"
-            if ran[change]
-            else "**passes**"
-            for change in CHANGES
-        ]
-        cells += row
-        repeats = [status for change, status in ran.items() if change.startswith("clean")]
-        passed = f"{repeats.count('pass')} of {len(repeats)} pass" if repeats else "not run"
-        lines.append(f"| [`{program}`](../tests/programs/{program}.py) | {' | '.join(row)} | {passed} |")
-    caught, seen = cells.count("caught"), cells.count("caught") + cells.count("**passes**")
-    lines += ["", f"{caught} of {seen} cells are caught that were run and can be seen."]
-    return "\n".join(lines)
+def cell(kind: str, change: str, done: dict[str, dict[str, str]]) -> str:
+    """Return how many programs fail with a change, of those in which a run of this kind can see it, and name the others."""
+    seen = [program for program in sorted((*PACKAGES, *OTHERS)) if not cannot(kind, program, change)]
+    passing = [program for program in seen if done.get(program, {}).get(change) == ""]
+    missing = [program for program in seen if change not in done.get(program, {})]
+    counted = f"{len(seen) - len(passing) - len(missing)} of {len(seen)}" if seen else "cannot"
+    others = {"**pass**": passing, "not run": missing}
+    return "; ".join([counted, *(f"{what}: {', '.join(names)}" for what, names in others.items() if names)])
+
+
+def unchanged(done: dict[str, dict[str, str]]) -> str:
+    """Return how many runs pass without a change."""
+    repeats = [status for ran in done.values() for change, status in ran.items() if change.startswith("clean")]
+    return f"{repeats.count('pass')} of {len(repeats)} pass"
+
+
+def table(results: dict[str, dict[str, dict[str, str]]]) -> str:
+    """Return the table of all changes, with a column for each kind of run."""
+    kinds = {kind: results.get(kind, {}) for kind in KINDS}
+    rows = [
+        ["change", "fail on a CPU", "fail on an emulated H100"],
+        ["---"] * (1 + len(kinds)),
+        *([heading, *(cell(kind, name, done) for kind, done in kinds.items())] for name, (heading, _) in CHANGES.items()),
+        ["none", *map(unchanged, kinds.values())],
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def page(text: str) -> str:
-    """Return the text of the page with the tables of the results."""
-    for kind, done in read(RESULTS).items():
-        begin, end = f"<!-- begin {kind} -->", f"<!-- end {kind} -->"
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n\n{table(kind, done)}\n\n{end}{rest.partition(end)[2]}"
-    return text
+    """Return the text of the page with the table of the results."""
+    begin, end = "<!-- begin results -->", "<!-- end results -->"
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n\n{table(read(RESULTS))}\n\n{end}{rest.partition(end)[2]}"
 
 
 def main() -> None:

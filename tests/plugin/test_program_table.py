@@ -1,4 +1,4 @@
-"""Tests what the page of changed programs says: its tables are those of the results, and some programs run again."""
+"""Tests what the page of changed programs says: its table is that of the results, and some programs run again."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import program_table
 import pytest
 
 
-def test_the_page_has_the_tables_of_the_results():
+def test_the_page_has_the_table_of_the_results():
     text = program_table.PAGE.read_text()
     assert program_table.page(text) == text, "python tools/program_table.py write"
 
@@ -26,6 +26,14 @@ def test_passing_changes_and_failing_repeats_are_told(ran, told):
     assert list(program_table.faults("cpu", ["ppo"], {"ppo": whole})) == []
     without = {name: found for name, found in whole.items() if name not in ran and (ran or name != "wait")}
     assert list(program_table.faults("cpu", ["ppo"], {"ppo": without | ran})) == [told]
+
+
+def test_table_names_programs_that_pass_or_were_not_run():
+    caught = {program: {"wait": "a sentence"} for program in (*program_table.PACKAGES, *program_table.OTHERS)}
+    assert program_table.cell("cpu", "wait", caught) == "17 of 17"
+    assert program_table.cell("cpu", "wait", caught | {"ppo": {"wait": ""}}) == "16 of 17; **pass**: ppo"
+    assert program_table.cell("cpu", "wait", caught | {"ppo": {}}) == "16 of 17; not run: ppo"
+    assert program_table.cell("cpu", "foreach", caught) == "cannot"
 
 
 @pytest.mark.slow
