@@ -161,7 +161,8 @@ class Operators:
     def _replace_new(self) -> None:
         """Replace the operators that were not there before."""
         registered = {*_FOR_ALL_DEVICES, *torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")}
-        # A library may have a kernel for an operator that nobody has defined yet, so nobody can call it either.
+        # A library may register a kernel before anybody has defined its operator. Nobody can call such an operator, so it is
+        # left out.
         names = {name for name in registered - self._seen if torch._C._jit_get_schemas_for_operator(name.partition(".")[0])}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns for each operator that is replaced

@@ -32,11 +32,12 @@ class Padding:
             padded: bool = decide(match, mat1, mat2, op, input)
             kind = f"{op} {mat1.shape} {mat1.stride()} {mat2.shape} {mat2.stride()} {mat1.dtype} {mat1.device.type}"
             if self._measured:
-                self._kinds.add(kind)  # torch decides once for products that are alike
+                self._kinds.add(kind)  # Inductor decides once for equal products.
             nodes = (match.kwargs["mat1"], match.kwargs["mat2"])
             seen = self._seen.setdefault(nodes[0].graph, set())
             if not padded and kind in self._kinds and str(nodes) not in seen:
-                seen.add(str(nodes))  # a pattern of a forward and a backward pass asks for it as well as one of the product
+                # Inductor asks for a product several times, because several of its patterns contain it.
+                seen.add(str(nodes))
                 self._note(module, mat1, mat2, op, input)
             return padded
 
