@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import threading
@@ -87,7 +88,7 @@ class AutogradLines:
     def _of_node(self, node: Any) -> str:
         number = node._sequence_nr()  # a node that accumulates a gradient has a number above all others
         low, high = self._ambiguous
-        if number >= self._next or low <= number < high or _VIEWS.fullmatch(node.name()):
+        if number >= self._next or low <= number < high or _is_view(node.name()):
             return ""
         place = bisect_right(self._starts, number) - 1
         return self._lines[place] if place >= 0 else ""
@@ -108,11 +109,16 @@ def is_in_backward(frame: FrameType | None) -> bool:
     return False
 
 
+@functools.cache
+def _is_view(name: str) -> bool:
+    """Tell whether a node is of a view, which was made between two operators of CUDA, at a line that nobody looked at."""
+    return _VIEWS.fullmatch(name) is not None
+
+
 _VIEWS: Final = re.compile(
     r"(Slice|Select|Expand|Split\w*|Unbind|View\w*|Transpose|T|Permute|Squeeze|Unsqueeze|AsStrided|Unfold|Diagonal|Alias|"
     r"ReshapeAlias|UnsafeView|UnsafeSplit\w*)Backward\d*"
 )
-"""The nodes of views, which were made between two operators of CUDA, at lines that nobody has looked at."""
 
 
 def _computes_activations_again() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 import mmap
 import os
 from collections.abc import Iterable
@@ -37,6 +38,9 @@ _NUMBER_BYTES: Final = 8
 _MADV_DONTNEED: Final = 4
 
 _CPU: Final = torch.device("cpu")
+
+_FIRST_ADDRESS, _ADDRESSES = 64, 1 << 47
+"""An address that is aligned for all types, and how many addresses a process of x86-64 can use."""
 
 
 class Dealt(NamedTuple):
@@ -240,7 +244,7 @@ def _is_filled(known: Known) -> bool:
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
+    if one is None or other is None or one is other:
         return one is other
     return one.dtype == other.dtype and one.item() == other.item()
 
@@ -277,12 +281,32 @@ def is_small(tensor: Tensor, *, dealt: Dealt | None = None) -> bool:
 
 def on_host(tensor: Tensor) -> Tensor:
     """Make a tensor of the CPU that shares this one's memory: an emulated GPU's memory is the host's address space."""
-    bytes_ = extent(tensor)
-    empty = torch.empty(0, dtype=tensor.dtype)
-    if not bytes_:
-        return empty.reshape(tensor.size())
-    host = empty.set_(_storage(tensor.data_ptr(), bytes_), 0, tensor.size(), tensor.stride())
-    return _turned(tensor, host)
+    if not tensor.numel():
+        return torch.empty(tensor.size(), dtype=tensor.dtype, device=_CPU)
+    place = (tensor.data_ptr() - _FIRST_ADDRESS) // tensor.itemsize
+    return _turned(tensor, _all_memory(tensor.dtype).as_strided(tensor.size(), tensor.stride(), place))
+
+
+@functools.cache
+def _all_memory(dtype: torch.dtype) -> Tensor:
+    """Make an empty tensor of the CPU whose storage is all memory. A view of it is made faster than a storage."""
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device=_CPU).set_(_storage(_FIRST_ADDRESS, _ADDRESSES), 0, (0,), (1,))
+
+
+@functools.lru_cache(1 << 10)
+def number_as(number: complex, text: str, dtype: torch.dtype | None) -> Tensor:
+    """Make a scalar tensor of the CPU, which nothing may write to, because the next call returns the same one.
+
+    Args:
+        text: what ``repr`` makes of the number, which tells -0.0 from 0.0, and True from 1.
+        dtype: None for the type that torch gives the number.
+
+    Raises:
+        RuntimeError: the type does not hold the number, or the CPU does not have the type.
+    """
+    with torch.inference_mode(False):
+        return torch.tensor(number, dtype=dtype, device=_CPU)
 
 
 def host_bytes(start: int, bytes_: int) -> Tensor:

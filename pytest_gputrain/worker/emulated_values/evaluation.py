@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import rules
-from .contents import Contents, Dealt, Known, is_small, on_host
+from .contents import Contents, Dealt, Known, is_small, number_as, on_host
 
 _OTHERWISE: Final[dict[str, Callable[..., Any]]] = {
     "aten::histc": lambda values, *others: torch.histc(values.double(), *others)
@@ -193,6 +193,17 @@ class Values:
         except Exception:
             return None
         return result.reshape(()) if isinstance(result, Tensor) and result.numel() == 1 else None
+
+    def fill_by_number(self, tensor: Tensor, number: Any = 0) -> bool:
+        """Fill a tensor with a number of Python; tell whether it is one that the CPU has in this type."""
+        if isinstance(number, Tensor):
+            return False
+        try:
+            value = number_as(number, repr(number), tensor.dtype)
+        except (RuntimeError, TypeError):
+            return False
+        self.fill(tensor, value)
+        return True
 
     def fill(self, tensor: Tensor, value: Tensor) -> None:
         """Note that all elements of this tensor are this number, which is on the host."""

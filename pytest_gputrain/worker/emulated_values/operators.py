@@ -24,7 +24,7 @@ from torch import Tensor
 from . import busy_streams, device_asserts, random_numbers, rules, sizes, sparse
 from .branches import truth_that_raises_nothing
 from .collectives import FROM_ANOTHER, Exchanges
-from .contents import CHOICES, COUNTS, MATCHES, Contents, Dealt, Known, is_small, joined, on_host
+from .contents import CHOICES, COUNTS, MATCHES, Contents, Dealt, Known, is_small, joined, number_as, on_host
 from .evaluation import Values, flat
 from .graphs import Graphs
 from .hooks import follow_libraries, follow_triton
@@ -334,7 +334,7 @@ class Operators:
         names = [operator._schema.arguments[index].name for index in written]
         is_out = any(operator._schema.arguments[index].kwarg_only for index in written)
         fresh, places = is_out or base in _OVERWRITING, base in _PLACING
-        elementwise = torch.Tag.pointwise in operator.tags or base in ("fill_", "zero_")
+        elementwise, fills = torch.Tag.pointwise in operator.tags or base == "fill_", base in ("fill_", "zero_")
         decides = rules.DECIDING.get(base.rstrip("_"))
         numbers = _places_of_tensors(operator)
         captures, defer = self.graphs.captures, self.graphs.defer
@@ -356,6 +356,8 @@ class Operators:
             ]
 
         def after(arguments: Any, keywords: Any, output: Any, replays: bool = False) -> Any:
+            if fills and self.values.fill_by_number(*arguments):
+                return output
             targets = targets_of(arguments, keywords)
             tensors = list(flat(targets))
             known = None
@@ -751,7 +753,7 @@ def _with_tensors(arguments: Any, places: list[int]) -> Any:
             number = arguments[place]
             other = next((one for one in arguments if isinstance(one, Tensor)), None)
             dtype = torch.result_type(other, number) if other is not None else None
-            arguments = [*arguments[:place], torch.tensor(number, dtype=dtype), *arguments[place + 1 :]]
+            arguments = [*arguments[:place], number_as(number, repr(number), dtype), *arguments[place + 1 :]]
     return arguments
 
 

@@ -44,6 +44,7 @@ def is_ours(file: str) -> bool:
     return os.path.abspath(file).startswith(_PACKAGE)
 
 
+@functools.cache
 def is_library(file: str) -> bool:
     if _of_no_file(file):
         return False

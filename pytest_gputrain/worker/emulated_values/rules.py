@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .contents import CHOICES, COUNTS, MATCHES, MOST_DEALT_BYTES, Dealt, Known, joined
+from .contents import CHOICES, COUNTS, MATCHES, MOST_BYTES, MOST_DEALT_BYTES, Dealt, Known, joined
 
 
 def compared(name: str, arguments: Sequence[Any]) -> bool | None:
@@ -40,8 +40,8 @@ DECIDING: Final[Mapping[str, bool]] = {
 def _ranks(values: Tensor, dim: int, chosen: int) -> Tensor:
     """Deal each row's choices in turn: row after row goes on where the one before it ended."""
     options = values.size(dim) if values.dim() else 1
-    rows = values.numel() // max(options, 1)
-    indices = torch.arange(rows * chosen).remainder_(max(options, 1))
+    chosen_in_all = values.numel() // max(options, 1) * chosen
+    indices = torch.arange(min(options, chosen_in_all)).repeat(-(-chosen_in_all // max(options, 1)))[:chosen_in_all]
     sizes = list(values.size())
     if not sizes:
         return indices.reshape(())
@@ -120,12 +120,18 @@ DEALT: Final[Mapping[str, Callable[..., Tensor]]] = {
 """Operators that choose among scores, and the choices that are dealt where the scores are not known: experts by a router."""
 
 
+_LEAST: Final = frozenset(("argmin", "min.dim"))
+"""Operators that choose the least. A router chooses the greatest score. To pack a weight in 4 bits, the nearest level is
+chosen for each of its numbers, and no size depends on that."""
+
+
 def deal(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> Tensor | None:
     """Deal the choices of an operator: the tensor of indices, on the host, or None if there are too many."""
     scores = arguments[0]
     if not scores.dtype.is_floating_point:
         return None
     indices = output[-1] if isinstance(output, tuple) else output
-    if indices.numel() * indices.itemsize > MOST_DEALT_BYTES or indices.numel() == 0:
+    most = MOST_BYTES if name in _LEAST else MOST_DEALT_BYTES
+    if indices.numel() * indices.itemsize > most or indices.numel() == 0:
         return None
     return DEALT[name](*arguments, **keywords).reshape(indices.size())
