@@ -329,16 +329,23 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
                 f"  CUDA graphs: {graphs.captured:,} captured, launched {graphs.launched:,} times; at most "
                 f"{graphs.most:,} at a time with {graphs.most_kernels:,} kernels; up to {pools} in private pools"
             )
-        if process.dealt:
-            yield f"  balanced routing is assumed: unknown scores were distributed evenly, by {_lines(process.dealt)}"
-        if process.not_exchanged:
-            yield f"  {not_exchanged_sentence(process.not_exchanged)}"
-        if process.assumed:
-            yield f"  {ASSUMPTION}, by {_lines(process.assumed)}"
-        if process.unpadded:
-            yield f"  {unpadded_sentence(process.unpadded)}"
-        if process.unknown_reads:
-            yield f"  made-up values were read where a GPU would have computed them, by {_lines(process.unknown_reads)}"
+        yield from _lines_of_values(process)
+
+
+def _lines_of_values(process: EmulatedProcess) -> Iterator[str]:
+    """Tell what the figures rest on where values are unknown, and what took long to follow."""
+    if process.dealt:
+        yield f"  balanced routing is assumed: unknown scores were distributed evenly, by {_lines(process.dealt)}"
+    if process.not_exchanged:
+        yield f"  {not_exchanged_sentence(process.not_exchanged)}"
+    if process.assumed:
+        yield f"  {ASSUMPTION}, by {_lines(process.assumed)}"
+    if process.unpadded:
+        yield f"  {unpadded_sentence(process.unpadded)}"
+    if process.unknown_reads:
+        yield f"  made-up values were read where a GPU would have computed them, by {_lines(process.unknown_reads)}"
+    if process.slow_following:
+        yield f"  {process.slow_following}"
 
 
 def _lines(happened: Sequence[AtLine]) -> str:

@@ -217,6 +217,8 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """What Inductor might pad on a GPU. Those first that would take most."""
     graphs: CudaGraphs | None = None
     """What it captured; None if it captured nothing."""
+    slow_following: str = ""
+    """A sentence on the operators and lines whose values took long to follow. Empty if all else took longer."""
     packages: dict[str, str] = {}
     """The training libraries that the process imported, with their versions."""
     asked: Counts | None = None

@@ -180,6 +180,7 @@ class Recorder:
         torch, folder = self._torch, os.environ.get("GPUTRAIN_EMULATED_STATE")
         if not folder or os.getpid() != self._process or not torch.cuda.is_initialized():
             return
+        slow = self._values.slow()
         counts = self._counter.report() if self._counter is not None else {}
         snapshot = _snapshot(torch)
         torch.cuda.memory._record_memory_history(enabled=None)
@@ -197,6 +198,7 @@ class Recorder:
             "packages": packages(),
             **counts,
             "graphs": self._values.graphs() or None,
+            "slow_following": slow,
             **self._values.report(),
         }
         path = Path(folder, f"{os.getpid()}.json")

@@ -244,6 +244,41 @@ def test_sizes_and_branches_that_follow_from_choices_rest_on_balanced_routing(em
     assert "balanced routing is assumed" in told
 
 
+def test_a_program_that_waits_for_values_to_be_followed_says_where(emulate):
+    """What takes longer than all else is named, and neither what takes less nor a kernel that takes long itself."""
+    done, report = emulate(
+        """
+        import sys, time
+        import torch
+
+        def choose():
+            for _ in range(8):
+                torch.rand(1 << 21, 2, device="cuda").argmax(-1)
+
+        def wait():
+            choose()
+            time.sleep(2 * (time.perf_counter() - began))
+
+        def convert():
+            torch.ones(1 << 24).to("cuda", torch.bfloat16)
+
+        torch.cuda.init()
+        sys.modules["_gputrain_emulated_values.following_time"]._LEAST_SECONDS = 0
+        following = torch._gputrain_operators.time
+        for action in (wait, convert, choose):
+            following.__init__()
+            began = time.perf_counter()
+            action()
+            print(bool(following.sentence()))
+        """,
+        fresh=True,
+    )
+    assert done.stdout.split() == ["False", "False", "True"], done.stderr
+    sentence = report["processes"][0]["slow_following"]
+    assert "s in argmax at train.py:7 in choose" in sentence
+    assert sentence in done.stderr
+
+
 TRACE = """
     def step(number):
         hidden = torch.nn.functional.embedding(torch.arange(64, device="cuda") + number, table)

@@ -16,6 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any, Final, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from .branches import truth_that_raises_nothing
 from .collectives import FROM_ANOTHER, Exchanges
 from .contents import CHOICES, COUNTS, MATCHES, Contents, Dealt, Known, is_small, joined, number_as, on_host
 from .evaluation import Values, flat
+from .following_time import FollowingTime
 from .graphs import Graphs
 from .hooks import follow_libraries, follow_triton
 from .lbfgs import Lbfgs
@@ -122,6 +124,7 @@ class Operators:
         assumed: which sizes and checks rest on values that nobody knows.
         graphs: the CUDA graphs.
         padding: which matrix products Inductor would measure with padding.
+        time: how long operators of torch were followed.
     """
 
     def __init__(self, observer: Observer | None = None) -> None:
@@ -133,6 +136,7 @@ class Operators:
         self.deciding: set[tuple[str, str]] = set()
         self.assumed = CountsByLine()
         self.padding = Padding()
+        self.time = FollowingTime()
         self._lbfgs = Lbfgs(self.contents, self.assumed.note)
         self._stand_ins: Any = ctypes.CDLL(None)
         self._stand_ins.gputrain_take_unanswered.restype = ctypes.c_uint64
@@ -244,19 +248,25 @@ class Operators:
 
     def _observing(self, observer: Observer, run: _Kernel, name: str) -> _Kernel:
         """Return the kernel, told to the observer unless another operator of this thread runs it."""
-        thread = self._observed
+        thread, seconds = self._observed, self.time
+        # Kernels of other libraries are not timed, and a collective waits for other processes.
+        library, _, base = name.partition(".")
+        timed = library == "aten"
 
         def observe(keys: Any, *arguments: Any, **keywords: Any) -> Any:
             if getattr(thread, "inside", False):
                 return run(keys, *arguments, **keywords)
             thread.inside = True
-            output = None
+            thread.kernel = 0.0
+            started, output = perf_counter(), None
             try:
                 observer.begin(name)
                 output = run(keys, *arguments, **keywords)
             finally:
                 thread.inside = False
                 observer.end(output)
+                if timed:
+                    seconds.add(base, perf_counter() - started - thread.kernel)
             return output
 
         return observe
@@ -404,7 +414,9 @@ class Operators:
                 contents.forget(keywords["out"])
             # Earlier launches are forgotten, so that the draw below checks only the size of the next one.
             self._stand_ins.gputrain_forget_launches()
+            started = perf_counter()
             output = original(keys, *arguments, **keywords)
+            self._observed.kernel = perf_counter() - started
             targets = list(flat([output]))
             drawn: list[Tensor | None] = [None] * len(targets)
             if state is not None and random_numbers.are_drawn(targets):
@@ -437,7 +449,9 @@ class Operators:
         contents, captures, defer = self.contents, self.graphs.captures, self.graphs.defer
 
         def run(keys: Any, to: Tensor, source: Tensor, *others: Any) -> Tensor:
+            started = perf_counter()
             original(keys, to, source, *others)
+            self._observed.kernel = perf_counter() - started
             if not (captures.value and defer(after, (to, source), {}, None, [to], reads_host=True)):
                 after((to, source), {}, None)
             return to
@@ -608,9 +622,11 @@ class Operators:
         """Run an operator; report a value that it reads from the device and that no replacement has answered."""
         if self._unanswered.value:
             self.tell_unanswered("a library")
+        started = perf_counter()
         try:
             return original(keys, *arguments, **keywords)
         finally:
+            self._observed.kernel = perf_counter() - started
             if self._unanswered.value:
                 self.tell_unanswered(name)
 

@@ -49,6 +49,12 @@ def report() -> dict[str, list[dict[str, str | int]]]:
     }
 
 
+def slow() -> str:
+    """Say where following took the time of this process, if it took longer than all else; nothing if it did not."""
+    operators: Operators | None = getattr(torch, _HELD, None)
+    return "" if operators is None else operators.time.sentence()
+
+
 def graphs() -> dict[str, int]:
     """Tell of the CUDA graphs of this process; nothing if it has captured none."""
     operators: Operators | None = getattr(torch, _HELD, None)
