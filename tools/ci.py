@@ -88,6 +88,7 @@ PARTS: Final = (
     Part("operators", 100, {"cc": "gcc"}, by_name=True),
     Part("foreign-weekly", 40, {"cc": "gcc"}, by_name=True),
     Part("finetuning-weekly", 30, {"cc": "gcc"}, by_name=True),
+    Part("public-weekly", 100, {"cc": "gcc"}, by_name=True),
     Part("weekly", 150, {"cc": "gcc"}, by_name=True),
     Part("oldest-weekly", 20, by_name=True),
     *(Part(f"tests-py{version.replace('.', '')}", 40, by_name=True, python=version) for version in ("3.12", "3.13", "3.14")),
