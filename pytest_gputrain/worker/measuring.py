@@ -183,7 +183,7 @@ class Measuring:
         run, own, beside = self._run, self._run.own, self._beside
         run.progress.enter("count")
         counter.threads.clear()
-        # torch would never compile a module that has run here without this.
+        # Without `uncompiled` torch would never compile a module that has run here.
         with run.noting_shapes(), uncompiled(run.case):
             if own is None:
                 for update in counted_steps(run.case):

@@ -41,7 +41,8 @@ FIRST: Final = 0
 
 
 class TableServer:
-    """One server's shards. Synchronous: an update is the mean of one push from each worker, and each then gets a message.
+    """The shards of the tables on one server. A synchronous update is the mean of one push from each worker, and every
+    worker then gets a message.
 
     Attributes:
         updates: updates applied.

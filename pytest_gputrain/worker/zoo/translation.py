@@ -10,7 +10,7 @@ from pytest_gputrain.worker.zoo.workload import Batch, Workload
 
 
 class TranslationModel(Workload):
-    """Post-norm, sinusoidal positions, one table for source, target and output, and dropout, as in the paper.
+    """The Transformer of the paper: post-norm, sinusoidal positions, dropout, and one table for source, target and output.
 
     The two position tables are parameters that do not train: they are in the count of parameters, not of the trainable.
     """

@@ -63,7 +63,7 @@ class Vgg(nn.Module):
 
 
 class VisionModel(Workload):
-    """Normalisation by the batch, dropout on; channels first."""
+    """A model that classifies images, channels first, with batch normalisation and dropout."""
 
     own = (Vgg,)
 

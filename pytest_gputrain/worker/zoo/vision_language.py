@@ -32,7 +32,8 @@ LEAD: Final = 1
 
 
 class VisionLanguageModel(Workload):
-    """Random weights and sdpa attention. Every sample is one image and the text that follows it.
+    """A vision-language model with random weights and sdpa attention. Every sample is one image and the text that follows
+    it.
 
     All methods of the published models freeze the vision tower, where the forward pass begins, so autograd never records
     it. It stays so because only the language model's blocks are wrapped for recomputation: transformers' own switch, and
