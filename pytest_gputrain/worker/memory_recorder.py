@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -181,6 +182,8 @@ class Recorder:
         if not folder or os.getpid() != self._process or not torch.cuda.is_initialized():
             return
         slow = self._values.slow()
+        # The history is up to a million objects that all stay. To look for garbage among them takes longer than to read it.
+        gc.disable()
         counts = self._counter.report() if self._counter is not None else {}
         snapshot = _snapshot(torch)
         torch.cuda.memory._record_memory_history(enabled=None)

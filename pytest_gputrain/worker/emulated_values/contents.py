@@ -27,8 +27,7 @@ MOST_DEALT_BYTES: Final = 256 << 20
 experts."""
 
 _MOST_DEALT_AT_ONCE: Final = 512 << 20
-"""The most bytes of all such tensors together. They take memory of the host, and each number of a 4-bit weight is chosen so,
-too."""
+"""The most bytes of all such tensors together, which take memory of the host."""
 
 MATCHES, CHOICES, COUNTS = range(3)
 """What `Dealt` values are: whether choices are those that others say, as of labels; choices; and how often something was
