@@ -57,7 +57,7 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     gpu: str
 
 
-class Row(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A public figure, and what its program takes on an emulated GPU."""
 
     name: str
@@ -109,7 +109,7 @@ class Row(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if self.emulated is None or self.error is None:
             yield from ("not run", "", "")
             return
-        yield f"{'at least ' * bool(self.uncounted)}{self.emulated / UNITS[self.unit]:.{2 if 'G' in self.unit else 0}f}"
+        yield f"{'≥' * bool(self.uncounted)}{self.emulated / UNITS[self.unit]:.{2 if 'G' in self.unit else 0}f}"
         yield format_percent(self.error)
         yield self.cause
 
@@ -121,6 +121,13 @@ def read() -> list[Row]:
         msgspec.ValidationError: a row lacks a field, or has another one.
     """
     return msgspec.json.decode(ROWS.read_bytes(), type=list[Row])
+
+
+def keep(row: Row) -> None:
+    """Write a row in the place of the one of its name. Others may have been written since it was read."""
+    rows = [*(other for other in read() if other.name != row.name), row]
+    rows.sort(key=lambda row: (row.family, row.name))
+    write_atomically(ROWS, msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n")
 
 
 def faults(row: Row) -> Iterator[str]:
@@ -201,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := sorted(set(asked.only) - {row.name for row in rows}):
         parser.error(f"{ROWS.name} has no row {', '.join(unknown)}; its rows are {', '.join(row.name for row in rows)}")
     status = 0
-    for row in [] if asked.write else list(rows):
+    for row in [] if asked.write else rows:
         if asked.only and row.name not in asked.only:
             continue
         try:
@@ -210,10 +217,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error, flush=True)
             status = 1
             continue
-        row.emulated, row.uncounted, row.made_with = measured.emulated, measured.uncounted, packages_of(row.file)
-        rows.sort(key=lambda row: (row.family, row.name))
-        write_atomically(ROWS, msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n")
-        print(*row.cells(), *row.uncounted, sep=" | ", flush=True)
+        made = msgspec.structs.replace(row, made_with=packages_of(row.file), **msgspec.structs.asdict(measured))
+        keep(made)
+        print(*made.cells(), *made.uncounted, sep=" | ", flush=True)
+    rows = read()
     PAGE.write_text(page(PAGE.read_text(), rows))
     for fault in (fault for row in rows for fault in faults(row)):
         print(fault)

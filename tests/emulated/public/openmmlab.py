@@ -7,11 +7,11 @@ from torch import distributed, nn
 UPDATES = 3
 
 
-def train(model, losses, *, clip=None, nesterov=False, find_unused=False):
-    """Update a model by SGD with momentum, and print its peaks.
+def train(model, losses, *, clip=None, adam=False, nesterov=False, find_unused=False):
+    """Update a model by SGD with momentum or by Adam, and print its peaks.
 
     The gradients go through the buckets of ``DistributedDataParallel``, though this is one process: a bucket has the same
-    size with eight. torch before 2.0 kept gradients as zeros between the updates, and its SGD had no fused kernels.
+    size with eight. torch before 2.0 kept gradients as zeros between the updates, and its optimizers had no fused kernels.
 
     Args:
         losses: makes the loss of a batch, from the wrapped model.
@@ -22,9 +22,11 @@ def train(model, losses, *, clip=None, nesterov=False, find_unused=False):
     wrapped = nn.parallel.DistributedDataParallel(
         model, device_ids=[0], broadcast_buffers=False, find_unused_parameters=find_unused
     )
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, nesterov=nesterov, foreach=False
-    )
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    if adam:
+        optimizer = torch.optim.Adam(weights, lr=1e-3, weight_decay=1e-4, foreach=False)
+    else:
+        optimizer = torch.optim.SGD(weights, 0.01, 0.9, weight_decay=1e-4, nesterov=nesterov, foreach=False)
     for _ in range(UPDATES):
         loss = losses(wrapped)
         optimizer.zero_grad(set_to_none=False)
