@@ -1,9 +1,14 @@
 """Tests the rows of public figures: each is whole, and the page has the table made of them."""
 
+import subprocess
+from pathlib import Path
+
 import msgspec
 import public_figures
 import pytest
 from public_figures import PAGE, Row, faults, page, read
+
+from pytest_gputrain.records.emulation import DeviceUse, EmulatedProcess, Emulation, ProgramFit
 
 ROW = read()[0]
 
@@ -50,3 +55,46 @@ def test_packages_are_found_wherever_a_program_imports_them(tmp_path, monkeypatc
     program = tmp_path / "program.py"
     program.write_text("import argparse\n\ndef main():\n    from msgspec import json\n")
     assert public_figures.packages_of(program) == {"msgspec": "1", "torch": "2.13.0"}
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Measure a row whose program prints these lines, by an emulation that has all kinds of unknown memory."""
+    process = EmulatedProcess(process=1, unknown=("cuDNN's workspaces", "NCCL's buffers"))
+    emulation = Emulation(
+        generator="",
+        device_name="",
+        platform=ROW.gpu,
+        device_count=1,
+        device_memory_bytes=0,
+        torch="",
+        command=(),
+        exit_status=0,
+        processes=(process,),
+        use=(DeviceUse(process=1, gpu=0, peak_bytes=900),),
+        fit=ProgramFit(verdict="fits", headroom_bytes=0, sentence=""),
+    )
+
+    def run(command, **options):
+        Path(command[command.index("--json") + 1]).write_bytes(msgspec.json.encode(emulation))
+        printed = "parameters 5000000\nother 7\npeak allocated 700\npeak reserved 800\n"
+        return subprocess.CompletedProcess(command, 0, printed, "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return lambda **changed: public_figures.measure(msgspec.structs.replace(ROW, **{"parameters": None, **changed}))
+
+
+@pytest.mark.parametrize(("figure", "number"), [("allocated", 700), ("reserved", 800), ("device used", 900)])
+def test_the_figure_that_a_source_prints_is_measured(measured, figure, number):
+    assert measured(figure=figure).emulated == number
+
+
+def test_buffers_of_nccl_are_missing_in_the_use_of_a_device(measured):
+    assert measured(figure="reserved").uncounted == ("cuDNN's workspaces",)
+    assert measured(figure="device used").uncounted == ("NCCL's buffers", "cuDNN's workspaces")
+
+
+def test_a_program_that_trains_another_model_has_no_figure(measured):
+    measured(parameters=5.02)
+    with pytest.raises(RuntimeError, match=r"5,000,000 parameters, and the source 5\.03 million"):
+        measured(parameters=5.03)
