@@ -110,7 +110,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             yield from ("not run", "", "")
             return
         yield f"{'≥' * bool(self.uncounted)}{self.emulated / UNITS[self.unit]:.{2 if 'G' in self.unit else 0}f}"
-        yield format_percent(self.error)
+        yield f"{round(100 * self.error, 1) + 0.0:+.1f} %"
         yield self.cause
 
 
