@@ -274,7 +274,7 @@ def rows(errors: Sequence[Error]) -> list[str]:
     """Return the rows of the two tables in docs/how-true.md; the first has the memory of the steps in further columns."""
     made = []
     for step, _, left_out, family_left_out in errors:
-        errors_of_step = " | ".join(f"{error:+.0%}".replace("%", " %") for error in (left_out, family_left_out))
+        errors_of_step = " | ".join(f"{100 * error:+.0f}" for error in (left_out, family_left_out))
         made.append(f"| `{step.name}` | {format_seconds(step.seconds)} | {errors_of_step} |")
     bound = [error.estimate.host_bound for error in errors]
     for name, chosen in (("all", [True] * len(errors)), ("GPU-bound", [not one for one in bound]), ("host-bound", bound)):

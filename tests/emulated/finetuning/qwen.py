@@ -1,11 +1,15 @@
 """One update of Qwen3.5's language model on random tokens, whose peak of allocated memory has been published.
 
-It prints the bytes: the most of the forward passes, the backward passes and the optimizer.
+Each process prints the peaks of each forward pass, each backward pass and the optimizer, in bytes, and how many weights are
+trained.
 """
 
 import argparse
+import os
+import sys
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -78,9 +82,9 @@ class Packed(nn.Module):
         if nested:
             groups = -(-blocks // NESTED)
             self.register_buffer("scales", torch.zeros(blocks, dtype=torch.uint8))
-            self.register_buffer("codes", torch.zeros(256))
+            self.register_buffer("codes", torch.zeros(256, 1))
             self.register_buffer("of_scales", torch.zeros(groups))
-            self.register_buffer("offset", torch.zeros(1))
+            self.register_buffer("offset", torch.zeros(()))
         else:
             self.register_buffer("scales", torch.zeros(blocks))
         self.down = nn.Parameter(torch.zeros(8, self.shape[1]))
@@ -89,13 +93,16 @@ class Packed(nn.Module):
     def unpacked(self):
         scales = self.scales
         if self.nested:
-            scales = self.codes[scales.int()] * self.of_scales.repeat_interleave(NESTED)[: len(scales)] + self.offset
+            scales = nn.functional.embedding(scales.int(), self.codes).view(-1)
+            scales.mul_(self.of_scales.repeat_interleave(NESTED)[: len(scales)]).add_(self.offset)
+        scales = scales.to(torch.bfloat16)
         pairs = nn.functional.embedding(self.packed.int(), self.pairs)
-        return (pairs.view(-1, BLOCK) * scales.to(torch.bfloat16)[:, None]).view(self.shape)
+        return (pairs.view(-1, BLOCK) * scales[:, None]).view(self.shape)
 
     def forward(self, inputs):
+        product = Unpacked.apply(inputs, self)  # before the adapters, whose blocks of memory are others in the other order
         adapted = inputs.float() @ self.down.T @ self.up.T
-        return Unpacked.apply(inputs, self) + adapted.to(inputs.dtype) * 2.0
+        return product + adapted.to(inputs.dtype) * 2.0
 
 
 def pack(made, nested):
@@ -106,23 +113,45 @@ def pack(made, nested):
     return made
 
 
-def peak_of(function):
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    result = function()
-    torch.cuda.synchronize()
-    return result, torch.cuda.max_memory_allocated()
+def with_fsdp(made):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    layers = ModuleWrapPolicy({type(made.model.layers[0])})
+    return FullyShardedDataParallel(
+        made, auto_wrap_policy=layers, device_id=torch.cuda.current_device(), backward_prefetch=None
+    )
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("size", choices=WIDTHS)
-    parser.add_argument("method", choices=["full", "lora", "nf4", "nested"])
-    parser.add_argument("tokens", type=int)
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--checkpointing", action="store_true")
-    asked = parser.parse_args()
+def with_fsdp2(made):
+    from torch.distributed.fsdp import fully_shard
 
+    for layer in made.get_decoder().layers:
+        fully_shard(layer, reshard_after_forward=True)
+    return fully_shard(made, reshard_after_forward=True)
+
+
+def with_zero(made, optimizer):
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": False,
+            "reduce_bucket_size": 5_000_000,
+            "stage3_prefetch_bucket_size": 5_000_000,
+            "stage3_param_persistence_threshold": 100_000,
+        },
+    }
+    return deepspeed.initialize(model=made, optimizer=optimizer, config=config)[0]
+
+
+def prepare(asked):
+    """Return the model on the GPU; DeepSpeed shards it later."""
     made = model(asked.size)
     if asked.method == "lora":
         made = with_lora(made)
@@ -133,30 +162,72 @@ def main():
         if asked.method != "full":
             made.enable_input_require_grads()
     made.train()
+    if asked.sharded == "fsdp":
+        return with_fsdp(made)
     made.to("cuda")
-    batches = []
-    for _ in range(asked.accumulate):
-        tokens = torch.randint(100, 248320, (1, asked.tokens))
-        labels = tokens.clone()
-        labels[:, : asked.tokens // 2] = -100
-        places = torch.arange(asked.tokens).expand(3, 1, -1).clone()
-        given = {"input_ids": tokens, "labels": labels, "position_ids": places}
-        batches.append({name: value.to("cuda") for name, value in given.items()})
+    return with_fsdp2(made) if asked.sharded == "fsdp2" else made
+
+
+def random_batch(length):
+    tokens = torch.randint(100, 248320, (1, length))
+    labels = tokens.clone()
+    labels[:, : length // 2] = -100
+    places = torch.arange(length).expand(3, 1, -1).clone()
+    given = {"input_ids": tokens, "labels": labels, "position_ids": places}
+    return {name: value.to("cuda") for name, value in given.items()}
+
+
+def peak_of(function, *arguments):
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    result = function(*arguments)
+    torch.cuda.synchronize()
+    return result, torch.cuda.max_memory_allocated()
+
+
+def update(asked):
+    """Return the peaks, and how many weights are trained."""
+    made = prepare(asked)
+    batches = [random_batch(asked.tokens) for _ in range(asked.accumulate)]
     trained = [weight for weight in made.parameters() if weight.requires_grad]
+    weights = sum(weight.numel() for weight in trained)
     optimizer = torch.optim.AdamW(trained, lr=1e-5, foreach=False)
+    backward, step = torch.Tensor.backward, optimizer.step
+    if asked.sharded == "zero3":
+        made = with_zero(made, optimizer)
+        backward, step = made.backward, made.step
+
+    def forward(batch):
+        outputs = made(**batch, use_cache=False)
+        return outputs, outputs.loss / asked.accumulate
+
     peaks = []
     kept = None  # The logits and the loss of a batch stay until the next.
     for batch in batches:
         del kept
+        kept, peak = peak_of(forward, batch)
+        peaks += [peak, peak_of(backward, kept[1])[1]]
+    return [*peaks, peak_of(step)[1], weights]
 
-        def forward(batch=batch):
-            outputs = made(**batch, use_cache=False)
-            return outputs, outputs.loss / asked.accumulate
 
-        kept, peak = peak_of(forward)
-        peaks += [peak, peak_of(kept[1].backward)[1]]
-    peaks.append(peak_of(optimizer.step)[1])
-    print("peaks", max(peaks), *peaks, sum(weight.numel() for weight in trained), flush=True)
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("size", choices=WIDTHS)
+    parser.add_argument("method", choices=["full", "lora", "nf4", "nested"])
+    parser.add_argument("tokens", type=int)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--sharded", choices=["fsdp", "fsdp2", "zero3"], help="by two processes, with a GPU each")
+    asked = parser.parse_args()
+    if asked.sharded and "RANK" not in os.environ:
+        command = ["-m", "torch.distributed.run", "--nproc-per-node=2", *sys.argv]
+        os.execv(sys.executable, [sys.executable, *command])
+    if asked.sharded:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+    print(end=f"peaks {update(asked)}\n", flush=True)  # in one piece, since all processes print
+    if asked.sharded:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
