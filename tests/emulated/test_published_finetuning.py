@@ -48,8 +48,8 @@ EMULATED = {
     "0.8b nested 128": 1.985,
     "0.8b lora 128 --sharded fsdp2": 2.685,
 }
-"""GiB of the rows that are off, since torch 2.13 measured none. By torch 2.9 on an RTX PRO 5000 the fourth is emulated as
-published, and by 2.12.1, which measured it, the last."""
+"""GiB of the rows that are off, since torch 2.13 measured none. By 2.12.1, which did, the third and the last are emulated as
+published, and by 2.9 on an RTX PRO 5000 the fourth."""
 BEFORE_THE_OPTIMIZER = {"0.8b full 16 --sharded fsdp": 3.091, "0.8b full 128 --sharded fsdp": 3.143}
 """GiB at the peak of the forward and the backward pass, where it was published as well."""
 
