@@ -75,7 +75,7 @@ def _rounds(text: str) -> int:
 
 
 class _Comparison(NamedTuple):
-    """The outcome of a comparison."""
+    """The results of head against base, and how the comparison ended."""
 
     head: Report
     """The last report of head."""

@@ -52,7 +52,8 @@ class Side:
 
 @contextlib.contextmanager
 def open_side(name: str, source: str, scratch: Path) -> Iterator[Side]:
-    """Provide the side ``source``. A revision is checked out into a worktree below ``scratch``, which is removed at the end.
+    """Provide the side that ``source`` names. A revision is checked out into a worktree below ``scratch``, which is removed
+    at the end.
 
     Raises:
         SideError: it is neither a folder nor a revision, or has no pytest-gputrain.

@@ -149,7 +149,8 @@ def _without_tests(folder: Path) -> Iterator[Problem]:
 
 
 def _of_kind(folder: Path, path: Path, folders: Sequence[str]) -> Iterator[Problem]:
-    """Check a file as the kind of file that its folder is for."""
+    """Yield the problems of a file of measured baselines, emulated runs or published figures, whichever its folder is
+    for."""
     match folders:
         case [published.FOLDER]:
             published.load(path)
@@ -192,7 +193,8 @@ def _damage(path: Path) -> list[Problem]:
 
 
 def _entries(path: Path, store: SuiteStore[Any, Any], device: str) -> Iterator[Problem]:
-    """Check the entries of a file."""
+    """Yield a problem for each key that is not the id of its case, for each unknown field, and for text that no update
+    writes."""
     data = read_whole(path)
     for key, record in store.suite(device, path.stem).items():
         if not _is_name(key.removesuffix("@tiny") if record.scale == "tiny" else key, record.case):
@@ -250,7 +252,7 @@ def _sessions(path: Path, device: str, stored: Sequence[Baseline]) -> Iterator[P
 
 
 def _line_of_name(data: bytes, name: str, *, last: bool = False) -> int:
-    """Return the number of the line with ``name`` as a name; 1 without one."""
+    """Return the number of the first line, or of the ``last``, that has ``name`` as a key of JSON; 1 if none has."""
     quoted = re.escape(json.dumps(name, ensure_ascii=False).encode(errors="backslashreplace"))
     offsets = [match.start() for match in re.finditer(quoted + rb"\s*:", data)]
     return data.count(b"\n", 0, offsets[-1 if last else 0]) + 1 if offsets else 1

@@ -333,7 +333,7 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
 
 
 def _lines_of_values(process: EmulatedProcess) -> Iterator[str]:
-    """Tell what the figures rest on where values are unknown, and what took long to follow."""
+    """Yield lines on what was assumed where values of tensors are unknown, and on what took long to follow."""
     if process.dealt:
         yield f"  balanced routing is assumed: unknown scores were distributed evenly, by {_lines(process.dealt)}"
     if process.not_exchanged:

@@ -57,7 +57,8 @@ def is_asked(options: argparse.Namespace) -> bool:
 
 
 def main(options: argparse.Namespace, program: Sequence[str]) -> int:
-    """Do what the options ask for. Return 0, 1 for a build that is damaged or in use, or 2 if it cannot be done."""
+    """Install, list, verify or remove CUDA builds of torch. Return 0, 1 for a build that is damaged or in use, or 2 if the
+    options or this machine do not allow it."""
     action = next((name for name in _ACTIONS if getattr(options, name)), None)
     if action != "install" and any(getattr(options, name) for name in _OF_INSTALL):
         console.say("--from, --index-url and --hash belong to gputrain emulate --install")

@@ -234,7 +234,7 @@ def _answer(
     axes: dict[str, tuple[Any, ...]],
     about: tuple[str, ...],
 ) -> FitReport:
-    """Return the answer for all combinations.
+    """Run each combination of a case and a GPU on an emulated GPU, and return which of them fit.
 
     Args:
         about: sentences about the model.

@@ -1,4 +1,4 @@
-"""Holds both sides of a case that is compared with a baseline, and what it is held to. Pure."""
+"""Holds the runs of a case, the baseline that they are compared with, and the limits and tolerances. Pure."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ def to_record(
 
 @dataclass(frozen=True)
 class Conclusion:
-    """The conclusion from the metrics of a case that was measured on both sides."""
+    """Makes one verdict from all metrics and counts of a case that were compared with its baseline or with another
+    report."""
 
     sides: Comparison
     metrics: tuple[MetricVerdict, ...]

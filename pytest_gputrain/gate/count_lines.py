@@ -211,9 +211,9 @@ def _match_edited(numbers: dict[_Spot, list[int]], alike: Callable[[_Spot], Hash
 
 
 def by_line(counts: Counts, kind: int, figures: Iterable[CountFigure]) -> dict[str, dict[CountFigure, int]]:
-    """Return what each line asks for in a step of one kind, without figures that are 0.
+    """Return the counts of each line in a step of one kind, without counts that are 0.
 
-    A line of the program is one, whatever it calls in torch.
+    A line of the program is listed once, whatever it calls in torch.
     """
     lines: defaultdict[str, dict[CountFigure, int]] = defaultdict(dict)
     for figure in figures:
@@ -224,14 +224,15 @@ def by_line(counts: Counts, kind: int, figures: Iterable[CountFigure]) -> dict[s
 
 
 def _of_line(cause: CountCause) -> CountCause:
-    """Return the cause without its library call in torch and its shape, so that all causes of one own line are equal."""
+    """Return the cause without the function of torch and the shape, so that all causes at one line of the user's code are
+    equal."""
     in_torch = cause.library is not None and cause.library.file.startswith("torch/")
     library = None if cause.own and in_torch else cause.library
     return msgspec.structs.replace(cause, library=library, shape="")
 
 
 def most_of_a_step(figure: CountFigure, counts: Counts) -> int:
-    """Return the value of a figure in the step that has the highest."""
+    """Return the highest value that a figure has in any step."""
     return max(kind.figure(figure) for kind in counts.kinds)
 
 

@@ -19,7 +19,7 @@ class Judged(NamedTuple, Generic[_Verdict]):
 
     verdict: _Verdict
     settled: bool = True
-    """Whether further fresh processes could not change it; if not, it is the one if there are to be none."""
+    """Whether no further fresh process could change the verdict. If one could, this is the verdict without it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,8 @@ class Criteria:
 
     @property
     def again(self) -> str:
-        """What to do about a figure that a stored baseline lacks, as the end of a sentence."""
+        """The advice to record a baseline again that lacks a figure, as the end of a sentence; empty if no baseline is
+        stored."""
         return "" if self.other_side else "; record it again"
 
     def next_runs(self, have: int) -> int:

@@ -71,12 +71,12 @@ def judge(
     elsewhere: str = "",
     side: OtherSide = _STORED,
 ) -> Verdict:
-    """Judge ``run`` against what is recorded of its case.
+    """Judge a run on an emulated GPU against the recorded runs of its case.
 
     Args:
         title: of the platform, as sentences name it.
-        terms: of what steps ask of the GPU.
-        again: what they asked of it in a second run, which confirms the first.
+        terms: how the counts of steps are judged.
+        again: the counts of a second run, which must confirm any growth.
         rates: of the platform, to say what more work costs; None if they are not known.
         elsewhere: where figures may be that were not found, with the remedy.
         side: where the recorded figures come from.

@@ -126,7 +126,8 @@ def decide(
     within = math.log1p(tolerance) + ROUNDING
     limit = max(within, bound)
     counted = shift if abs(shift) > LEAST_SHIFT else 0.0
-    # Of two figures the smaller one is judged: the slowdown of the case, and its slowdown without that of the whole suite.
+    # A case must not fail because the whole suite is slower, for example on a warmer machine. So two slowdowns of the case
+    # are computed, with and without that of the suite, and the milder one is judged. The same holds for speedups.
     slower = [min(ratio, ratio - counted) for ratio in ratios]
     faster = [max(ratio, ratio - counted) for ratio in ratios]
     above, below = sum(ratio > limit for ratio in slower), sum(ratio < -limit for ratio in faster)
@@ -244,7 +245,7 @@ def levelled(base: Sequence[float], head: Sequence[float]) -> tuple[list[float],
 
 
 def exceeds(values: Sequence[float], limit: float, most: int = AGREEING) -> bool | None:
-    """Tell whether a figure is above ``limit`` in every one of three processes; None if too few were asked to tell.
+    """Tell whether a figure is above ``limit`` in every one of three processes; None if too few processes have run to tell.
 
     Of more processes than three, in more than half of them: one that needs less must not clear all others.
 

@@ -185,7 +185,7 @@ class CaseSession:
                 late_reports.fail(self.config, late_reports.ALL_CASES, sentence)
 
     def _update(self, result: Result) -> None:
-        """Replace a result by one with a further run of its baseline."""
+        """Replace the result of a case by a later one, which includes a further run for its baseline."""
         if self._progress_line is not None:
             self._progress_line.clear()
         if self.collector is None:
@@ -201,7 +201,7 @@ class CaseSession:
             self._update(result)
 
     def take_unreported(self, item: pytest.Item) -> None:
-        """Add what a test measured before it was interrupted. No report has it."""
+        """Collect the results of a test that pytest has not reported, because the run was interrupted."""
         if self.collector is not None:
             for result in item.stash.get(RESULTS, []):
                 self.collector.add(result, passed=False)

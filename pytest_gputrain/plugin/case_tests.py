@@ -78,7 +78,7 @@ class CaseTests:
         self.outcomes[report.nodeid] = before if before == "failed" else outcome
 
     def note_endings(self, nodeid: str, endings: Sequence[Sequence[str]]) -> None:
-        """Record the requests that were not answered, of a test that did not fail."""
+        """Record the failures and skips that the fixture ``gputrain`` raised and the test caught."""
         outcome = self.outcomes.get(nodeid, "passed")
         sentences = self.expected if outcome == "xfailed" else self.caught
         sentences += [f"{nodeid}: {sentence}" for sentence, kind in endings if kind == "failure" or outcome == "passed"]

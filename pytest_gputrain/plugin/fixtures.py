@@ -89,7 +89,7 @@ class GpuTrain:
     def __init__(self, item: pytest.Item, runner: CaseRunner, overridden: Mapping[str, Any]) -> None:
         """
         Args:
-            overridden: knobs of the command line, which count before those of any case.
+            overridden: knobs that ``--gpu-set`` sets, which replace those of each case.
         """
         self._item = item
         self._runner = runner
@@ -167,7 +167,7 @@ class GpuTrain:
         return self._passed(self._run(case, what, inline=inline, judged=True, scaling=scaling))
 
     def _passed(self, result: Result) -> Result:
-        """Fail the test if the result does not pass."""
+        """Return the result of a case that passes. Otherwise fail the test with the sentence of the verdict."""
         verdict = result.verdict
         if verdict is None:  # A search and loss curves have no baseline, so they have no verdict.
             curves = result.loss_curves if isinstance(result, LossStudy) else ()

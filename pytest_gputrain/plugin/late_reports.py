@@ -69,7 +69,7 @@ def failure_of(report: pytest.TestReport, root: Path) -> Failure:
 
 
 def broken(line: str, reporter: Any) -> str:
-    """Return a line in pieces for ``reporter``. A terminal would break it within words."""
+    """Return the text wrapped between words to the width of the terminal. Text that goes to a file stays one line."""
     if not reporter.isatty:
         return line
     return textwrap.fill(

@@ -101,7 +101,8 @@ def _marks(item: pytest.Item, name: str) -> Iterator[tuple[str, pytest.Mark]]:
 
 
 def _levels(item: pytest.Item) -> Iterator[tuple[str, list[pytest.Mark]]]:
-    """Yield the markers at each level, the nearest first. pytest itself mixes those of parameters with the test's own."""
+    """Yield the markers of the parameters, of the test, and of its classes and modules, in this order, each list with its
+    place. pytest itself mixes the markers of parameters with those of the test."""
     callspec = getattr(item, "callspec", None)
     parameter_marks = list(callspec.marks) if callspec else []
     if callspec:
@@ -115,7 +116,8 @@ def _levels(item: pytest.Item) -> Iterator[tuple[str, list[pytest.Mark]]]:
         if not isinstance(node, pytest.Class):
             yield f"in {node.name}", node.own_markers
             continue
-        # pytest itself adds the markers of base classes to those of the class.
+        # In `own_markers` of a class pytest also has the markers of base classes. They are read from each class, so that a
+        # message can name the class on which a marker stands.
         for kind in node.obj.__mro__:
             marks = vars(kind).get("pytestmark", [])
             yield f"on the class {kind.__name__}", marks if isinstance(marks, list) else [marks]

@@ -127,7 +127,7 @@ multiply on tensor cores; with rows that do not start at multiples of 16 bytes (
 
 
 class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step asks of the GPU. The training thread and autograd's threads ask."""
+    """The counts of one step: the work for the GPU that its training thread and autograd's threads ask for."""
 
     update: bool = True
     """Whether the optimizer was to update at the end of the step."""
@@ -259,7 +259,7 @@ class Place(Struct, frozen=True, omit_defaults=True):
 
 
 class CountCause(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What asks for a number of things of one kind."""
+    """A place in the code that causes counted work of one type, such as launches of a kernel, and how often."""
 
     what: CountName
     """What is counted."""

@@ -26,13 +26,13 @@ class FitGpu(Struct, frozen=True, kw_only=True):
 
 
 class FitCell(Struct, frozen=True, kw_only=True):
-    """A case on a GPU."""
+    """Whether a case fits a GPU, and the memory that it needs there."""
 
     case: Case
     gpu: str
-    """Its marker."""
+    """The marker of the GPU."""
     fit: Fit | None
-    """The answer; None if there are no figures."""
+    """Whether the case fits; None if there are no figures."""
     needed_bytes: Whole | None
     """The memory that nvidia-smi would show; if the case does not fit, that without a limit."""
     figures: EmulatedRun | None
@@ -62,7 +62,7 @@ class LargestBatch(Struct, frozen=True, kw_only=True):
 
 
 class FitReport(Struct, frozen=True, kw_only=True):
-    """The answer to one command."""
+    """The document of ``gputrain predict --json``: which cases fit which GPUs, and up to which batch."""
 
     format: int = FORMAT
     generator: str

@@ -21,7 +21,7 @@ Figures = dict[CountFigure, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """The table of what a step of one process asks for, by line."""
+    """A table of the work that each line of a program gives to the GPU in a step of one process."""
 
     about: str
     """The steps that it shows: ``in a step, from one update to the next (3 of 5 steps ask for the same)``."""

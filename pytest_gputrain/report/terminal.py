@@ -81,7 +81,7 @@ def _rows(results: Sequence[Result]) -> dict[int, int]:
     return {
         index: BY_ATTENTION.index(verdict_of(result))
         for index, result in enumerate(results)
-        # A case is not listed twice if another test only measured it.
+        # If one test checked a case and another only measured it, the tables show the checked result alone.
         if result.verdict or (result.suite, result.key, result.variables_digest) not in judged_keys
     }
 

@@ -83,7 +83,7 @@ class EmulatingRunner(CaseRunner):
         return Emulated(**result_fields(request, task, host, verdict), reply=reply)
 
     def _recorded(self, request: Request, task: Task) -> Recorded | None:
-        """Return what is recorded of the case."""
+        """Return the recorded runs of the case; None if there are none."""
         of = self.executor.host.platform, request.suite, key_of(task.case, task.scale)
         if self._report is not None:
             return self._report.recorded(*of, task.variables_digest)
@@ -111,7 +111,7 @@ class EmulatingRunner(CaseRunner):
         )
 
     def _verdict(self, request: Request, task: Task, figures: EmulatedRun, recorded: Recorded | None, title: str) -> Verdict:
-        """Judge the figures against what is recorded."""
+        """Return the verdict on a run against the recorded runs of the case."""
         case = task.case
         terms, rates = count_terms_of(self.settings, request.terms), rates_of(self.executor.host.platform)
         where = "" if recorded else elsewhere(self.settings, self._store, request.suite)

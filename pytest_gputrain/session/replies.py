@@ -164,7 +164,7 @@ class Replies:
         """Submit the further runs that tests will ask for because of the first ones.
 
         Args:
-            asked: what came of one that a test has asked for, and does not have yet.
+            asked: the reply of a run that a test waits for.
         """
         if self._prefetcher is None:
             return

@@ -41,7 +41,7 @@ class RecordedLosses(NamedTuple):
 
 
 def search_batch(task: Task, most: int, launch: Launch) -> SearchedBatch:
-    """Find the batches of the task's case, each in a fresh process."""
+    """Search for the largest batch that fits and for the fastest one. Each try trains the case in a fresh process."""
     named = tuple(dict.fromkeys([*task.case.named, "batch_size"]))
     replies: dict[int, Reply] = {}
 

@@ -104,7 +104,7 @@ class CountedSteps:
         self._others: defaultdict[CountCause, dict[int, tuple[int, int]]] = defaultdict(dict)
 
     def begin_asked(self) -> None:
-        """Count from now on what this thread asks of data loaders and optimizers."""
+        """Count from now on the batches that this thread takes from data loaders, and the updates of its optimizers."""
         if self.asked:
             self.asked.begin(lambda frame: self.places(frames_of(frame)))
 
@@ -142,10 +142,11 @@ class CountedSteps:
         return self._steps[index] if self._steps else None
 
     def kind_of(self, judged: Causes, *, update: bool) -> int | None:
-        """Return the kind of the steps that ask for the same as this further step; None if there is none.
+        """Return the kind of the counted steps whose counts equal those of this later step; None if there are none. A kind
+        is an index of `Counts.kinds`.
 
         Args:
-            judged: what asked for something in the further step.
+            judged: what was counted in the later step.
             update: whether the optimizer was to update at its end.
         """
         asked = _steady(_figures(judged, update))
@@ -221,7 +222,8 @@ class CountedSteps:
         return None, library, False
 
     def _look_at(self, file: str) -> tuple[_Kind, str]:
-        """Return the kind of owner of a file, and the file's name."""
+        """Return whether a file of Python code is the user's, a library's or this package's, and the name by which records
+        call it."""
         kind: _Kind
         name = ""
         if file.startswith(_HIDDEN) or file.endswith(_BETWEEN):
@@ -276,7 +278,7 @@ def counts_of(causes: Causes, lines_unknown: str) -> Counts:
 
 
 def _figures(causes: Causes, update: bool) -> StepCounts:
-    """Return the sums of what a step asks for."""
+    """Return the counts of a step, each as the sum over its causes."""
     sums: defaultdict[str, int] = defaultdict(int)
     slow: defaultdict[SlowClass, int] = defaultdict(int)
     for cause, (count, size) in causes.items():

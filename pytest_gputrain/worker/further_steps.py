@@ -253,8 +253,9 @@ def count_python_calls(run: CaseRun) -> Steps:
     if run.operators and run.own and rounds and (run.compile_calls.any or run.group.size > 1):
         # Such a case counts other micro-batches of a round than the one that would run here.
         return
-    # A built-in model has made whole rounds. The user's training has made the first step of a round, and on a CPU a whole
-    # round.
+    # The optimizer must update in this step if the step is the last of a round of gradient accumulation. All earlier rounds
+    # of a built-in model are complete, and the step that updates is counted. Own code is at the second step of a round on an
+    # emulated GPU, and else at the first.
     update = not rounds or not run.own or (emulated is not None and run.case.gradient_accumulation == 2)
     with run.may_miss(_UNCALLED):
         if not run.own and rounds:

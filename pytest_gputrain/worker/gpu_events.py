@@ -136,7 +136,7 @@ def assign(activities: Iterable[Activity], steps: Sequence[ProfiledStep]) -> Non
             of_gpu.append(activity)
             continue
         step = at(activity.start)
-        # The step's code has ended by then. The measurement itself asks the GPU before and after each step.
+        # A call that begins after the step's code has returned belongs to no step: the measurement itself made it.
         known[activity.call] = step = step if step is not None and activity.start <= step.end else None
         if step is not None:
             step.calls[activity.call] = activity

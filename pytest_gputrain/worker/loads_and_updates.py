@@ -30,7 +30,8 @@ Places = Callable[[FrameType], tuple[Place | None, Place | None, bool]]
 
 
 class LoadsAndUpdates:
-    """Counts what the training asks of data loaders and optimizers, on the thread that makes this object.
+    """Counts the batches that the training takes from data loaders, and the updates of its optimizers, on the thread that
+    makes this object.
 
     Attributes:
         waits: seconds that each step between `begin_step` and `end_step` waited for its batches.
@@ -65,7 +66,7 @@ class LoadsAndUpdates:
                 _FOLLOWING.remove(self)
 
     def begin(self, places: Places) -> None:
-        """Count from now on what this thread asks of data loaders and optimizers."""
+        """Count from now on the batches that this thread takes from data loaders, and the updates of its optimizers."""
         self._places = places
         self._causes.clear()
         self._seen.clear()

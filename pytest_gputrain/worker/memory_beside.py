@@ -23,7 +23,7 @@ _LEAST_SHARE: Final = 0.1
 
 
 class MemoryBeside:
-    """Traces what the last counted round allocates in Python's memory, such as NumPy arrays. It also records lines that hide
+    """Traces what the last counted steps allocate in Python's memory, such as NumPy arrays. It also records lines that hide
     operators from the counter.
 
     Args:
@@ -41,7 +41,7 @@ class MemoryBeside:
 
     @contextlib.contextmanager
     def noting(self, lines: OwnLines) -> Iterator[None]:
-        """Provide a context for the build and the steps."""
+        """Provide a context for the build and the steps that records which lines hide operators from the counter."""
 
         def noted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ class MemoryBeside:
     def end(self, trace: Trace) -> None:
         """Note that the last counted step has ended."""
         if self._since is not None and tracemalloc.is_tracing():
-            # The worker's own lists keep some memory, and tracemalloc also sees the buffers of counted tensors.
+            # tracemalloc also sees the worker's own lists and the buffers of counted tensors, which are subtracted.
             buffers, _ = trace.bytes_of({GIVEN, LIFT}, self._since)
             known = sum(map(sys.getsizeof, (trace.events, trace.allocations))) + buffers
             self._bytes = tracemalloc.get_traced_memory()[1] - known

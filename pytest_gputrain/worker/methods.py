@@ -208,7 +208,8 @@ def _is_of_a_model(module: nn.Module) -> bool:
 
 
 def _is_one_product(layer: nn.Linear) -> bool:
-    """Tell whether a custom layer returns what a linear layer would, by its shape and without its weights."""
+    """Tell whether the output of a custom layer has the shape that `nn.Linear` would return. The values of its weights are
+    not needed."""
     weights = {name: torch.empty_like(value, device="meta") for name, value in layer.named_parameters()}
     rows = torch.empty(1, layer.in_features, dtype=layer.weight.dtype, device="meta")
     try:

@@ -85,8 +85,8 @@ class StepCounter(CountedSteps):
         self.add(*self.end(), update=update)
 
     def end_further_step(self, *, update: bool) -> int | None:
-        """Note that a step after the timed ones has ended. Return the kind of the timed steps that ask for the same; None if
-        there is none.
+        """Note that a step after the timed ones has ended. Return the kind of the timed steps with the same counts; None if
+        there are none.
 
         Args:
             update: whether the optimizer was to update at its end.

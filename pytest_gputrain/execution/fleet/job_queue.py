@@ -140,7 +140,8 @@ class Fleet:
         return self._requested[key] + len(self._open.get(key, ()))
 
     def arrived(self, order: Order) -> list[Delivery | Lost]:
-        """Return the outcomes of orders that no test has asked for yet, up to the first that is unknown."""
+        """Return the outcomes of those runs of an order that no test has taken yet. They end before the first run that is
+        still open."""
         outcomes: list[Delivery | Lost] = []
         for ticket in self._open.get(_key(order), ()):
             if ticket.outcome is None:

@@ -165,7 +165,8 @@ _WITHOUT_ANSWER: Final = re.compile(
     r"MemSetAccess|ModuleUnload)(_v2)?|"
     # Queries find that everything has ended already.
     "cu(Event|Stream)Query|"
-    # The stand-in calls nobody back, and all its records have one kind and size.
+    # The stand-in for CUPTI calls no callbacks, and the form of its records is fixed. So functions that change either have
+    # no effect.
     r"cupti(Activity(Enable|Set)\w+|Enable\w+|Finalize)|"
     r"nvrtc(AddNameExpression|CompileProgram|DestroyProgram)|nvshmem\w*finalize"
 )

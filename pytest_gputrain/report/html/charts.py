@@ -307,7 +307,7 @@ class Charts:
 
         # rc_context comes first, so that a user's matplotlibrc does not change reports.
         with matplotlib.rc_context(matplotlib.rcParamsDefault), matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
-            # The page's font shows characters that matplotlib's has not.
+            # matplotlib warns of characters that its own font lacks. The page shows the text in another font.
             warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
             figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72)
             axes = figure.add_axes((left / WIDTH, bottom / height, 1 - (left + 8) / WIDTH, 1 - (bottom + top) / height))

@@ -37,14 +37,15 @@ _OF_ONE_PROCESS: Final = (
 
 
 class Exchanges:
-    """The calls of NCCL that this process's operators make."""
+    """Follows the exchanges of this process by NCCL, and notes which of the received values are known."""
 
     def __init__(self, contents: Contents, graphs: Graphs) -> None:
         self._contents, self._graphs = contents, graphs
         self._stand_ins: Any = ctypes.CDLL(None)
 
     def operator(self, operator: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the operator of a collective that notes afterwards what this process has received."""
+        """Return a replacement of a collective's operator, which notes whether the values that this process receives are
+        known."""
         name = operator._schema.name.partition("::")[2]
         names = [argument.name for argument in operator._schema.arguments]
         own = [place for place, name in enumerate(names) if name.startswith(("input", "tensor"))]

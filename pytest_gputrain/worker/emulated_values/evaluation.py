@@ -18,7 +18,7 @@ _OTHERWISE: Final[dict[str, Callable[..., Any]]] = {
 
 
 class Values:
-    """The values of this process, and how they are computed."""
+    """Computes operators with known inputs on the host, and writes their results into the memory of the emulated GPU."""
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
@@ -26,7 +26,7 @@ class Values:
     def find_all(
         self, arguments: Sequence[Any], keywords: dict[str, Any], without: Sequence[Tensor] = ()
     ) -> list[Known] | None:
-        """Find what is known of all tensors among the arguments; None if one is unknown."""
+        """Return the known contents of all GPU tensors among the arguments; None if one of them is unknown."""
         found = []
         skipped = [id(tensor) for tensor in without]
         for tensor in flat([*arguments, *keywords.values()] if keywords else arguments):
@@ -69,7 +69,7 @@ class Values:
         return output
 
     def are_all(self, truth: bool, operands: Sequence[Any], output: Tensor) -> bool:
-        """Tell whether an operand is of the output's size, and all its elements are this truth value."""
+        """Tell whether an operand has the size of the output and holds this truth value in all its elements."""
         for operand in operands:
             if not isinstance(operand, Tensor) or operand.dtype != torch.bool or operand.size() != output.size():
                 continue
@@ -109,7 +109,8 @@ class Values:
         return value is not None
 
     def place_all(self, operator: Any, arguments: Any, keywords: Any, target: Tensor) -> bool:
-        """Compute an operator that writes known values to known places, if these are all places of an unknown target.
+        """Run an operator, such as a scatter, that overwrites all of an unknown target with known values. Tell whether it
+        does.
 
         Then what was there before does not matter, as two trials show.
         """
@@ -154,7 +155,7 @@ class Values:
     # tensors and their memory until Python's garbage collector runs.
 
     def _on_host(self, value: Any, targets: Sequence[Tensor]) -> Any:
-        """Give the host's views of what an operator reads and writes."""
+        """Return arguments with tensors of the CPU in place of GPU tensors, whose memory they share."""
         if isinstance(value, Tensor):
             if not value.is_cuda:
                 return value
@@ -169,7 +170,7 @@ class Values:
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     def _as_one(self, value: Any) -> Any:
-        """Give one element of what an operator reads."""
+        """Return arguments with a tensor of one element in place of each tensor that is filled with one number."""
         if isinstance(value, Tensor):
             if not value.is_cuda:
                 return value

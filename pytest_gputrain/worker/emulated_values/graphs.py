@@ -33,8 +33,7 @@ class _Step(NamedTuple):
 
 
 class Graphs:
-    """The graphs of this process, among whose nodes are functions that compute what small and known inputs make of an
-    operator.
+    """Adds to the CUDA graphs of this process functions that compute at each replay what operators make of known inputs.
 
     Args:
         contents: what is known.

@@ -22,11 +22,11 @@ _ASSUMED: Final = "L-BFGS, which runs all of its iterations and stores the direc
 
 
 class Lbfgs:
-    """Decides the comparisons of `torch.optim.LBFGS` between numbers that nobody knows.
+    """Makes `torch.optim.LBFGS` run all of its iterations, although the numbers by which it would stop are unknown.
 
     Args:
-        contents: what is known.
-        note: told where something was assumed.
+        contents: the values that are known.
+        note: called with a text for each comparison that was assumed.
     """
 
     def __init__(self, contents: Contents, note: Callable[[str], object]) -> None:
@@ -35,7 +35,7 @@ class Lbfgs:
         self._losses = itertools.count()
 
     def follow(self) -> None:
-        """Note each step of L-BFGS from now on."""
+        """Replace the step of `torch.optim.LBFGS` as soon as the program imports it."""
         after_import("torch.optim.lbfgs", self._replace)
 
     def _replace(self, module: Any) -> None:

@@ -37,7 +37,7 @@ _LOOKING: Final = frozenset((
 """Operators by which programs compare tensors. What others compute of values that were looked at is followed as well."""
 
 _PASSING: Final = frozenset(("any", "all", "max", "min", "amax", "amin", "sum", "mean", "count_nonzero", "cat", "stack"))
-"""They make of equal truth values one that says the same."""
+"""Operators that make one truth value of equal ones."""
 
 _ORDERS: Final[Mapping[str, Callable[[float, float], bool]]] = {
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
@@ -71,7 +71,7 @@ _Identity = tuple[Any, ...]
 
 
 class Looks:
-    """What is known about values that nobody computed.
+    """Decides what a program sees of values that nobody computed: which of them are equal, and which numbers the host reads.
 
     Args:
         contents: the values that are known.
@@ -89,10 +89,10 @@ class Looks:
         self._compared: Counter[tuple[CodeType, int] | None] = Counter()
         """How often each instruction of a program or a library has compared numbers; None for backward passes."""
 
-    # --- What operators do to them
+    # --- Operators on unknown values
 
     def follow(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> None:
-        """Note where the output of an operator comes from, some of whose inputs are not known.
+        """Note from which inputs an operator has made its output, if some of the inputs are unknown.
 
         Args:
             name: of the operator, without its overload.
@@ -113,7 +113,7 @@ class Looks:
             self._derive(name, arguments, keywords, output)
 
     def follow_in_place(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], target: Tensor) -> None:
-        """Note what an operator has written to its first argument, which others of its arguments make unknown.
+        """Note that an operator has written values to its first argument that follow from other, unknown arguments.
 
         Sums of norms and comparisons are built so. Larger targets just hold other values than before.
         """
@@ -129,7 +129,7 @@ class Looks:
         self._put(target, origin, truth, is_guess=is_guess)
 
     def drawn(self, name: str, to: Tensor, state: Tensor, inputs: Sequence[Any]) -> None:
-        """Note that random numbers were drawn, which are the same from the same state of a generator."""
+        """Note that an operator drew random numbers into ``to``. Equal states of the generator give equal numbers."""
         self._contents.forget(to)
         self._put(to, self._hash(name, [state, *inputs, to.dtype, to.size(), to.stride()], {}), None)
 
@@ -143,7 +143,7 @@ class Looks:
             self._put(to, self._hash(f"copy to {to.dtype}", [source, to.stride()], {}), self.truth(source))
 
     def copied_to_host(self, to: Tensor, source: Tensor) -> None:
-        """Make up the numbers of unknown values that were copied to the host."""
+        """Write made-up numbers to a tensor of the host to which a program has copied unknown values."""
         saved = _saved_type(source) if source.dtype == torch.uint8 else None
         if saved is not None and saved.is_floating_point and source.nbytes % saved.itemsize == 0:
             # A program may load these bytes as this type, and they must then equal another copy on the host.
@@ -169,7 +169,8 @@ class Looks:
             self._copies[_sum_of(to)] = self._pieces.of(source, source.nbytes)
 
     def copied_to_gpu(self, to: Tensor, source: Tensor) -> None:
-        """Note where values come from that are on the host, but too many to be known: two copies of them are equal."""
+        """Note which values of the host were copied, if they are too many to be kept. Two copies of the same values are
+        equal."""
         if not source.is_contiguous() or not to.is_contiguous():
             return
         sum_ = _sum_of(source)
@@ -200,7 +201,8 @@ class Looks:
     # --- What the host reads
 
     def read(self, tensor: Tensor, zero: Any) -> Any:
-        """Make up a number that the host reads; ``zero`` for integers, which can be sizes."""
+        """Return a made-up number where the host reads an unknown value. For an integer, which may be a size, return
+        ``zero``."""
         truth = self.truth(tensor)
         if truth is not None:
             return type(zero)(truth)
@@ -214,14 +216,14 @@ class Looks:
         return one.dtype == other.dtype and one.size() == other.size() and self.identity(one) == self.identity(other)
 
     def equal(self, one: Tensor, other: Tensor) -> bool | None:
-        """Tell whether all elements of two tensors are equal; None if that is not said."""
+        """Tell whether all elements of two tensors are equal; None if no rule decides it."""
         if self.are_equal(one, other):
             return True
         truths = [self.truth(one), self.truth(other)] if one.dtype == other.dtype == torch.bool else [None]
         return None if None in truths else truths[0] == truths[1]
 
     def identity(self, tensor: Tensor) -> _Identity:
-        """Return what tensors with the same values have in common."""
+        """Return a key that tensors with the same values share, and tensors with other values do not."""
         if tensor.layout is not torch.strided:
             return (self._pieces.fresh(),)
         if not tensor.numel():
@@ -246,7 +248,8 @@ class Looks:
     # --- The rules
 
     def _compare(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], output: Tensor) -> bool:
-        """Write a result that is the same for all values; tell whether there is one."""
+        """Write the result of comparing or subtracting equal tensors, which needs no values. Tell whether the call is of
+        this kind."""
         one, other = arguments[0], arguments[1] if len(arguments) > 1 else None
         if not (isinstance(one, Tensor) and isinstance(other, Tensor) and one.is_cuda and other.is_cuda):
             return False
@@ -297,13 +300,14 @@ class Looks:
         return follows != (self._compared[place] > _MOST_COMPARED and self._compared[place] % 2 == 0)
 
     def _rests_on_order(self, name: str, arguments: Sequence[Any]) -> bool:
-        """Tell whether a truth value follows from the order of numbers that are made up."""
+        """Tell whether a truth value follows from the order of made-up numbers."""
         if name in _ORDERS:
             return not (isinstance(arguments[1], Tensor) and self.are_equal(*arguments[:2]))
         return name not in ("eq", "ne") and any(self.is_guess(tensor) for tensor in flat(arguments))
 
     def is_guess(self, tensor: Tensor) -> bool:
-        """Tell whether the truth value of a tensor is not said, or rests on the order of numbers that are made up."""
+        """Tell whether no rule decides the truth value of a tensor, or whether it follows from the order of made-up
+        numbers."""
         if not tensor.is_cuda or self._contents.find(tensor) is not None:
             return False
         return self.truth(tensor) is None or any(
@@ -317,7 +321,7 @@ class Looks:
         return self._number(self.identity(value)) if held is None else float(held[(0,) * held.dim()])
 
     def truth(self, tensor: Any) -> bool | None:
-        """Return what all elements of a tensor of truth values are, or would be as such; None if that is not said."""
+        """Return the truth value that all elements of a tensor have; None if they differ, or if no rule decides them."""
         if not isinstance(tensor, Tensor) or not tensor.is_cuda or not tensor.numel():
             return None
         known = self._contents.find(tensor)
@@ -369,7 +373,8 @@ class Looks:
             (self._guesses.add if is_guess else self._guesses.discard)(origin)
 
     def _hash(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> int:
-        """Return the number of what an operator makes of these values, the same in each process."""
+        """Return a hash of an operator and its inputs, by which equal results are recognised. It is the same in each
+        process."""
         parts: list[Any] = [_sum(name)]
         for value in (*arguments, *keywords.values()):
             tensors = [value] if isinstance(value, Tensor) else list(flat(value)) if type(value) in (list, tuple) else ()
@@ -392,7 +397,7 @@ class Looks:
 
 
 def _mixed(identity: _Identity) -> int:
-    """Return 64 bits that differ in all places for other values."""
+    """Return a 64-bit hash of an identity, of which every bit depends on all of the identity."""
     return int.from_bytes(
         zlib.crc32(repr(identity).encode()).to_bytes(4) + zlib.adler32(repr(identity).encode()).to_bytes(4)
     )

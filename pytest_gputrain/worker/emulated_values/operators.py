@@ -163,7 +163,7 @@ class Operators:
         self.graphs.follow_pools()
 
     def _replace_new(self) -> None:
-        """Replace the operators that were not there before."""
+        """Replace the operators that were registered since the last call. The first call replaces all."""
         registered = {*_FOR_ALL_DEVICES, *torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")}
         # A library may register a kernel before anybody has defined its operator. Nobody can call such an operator, so it is
         # left out.
@@ -247,7 +247,7 @@ class Operators:
         return self._functional(operator, _original(qualified), name)
 
     def _observing(self, observer: Observer, run: _Kernel, name: str) -> _Kernel:
-        """Return the kernel, told to the observer unless another operator of this thread runs it."""
+        """Return the kernel with calls of the observer around it, unless another operator of this thread runs it."""
         thread, seconds = self._observed, self.time
         # Kernels of other libraries are not timed, and a collective waits for other processes.
         library, _, base = name.partition(".")
@@ -515,7 +515,8 @@ class Operators:
             self.deciding |= known.dealt.by
 
     def _read_number(self, tensor: Tensor, zero: Any) -> Any:
-        """Return a number that nobody knows, tell of it, and of figures that are too low by it."""
+        """Return a made-up number where the host reads an unknown value. Record this read, and the figures that become too
+        low by it."""
         if (operator := self._asking_operator()) in _LARGER:
             what = f"the sizes that {_shown(operator)} reads from values".encode()
             self._too_low.setdefault(what, what)
@@ -525,7 +526,8 @@ class Operators:
         return zero if operator else self._looks.read(tensor, zero)
 
     def _read_truth(self, truth: bool | None, *, is_guess: bool = False) -> bool:
-        """Return a truth value that nobody knows: what follows from others, false, or what passes a check.
+        """Return a truth value where the host reads unknown values: the one that passes a check, one that follows from other
+        values, or false.
 
         Args:
             is_guess: whether what follows from others rests on made-up numbers, so that a check of the program passes.
@@ -548,7 +550,7 @@ class Operators:
         return symbol[2][: int(symbol[1])] if symbol else ""
 
     def _holds(self, original: _Kernel) -> _Kernel:
-        """Take as true what torch.distributions demands of values that nobody knows."""
+        """Let the checks of torch.distributions pass for unknown values."""
 
         def run(keys: Any, condition: Tensor) -> Tensor:
             output: Tensor = original(keys, condition)
@@ -564,7 +566,7 @@ class Operators:
         return run
 
     def _unscale(self, original: _Kernel) -> _Kernel:
-        """Take gradients as finite: the flag that says whether they are stays 0."""
+        """Follow the unscaling of gradients, which are taken to be finite: the flag for infinities stays 0."""
         contents = self.contents
 
         def run(keys: Any, gradients: list[Tensor], *others: Any) -> Any:
@@ -757,7 +759,7 @@ def _is_zero(known: Known) -> bool:
 
 
 def _places_of_tensors(operator: Any) -> list[int]:
-    """Tell which arguments are tensors, and can be a number that torch took for one."""
+    """Return the positions of the arguments that are tensors, in whose place torch may pass a number."""
     tensors = [index for index, argument in enumerate(operator._schema.arguments) if str(argument.type) == "Tensor"]
     return tensors if len(tensors) > 1 else []
 

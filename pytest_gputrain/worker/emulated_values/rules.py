@@ -13,7 +13,8 @@ from .contents import CHOICES, COUNTS, MATCHES, MOST_BYTES, MOST_DEALT_BYTES, De
 
 
 def compared(name: str, arguments: Sequence[Any]) -> bool | None:
-    """Return what each element of a comparison is, when numbers are taken to be finite: the checks for NaN and infinities.
+    """Return the result of a check for NaN or infinity, if unknown numbers are taken to be finite; None for other
+    comparisons.
 
     These are isnan, x != x and abs(x) == inf in torch.
     """
@@ -38,7 +39,7 @@ DECIDING: Final[Mapping[str, bool]] = {
 
 
 def _ranks(values: Tensor, dim: int, chosen: int) -> Tensor:
-    """Deal each row's choices in turn: row after row goes on where the one before it ended."""
+    """Return made-up indices that choose all options equally often: each row continues where the row before it ended."""
     options = values.size(dim) if values.dim() else 1
     chosen_in_all = values.numel() // max(options, 1) * chosen
     indices = torch.arange(min(options, chosen_in_all)).repeat(-(-chosen_in_all // max(options, 1)))[:chosen_in_all]
@@ -90,7 +91,7 @@ _COUNTING: Final = frozenset((
 
 
 def followed(name: str, arguments: Sequence[Any], known: Sequence[Known]) -> Dealt | None:
-    """Tell how an operator's results follow from choices that were dealt; None if they do not.
+    """Tell how the results of an operator follow from made-up choices; None if they do not.
 
     Args:
         name: without that of its overload.
@@ -126,7 +127,8 @@ chosen for each of its numbers, and no size depends on that."""
 
 
 def deal(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> Tensor | None:
-    """Deal the choices of an operator: the tensor of indices, on the host, or None if there are too many."""
+    """Return made-up indices for an operator that chooses among unknown scores, as a router of experts does. They are on the
+    host; None if there are too many."""
     scores = arguments[0]
     if not scores.dtype.is_floating_point:
         return None

@@ -35,8 +35,8 @@ def enable(observer: Observer | None = None) -> None:
 
 
 def report() -> dict[str, list[dict[str, str | int]]]:
-    """Tell what read unknown values, which choices were dealt in turn that sizes or the host's way follow from, and which
-    sizes and checks rest on assumptions, each with its line and how often; and the products that Inductor might pad."""
+    """Return how often what happened at which line: reads of unknown values, made-up choices that decide sizes or what the
+    host does, and assumptions; and the products that Inductor might pad."""
     operators: Operators | None = getattr(torch, _HELD, None)
     if operators is None:
         return {"unknown_reads": [], "dealt": [], "assumed": [], "unpadded": []}
@@ -56,6 +56,6 @@ def slow() -> str:
 
 
 def graphs() -> dict[str, int]:
-    """Tell of the CUDA graphs of this process; nothing if it has captured none."""
+    """Return the figures of this process's CUDA graphs, see `Graphs.report`; empty if it has captured none."""
     operators: Operators | None = getattr(torch, _HELD, None)
     return {} if operators is None else operators.graphs.report()

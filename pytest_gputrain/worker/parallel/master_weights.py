@@ -33,7 +33,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def round(self) -> None:
-        """Give the model its weights after an update."""
+        """Copy the updated fp32 weights to the 16-bit weights of the model, which rounds them."""
         torch._foreach_copy_(self._weights, self._masters)
 
 

@@ -22,7 +22,7 @@ SLOTS: Final[tuple[int, ...]] = (
 
 
 class Deep(nn.Module):
-    """Ids (batch, slots) int64 and dense features (batch, features) to logits (batch, outputs).
+    """CTR-DNN: maps ids (batch, slots) int64 and dense features (batch, features) to logits (batch, outputs).
 
     All slots share one table, as in PaddlePaddle/PaddleFleetX deprecated/examples/distribute_ctr. Its gradient is dense:
     torch's Adam takes no other.

@@ -244,8 +244,8 @@ class Denoiser(Workload):
 
 
 def nested(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments by names with dots: ``a.b`` is an entry of the dictionary ``a``, and ``a.0`` of the list
-    ``a``."""
+    """Return keyword arguments from inputs with dots in their names: ``a.b`` becomes an entry of a dictionary ``a``, and
+    ``a.0`` an element of a list ``a``."""
     arguments: dict[str, Any] = {}
     for name, value in inputs.items():
         whole, _, entry = name.partition(".")

@@ -70,7 +70,7 @@ class LanguageModel(Workload):
             if self.scale == "tiny":
                 length = min(length, TINY_SEQUENCE_LENGTH)
         vocabulary: int = self.architecture.trained_part.facts(self.scale)["vocab_size"]
-        # In some models the head is padded with words that have no logits.
+        # Some models pad their vocabulary with tokens for which they return no logits. Such tokens cannot be labels.
         vocabulary = min(vocabulary, getattr(self._config, "unpadded_vocab_size", None) or vocabulary)
         samples = self.case.batch_size
         ids = torch.randint(0, vocabulary, (samples, length), device=device)

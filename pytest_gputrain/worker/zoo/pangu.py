@@ -19,7 +19,7 @@ INITIAL_DEVIATION: Final = 0.02
 
 
 class PanGu(nn.Module):
-    """Token ids (batch, sequence) int64 to logits (batch, sequence, vocabulary).
+    """PanGu-alpha: maps token ids (batch, sequence) int64 to logits (batch, sequence, vocabulary).
 
     Args:
         num_hidden_layers: the query layer included.

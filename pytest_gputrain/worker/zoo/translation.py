@@ -10,7 +10,7 @@ from pytest_gputrain.worker.zoo.workload import Batch, Workload
 
 
 class TranslationModel(Workload):
-    """The Transformer of the paper: post-norm, sinusoidal positions, dropout, and one table for source, target and output.
+    """A Transformer as in the paper: post-norm, sinusoidal positions, one table for source, target and output, and dropout.
 
     The two position tables are parameters that do not train: they are in the count of parameters, not of the trainable.
     """

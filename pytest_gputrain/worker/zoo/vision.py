@@ -20,7 +20,7 @@ VGG_16: Final = (2, 2, 3, 3, 3)
 
 
 class Vgg(nn.Module):
-    """Images (batch, 3, height, width) to logits (batch, labels).
+    """VGG: maps images (batch, 3, height, width) to logits (batch, labels).
 
     Args:
         width: channels of the first stage.
@@ -63,7 +63,7 @@ class Vgg(nn.Module):
 
 
 class VisionModel(Workload):
-    """A model that classifies images, channels first, with batch normalisation and dropout."""
+    """An image classifier in training mode: batch norm by the statistics of the batch, dropout on, channels first."""
 
     own = (Vgg,)
 

@@ -96,7 +96,7 @@ class VisionLanguageModel(Workload):
         )
 
     def _words(self, image: Image) -> tuple[int, int]:
-        """Return the range of ids of text, which is the larger side of the image's own id."""
+        """Return the range of token ids for text: all ids below the image's own id or all above it, whichever are more."""
         words: int = language_config(image.facts).get("vocab_size", image.placeholder)
         return (0, min(image.placeholder, words)) if 2 * image.placeholder > words else (image.placeholder + 1, words)
 
@@ -270,12 +270,12 @@ class RowImage(Image):
 
     @property
     def _pixels(self) -> int:
-        """Pixels of a side of a token."""
+        """The side in pixels of the square of an image that becomes one token."""
         return int(self.facts["vision_config"]["patch_size"] * self.facts["spatial_merge_size"])
 
     @property
     def _sides(self) -> tuple[int, int]:
-        """Height and width after rounding."""
+        """Height and width in pixels, rounded up to whole tokens."""
         height, width = (-(-side // self._pixels) * self._pixels for side in (self.height, self.width))
         return height, width
 
@@ -285,7 +285,7 @@ class SquareImage(Image):
 
     @staticmethod
     def fixed_side(facts: dict[str, Any]) -> int:
-        """Return the tower's side."""
+        """Return the side in pixels of the images that the vision tower takes."""
         side = facts["vision_config"]["image_size"]
         return int(side[0] if isinstance(side, list) else side)
 
@@ -312,7 +312,8 @@ class ShuffledImage(SquareImage):
 
 
 class TypedImage(SquareImage):
-    """A `SquareImage` for a model that is told which tokens are of the image, which attend to each other: Gemma 3."""
+    """A `SquareImage` for a model that gets the type of each token, because tokens of the image attend to each other: Gemma
+    3."""
 
     @property
     def tokens(self) -> int:
@@ -326,7 +327,8 @@ class TypedImage(SquareImage):
 
 
 class PrefixedImage(SquareImage):
-    """A `SquareImage` for a model that is told which tokens are of the prompt, which attend to each other: PaliGemma."""
+    """A `SquareImage` for a model that gets the type of each token, because tokens of the prompt attend to each other:
+    PaliGemma."""
 
     def inputs(self, samples: int, text: int, device: torch.device) -> dict[str, Tensor]:
         """Draw the inputs of a `SquareImage`, and ``token_type_ids``, 0 for the prompt: all but the last half of text."""

@@ -12,7 +12,7 @@ from pytest_gputrain.worker.zoo.workload import Batch, Workload
 
 
 class SkipGram(nn.Module):
-    """Words (batch,) and candidates for their context (batch, candidates), both int64, to logits (batch, candidates).
+    """Maps words (batch,) and candidates for their context (batch, candidates), both int64, to logits (batch, candidates).
 
     A table for words, a table and biases for contexts, after PaddlePaddle/PaddleFleetX
     deprecated/examples/word2vec/network.py.

@@ -303,7 +303,7 @@ static int64_t number(struct descriptor *descriptor, int name, int64_t at) {
 static struct descriptor *referred(struct descriptor *descriptor, int name, int64_t at) {
   return (struct descriptor *)(intptr_t)number(descriptor, name, at);
 }
-// Returns the bytes of a number in a tensor; 0 for a type that was not measured.
+// Returns the size of a tensor's elements in bytes; 0 for a type whose workspaces were not measured.
 static int64_t element_of(struct descriptor *tensor) {
   struct attribute *attribute = find(tensor, TENSOR_TYPE);
   int type = attribute && attribute->values ? *(int *)attribute->values : -1;

@@ -439,7 +439,7 @@ static int all_joined(struct graph *graph, const struct nodes *last) {
   return seen == graph->nodes.count - graph->hidden;
 }
 
-// out is NULL if the program passed the graph at the begin of the capture.
+// out may be NULL if the program gave its own graph when it began the capture.
 int gputrain_end_capture(void *stream, struct graph **out) {
   struct graph *refused = NULL;
   if (out)

@@ -150,9 +150,9 @@ void gputrain_freed_range(uintptr_t start, size_t bytes) {
   pthread_mutex_unlock(&lock);
 }
 
-// --- What kernels of other libraries may have written: the device addresses among their arguments. Only compiled code knows
-// how many arguments a kernel has, and which of them it writes to. The arguments lie on the stack of the launching function.
-// So all words there are read. A word that was no argument only makes known values unknown.
+// --- Kernels of other libraries may write to each device address among their arguments, so the values at these addresses
+// become unknown. Only compiled code knows how many arguments a kernel has. They lie on the stack of the launching function,
+// of which all words are read. A word that was no argument does no harm, because it can only make further values unknown.
 
 enum { MOST_LIBRARIES = 64, MOST_ARGUMENTS = 64, ARGUMENT_WORDS = 16, MOST_NOTED = 1 << 16 };
 static struct library {
