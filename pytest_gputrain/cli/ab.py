@@ -39,7 +39,7 @@ _TESTS_FAILED: Final = 1
 """pytest's exit status."""
 _TELL_EVERY_SECONDS: Final = 15.0
 _IN_MINUTES: Final = 100
-"""The seconds from which on a time is told in minutes."""
+"""The number of seconds from which on a time is printed in minutes."""
 
 
 def add_to(commands: Any) -> None:
@@ -81,7 +81,7 @@ class _Comparison(NamedTuple):
     """The last report of head."""
     results: Sequence[Result]
     rounds: int
-    """That are complete."""
+    """The number of complete rounds."""
     missing: Sequence[tuple[str, int]] = ()
     """See `pytest_gputrain.gate.ab.missing`."""
     interrupted: str = ""

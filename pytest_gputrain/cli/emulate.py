@@ -192,7 +192,7 @@ def _folder_of_program() -> Iterator[Path]:
     temporary = Path(tempfile.gettempdir())
     with contextlib.ExitStack() as stack:
         try:
-            make_own(own_locks())  # Nobody else can hold locks in a folder of one's own.
+            make_own(own_locks())  # No other user can hold locks in this user's own folder.
             with locked(own_locks() / _FOLDERS):
                 for left in temporary.glob(f"{_FOLDERS}*"):
                     with contextlib.suppress(OSError), FileLock(left / _IN_USE, timeout=0):
@@ -394,7 +394,7 @@ def _lines_of_expected(report: Emulation) -> Iterator[str]:
 
 
 def _lines_of_counts(process: EmulatedProcess) -> Iterator[str]:
-    """Return what each line of the program asks of the GPU."""
+    """Return a table of the work that each line of the program gives to the GPU, as lines of text."""
     asked = asked_by(process)
     if asked is None:
         yield "  what each line asks of the GPU is not known: pytest-gputrain is not in the program's environment"

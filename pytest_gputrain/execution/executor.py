@@ -27,8 +27,8 @@ class WantedRuns(NamedTuple):
 
 
 class Executor(abc.ABC, Generic[ReplyT]):
-    """Runs tasks in fresh processes. Only a fleet starts runs before `run` asks for them. For other executors `want`, `drop`
-    and `only` do nothing."""
+    """Runs tasks in fresh processes. Only a fleet starts runs before `run` is called, so `want`, `drop` and `only` do
+    nothing in other executors."""
 
     is_remote = False
     """Whether the runs are done on other machines, of which nothing is known before."""

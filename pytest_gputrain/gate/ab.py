@@ -36,7 +36,7 @@ from pytest_gputrain.storage.reports import to_baseline
 _Run = TypeVar("_Run", BaselineRun, Measurement)
 
 _LEAST_ROUNDS: Final = 2
-"""Of a case whose time is compared: one round does not show how much rounds differ."""
+"""The least rounds of a case whose time is compared, because one round does not show how much rounds differ."""
 
 _Key = tuple[str, str]
 """Suite and key of a case."""

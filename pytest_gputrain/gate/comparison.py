@@ -82,7 +82,8 @@ class Comparison:
 
     @functools.cached_property
     def other_host(self) -> str:
-        """How the host differs from the baseline's. A host whose cores other programs take counts as another one, too."""
+        """How the host differs from that of the baseline. If other programs take its cores, it also counts as another
+        host."""
         return self.held_up or other_host(self.measured, self.fitted)
 
     @functools.cached_property
@@ -111,7 +112,8 @@ class Comparison:
         return dataclasses.replace(self, tolerance=tolerance, **rule)
 
     def for_host(self) -> Comparison:
-        """Return this comparison with the tolerance for steps whose time the host decides, if these are such steps."""
+        """Return this comparison with the wider tolerance for steps whose time the host decides, if the host decides
+        theirs."""
         if not self.pace.is_host_bound:
             return self
         return self.held_to(LEAST_HOST_TOLERANCE, prior=HOST_PRIOR_SD, shift=0.0, doubted_from=1.0)

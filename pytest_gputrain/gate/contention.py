@@ -21,7 +21,7 @@ _POWER: Final = ("SW Power Cap", "PPT")
 """Reasons for a lower clock that a busy GPU has at all times."""
 
 _LEAST_THROTTLED_SHARE: Final = 0.05
-"""A lowered clock is told from this share of the readings on."""
+"""A lowered clock is mentioned if at least this share of the readings has it."""
 
 
 def describe_holders(holders: Iterable[Holder]) -> str:

@@ -91,7 +91,7 @@ _LEAST_SHARE_OF_WORK: Final = 0.2
 """A part of the work is described if this share of the change, or the most of it, is its."""
 _MOST_PLACES: Final = 2
 _MOST_LINES: Final = 6
-"""Lines that are told beside those of the baseline; the others are added up."""
+"""The most lines that are listed beside those of the baseline; the others are added up."""
 _UNITS: Final = ("_bytes", "_flops")
 """The ends of the names of figures that are no numbers of times."""
 
@@ -117,7 +117,7 @@ class Difference(NamedTuple):
 
 
 class _Spot(NamedTuple):
-    """A line of code that asks for something, without its number, which other edits of the file change."""
+    """A line of code with counts. It has no line number, because edits elsewhere in the file change that."""
 
     own: tuple[str, str, str] | None
     library: tuple[str, str] | None
@@ -173,8 +173,8 @@ def describe_falls(differences: Iterable[Difference]) -> dict[CountFigure, str]:
 
 
 def lines_beside(figure: CountFigure, step: int, before: Counts, now: Counts) -> tuple[LineCount, ...]:
-    """Return the count of each line in one step, now and before. Lines that have grown come first, then those that ask for
-    most."""
+    """Return the count of each line in one step, now and before. Lines that have grown come first, then those with the
+    highest counts."""
     if before.lines_unknown or now.lines_unknown:
         return ()
     numbers: defaultdict[_Spot, list[int]] = defaultdict(lambda: [0, 0])
@@ -237,8 +237,8 @@ def most_of_a_step(figure: CountFigure, counts: Counts) -> int:
 
 
 def describe_most(figure: CountFigure, counts: Counts) -> tuple[str, str]:
-    """Describe the step that has most of a figure: ``waits for the GPU 3 times in step 2``, and the line that asks for most
-    of it, ``2 at train.py:42 in train, loss.item()``, empty if that is not known."""
+    """Describe the step that has most of a figure: ``waits for the GPU 3 times in step 2``, and the line with the largest
+    part of it, ``2 at train.py:42 in train, loss.item()``, empty if that is not known."""
     values = [counts.of_step(step).figure(figure) for step in range(len(counts.steps))]
     most = max(values)
     step = values.index(most)
@@ -337,7 +337,7 @@ def _place(figure: CountFigure, cause: CountCause) -> str:
 
 
 def _places(figure: CountFigure, step: int, before: Counts, now: Counts) -> Iterator[tuple[CountCause, int]]:
-    """Yield the causes of a figure's growth in one step, each with how much more it asks for, the most first."""
+    """Yield the causes of a figure's growth in one step, each with its growth, the largest first."""
     if before.lines_unknown or now.lines_unknown:
         return
     more: Counter[_Spot] = Counter()
@@ -351,7 +351,7 @@ def _places(figure: CountFigure, step: int, before: Counts, now: Counts) -> Iter
     for cause, number in _asked(figure, before, before.steps[step]):
         more[_spot(cause)] -= number
     for alike in (_text_of, _function_of):
-        # Equal numbers are set off against each other first, because they belong to one line that was moved or edited.
+        # Equal numbers are subtracted from each other first, because they belong to one line that was moved or edited.
         for exactly in (True, False):
             _set_off(more, alike, exactly=exactly)
     for spot, number in more.most_common():
@@ -360,7 +360,7 @@ def _places(figure: CountFigure, step: int, before: Counts, now: Counts) -> Iter
 
 
 def _asked(figure: CountFigure, counts: Counts, kind: int) -> Iterator[tuple[CountCause, int]]:
-    """Yield each cause of a figure in steps of one kind, with how much it asks for."""
+    """Yield each cause of a figure in steps of one kind, with its count."""
     what = _ASKS.get(figure, (figure,))
     slow = figure.removesuffix("_flops") if figure.endswith("_flops") else None
     for cause in counts.causes:
@@ -389,7 +389,8 @@ def _function_of(spot: _Spot) -> Hashable:
 
 
 def _set_off(more: Counter[_Spot], alike: Callable[[_Spot], Hashable], *, exactly: bool) -> None:
-    """Subtract what a place asks for less than before from what a similar place asks for more.
+    """Subtract the fall of a count at one place from its growth at a similar place, because a line that was moved or edited
+    shows both.
 
     Args:
         exactly: whether to do so only where both changed by the same number.

@@ -1,4 +1,4 @@
-"""Judges what the steps of a case ask of the GPU, or of a CPU, against what they asked for before. Pure.
+"""Judges the counts of a case's steps, such as kernel launches and waits, against those of its baseline. Pure.
 
 Both are of emulated GPUs, of a CPU, or of real GPUs of one model, where libraries choose the same kernels.
 
@@ -61,7 +61,8 @@ class JudgedCounts(NamedTuple):
     ...``."""
 
     metrics: tuple[MetricVerdict, ...]
-    """Of each figure, with the values of the step that changed most as its status says; of the last step if none did."""
+    """The verdict on each figure, with the values of the step that changed most in the direction of its status; of the last
+    step if none changed."""
     worse: tuple[str, ...]
     doubtful: tuple[str, ...]
     """Growth that a second run does not confirm."""
@@ -168,7 +169,7 @@ def judge_counts(
 def with_evaluation(
     steps: JudgedCounts, before: Counts | None, now: Counts | None, terms: CountTerms, again: Counts | None = None
 ) -> JudgedCounts:
-    """Judge what the evaluation of a case asks for by the same rules, and add it to what the steps do.
+    """Judge the counts of the evaluation of a case by the same rules, and add the results to those of the steps.
 
     Args:
         steps: what counts say of the steps.
@@ -242,7 +243,8 @@ def _judged_figures(terms: CountTerms) -> Iterator[CountFigure]:
 
 
 def _has_no_less_to_do(pair: _Pair) -> bool:
-    """Tell whether a step asks for as much work of the GPU as before, or more, and on a CPU for as many operators."""
+    """Tell whether a step gives the GPU as much work as before, or more; on a CPU, whether it runs as many operators or
+    more."""
     return pair.now.work >= pair.before.work and pair.now.operators >= pair.before.operators
 
 

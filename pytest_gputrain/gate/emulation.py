@@ -57,7 +57,7 @@ class _Compared(NamedTuple):
     doubtful: tuple[str, ...] = ()
     """Growth that a second run does not confirm."""
     is_trade: bool = False
-    """Whether what steps ask of the GPU is worse where something else is better, or the other way round."""
+    """Whether counts of steps are worse where something else is better, or the other way round."""
 
 
 def judge(

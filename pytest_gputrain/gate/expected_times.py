@@ -32,7 +32,7 @@ _CHANGE_ERROR: Final = (0.5, 1.75)
 """The interval of a change as multiples of what the rates say. No measured pair of steps differs by less than 10 %, so it is
 not known how often it holds."""
 _LEAST_CHANGE: Final = 0.01
-"""A smaller share of a step is told as less than this."""
+"""A smaller share of a step is given as less than this."""
 _FLOPS: Final = frozenset({"flops_per_step", "recomputed_flops_per_step", "fp32_flops"})
 _WORK: Final = _FLOPS | {"bytes_per_step", "work", *PARTS_OF_WORK}
 """The figures whose growth costs time of the GPU, by operator."""

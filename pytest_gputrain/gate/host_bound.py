@@ -44,9 +44,9 @@ class Pace(NamedTuple):
     """The share of a step in which the GPU is busy, in the baseline and today."""
 
     share: float | None
-    """That of the baseline. None if neither side has GPU seconds."""
+    """The share in the baseline. None if neither the baseline nor today's runs have GPU seconds."""
     now: float | None = None
-    """That of today; None if it is not known."""
+    """The share today; None if it is not known."""
     with_others: bool = False
     """Whether the GPU also exchanges data with others."""
 

@@ -34,13 +34,14 @@ SHARED_CPU_RATIO: Final = 0.1
 the peak of tiny models under FSDP2 by up to 7.3 % from run to run."""
 
 _SHARED_CPU_PHASE_RATIO: Final = 0.2
-"""The same for a phase, as a share of that peak. Two buffers of FSDP2 that were let go of late were 13 % of it in one of
-four busy runs. On torch 2.13 six runs of DDP and six of FSDP2, beside 30 busy ones, took the same bytes in each phase."""
+"""The least tolerance for a phase of such a case, as a share of the peak of training. Two buffers of FSDP2 that were let go
+of late were 13 % of it in one of four busy runs. On torch 2.13 six runs of DDP and six of FSDP2, beside 30 busy ones, took
+the same bytes in each phase."""
 
 _SHARED_CPU_FIRST_RATIO: Final = 0.5
-"""The same for the build and the forward pass that comes next. DDP sends a flattened copy of all parameters while it is
-built, and the peak of training is at least twice as large; that copy, let go of late, was 15.4 % of the peak of the
-click-through model."""
+"""The least tolerance for the build and the forward pass of such a case, as a share of the peak of training. DDP sends a
+flattened copy of all parameters while it is built, and the peak of training is at least twice as large; that copy, let go of
+late, was 15.4 % of the peak of the click-through model."""
 
 PHASES: Final[dict[MetricName, TrainingPhase]] = {
     "build_peak_bytes": "build",
@@ -262,8 +263,8 @@ def most_changed(
     peaks: Mapping[TrainingPhase, int],
     has_cause: Callable[[TrainingPhase], bool] = lambda phase: False,
 ) -> MetricVerdict | None:
-    """Return the phase that tables and sentences name: one whose change has a known cause, and of several the phase of the
-    step's peak, or else the phase whose bytes have changed most.
+    """Return the phase that tables and sentences name. It is one whose change has a known cause; of several, the phase of
+    the step's peak, or else the phase whose bytes have changed most.
 
     Args:
         metrics: the phases to choose from.

@@ -339,7 +339,7 @@ def _computed(name: MetricName, value: int, baseline: int, total: int, tolerance
 
 
 def _counts(sides: Comparison) -> JudgedCounts:
-    """Judge what steps ask of a CPU, or of a GPU of the same model: growth fails if a second process confirms it."""
+    """Judge the counts of steps on a CPU, or on a GPU of the same model: growth fails if a second process confirms it."""
     measured, terms = sides.measured, sides.criteria.counts
     before, now = sides.fitted[-1].counts, measured[0].counts
     if terms.mode == "off" or not (before or now) or describe_process_count(sides.here, sides.fitted):

@@ -34,7 +34,7 @@ from typing import Final, Literal
 from pytest_gputrain.utils.bounds import MOST_RUNS
 
 PRIOR_SD: Final = 0.01
-"""Between processes, if nothing is known: s0."""
+"""The standard deviation between processes, if nothing is known: s0."""
 PRIOR_WEIGHT: Final = 4
 """Observations that s0 counts for."""
 NORMAL_MAD: Final = 1.4826
@@ -61,7 +61,7 @@ MEAN_STEPS: Final = 10
 MEAN_TOLERANCE: Final = 0.25
 """By how much the mean of the steps may grow at least: three steps of 20 that a host makes three times as long are 21 %."""
 MEAN_PRIOR_SD: Final = 0.06
-"""Between processes, of that mean: s0."""
+"""The standard deviation of that mean between processes: s0."""
 
 Outcome = Literal["pass", "regressed", "improved", "inconclusive"]
 
@@ -102,7 +102,7 @@ def decide(
     doubted_from: float = 0.5,
     paired: bool = False,
 ) -> Decision:
-    """Decide what ``new`` runs (seconds, one per fresh process, at least one) mean against ``base`` (likewise).
+    """Decide what ``new`` runs mean against ``base`` runs. Both are seconds, one for each fresh process, at least one.
 
     Args:
         tolerance: slowdown that always passes, as a share.

@@ -61,7 +61,8 @@ class _Device:
 
     handle: Any
     siblings: tuple[Any, ...]
-    """The parts of the same GPU, this one among them: secondary ones are not told what all have in common."""
+    """The parts of the same GPU, this one among them. The library reports to secondary parts nothing that all have in
+    common."""
     partition: str
     """The compute partition that it is a part of; empty for a whole GPU."""
 

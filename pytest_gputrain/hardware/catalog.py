@@ -140,8 +140,8 @@ def marker_of(device_name: str, memory_bytes: int = 0, compute_units: int | None
     """Return the catalog marker of a device that its driver describes in this way; None if no board fits, or several do.
 
     Args:
-        memory_bytes: 0 if it is not told.
-        compute_units: None if they are not told.
+        memory_bytes: 0 if the driver does not report it.
+        compute_units: None if the driver does not report them.
     """
     possible = [
         marker for marker, platform in PLATFORMS.items() if platform.is_such(device_name, memory_bytes, compute_units)

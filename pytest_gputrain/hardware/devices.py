@@ -1,4 +1,4 @@
-"""Describes one GPU of any vendor and what its driver tells: the records that `nvidia` and `amd` fill."""
+"""Defines the records of a GPU of any vendor and of its state, which `nvidia` and `amd` fill."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Gpu:
     name: str
     """The name that the driver reports."""
     memory_bytes: int
-    """Its memory. 0 if the driver does not report it, as for GPUs that share the host's memory."""
+    """The memory of the GPU. 0 if the driver does not report it, as for GPUs that share the host's memory."""
     driver: str
     """The version of the driver."""
     vendor: Vendor = "nvidia"

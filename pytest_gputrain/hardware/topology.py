@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 class Sysfs:
-    """The devices of this host.
+    """The GPUs and network cards of this host, as Linux shows them in ``/sys``.
 
     Args:
         root: where sysfs is mounted.

@@ -1,4 +1,4 @@
-"""Makes what answers the requests of tests: by measuring here or by a scheduler, or by emulating."""
+"""Makes the runner of a pytest process, which measures cases here or by a scheduler, or runs them on emulated GPUs."""
 
 from __future__ import annotations
 

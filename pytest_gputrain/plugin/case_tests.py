@@ -13,9 +13,9 @@ from pytest_gputrain.gate.messages import count
 from pytest_gputrain.plugin.items import has_cases, may_have_cases, on_controller
 
 Outcome = Literal["passed", "failed", "xfailed", "marked", "left out", "platform", "unfit", "skipped"]
-"""``marked``: skipped by a mark, which is somebody's decision. ``left out``: skipped by ``gpu_only_on``, likewise.
-``platform`` and ``unfit``: skipped by this package, because of the machine's platform, or because it lacks something else.
-``skipped``: by anybody else, as by another plugin."""
+"""``marked``: skipped by a mark, which is somebody's decision. ``left out``: skipped by ``gpu_only_on``, which is somebody's
+decision, too. ``platform`` and ``unfit``: skipped by this package, because of the machine's platform, or because it lacks
+something else. ``skipped``: by anybody else, as by another plugin."""
 
 SKIPPED: Final[frozenset[Outcome]] = frozenset({"marked", "left out", "platform", "unfit", "skipped"})
 _FILES: Final = "gputrain_files"

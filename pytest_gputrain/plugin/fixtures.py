@@ -1,4 +1,5 @@
-"""Does what the fixtures give: ``gputrain`` measures and judges cases, ``gpu`` lends a GPU to code of the test itself."""
+"""Implements the fixtures: ``gputrain`` measures and judges cases, and ``gpu`` reserves a GPU for code of the test
+itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Defines the records of what the steps of a training ask of the GPU, as whole numbers, with the lines that ask for it.
+"""Defines the records of the counts of training steps, such as kernel launches, copies and waits, with the lines that cause
+them.
 
 A run on a CPU has the figures of them that exist there.
 """
@@ -127,7 +128,7 @@ multiply on tensor cores; with rows that do not start at multiples of 16 bytes (
 
 
 class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The counts of one step: the work for the GPU that its training thread and autograd's threads ask for."""
+    """The counts of one step, such as kernel launches, copies and waits, of the training thread and autograd's threads."""
 
     update: bool = True
     """Whether the optimizer was to update at the end of the step."""
@@ -161,7 +162,7 @@ class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     memsets: Whole = 0
     """Blocks of memory set to a value by the driver."""
     stream_waits: Whole = 0
-    """Times that one stream is told to wait for another."""
+    """Times that a stream is made to wait for another one, as by ``stream.wait_event()``."""
     collectives: Whole = 0
     """Exchanges with other GPUs."""
     collective_bytes: Whole = 0
@@ -241,7 +242,7 @@ class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Place(Struct, frozen=True, omit_defaults=True):
-    """A line of Python."""
+    """A line of Python code, with its function and its text."""
 
     file: str
     """The path, for own code from the folder of the project, for a library from ``site-packages``."""
@@ -259,43 +260,45 @@ class Place(Struct, frozen=True, omit_defaults=True):
 
 
 class CountCause(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A place in the code that causes counted work of one type, such as launches of a kernel, and how often."""
+    """A place in the code, with how many kernels it launches, or how many other events of one type it causes, in each kind
+    of step."""
 
     what: CountName
     """What is counted."""
     by: str = ""
-    """The kernel, or the function of CUDA or a library. Baselines keep none of kernels."""
+    """The kernel, or the function of CUDA or a library. Baselines keep no names of kernels."""
     own: Place | None = None
     """The innermost line of the user's own files; in a backward pass that of the forward pass."""
     library: Place | None = None
     """The innermost line of Python, where it is another one."""
     backward: bool = False
-    """Whether it is asked for in a backward pass."""
+    """Whether this happens in a backward pass."""
     replayed: bool = False
-    """Whether a CUDA graph asks for it. The lines are then those of its capture."""
+    """Whether a CUDA graph does this at its launch. The lines are then those of its capture."""
     shape: str = ""
     """The shape of a product or a convolution of a slower class: ``64 x 50257 x 512 bf16``."""
     slow: SlowClass | None = None
-    """Its class."""
+    """The slower class."""
     counts: tuple[Whole, ...]
-    """How many, by kind of step."""
+    """The count in each kind of step."""
     bytes: tuple[Whole, ...] = ()
     """The bytes of copies, collectives and memory, and the floating-point operations of library calls, by kind of step."""
 
 
 class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the timed steps of a case ask of the GPU. Steps that ask for the same, at the same lines, are of one kind."""
+    """The counts of the timed steps of a case, such as kernel launches, copies and waits. Steps with the same counts at the
+    same lines are of one kind."""
 
     steps: tuple[Whole, ...]
     """The kind of each timed step, by its index in ``kinds``."""
     kinds: tuple[StepCounts, ...]
-    """What a step of each kind asks for."""
+    """The counts of a step of each kind."""
     causes: tuple[CountCause, ...] = ()
-    """What asks for it, the most first."""
+    """The places in the code behind these counts, the largest first."""
     first: Whole = 0
     """The number of steps before the first timed one, of the warm-up."""
     others: tuple[CountCause, ...] = ()
-    """What other threads than the training's ask for, which is not judged."""
+    """The counts of other threads than the training's, by place in the code. They are not judged."""
     lines_unknown: str = ""
     """The reason why causes have no lines."""
     python: str = ""

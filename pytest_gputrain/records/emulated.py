@@ -24,7 +24,7 @@ NOT_MADE: Final = (
 NO_VALUES: Final = (
     "not checked, since kernels compute nothing there: whether losses are finite, and whether trained tensors change"
 )
-"""The same for own code whose gradients were watched."""
+"""The note on checks for own code whose gradients were watched."""
 
 
 class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):
@@ -33,9 +33,9 @@ class OperatorWork(Struct, frozen=True, kw_only=True, array_like=True):
     calls: Whole
     """The number of calls."""
     flops: Whole
-    """Their floating-point operations."""
+    """The floating-point operations of these calls."""
     bytes: Whole
-    """The bytes that they read and write."""
+    """The bytes that these calls read and write."""
     lines: tuple[tuple[str, Whole, Whole], ...] = ()
     """A line such as ``train.py:41``, and the FLOPs and bytes of its calls; in a backward pass it is the line of the forward
     pass. Baselines keep no names of lines, because lines move."""

@@ -78,7 +78,7 @@ class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """The part of training, as in `Tensors`."""
     bytes: int
-    """Its requested bytes."""
+    """The bytes that this part has requested and that are in use at the peak."""
 
 
 class Peak(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,9 +87,9 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Since the first allocation."""
     event: int
-    """Its number among the program's allocations."""
+    """The number of the allocation that reached the peak, among all of the program."""
     events: int
-    """The number of these allocations."""
+    """The number of all allocations of the program."""
     bytes: int
     """The requested bytes in use then, before torch rounds them up to blocks."""
     parts: tuple[MemoryPart, ...]
@@ -115,11 +115,11 @@ class EmulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     """The number of the GPU in the process."""
     gpu: int
-    """Its number among the emulated ones, which CUDA_VISIBLE_DEVICES leaves alone."""
+    """The number of the GPU among all emulated GPUs, whatever CUDA_VISIBLE_DEVICES shows."""
     peak_allocated_bytes: int
     """The highest memory that torch's caching allocator had handed out."""
     peak_reserved_bytes: int
-    """The highest memory that it held."""
+    """The highest memory that torch's caching allocator had reserved."""
     peak: Peak | None
     """The peak; None if the program made too many allocations since, or recorded them itself."""
     course: tuple[tuple[int, int, int], ...]

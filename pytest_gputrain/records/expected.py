@@ -17,15 +17,15 @@ LIKELY: Final = (0.85, 1.25)
 """The interval as multiples of the estimate, on a board whose rates were measured: it held for 17 of 19 steps
 that were left out of the fit, and for 14 with their whole family of models left out."""
 ROUGH: Final = (0.7, 2.0)
-"""The same on a board of which only public rates are known, chosen beforehand: it held for 86 of 98
-published steps. One fitted to the steps of the other boards held for 72."""
+"""The interval, as multiples of the estimate, on a board of which only public rates are known. It was chosen beforehand, and
+held for 86 of 98 published steps. An interval fitted to the steps of the other boards held for 72."""
 
 
 class TracedCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one operator was called with in a step, and how often."""
+    """The calls of one operator in a step with arguments of the same shapes and types."""
 
     operator: str
-    """Its name without the namespace ``aten``: ``mm``, ``_foreach_add_``, ``mylibrary.myoperator``."""
+    """The name of the operator without the namespace ``aten``: ``mm``, ``_foreach_add_``, ``mylibrary.myoperator``."""
     shapes: tuple[tuple[Whole, ...], ...] = ()
     """The shapes of its first four tensors; empty if it has no FLOPs, and of other libraries' operators."""
     dtype: str = ""
@@ -36,7 +36,7 @@ class TracedCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
     from the host or to it)."""
     count: Whole = 1
     flops: Whole = 0
-    """Of one call."""
+    """Floating-point operations of one call."""
     read: Whole = 0
     """Bytes that one call reads."""
     written: Whole = 0
@@ -47,7 +47,7 @@ class Rates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a board computes and moves at most, and which share of it kernels sustain."""
 
     board: str
-    """Its catalog marker."""
+    """The catalog marker of the board."""
     flops: dict[str, float]
     """Peak FLOP/s by arithmetic: ``fp32``, ``tf32``, ``bf16``, ``fp16``. What the board lacks or the vendor does not tell is
     missing. Without ``tf32`` it computes in fp32."""

@@ -20,7 +20,7 @@ class FitGpu(Struct, frozen=True, kw_only=True):
 
     marker: str
     title: str
-    """Its name. For a GPU that runs on kernels for another one, with these kernels."""
+    """The name of the GPU. If it runs kernels that were compiled for another GPU, the name says so."""
     memory_bytes: Whole
     """The memory that a program can use, including the driver's context."""
 

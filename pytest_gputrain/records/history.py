@@ -117,7 +117,7 @@ class _Line(Struct, frozen=True, kw_only=True):
     samples_per_second: float | None
     """Samples per second of all processes together, at the median step."""
     tokens_per_second: float | None
-    """Tokens per second, likewise. Null if samples are not token sequences."""
+    """Tokens per second of all processes together, at the median step. Null if samples are not token sequences."""
     scaling_efficiency: float | None
     """The scaling efficiency as a share, if the test asks for it."""
     model_flops_utilization: float | None

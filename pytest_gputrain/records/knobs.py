@@ -36,7 +36,7 @@ class Knob:
     in_history: bool = True
     """Whether the lines of the history have it as a key."""
     type: Any = None
-    """Its type in Python, without bounds."""
+    """The type of the knob in Python, without bounds."""
     default: Any = None
 
     @property

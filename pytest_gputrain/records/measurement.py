@@ -109,14 +109,13 @@ class Rank(Struct, frozen=True, kw_only=True):
     step_seconds: tuple[float, ...]
     """Seconds of each timed step. Empty for a server."""
     peak_allocated_bytes: Whole
-    """Its peak of allocated memory."""
+    """The peak of allocated memory of this process."""
     peak_host_bytes: Whole
-    """Its peak of resident host memory."""
+    """The peak of resident host memory of this process."""
     peak_reserved_bytes: Whole | None = None
-    """Its peak of memory that the caching allocator reserved."""
+    """The peak of memory that the caching allocator of this process reserved."""
     own_seconds: tuple[float, ...] = ()
-    """Seconds of each step from the common start until the process first needed another one. Empty if the steps do not
-    tell."""
+    """Seconds of each step from the common start until the process first needed another one. Empty if this is not known."""
     updates: Whole | None = None
     """Updates that a server applied to its tables."""
     rows: Whole | None = None
@@ -145,8 +144,8 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """Wall seconds of every timed step in order, synchronised with the device. With ``loader_workers``, each is the mean
     over that many steps, because batches come in bursts."""
     gpu_steps: GpuSteps | None = None
-    """How long the GPU worked in further steps. None on a CPU, of a script, and where it could not be told; ``notes`` then
-    says why."""
+    """How long the GPU worked in further steps. None on a CPU, for a script, and where it is not known; ``notes`` then says
+    why."""
     input_seconds: float | None = None
     """The mean time that a timed step waited for its batches. None if none came from torch's DataLoader. Built-in models use
     it with ``loader_workers``."""
@@ -173,8 +172,9 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """The highest sum of live tensor storages from the first step on. On a GPU the caching allocator counts it. On a CPU it
     is counted tensor by tensor, in steps of its own."""
     phase_peak_bytes: dict[TrainingPhase, Whole] = {}
-    """The same for each phase of training, if it was counted tensor by tensor, and for evaluation and saving a checkpoint on
-    all devices. ``build`` is the highest before the first step. If several processes train, it is the largest of one."""
+    """The highest sum of live tensor storages in each phase. Phases of training have one if storages were counted tensor by
+    tensor; evaluation and saving a checkpoint have one on all devices. ``build`` is the highest before the first step. If
+    several processes train, it is the largest of one."""
     largest: dict[TrainingPhase, tuple[LiveTensor, ...]] = {}
     """The largest tensors at the peak of each phase."""
     memory_of_steps: tuple[StepMemory, ...] = ()

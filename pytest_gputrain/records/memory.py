@@ -40,7 +40,7 @@ class LiveTensor(Struct, frozen=True, kw_only=True, omit_defaults=True):
     shape: tuple[Whole, ...]
     """The shape of each; empty for tensors of several shapes."""
     dtype: str
-    """Their type; empty for tensors of several shapes, which have no row of their own."""
+    """The type of the tensors; empty for the row that adds up tensors of several shapes."""
     lines: tuple[str, ...] = ()
     """The lines of your own files that made them, as ``tests/test_mine.py:41``, if memory was counted. Baselines keep no
     lines, because lines move."""

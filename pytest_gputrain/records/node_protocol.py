@@ -70,7 +70,7 @@ class Left(Struct, frozen=True, kw_only=True):
 
 
 class RankExit(Struct, frozen=True, kw_only=True):
-    """The end of a rank."""
+    """A record of how the process of a rank ended."""
 
     exit_code: int
     """Negative for a signal."""

@@ -20,11 +20,12 @@ class RankSpread(Struct, frozen=True, kw_only=True):
     """The spread of the processes of a case, in the run with the largest spread."""
 
     slowest: Whole | None
-    """The rank whose own work takes longest, by the median of its steps. None if the steps do not tell their own work."""
+    """The rank whose own work takes longest, by the median of its steps. None if the time of this work is not known."""
     lag: float | None
-    """The time that the slowest rank takes longer than the fastest, as a share of the fastest. None likewise."""
+    """The time that the slowest rank takes longer than the fastest, as a share of the fastest. None if ``slowest`` is
+    None."""
     lag_seconds: float | None
-    """The same in seconds per step."""
+    """This time in seconds per step."""
     least_peak_allocated_bytes: Whole
     """The lowest peak of a process."""
     most_peak_allocated_bytes: Whole

@@ -19,9 +19,9 @@ class Try(Struct, frozen=True, kw_only=True):
     outcome: Literal["fits", "out_of_memory", "timed_out", "capped", "crashed", "lost"]
     """The outcome. ``capped``: the tiny scale trains on fewer samples than requested."""
     samples_per_second: float | None = None
-    """Its throughput."""
+    """The throughput with this batch."""
     peak_allocated_bytes: Whole | None = None
-    """Its peak of allocated memory."""
+    """The peak of allocated memory with this batch."""
     reason: str = ""
     """Why it does not fit."""
 
@@ -36,7 +36,7 @@ class Search(Struct, frozen=True, kw_only=True):
     largest: Whole | None = None
     """The largest batch that fits. None if not even one sample fits, or if a crash ended the search."""
     fastest: Whole | None = None
-    """The batch with the most samples per second. None likewise."""
+    """The batch with the most samples per second. None if ``largest`` is None."""
 
 
 Trend = Literal["converging", "flat", "diverging"]

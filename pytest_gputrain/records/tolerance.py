@@ -163,7 +163,7 @@ class CountTerms:
     """How counts are judged."""
 
     mode: Literal["judge", "tell", "off"] = "judge"
-    """Whether growth fails, is told only, or is not looked at."""
+    """Whether growth of counts fails a test, is only mentioned, or is not looked at."""
     tolerances: Mapping[CountFigure, CountTolerance] = field(default_factory=dict)
     """Figures that are judged by these instead of by their own rules. A part of the work (``launches``, ``library_calls``,
     ``d2d``) that has one is judged alone, and the work without it. The share of the FLOPs of a slower class is one of the
@@ -177,11 +177,12 @@ class Tolerance:
     time: float
     memory: MemoryTolerance
     cpu_time: bool = False
-    """Whether time on a CPU is judged, too; it takes a baseline of several runs of the same host."""
+    """Whether time on a CPU is judged, too; this needs a baseline with several runs on the same host."""
     cpu_runs: int = LEAST_RUNS_ON_A_CPU
-    """How many these are at least."""
+    """The least number of such runs."""
     host_time: float = 0.5
-    """That of the time of a step in which the GPU waits for the host, on another machine than that of the baseline."""
+    """The tolerance of the time of a step in which the GPU waits for the host, on another machine than that of the
+    baseline."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

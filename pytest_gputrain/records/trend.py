@@ -11,7 +11,7 @@ from pytest_gputrain.records.whole import Whole
 
 
 class Moment(Struct, frozen=True, kw_only=True):
-    """A run of the history."""
+    """A pytest run in the history: its date, commit and id."""
 
     date: str
     """When the run began, in UTC (ISO 8601)."""

@@ -87,7 +87,7 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     kept_behind: dict[TrainingPhase, Whole] = {}
     """What an evaluation, or saving a checkpoint, leaves behind, as in `Measurement`."""
     heap_growth: Whole | None = None
-    """What each step leaves on the heap of the host, likewise."""
+    """What each step leaves on the heap of the host, as in `Measurement`."""
     peak_reserved_bytes: Whole | None = None
     peak_host_bytes: Whole | None = None
     model_bytes: Whole | None = None
@@ -99,9 +99,9 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     input_seconds: float | None = None
     """How long a step waits for its batches, as in `Measurement`. None on a CPU, where it is not judged."""
     counts: Counts | None = None
-    """What a step asks for, as in `Measurement`, without numbers of lines."""
+    """The counts of the steps, as in `Measurement`, without numbers of lines."""
     evaluation_counts: Counts | None = None
-    """What the evaluation asks for, likewise."""
+    """The counts of the evaluation, as in `Measurement`, without numbers of lines."""
     trained: TrainedTensors | None = None
     """The tensors of own code that train, as in `Measurement`."""
     batch_shapes: BatchShapes | None = None
@@ -144,20 +144,20 @@ class Published(Struct, frozen=True, kw_only=True):
     made_with: str
     """Versions and hardware, as ``torch 2.5.1 on NVIDIA H100``."""
     time_not_judged: str = ""
-    """Why its time is shown but not judged. Empty if it is judged."""
+    """Why the published time is shown but not judged. Empty if it is judged."""
     memory_not_judged: str = ""
-    """The same for its memory."""
+    """Why the published memory is shown but not judged. Empty if it is judged."""
 
 
 class LineCount(Struct, frozen=True, kw_only=True):
-    """What one line asks of the GPU in a step, beside what it asked for in the step of the baseline."""
+    """The count of one line of code in a step, such as its kernel launches, now and in the step of the baseline."""
 
     line: str
     """The line, as sentences name it."""
     value: Whole
-    """How much it asks for today."""
+    """The count of the line today."""
     baseline: Whole
-    """How much it asked for before."""
+    """The count of the line in the baseline."""
     more: Whole = 0
     """By how much it has grown. What has only moved from another line is no growth."""
 
@@ -168,7 +168,7 @@ class MetricVerdict(Struct, frozen=True, kw_only=True):
     metric: MetricName
     """The metric."""
     status: Status
-    """Its verdict."""
+    """The verdict on the metric."""
     value: float | None = None
     """Its value today."""
     baseline: float | None = None

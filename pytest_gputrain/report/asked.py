@@ -1,4 +1,4 @@
-"""Makes the table of what each line of a program asks of an emulated GPU, for the terminal and the HTML page."""
+"""Makes the table of the work that each line of a program gives to an emulated GPU, for the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pytest_gputrain.records.counts import COUNT_FIGURES, DETAILS
 from pytest_gputrain.records.emulation import EmulatedProcess
 
 _MOST_LINES: Final = 12
-"""Lines of the program that are told; the others are added up."""
+"""The most lines of the program in the table; the others are added up."""
 _LEAST_STEPS: Final = 2
-"""The number of steps from which on a step is told, and not the whole run."""
+"""The least number of steps for a table of one step; with fewer it is one of the whole run."""
 
 Figures = dict[CountFigure, int]
 

@@ -94,7 +94,7 @@ _SHOWN_NOTES: Final = 6
 _LARGE_SPREAD: Final = 0.10
 """Processes of a case are reported if they differ by more than this share of the least, in own work or in memory."""
 _LARGE_SPREAD_ON_CPU: Final = 1.0
-"""The same for own work on a CPU, where equal processes beside busy neighbours were 49 % apart."""
+"""This share for own work on a CPU, where equal processes beside busy neighbours were 49 % apart."""
 _LEAST_SHARE: Final = 0.01
 """Share of a step below which a lag is not reported: it may be many times nearly nothing."""
 

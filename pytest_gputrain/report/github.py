@@ -18,7 +18,7 @@ MOST: Final = 10
 
 
 class Failure(NamedTuple):
-    """A test that failed."""
+    """A failed test, with its place and its message."""
 
     path: Path | None
     """The file of the test; None if the failure is not that of a single test."""

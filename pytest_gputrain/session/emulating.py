@@ -150,7 +150,7 @@ class EmulatingRunner(CaseRunner):
         return limits
 
     def _again(self, task: Task) -> EmulatedRun | None:
-        """Find the case's figures in a second process; None if it has none."""
+        """Return the figures of the case from a second process; None if that process gave none."""
         reply = self._executor.run_again(task, watch=lambda event: self._watch(task.case, event, 2))
         return reply if isinstance(reply, EmulatedRun) else None
 

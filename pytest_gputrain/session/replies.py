@@ -150,7 +150,7 @@ class Replies:
         return reply
 
     def _begin(self) -> None:
-        """Start the runs that tests will ask for, so that they are running or done by then."""
+        """Start the runs that tests will need, so that they run or are done when a test needs them."""
         if self._make_prefetcher is None or self._prefetcher is not None:
             return
         self._prefetcher = self._make_prefetcher()
@@ -161,7 +161,7 @@ class Replies:
                 self._look_ahead(runs.task)
 
     def _look_ahead(self, task: Task, *asked: Reply) -> None:
-        """Submit the further runs that tests will ask for because of the first ones.
+        """Submit the further runs that tests will need, as the replies of the first runs show.
 
         Args:
             asked: the reply of a run that a test waits for.

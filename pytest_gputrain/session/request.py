@@ -108,7 +108,7 @@ class CaseRunner:
 
     @property
     def waiting(self) -> int:
-        """Cases whose baselines wait for further runs: those of figures that are noisy."""
+        """The number of cases whose baselines wait for further runs, because their figures are noisy."""
         return 0
 
     def complete(self) -> Iterator[Result]:

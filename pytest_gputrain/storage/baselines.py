@@ -68,7 +68,7 @@ class _AsRead(NamedTuple):
 
     entry: Struct
     own: dict[str, Any]
-    """Its fields."""
+    """The fields of the entry."""
     shared: dict[str, Any]
     """The fields that it shares with others."""
 

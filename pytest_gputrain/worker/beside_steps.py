@@ -181,7 +181,7 @@ class BesideSteps:
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """Provide a context that counts what the evaluation asks of an emulated GPU."""
+        """Provide a context that counts the work that the evaluation gives to an emulated GPU."""
         counter = self._emulated.counter if self._emulated else None
         if counter is None:
             yield

@@ -59,7 +59,7 @@ class CaseRun:
 
     @property
     def counter(self) -> CountedSteps | None:
-        """The counter of what steps ask for; None if nothing counts it."""
+        """The counter of the work of steps, such as kernel launches; None if nothing counts it."""
         return self.operators.steps if self.operators else self.emulated.counter if self.emulated else None
 
     @property

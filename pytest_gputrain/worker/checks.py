@@ -220,7 +220,7 @@ class Movement:
         Args:
             moved: what `changes` returns, united over all processes of the case: one may hold rows of a sharded table
                 that no sample names, and nothing of a small tensor.
-            reached: likewise; None if no step was watched.
+            reached: the names of the tensors that got a gradient, united over all processes; None if no step was watched.
             remote_tensors: trained tensors that other processes hold, and check.
 
         Raises:

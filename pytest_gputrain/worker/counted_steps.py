@@ -1,4 +1,4 @@
-"""Collects what the steps of a training ask for, by kind of step and by line, whatever counts it."""
+"""Collects the counts of a training's steps, by kind of step and by line of code, whatever counts them."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Device(Protocol):
         """Wait until the device has finished all work."""
 
     def stamp(self) -> Any:
-        """Record a moment in the work of the device, after all work that it was asked for so far."""
+        """Record a moment on the device, as a CUDA event does: the end of all work that was queued so far."""
 
     def seconds_between(self, start: Any, end: Any) -> float:
         """Return the seconds between two stamps, once the device has finished all work."""
@@ -135,9 +135,9 @@ class Accelerator:
         self._last: tuple[int, ...] = (0, 0)
         """The last peak that torch reported, since any reset."""
         self._interval = 0
-        """Highest allocated bytes since `interval_peak` was asked."""
+        """The highest allocated bytes since the last call of `interval_peak`."""
         self._step = 0
-        """The same since `of_step` was."""
+        """The highest allocated bytes since the last call of `of_step`."""
         self._reset_unseen = False
         torch.cuda.set_device(self.torch_device)
         torch.cuda.init()

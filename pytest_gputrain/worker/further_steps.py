@@ -39,9 +39,9 @@ _COUNTS_FAILED: Final = "what a step asks for is not known, because pytest-gputr
 _UNCALLED: Final = "without calls of Python functions, because the step in which they are counted failed"
 
 _COUNTED_STEPS: Final = 2
-"""The steps of own code, on a CPU, in which it is counted what they ask for."""
+"""The number of steps of own code on a CPU in which operators and other events are counted."""
 _COMPILING_STEPS: Final = 4
-"""The same where own code compiles: the first two compile."""
+"""The number of such steps where own code compiles: the first two compile."""
 
 
 class Confirmation:
@@ -211,7 +211,7 @@ class Confirmation:
 
 
 def _counting_step(run: CaseRun, *, update: bool) -> contextlib.AbstractContextManager[None]:
-    """Provide a context for a step that counts what the step asks of a CPU."""
+    """Provide a context that counts the operators and other events of a step on a CPU."""
     if run.operators is None:
         return contextlib.nullcontext()
     parameters = () if run.training.model is None else run.training.model.parameters()
@@ -228,7 +228,8 @@ def _take_counts(run: CaseRun) -> None:
 
 
 def _count_own_steps(run: CaseRun) -> Steps:
-    """Run further steps of own code to count what they ask for, until a round of accumulation is complete.
+    """Run further steps of own code in which operators and other events are counted, until a round of gradient accumulation
+    is complete.
 
     Of several processes there is none, because the others would wait for one whose step fails.
     """
@@ -251,7 +252,8 @@ def count_python_calls(run: CaseRun) -> Steps:
     if counter is None or run.case.asynchronous or not run.measures_times:
         return
     if run.operators and run.own and rounds and (run.compile_calls.any or run.group.size > 1):
-        # Such a case counts other micro-batches of a round than the one that would run here.
+        # In such a case the counted micro-batches are other ones than the one that would run here, so nothing could be
+        # compared.
         return
     # The optimizer must update in this step if the step is the last of a round of gradient accumulation. All earlier rounds
     # of a built-in model are complete, and the step that updates is counted. Own code is at the second step of a round on an

@@ -1,4 +1,4 @@
-"""Reads what a GPU did in profiled steps: how long it worked, and what each step asked of it. Imports no torch."""
+"""Reads what a GPU did in profiled steps: how long it worked, and the counts of each step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ _Numbers = dict[CountCause, tuple[int, int]]
 
 
 def read_counts(step: ProfiledStep, other_threads: Collection[int]) -> tuple[_Numbers, _Numbers]:
-    """Return the counts of what a step asked of an NVIDIA GPU, those of the training's threads and those of other threads.
+    """Return the counts of a step on an NVIDIA GPU: those of the training's threads, and those of other threads.
 
     Args:
         other_threads: the numbers of threads that do not train.

@@ -66,7 +66,7 @@ class Growth:
         self._resident: list[int] = []
         """Resident bytes of this process before the first timed step and after each one, where they are known."""
         self._handed_out: list[int] = []
-        """Bytes that malloc has handed out at these times, likewise."""
+        """Bytes that malloc has handed out at the same times, where they are known."""
         self._ends: list[int] = []
         """Bytes in tensors after each timed round, on a GPU."""
         self._begin_step: Callable[[], None] = lambda: None

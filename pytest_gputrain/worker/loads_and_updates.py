@@ -1,4 +1,5 @@
-"""Counts what own code asks of torch's DataLoader and optimizers in a step, and times how long it waits for batches.
+"""Counts the batches of torch's DataLoader and the optimizer updates in a step of own code, and times how long it waits for
+batches.
 
 A data set may be read in other processes, at other times than the step that takes the batch. So the function that makes a
 batch of samples counts these, and sends their number with the batch.

@@ -45,7 +45,7 @@ class Beside:
     prepare: Callable[[], object] = lambda: None
     """Lets go of what a trainer no longer has when it evaluates: the peak of an evaluation begins with what lives then."""
     save: Callable[[Path], object] | None = None
-    """Saves a checkpoint in a folder, likewise."""
+    """Saves a checkpoint in a folder; None if own code has set none."""
     notes: tuple[str, ...] = ()
     """Sentences on what of the evaluation is left out."""
 
@@ -76,7 +76,7 @@ def loop_of(
         processes: of the case.
         watch: lets the worker know the model of a framework's trainer.
         see: lets it know the batches of one.
-        beside: gets what one does beside its steps, unless the function has told something else.
+        beside: gets the evaluation and the checkpoint of a framework's trainer, unless the function has set others.
 
     Raises:
         CheckFailed: there is no way to train with it.

@@ -98,8 +98,8 @@ class Measuring:
         return run.figures
 
     def _ask(self, own: OwnCode) -> None:
-        """Provide a context that counts what own code asks of loaders and optimizers, and that notes where the build of a
-        generator ends."""
+        """Provide a context that counts the batches and the optimizer updates of own code, and that notes where the build of
+        a generator ends."""
         run, training = self._run, self._run.training
         if run.counter:
             run.counter.asked = own.asked
@@ -183,7 +183,7 @@ class Measuring:
         run, own, beside = self._run, self._run.own, self._beside
         run.progress.enter("count")
         counter.threads.clear()
-        # Without `uncompiled` torch would never compile a module that has run here.
+        # Without `uncompiled`, torch would never compile a module that has run here.
         with run.noting_shapes(), uncompiled(run.case):
             if own is None:
                 for update in counted_steps(run.case):

@@ -19,7 +19,7 @@ from pytest_gputrain.worker.trace import Trace
 
 _LEAST: Final = 4 * MiB
 _LEAST_SHARE: Final = 0.1
-"""What a step holds in Python's memory besides is told from this many bytes on, and from this share of the counted peak."""
+"""Python's memory beside tensors is mentioned from this many bytes on, and from this share of the counted peak on."""
 
 
 class MemoryBeside:

@@ -33,7 +33,7 @@ _NOTED: Final = "<noted>"
 """The file of a frame that is none, but a line of the forward pass."""
 
 _LARGEST: Final = 12
-"""Groups of tensors that are told."""
+"""The most groups of tensors that are recorded."""
 
 _MOST_POINTS: Final = 400
 """Points of the course of memory, each the highest of its part of the events."""
@@ -108,7 +108,7 @@ def follow_optimizers(updated: Callable[..., None]) -> None:
 
 
 def program_counter() -> Any:
-    """Begin to count what the program asks of the GPU, or to time its steps if the environment asks for that.
+    """Begin to count the work that the program gives to the GPU, or to time its steps if an environment variable says so.
 
     Returns:
         What does so; None if the program's environment lacks this very package.
@@ -351,7 +351,7 @@ def course(trace: Trace, in_use: int, reserved: int) -> list[tuple[int, int, int
 
     Args:
         in_use: bytes at the end.
-        reserved: likewise.
+        reserved: bytes that torch's allocator has reserved at the end.
     """
     steps = [
         (event["action"], event["size"])

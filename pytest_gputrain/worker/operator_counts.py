@@ -60,7 +60,7 @@ _METHODS: Final = ("torch/_tensor", "torch/functional.py")
 
 
 class OperatorCounter(SharedMode):
-    """Counts what each step in `counting` asks of a CPU.
+    """Counts the operators, collectives, compilations and reads of values of each step within `counting`, on a CPU.
 
     A value that depends on a trained parameter is where the parameter is: on the GPU, in a run that has one. So a read of it
     is a wait there. Of other values nobody knows: the program may keep them on the host, as it does lengths and labels.
@@ -92,7 +92,7 @@ class OperatorCounter(SharedMode):
 
     @contextlib.contextmanager
     def counting(self, parameters: Iterable[Tensor], *, update: bool) -> Iterator[None]:
-        """Provide a context for one step that counts what the step asks for.
+        """Provide a context that counts the operators and other events of one step.
 
         Args:
             parameters: those that train, as far as they are known.

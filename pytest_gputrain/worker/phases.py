@@ -15,7 +15,7 @@ from pytest_gputrain.worker.emulated_values.autograd_lines import is_in_backward
 
 
 class Phases:
-    """Finds the phase of training that runs. It is asked before each operator.
+    """Finds the phase of training that runs. It is called before each operator.
 
     Optimizers are those of torch and what derives from them. An optimizer that steps inside of a backward pass is the
     optimizer's phase; a backward pass inside of an optimizer's step (its closure) is the backward phase.

@@ -83,7 +83,7 @@ def check_precision(name: str, label: str, weights: Mapping[torch.dtype, int], f
         name: of the case's model.
         label: the case's precision.
         weights: bytes of the watched model's parameters, by type; nothing for a model that is not watched.
-        flops: those of the step's matrix products, likewise.
+        flops: FLOPs of the step's matrix products, by type.
 
     Raises:
         CheckFailed: it is so, naming the label that fits.

@@ -1,4 +1,4 @@
-"""Has further steps run under torch's profiler, which tells how long the GPU works and what a step asks of it."""
+"""Runs further steps under torch's profiler, which shows how long the GPU works and what each step launches."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class StepProfile:
                     self._steps.append(step)
 
     def read(self) -> tuple[GpuSteps, Counts | None]:
-        """Return how long the GPU worked in each step, and for an NVIDIA GPU what each step asked of it.
+        """Return how long the GPU worked in each step, and for an NVIDIA GPU the counts of each step.
 
         Raises:
             CannotTell: the profile does not tell.

@@ -1,4 +1,4 @@
-"""Counts what a program of the user's asks of emulated GPUs: in its whole run, and from one update to the next.
+"""Counts the work that a program of the user's gives to emulated GPUs: in its whole run, and from one update to the next.
 
 If that is asked instead, it estimates how long these steps take.
 """
@@ -33,7 +33,7 @@ LAST_STEPS: Final = 5
 
 
 class ProgramCounter(StepCounter):
-    """Counts what this process asks of its emulated GPUs, from its first use of one.
+    """Counts the work that this process gives to its emulated GPUs, from its first use of one.
 
     A step ends with each update of an optimizer, or where a trainer of a library tells so. The time before the first step is
     part of the whole run alone.

@@ -64,7 +64,7 @@ _Origin = tuple[int, int]
 _WHOLE: Final = -1
 """In place of an instruction, where the function as a whole is meant."""
 
-# These two origins are no instructions.
+# These origins have 0 in place of the identity of a code object.
 _LINE: Final = (0, 1)
 """The origin of what an own function calls, in place of the instruction that it runs."""
 _NOWHERE: Final = (0, 2)

@@ -1,4 +1,4 @@
-"""Counts what each timed step asks of an emulated GPU, and finds the lines that ask for it."""
+"""Counts the work that each timed step gives to an emulated GPU, and finds the lines of code that cause it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OTHER_THREAD: Final = 1
 
 
 class _Row(NamedTuple):
-    """A row that the stand-ins count: what was asked for, and the place that asked."""
+    """One count of the stand-ins: what was counted, and the place in the code that caused it."""
 
     what: CountName
     by: str

@@ -122,7 +122,7 @@ class Published(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     title: str
     published: str
-    """Its count of parameters as published: ``8,190,735,360``, or less precisely ``8.1B``."""
+    """The number of parameters as published: ``8,190,735,360``, or less precisely ``8.1B``."""
     source: str
     targets: tuple[str, ...] | str = "all-linear"
     """The layers that LoRA adapts; ``all-linear`` for all linear layers but the head."""
@@ -138,10 +138,10 @@ class Denoiser(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A class of denoisers of diffusers that a config.json alone describes."""
 
     pipeline: str
-    """That of diffusers by which latents, texts and further inputs have their shapes."""
+    """The pipeline of diffusers that decides the shapes of latents, texts and further inputs."""
     needs: tuple[Literal["resolution", "frames"], ...] = ("resolution",)
     targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
-    """What LoRA adapts: by default what the training scripts of diffusers adapt of most."""
+    """The layers that LoRA adapts: by default those that the training scripts of diffusers adapt in most models."""
     blocks: tuple[str, ...] = ()
     """As of `Architecture`; ``down_blocks`` first for a UNet, and none if diffusers recomputes nothing."""
     idle: tuple[str, ...] = ()

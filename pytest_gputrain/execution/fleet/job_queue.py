@@ -108,7 +108,7 @@ class Fleet:
         self._open: dict[bytes, deque[_Ticket]] = {}
         """Tickets that no test has taken yet, by order."""
         self._requested: Counter[bytes] = Counter()
-        """Tickets that a test has taken, likewise."""
+        """How many tickets tests have taken, by order."""
         self._arrivals: deque[Order] = deque()
         self._to_submit: deque[_Ticket] = deque()
         self._live: list[_Ticket] = []
@@ -135,7 +135,7 @@ class Fleet:
         self.step()
 
     def ordered(self, order: Order) -> int:
-        """Return how often an order was expected or asked for and not dropped."""
+        """Return how many runs of an order were expected or started, without those that were dropped."""
         key = _key(order)
         return self._requested[key] + len(self._open.get(key, ()))
 
@@ -188,7 +188,7 @@ class Fleet:
         return ticket.outcome
 
     def drop(self, order: Order) -> None:
-        """Cancel the runs of this order that were expected and not asked for. Known outcomes are kept."""
+        """Cancel the runs of this order that were expected and that no test has taken. Known outcomes are kept."""
         self._drop([_key(order)])
 
     def only(self, orders: Iterable[Order]) -> None:

@@ -35,7 +35,8 @@ _ITS_TURN: Final = frozenset({"None", "Priority", "Resources"})
 """Reasons of a job that only waits for others."""
 
 _OF_ALL_JOBS: Final = re.compile(r"Licenses|(?:QOS|Assoc)(?!.*Per(?:Job|Node))")
-"""Likewise: a limit on what a user or an account runs at once, but not one on what a job may ask for."""
+"""Reasons of a waiting job that concern a limit on what a user or an account runs at once, but not a limit on what one job
+may request."""
 
 _STATES: Final[Mapping[str, Doing]] = {
     **dict.fromkeys(("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING", "RESIZING"), "running"),

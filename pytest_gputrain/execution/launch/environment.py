@@ -44,7 +44,8 @@ class SessionEnvironment:
         What the imports of test files set, and of the frameworks that they import, no test has changed.
 
         Args:
-            elsewhere: cases run on machines that know the session's variables alone, and are told of all others.
+            elsewhere: whether cases run on other machines, which know only the variables of the session's start and get
+                all others by name.
         """
         if elsewhere:
             self._collected = dict(os.environ)

@@ -33,7 +33,7 @@ from pytest_gputrain.utils.reading import UNREADABLE
 
 _POLL_SECONDS: Final = 0.01
 _TOLD_SECONDS: Final = 5.0
-"""The time from a worker's end until that must be told: the preloaded process may have been stopped by a worker."""
+"""How long after a worker's end the preloaded process has to report it. A worker may have stopped that process."""
 _LONGEST_LINE: Final = 4096
 _MOST_SOURCES: Final = 3
 """Each takes the memory of its libraries."""

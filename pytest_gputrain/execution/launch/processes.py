@@ -20,7 +20,7 @@ CASE_FOLDER: Final = "GPUTRAIN_CASE_FOLDER"
 
 
 class Process(abc.ABC):
-    """One worker."""
+    """A worker process, wherever it runs."""
 
     @abc.abstractmethod
     def poll(self) -> int | None:
@@ -84,7 +84,7 @@ class LocalProcess(Process):
 
 
 class FreshProcess(LocalProcess):
-    """An interpreter of its own."""
+    """A worker in a fresh Python interpreter on this machine."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process

@@ -16,7 +16,7 @@ from pytest_gputrain.utils.files import make_own
 from pytest_gputrain.utils.torch_beside import ORIGIN_VARIABLE, PYTHON_VARIABLE, SITE_VARIABLE
 
 DEVICE: Final = "GPUTRAIN_EMULATED_DEVICE"
-"""Environment variable: what the stand-ins are told of the GPUs."""
+"""Environment variable with the description of the GPUs for the stand-ins."""
 
 STATE: Final = "GPUTRAIN_EMULATED_STATE"
 """Environment variable: the folder in which each process that uses an emulated GPU leaves what it took of it."""

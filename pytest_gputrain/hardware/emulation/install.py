@@ -62,7 +62,7 @@ def install(source: Source, say: Say) -> Build | None:
     """Install the CUDA build of the installed torch's version, and return it; None if the installed torch is such a build.
 
     Args:
-        say: is told what happens, in sentences.
+        say: called with a sentence for each thing that happens.
 
     Raises:
         CannotEmulate: it cannot be had, is refused or has no place.

@@ -45,13 +45,13 @@ class Wheel(NamedTuple):
     sha256: str = ""
     """Empty if the user gave the hashes; the wheel must then have one of them."""
     filename: str = ""
-    """Empty likewise."""
+    """The name of the file; empty if the user gave the hashes."""
     size: int = 0
     """In bytes; 0 if it is not known."""
 
     @property
     def name(self) -> str:
-        """The name to show."""
+        """The name of the wheel in messages."""
         return self.filename or f"{self.project} {self.version}"
 
 

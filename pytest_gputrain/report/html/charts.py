@@ -85,7 +85,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """A series of a chart."""
+    """A line of a chart: a series of points."""
 
     name: str
     x: Sequence[float]

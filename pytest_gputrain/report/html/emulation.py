@@ -34,7 +34,7 @@ def peaks(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
 
 
 def asked(report: Emulation, charts: Charts) -> Iterator[CaptionedChart]:
-    """Return charts of the work that each line of the program asks of the GPU, with a table of all counts."""
+    """Return charts of the work that each line of the program gives to the GPU, with a table of all counts."""
     for process in report.processes:
         told = asked_by(process)
         if told is None or not told.lines:

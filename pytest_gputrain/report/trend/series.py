@@ -86,7 +86,7 @@ def format_share(change: Change) -> str:
 
 
 def is_told(course: Course) -> bool:
-    """Tell whether a course is shown if nobody asks for its metric. There are many counts, and most never change."""
+    """Tell whether a course is shown by default. A count is shown only if it has changed, because there are many."""
     return bool(course.changes) or course.metric not in COUNT_KEYS
 
 

@@ -41,10 +41,10 @@ _VIEWS: Final = frozenset((
     "view", "as_strided", "_reshape_alias", "unfold", "set_", "record_stream", "is_pinned", "_pin_memory",
     "is_set_to", "view_as_real", "view_as_complex", "_local_scalar_dense",
 ))  # fmt: skip
-"""They compute nothing and allocate nothing on the GPU; the last one is replaced apart."""
+"""Operators that compute and allocate nothing on the GPU. The last one is replaced separately."""
 
 _ALLOCATING: Final = frozenset(("empty", "empty_strided", "resize_"))
-"""They compute nothing, and allocate."""
+"""Operators that compute nothing, and allocate."""
 
 _LARGE: Final = (
     "mm", "addmm", "bmm", "baddbmm", "addmv", "addbmm", "_scaled", "_grouped_mm", "_flash", "_efficient", "_cudnn", "cudnn",
@@ -56,16 +56,16 @@ _LARGE: Final = (
 all the same."""
 
 _OVERWRITING: Final = frozenset(("fill_", "zero_", "copy_"))
-"""They write each element of their first argument, and do not read it."""
+"""Operators that write each element of their first argument, and do not read it."""
 
 _UPDATING: Final = frozenset((
     "native_batch_norm", "cudnn_batch_norm", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
     "batch_norm_update_stats",
 ))  # fmt: skip
-"""They write to the running mean and variance in training, and their schemas do not say so."""
+"""Operators that write to the running mean and variance in training, although their schemas do not say so."""
 
 _PLACING: Final = frozenset(("scatter_", "index_copy_", "_index_put_impl_", "put_"))
-"""They write to the places that indices name, which can be all of them."""
+"""Operators that write to the places that indices name, which may be all places."""
 
 _SAME_FOR_ALL: Final = frozenset((
     "all", "all.dim", "all.dims", "any", "any.dim", "any.dims", "amax", "amin", "max", "min",

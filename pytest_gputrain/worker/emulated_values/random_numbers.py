@@ -33,7 +33,7 @@ _Values = list[Tensor | None]
 _CPU: Final = torch.device("cpu")
 _THREADS_OF_A_BLOCK: Final = 256
 _ELEMENTS_OF_A_BLOCK: Final = 4 * 512
-"""Of the kernel that draws by a tensor of chances: 512 threads, each for four elements that follow each other."""
+"""The elements of a block of `bernoulli` with a tensor of chances: 512 threads, each for four neighbouring elements."""
 
 _THREADS_OF_A_MULTINOMIAL_BLOCK: Final = 128
 _WIDE_SPAN: Final = 1 << 28

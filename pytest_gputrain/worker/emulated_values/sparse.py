@@ -20,7 +20,7 @@ _BY_OWN_KERNELS: Final = frozenset((
     "_sparse_csr_prod", "_softmax", "_softmax_backward_data", "_nested_tensor_softmax_with_shape",
     "_nested_from_padded_and_nested_example", "to_padded_tensor",
 ))  # fmt: skip
-"""They write by kernels of their own, and not only by other operators."""
+"""Operators that write by kernels of their own, and not only by other operators."""
 
 
 def operators_to_follow() -> Iterator[tuple[str, str]]:

@@ -27,7 +27,7 @@ struct operation {
 struct layout {
   int type, order, batch;
   uint64_t rows, columns;
-  // The numbers from the start of a column to that of the next; of a row, if the matrix is stored by rows.
+  // The elements from the start of one column to that of the next, or from row to row if the matrix is stored by rows.
   int64_t apart, batch_apart;
 };
 

@@ -520,7 +520,7 @@ int gputrain_update_dependencies(void *stream, struct node *const *nodes, size_t
 
 // --- Launches
 
-// The program may destroy the graph before what is made of it.
+// The program may destroy the graph and still launch what was instantiated from it. So the nodes are shared.
 struct executable *gputrain_instantiate(const struct graph *graph) {
   struct executable *made = zeros(sizeof *made);
   made->references = 1;

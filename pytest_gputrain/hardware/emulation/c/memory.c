@@ -547,7 +547,7 @@ int gputrain_unmap(void *start, size_t bytes) {
   return fits ? OK : INVALID_VALUE;
 }
 
-// --- What is where
+// --- Queries: what an address is, and how much memory is in use
 
 int gputrain_kind(const void *address, int *device) {
   pthread_mutex_lock(&lock);

@@ -103,8 +103,8 @@ static int begin_exchange(struct communicator *among, const void *own, size_t by
   return status ? status : tell(path, own, bytes, among->ended);
 }
 
-// Reads into `all` what each rank has, or only one of them, one after the other, and whether all values are known. Files
-// that every rank has read are removed.
+// Reads the data of all ranks into `all`, one after the other. *known tells whether all values are known, or those of the
+// rank `only` if it is not negative. This rank's files that every rank has read are removed.
 static int end_exchange(struct communicator *among, int number, size_t bytes, char *all, int only, int *known) {
   char path[4096];
   int status = OK, ended = number;

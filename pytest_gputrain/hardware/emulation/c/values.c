@@ -216,7 +216,7 @@ struct written {
   uintptr_t addresses[];
 };
 
-// Records the addresses again at each launch of a kernel.
+// Records the addresses that a kernel may have written to. This is called at each of its launches, also by a CUDA graph.
 int gputrain_note_written(void *data, int forget) {
   const struct written *written = data;
   pthread_mutex_lock(&noting);
