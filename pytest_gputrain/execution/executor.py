@@ -16,7 +16,7 @@ ReplyT = TypeVar("ReplyT")
 
 
 class WantedRuns(NamedTuple):
-    """Runs that tests will ask for."""
+    """Runs of a task that tests will need."""
 
     suite: str
     task: Task
@@ -63,18 +63,19 @@ class Executor(abc.ABC, Generic[ReplyT]):
         """Start these runs, except for runs that are done or running already."""
 
     def wait(self, task: Task) -> Iterator[Task]:
-        """Wait until the next run of the task is there; yield each other task of which a run comes meanwhile."""
+        """Wait until the next run of the task has ended. Yield each other task of which a run ends meanwhile."""
         return iter(())
 
     def arrived(self, task: Task) -> list[ReplyT | None]:
-        """Return the replies of the task's runs that no test has asked for yet, up to the first run that has not ended.
+        """Return the replies of those runs of the task that no test has taken yet. They end before the first run that is
+        still open.
 
         None of a run that its machine refused.
         """
         return []
 
     def drop(self, task: Task) -> None:
-        """Cancel the runs of the task that no test has asked for."""
+        """Cancel the runs of the task that no test has taken."""
 
     def only(self, tasks: Iterable[Task]) -> None:
         """Cancel the runs of all other tasks."""

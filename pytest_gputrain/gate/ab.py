@@ -64,7 +64,7 @@ def _count_terms_of(settings: Mapping[str, Any]) -> CountTerms:
 class JudgedCase(NamedTuple):
     result: Result
     settled: bool
-    """Whether further rounds could not change the verdict. If not, it is the one if there are to be none."""
+    """Whether no further round could change the verdict. If one could, this is the verdict without it."""
 
 
 def compare(base: Sequence[Report], head: Sequence[Report], base_name: str, rounds: int = 0) -> dict[_Key, JudgedCase]:

@@ -26,7 +26,7 @@ class Comparison:
     baseline: Baseline
     tolerance: Tolerance
     most: int
-    """Runs that there may be."""
+    """The most runs of the case that there may be."""
     prior: float
     """See `pytest_gputrain.gate.step_times.suite_prior`."""
     shift: float

@@ -36,7 +36,7 @@ class Criteria:
     """The limits of its test."""
     tolerance: Tolerance
     counts: CountTerms = BY_THE_RULES
-    """How it is judged what its steps ask of a CPU."""
+    """How the counts of its steps are judged."""
     baseline: Baseline | None = None
     hint: str = ""
     """Further information about a missing baseline."""
@@ -53,13 +53,13 @@ class Criteria:
     published_for: tuple[str, ...] | None = None
     """Platforms that it was published for; None if it is not compared with published figures."""
     other_side: OtherSide | None = None
-    """What it is compared with, if that is no stored baseline."""
+    """The words for what the case is compared with, if that is no stored baseline."""
     paired: bool = False
     """Whether each process comes with one of the baseline: see `pytest_gputrain.gate.step_times.decide`."""
     wanted: int = 1
     """Fresh processes to begin with."""
     most: int = 1
-    """Fresh processes that there may be of it in doubt."""
+    """The most fresh processes of the case if the verdict is in doubt."""
 
     @property
     def compares_stored(self) -> bool:

@@ -25,7 +25,7 @@ class Judgement(NamedTuple):
 
     fit: Fit
     needed_bytes: int | None
-    """The memory that nvidia-smi would show; if the case does not fit, that without a limit. None if it is not known."""
+    """The memory that nvidia-smi would show, on a GPU without a limit if the case does not fit. None if it is not known."""
 
 
 def judge(case: Case, memory_bytes: int, at: At) -> Judgement:
@@ -102,9 +102,9 @@ class Need(NamedTuple):
     """What is known of the memory that a batch size needs."""
 
     fits: bool
-    """Surely, even if its figures are wrong by their error."""
+    """Whether the batch surely fits, even if its figures are wrong by their error."""
     bytes: int | None
-    """None if it is not known, and more than any GPU has."""
+    """The memory that the batch needs. None if it is not known, and more than any GPU has."""
 
 
 def need_of(case: Case, memory_bytes: int, at: At) -> Need:

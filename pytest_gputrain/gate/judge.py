@@ -24,9 +24,10 @@ class Judgement(NamedTuple):
     verdict: Verdict | None
     """The verdict; None if the test only measures and states no limit."""
     settled: bool
-    """Whether a further reply could not change the verdict. If not, it is the one if there is to be none."""
+    """Whether no further reply could change the verdict. If one could, this is the verdict without it."""
     asks_suite: bool = False
-    """Whether it is the comparison with the baseline that is in doubt, of which other cases of the suite may tell more."""
+    """Whether the comparison with the baseline is in doubt, so that other cases of the suite should be measured to decide
+    it."""
 
 
 def judge(criteria: Criteria, replies: tuple[Reply, ...], shift: float = 0.0, no_scaling: str = "") -> Judgement:

@@ -72,7 +72,7 @@ class Decision:
 
     outcome: Outcome
     settled: bool
-    """Whether further runs would be of no use; if not, `outcome` is what they mean if there are to be none."""
+    """Whether no further run could change `outcome`. If one could, this is the outcome without it."""
     suspicious: bool
     """Whether a run looked slow, or was faster than the limit, so that further runs have to decide."""
     centre: float
@@ -80,9 +80,9 @@ class Decision:
     ratios: tuple[float, ...]
     """r_j of every run, in its order."""
     sd: float
-    """Between processes: s."""
+    """The standard deviation between processes: s."""
     limit: float
-    """Regressed above it, improved below its negative."""
+    """A run above it counts as slower, and one below its negative as faster."""
     sensitivity: float
     """The slowdown that is caught 99 times in 100, about."""
     votes: int

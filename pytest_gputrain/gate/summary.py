@@ -44,7 +44,8 @@ def summarise(case: Case, platform: str, replies: tuple[Reply, ...]) -> Summary 
 
 
 def _utilization(case: Case, platform: str, run: Measurement, seconds: float) -> float | None:
-    """Compute the time that the FLOPs of a step would take at their peak rates, as a share of its time."""
+    """Compute the utilization: the time that the FLOPs of a step would take at peak rates, as a share of the time that it
+    took."""
     peak = catalog.peak_flops(platform, case.precision, tf32=bool(case.tf32))
     # A step that multiplies in two types has no single peak rate. A head in fp32 is such a second type, unless autocast
     # changes its type.

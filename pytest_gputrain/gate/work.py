@@ -42,7 +42,7 @@ def describe_work(metric: MetricVerdict, before: EmulatedRun, now: EmulatedRun) 
 
 
 def _operator_behind(metric: MetricVerdict, before: Mapping[str, OperatorWork], now: Mapping[str, OperatorWork]) -> str:
-    """Name the operator whose work has changed most, with the line of it that is new or does more."""
+    """Name the operator whose work has changed most, with the line of its calls that is new or does more."""
     field = "bytes" if metric.metric == "bytes_per_step" else "flops"
     form = format_bytes if field == "bytes" else format_flops
     changes = {}

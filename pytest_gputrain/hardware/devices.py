@@ -52,7 +52,7 @@ class Occupancy(NamedTuple):
     free_bytes: int | None
     """The free memory of the GPU that has least; None if the driver does not report it."""
     holders: tuple[Holder, ...] | None
-    """Other processes that compute on any of them; None likewise."""
+    """Other processes that compute on any of the GPUs; None if the driver does not report them."""
 
 
 class Reading(NamedTuple):

@@ -25,7 +25,7 @@ _LOOK_AROUND_SECONDS: Final = 2.0
 _PATIENCE_SECONDS: Final = 5.0
 """The time to wait for a driver that hangs because its GPU does."""
 LEAST_READINGS: Final = 3
-"""Within the timed steps; fewer tell nothing of them."""
+"""The least readings within the timed steps for a summary."""
 
 
 class Sample(NamedTuple):

@@ -265,7 +265,8 @@ class Case(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
         return width, height
 
     def loaders(self, *, beside_gpu: bool) -> int:
-        """Return how many processes load for each one that trains: on a CPU, whose cores they share with it, two at most."""
+        """Return the number of DataLoader processes for each process that trains. On a CPU, whose cores all share, it is at
+        most two."""
         return self.loader_workers if beside_gpu else min(self.loader_workers, 2)
 
     def identity(self) -> dict[str, Any]:
@@ -333,24 +334,25 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     import_paths: tuple[str, ...] = ()
     """The parent's import path, appended to the worker's so that own code finds its helpers."""
     curve: bool = False
-    """Whether the losses are what is wanted: all of them from the first step on, up to the first that is not finite."""
+    """Whether the task is to record losses: all of them from the first step on, up to the first that is not finite."""
     deepspeed: dict[str, Any] = {}
     """The options of the case's ``deepspeed_config`` beyond the case. A node of a fleet may not have the file."""
     model_config: dict[str, Any] = {}
     """Content of the config.json that the case's model was read from."""
     growth_bytes: Whole = 0
-    """The memory that own code may keep after every round of its accumulation, as its test allows."""
+    """The memory that own code may keep after every round of gradient accumulation, as its test allows."""
     emulated: str = ""
     """Catalog marker of the GPU that is emulated; empty if the devices are real."""
     counts: bool = True
-    """Whether it is counted what each step asks of an emulated GPU, or of a CPU."""
+    """Whether the work of each step for an emulated GPU, or its operators on a CPU, are counted."""
     limit: Limit | None = None
-    """The memory of an emulated GPU, if it is not to be its own."""
+    """The memory of an emulated GPU, if it differs from that of the board."""
     rates: Rates | None = None
-    """What an emulated GPU sustains, which gives the seconds that are expected of a step; None if that is not known."""
+    """The rates that an emulated GPU sustains, from which the expected seconds of a step follow; None if they are not
+    known."""
     memory_only: bool = False
-    """Whether nothing but the bytes that a case takes of an emulated GPU is asked for: no work of its operators, which takes
-    a further step, and no tensors at its peaks."""
+    """Whether only the bytes that a case takes of an emulated GPU are wanted, without the work of its operators, which takes
+    a further step, and without the tensors at its peaks."""
     variables: dict[str, str | None] = {}
     """Environment variables that the test has changed since the session began, by name in order; None for a deleted one."""
 

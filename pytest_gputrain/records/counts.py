@@ -91,7 +91,7 @@ DETAILS: Final[frozenset[CountFigure]] = frozenset({*PARTS_OF_WORK, "gpu_work", 
 MAIN: Final[tuple[CountFigure, ...]] = ("waits", "work", "reads", "operators")
 """Figures that narrow tables have: those of emulated GPUs, and those of a CPU in their place."""
 OF_THE_PROGRAM: Final[tuple[CountFigure, ...]] = ("loads", "loaded_bytes", "loader_workers", "repeated_updates")
-"""Figures of what the program is meant to do. Each change is told, also to less: fewer processes load slower, and fewer
+"""Figures of what the program is meant to do. Each change is mentioned, also a fall: fewer processes load slower, and fewer
 updates train less."""
 _PROFILED: Final[tuple[CountFigure, ...]] = (
     "waits",
@@ -191,9 +191,9 @@ class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
     library_flops: Whole = 0
     """Floating-point operations of matrix products and convolutions in libraries, without those whose shape is not known."""
     slow_flops: dict[SlowClass, Whole] = {}
-    """Those of them that are of a slower class."""
+    """The floating-point operations of these products and convolutions that are of a slower class."""
     python_calls: Whole = 0
-    """Calls of Python functions, counted in one further step that asks the GPU for the same. 0 if they were not counted."""
+    """Calls of Python functions, counted in one further step with the same other counts. 0 if they were not counted."""
     loads: Whole = 0
     """Samples that data sets give for the batches which the step takes from torch's DataLoader. Own code alone has them, and
     a real GPU has neither them nor the next three figures."""
@@ -364,7 +364,7 @@ class Counts(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 MOST_CAUSES: Final = 500
-"""Causes that are kept; those that ask for least are summed up by what they ask for."""
+"""The most causes that are kept. The smallest of the others are added up, by what is counted."""
 
 
 def added_up(causes: Iterable[CountCause]) -> tuple[CountCause, ...]:

@@ -54,7 +54,7 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     """
 
     device_name: str
-    """The name that the driver of such a GPU reports. For a GPU that runs on kernels for another one: which GPU is emulated,
+    """The name that the driver of such a GPU reports. For a GPU that runs kernels for another GPU: which GPU is emulated,
     and by which kernels."""
     device_memory_bytes: Whole
     """The memory of the emulated GPU."""
@@ -109,12 +109,12 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     bytes_per_step: Whole | None = None
     """Bytes that the operators of one step read and write, in the step that FLOPs are counted in."""
     expected: ExpectedTime | None = None
-    """How long that step takes on the GPU, by estimate; None if it was not asked for. Not stored in baselines."""
+    """How long that step takes on the GPU, by estimate; None without an estimate. Not stored in baselines."""
     operators: dict[str, OperatorWork] = field(default_factory=dict)
     """The work of each operator in that step, including recomputation."""
     counts: Counts | None = None
-    """What each timed step asks of the GPU; of a script each of the first 50 steps after its first update. None if the case
-    does not fit, and in older files."""
+    """The counts of each timed step; of a script, those of each of the first 50 steps after its first update. None if the
+    case does not fit, and in older files."""
     evaluation_counts: Counts | None = None
     """What the evaluation asks of the GPU, as one step. None of a case that does not evaluate."""
     trained: TrainedTensors | None = None

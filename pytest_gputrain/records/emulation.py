@@ -23,7 +23,7 @@ ESTIMATED: Final = "cuDNN's workspaces of convolutions are estimated, so reserve
 
 
 class OtherKernels(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU that is emulated by CUDA's kernels for another one."""
+    """An emulated GPU for which there are no kernels, so that kernels for another GPU are used."""
 
     title: str
     kernels: int
@@ -162,7 +162,7 @@ class Unpadded(msgspec.Struct, frozen=True, kw_only=True):
     product: str
     """The operator, the sizes of its matrices, and their type."""
     bytes: int
-    """What the padded copies of one such product take."""
+    """The bytes of the padded copies of one such product."""
     count: int
     """The number of these products in the compiled code."""
 
@@ -206,27 +206,27 @@ class EmulatedProcess(msgspec.Struct, frozen=True, kw_only=True):
     estimated_bytes: int = 0
     """The largest workspace of a convolution, as in `EmulatedRun`."""
     unknown_reads: tuple[AtLine, ...] = ()
-    """The lines that read values that no kernel computed, and got made-up ones. Most first."""
+    """The lines that read values that no kernel computed and got made-up values, the most frequent first."""
     not_exchanged: tuple[NotExchanged, ...] = ()
-    """What NCCL did not exchange."""
+    """The functions of NCCL whose data was too large to be exchanged."""
     dealt: tuple[AtLine, ...] = ()
     """Choices among unknown scores that were dealt in turn, such as those of experts by a router."""
     assumed: tuple[AtLine, ...] = ()
     """Operators that assume of unknown values that all differ and none is zero, and checks that are assumed to pass."""
     unpadded: tuple[Unpadded, ...] = ()
-    """What Inductor might pad on a GPU. Those first that would take most."""
+    """The matrix products that Inductor might pad on a GPU. Those that would take most memory come first."""
     graphs: CudaGraphs | None = None
-    """What it captured; None if it captured nothing."""
+    """The CUDA graphs of the process; None if it captured none."""
     slow_following: str = ""
     """A sentence on the operators and lines whose values took long to follow. Empty if all else took longer."""
     packages: dict[str, str] = {}
     """The training libraries that the process imported, with their versions."""
     asked: Counts | None = None
-    """What all of its threads asked of the GPUs in the whole run, as one step. None if the program's environment lacks
-    pytest-gputrain, or if the process ended without Python's own end."""
+    """The counts of all its threads in the whole run, such as kernel launches and copies, as one step. None if the program's
+    environment lacks pytest-gputrain, or if the process ended without Python's own end."""
     steps: Counts | None = None
-    """What it asked of them in each of its first 50 steps, from one update of its optimizer to the next. None if there were
-    fewer than two updates by optimizers of torch."""
+    """The counts of each of its first 50 steps, from one update of its optimizer to the next. None if there were fewer than
+    two updates by optimizers of torch."""
     expected: ExpectedTime | None = None
     """How long a step takes on the GPU, by estimate: the median of its last 5 steps, from one update of its optimizer to the
     next. None unless ``--expect`` asks for it, which leaves out the counts."""
@@ -257,12 +257,12 @@ class ProgramFit(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the program fits the emulated GPUs."""
 
     verdict: Literal["fits", "does not fit", "incomplete"]
-    """The answer; ``incomplete`` where the program ended early, or something that it took is not known."""
+    """Whether it fits; ``incomplete`` if the program ended early, or if a part of its memory is not known."""
     headroom_bytes: int | None
     """The memory of the fullest GPU that was left at its peak. Negative where that was too little: at least so much is
     missing. None if the program never used a GPU."""
     sentence: str
-    """The reason."""
+    """The reason for ``fit``."""
 
 
 class Emulation(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,7 +273,7 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True):
     generator: str
     """The name and the version of the package that wrote it."""
     device_name: str
-    """The name that the driver of such a GPU reports. For a GPU that runs on kernels for another one: which GPU is emulated,
+    """The name that the driver of such a GPU reports. For a GPU that runs kernels for another GPU: which GPU is emulated,
     and by which kernels."""
     platform: str
     """The marker of the emulated GPU."""

@@ -54,7 +54,7 @@ class LargestBatch(Struct, frozen=True, kw_only=True):
     needed_bytes: Whole | None
     """The memory with that batch."""
     perhaps: Whole
-    """The largest batch that was asked for and is within the error; 0 for none."""
+    """The largest batch among the given cases that is within the error; 0 for none."""
     is_bound: bool
     """Whether the search ended there, so that more might fit."""
     failure: str = ""

@@ -12,7 +12,7 @@ from pytest_gputrain.records.whole import Whole
 
 
 class Host(Struct, frozen=True, kw_only=True):
-    """A machine as verdicts, baselines and reports know it."""
+    """The machine that cases run on: its name, its platform and the GPUs that cases may use."""
 
     name: str
     """Empty for one that is not known yet."""
@@ -29,7 +29,7 @@ class Host(Struct, frozen=True, kw_only=True):
 
 
 class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of every case on the machine that runs it."""
+    """The options that decide how a case runs, for the machine that runs it."""
 
     platform: str | None = None
     """Catalog marker that the machine must have; None for any."""
@@ -63,4 +63,4 @@ class Delivery(Struct, frozen=True, kw_only=True):
     refusal: str = ""
     """The sentence that the test would fail with on that machine."""
     unfit: str = ""
-    """Why the machine is not one that the order can be done on."""
+    """Why the order cannot be done on this machine."""

@@ -187,7 +187,7 @@ class _Line(Struct, frozen=True, kw_only=True):
 
 
 COUNT_KEYS: Final[dict[str, CountFigure]] = {f"{figure}_per_step": figure for figure in COUNT_FIGURES}
-"""The keys of what a step asks of the GPU or of a CPU, each with its figure: the mean of the counted steps."""
+"""The keys of the counts of a step, each with its figure: the mean of the counted steps."""
 
 KNOB_KEYS: Final = {name: knob for name, knob in KNOBS.items() if knob.in_history}
 """The keys of the case, each a field of `Case` of the same name and meaning. A line that is older than a knob has its

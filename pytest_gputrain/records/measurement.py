@@ -203,10 +203,10 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     """The share of all these operations that torch may compute in TF32: in fp32, on a GPU of NVIDIA, where its switch for
     convolutions or for matrix products allows it. None if there are none."""
     counts: Counts | None = None
-    """What a step asks for. On a CPU: operators, collectives, compilations and values that the program reads. On a GPU: what
-    the steps of ``gpu_steps`` ask for. If several processes train, it is that of the first."""
+    """The counts of each step. On a CPU: operators, collectives, compilations and values that the program reads. On a GPU:
+    launches, copies and others in the steps of ``gpu_steps``. If several processes train, they are those of the first."""
     evaluation_counts: Counts | None = None
-    """What the evaluation asks for, as one step. None of a case that does not evaluate, and on a GPU."""
+    """The counts of the evaluation, as one step. None of a case that does not evaluate, and on a GPU."""
     trained: TrainedTensors | None = None
     """The tensors of own code's model that train, and those that do not. None if the model is not watched."""
     batch_shapes: BatchShapes | None = None

@@ -139,7 +139,7 @@ class Measured(TrainedResult, frozen=True, kw_only=True, tag="measured"):
     published: Published | None = None
     """The published row that ``--gpu-baseline=published`` compared with."""
     to_come: Whole = 0
-    """How many more runs its baseline needs. None of them is stored before all have ended."""
+    """How many more runs its baseline needs. The baseline is stored once all of them have ended."""
 
 
 class BatchSearch(TrainedResult, frozen=True, kw_only=True, tag="batch_search"):
@@ -179,7 +179,7 @@ class Emulated(CaseResult, frozen=True, kw_only=True, tag="emulated"):
 
 
 Study = BatchSearch | LossStudy
-"""A case that was asked something else than how it compares with its baseline."""
+"""A case of which something else was studied than how it compares with its baseline."""
 Result = Measured | Emulated | BatchSearch | LossStudy
 """One case in one test: a row of the table and of the JSON report."""
 

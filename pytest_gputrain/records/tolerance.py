@@ -190,7 +190,7 @@ class Cap:
     """The highest value that one figure of a case may have."""
 
     metric: MetricName
-    """``peak_allocated_bytes``, ``step_seconds``, or a figure of what a step asks of the GPU."""
+    """``peak_allocated_bytes``, ``step_seconds``, or a count of a step."""
     most: float
     stated: str
     """The place of the limit: ``gpu_limit on test_tuning``."""

@@ -178,8 +178,8 @@ class MetricVerdict(Struct, frozen=True, kw_only=True):
     note: str = ""
     """Why it was not compared, what changed within the limit, or what else you should know."""
     lines: tuple[LineCount, ...] = ()
-    """The lines that ask for most of a count that has grown, and of the work, in the step that has these values. What has
-    grown comes first."""
+    """The lines with the largest parts of a count that has grown, or of the work, in the step that has these values. Lines
+    that have grown come first."""
     sd: float | None = None
     """The standard deviation between fresh processes, as a share of the time. This and the following fields are set for step
     times only."""
@@ -192,8 +192,8 @@ class MetricVerdict(Struct, frozen=True, kw_only=True):
     votes: Whole | None = None
     """The number of these that are beyond the limit, on the side that has more."""
     gpu_busy_share: float | None = None
-    """The share of the baseline's step in which the GPU works. It is set for ``step_seconds``, and tells what they are held
-    to. None if it is not known."""
+    """The share of the baseline's step in which the GPU works. It is set for ``step_seconds``, whose tolerance depends on
+    it. None if it is not known."""
 
     @property
     def change(self) -> float | None:
@@ -238,7 +238,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
     before: Status | None = None
     """For a ``recorded`` case, the verdict that its figures had before they were recorded."""
     accepted: tuple[str, ...] = ()
-    """For a ``recorded`` case, each figure of what its steps ask of the GPU that has changed: ``waits 0 -> 1 a step``."""
+    """For a ``recorded`` case, each count of its steps that has changed: ``waits 0 -> 1 a step``."""
     other_conditions: str = ""
     """How the conditions of an emulated run differ from those of its baseline, as ``torch 2.12.0 -> 2.13.0``."""
     held_to: HeldTo | None = None

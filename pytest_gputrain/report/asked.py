@@ -27,9 +27,10 @@ class Asked:
     """The steps that it shows: ``in a step, from one update to the next (3 of 5 steps ask for the same)``."""
     columns: tuple[CountFigure, ...]
     lines: tuple[tuple[str, Figures], ...]
-    """Lines of the program with what each asks for, the largest share of any figure first; then the sum of all others."""
+    """The lines of the program with their counts, those with the largest share of any figure first; then the sum of all
+    others."""
     sums: tuple[tuple[str, Figures], ...]
-    """What all lines ask for."""
+    """The sums over all lines."""
     lines_unknown: str
     """The reason why there are no lines."""
 

@@ -33,7 +33,7 @@ def line(results: Sequence[Result]) -> str:
 
 
 def _left_out(runs: Sequence[Measurement | EmulatedRun]) -> Iterator[str]:
-    """Yield what these runs left out that programs do beside their steps."""
+    """Yield the parts of programs beside their steps, such as evaluations, that these runs left out."""
     for phase, said in _BESIDE_STEPS.items():
         if without := sum(phase not in run.phase_peak_bytes for run in runs):
             yield said if without == len(runs) else f"{said} in {without} of {count(len(runs), 'case')}"

@@ -24,7 +24,7 @@ from pytest_gputrain.utils.errors import BadCase
 
 
 class ExpectedTask(NamedTuple):
-    """A task that a test will ask for, presumably to check it."""
+    """A task that a test will need, presumably to check its case."""
 
     suite: str
     task: Task
@@ -37,7 +37,7 @@ class _HostReplies(NamedTuple):
 
 
 class Prefetcher:
-    """Finds out which runs the tests of a session will ask for.
+    """Finds out which runs the tests of a session will need.
 
     Args:
         host: machine that the tests were selected for.

@@ -21,7 +21,7 @@ from pytest_gputrain.utils.sanitize import utf8
 
 
 def full_size_task(case: Case, root: Path, emulated: str) -> Task:
-    """Return the task of a case that no test asks for.
+    """Return the task of a case at full size, outside of any test.
 
     Args:
         root: folder that files named by the case are relative to.

@@ -1,4 +1,5 @@
-"""Reads published tables, and alone does: ``<baseline-dir>/published/<table>.json``, or those that come with the package.
+"""Reads published tables, as the only module: ``<baseline-dir>/published/<table>.json``, or those that come with the
+package.
 
 A file holds one document's table: where it is from, what it was made with on each platform, and every row with its cells as
 printed. The figures of a row are those of its cells, in numbers with their rounding.

@@ -55,7 +55,7 @@ def _subclasses(kind: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _in_turn(kind: Any) -> Iterator[None]:
-    """Provide a context that does the same for the iterators of one class."""
+    """Provide the context of `batches_in_turn` for the iterators of one class of DataLoader."""
     receive, hand_out = kind._try_get_data, kind._process_data
     waiting: dict[int, list[_Rebuilt]] = {}
     """What batches are made of, by the id of the batch. A loader may drop a batch, so this keeps none alive."""

@@ -28,7 +28,7 @@ Keep = Callable[[Measurement | Served | EmulatedRun], None]
 
 @dataclass
 class CaseRun:
-    """The run of one case, with all that its parts share from the build to the last check."""
+    """The state of one case's run, which all parts of a measurement share from the build to the last check."""
 
     task: Task
     progress: Progress

@@ -18,7 +18,7 @@ from pytest_gputrain.records import Case
 from pytest_gputrain.utils.units import format_seconds
 
 _LONG_SECONDS: Final = 10.0
-"""The time of compiling from which on a failure tells it."""
+"""The seconds of compiling from which on the message of a failure mentions them."""
 _RECOMPILATIONS: Final = 64
 """Blocks of a model differ in more ways than the eight that torch compiles for one function before it gives up."""
 

@@ -70,7 +70,7 @@ _Kind = Literal["own", "library", "ours", "measuring", "between"]
 """Whose a file is: the user's, a package's, this package's, of this package what measures, or of no interest."""
 _WORK: Final = (*PARTS_OF_WORK, "operators")
 Causes = Mapping[CountCause, tuple[int, int]]
-"""What asks for something, with how many and how many bytes."""
+"""The causes of counts, each with its count and its bytes."""
 
 
 class CountedSteps:
@@ -87,7 +87,7 @@ class CountedSteps:
         self.python: tuple[PythonCalls, int] | None = None
         """The calls of Python functions, and the kind of the steps that they are of; None if they are not known."""
         self.asked: LoadsAndUpdates | None = None
-        """What own code asks of data loaders and optimizers; None for a case without own code."""
+        """The counter of batches and optimizer updates of own code; None for a case without own code."""
         self.on_cpu = self.profiled = False
         self.first = 0
         """The number of steps before the first one that is counted."""

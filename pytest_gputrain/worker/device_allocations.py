@@ -89,7 +89,7 @@ class DeviceAllocations:
         """The number in the trace of the first allocation of each step."""
         self._largest: dict[TrainingPhase, tuple[LiveTensor, ...]] | None = None
         self.why_unknown = "" if names_tensors else "nobody asked for them"
-        """The reason why it is not known what lived at the peaks."""
+        """The reason why the tensors at the peaks are not known."""
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:

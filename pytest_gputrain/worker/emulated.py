@@ -202,7 +202,7 @@ def _answer(bucket: Tensor) -> torch.futures.Future[Tensor]:
 def emulated_reply(
     reply: Reply | Served, task: Task, device: Device, figures: EmulatedFigures
 ) -> EmulatedRun | OutOfMemory | Crashed:
-    """Return the reply that may be given for an emulated GPU, from the one that a real GPU would give.
+    """Return the reply for an emulated GPU, from the reply that would be right for a real one.
 
     Args:
         device: whose kernels compute nothing.
@@ -342,7 +342,7 @@ def read_though_unknown(reads: Sequence[Mapping[str, str | int]]) -> Iterator[st
 
 
 def of_counts(counts: Counts | None, reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
-    """Yield what the counts lack, and the unknown values on which the program's way depended.
+    """Yield sentences on what the counts lack, and on the unknown values that decided what the program did.
 
     It may have gone another way than on a GPU.
     """

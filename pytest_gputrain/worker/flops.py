@@ -188,7 +188,7 @@ def type_of(args: Any) -> torch.dtype | None:
 
 @functools.cache
 def is_composite(func: Any, device: str) -> bool:
-    """Tell whether an operator consists of others, which autograd does not take apart under `torch.inference_mode`."""
+    """Tell whether an operator is composed of others. Under `torch.inference_mode` autograd does not decompose it."""
     if func.namespace == "prim" or not func._can_decompose():  # torch's dispatcher does not know `prim.layout`.
         return False
     key = torch._C._dispatch_key_for_device(device)

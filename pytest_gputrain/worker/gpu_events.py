@@ -56,7 +56,7 @@ class Activity(NamedTuple):
     start: int
     end: int
     call: int
-    """The number of the call that the host made. What the GPU does has the number of the call that asked for it."""
+    """The number of the call that the host made. An activity of the GPU has the number of the call that started it."""
     on_gpu: bool
     """Whether it is a kernel, a copy or a memset, and no call."""
     thread: int = 0
@@ -109,7 +109,7 @@ class ProfiledStep:
     compiled: tuple[CountCause, ...] = ()
     """The functions that torch.compile compiled, and its graph breaks."""
     calls: dict[int, Activity] = field(default_factory=dict)
-    """What the host asked for, by the number of the call."""
+    """The calls of the host, by their numbers."""
     work: list[Activity] = field(default_factory=list)
     """What the GPU did."""
 
@@ -217,7 +217,7 @@ def _union_of_step(step: ProfiledStep) -> int:
 # --- Counts
 
 _Numbers = dict[CountCause, tuple[int, int]]
-"""What asks for something, with how many. Bytes are not known."""
+"""The causes of counts, each with its count and 0 in place of its bytes, which are not known."""
 
 
 def read_counts(step: ProfiledStep, other_threads: Collection[int]) -> tuple[_Numbers, _Numbers]:

@@ -138,7 +138,7 @@ class Growth:
         self._last_ends.append(self._unexpected(training, lambda: allocated))
 
     def judge_ends(self, steps: int) -> str:
-        """Describe what the steps that `note_end` recorded keep.
+        """Describe the memory that the steps recorded by `note_end` keep.
 
         Args:
             steps: the number of steps so far, with them.

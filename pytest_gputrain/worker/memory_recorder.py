@@ -30,7 +30,7 @@ MOST_EVENTS: Final = 1_000_000
 0.6 GB of the host."""
 
 _NOTED: Final = "<noted>"
-"""The file of a frame that is none, but a line of the forward pass."""
+"""The file name of a made-up frame that holds a line of the forward pass."""
 
 _LARGEST: Final = 12
 """The most groups of tensors that are recorded."""

@@ -58,7 +58,7 @@ class _Recorded(Struct):
     unknown_reads: list[dict[str, str | int]] = []
     """The reads of unknown values, because an emulated GPU computes none."""
     steps: Counts | None = None
-    """What its first steps asked of an emulated GPU."""
+    """The counts of its first steps on an emulated GPU."""
 
 
 def run_script(task: Task, progress: Progress, folder: Path) -> Reply | EmulatedRun:

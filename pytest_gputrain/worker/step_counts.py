@@ -37,7 +37,7 @@ class Rows(NamedTuple):
 
     judged: Causes
     others: Causes
-    """What other threads than the training's have asked for."""
+    """The causes in other threads than the training's."""
 
 
 class StepCounter(CountedSteps):

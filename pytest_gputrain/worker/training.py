@@ -164,8 +164,8 @@ class Training:
         self.losses.append(self._engine.step(self._loss, update).clone())
 
     def _loading(self, case: Case, device: torch.device, precision: Precision, random_state: Tensor) -> Loader:
-        """Return a loader that draws this batch in other processes. A GPU draws other random numbers, so there the batches
-        are only alike.
+        """Return a loader that draws this batch in other processes. A GPU draws other random numbers than they do, so its
+        batches then have the same shapes and other values.
 
         Args:
             random_state: of the host, from which the batch is drawn.

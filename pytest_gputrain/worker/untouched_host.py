@@ -1,4 +1,4 @@
-"""Keeps what a case offloads out of the host's real memory, beside a GPU that is emulated.
+"""Keeps tensors that a case offloads to the host from taking real memory, while the GPU is emulated.
 
 A model of 70B parameters that is built on the host takes 140 GB of it, and beside kernels that compute nothing its values
 are of no use. Linux gives memory to an allocation page by page as it is written to: tensors that nobody writes to take none.

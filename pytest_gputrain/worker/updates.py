@@ -32,7 +32,8 @@ gradient."""
 
 
 class Updates:
-    """Records the steps of each optimizer in each round. Optimizers are torch's, and classes derived from them.
+    """Records how often each optimizer steps in each round of gradient accumulation. It sees the optimizers of torch, and
+    classes derived from them.
 
     Args:
         counts: whether the peak is that of the counted rounds, and not of all.

@@ -89,7 +89,8 @@ class FleetExecutor(Executor[Reply]):
         return reply
 
     def want(self, wanted: Iterable[WantedRuns]) -> None:
-        """Submit these runs: what is wanted soon in turn, all others the longest first."""
+        """Submit these runs: those that are wanted soon in their order, and all others by their duration, the longest
+        first."""
         orders: list[tuple[float, int, Order]] = []
         with _shared():
             for suite, task, runs, soon in wanted:

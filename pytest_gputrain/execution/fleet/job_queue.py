@@ -122,7 +122,7 @@ class Fleet:
         self._number = 0
 
     def expect(self, orders: Iterable[Order], *, soon: bool = False) -> None:
-        """Note that `run` will ask for these orders. They are submitted in turn as the scheduler's queue has space.
+        """Announce orders that `run` will get. They are submitted one after the other, as the scheduler's queue has space.
 
         Args:
             soon: before those that were expected earlier.

@@ -41,7 +41,7 @@ class SessionEnvironment:
     def collected(self, *, elsewhere: bool = False) -> None:
         """Remember the present variables as those that most tests will see.
 
-        What the imports of test files set, and of the frameworks that they import, no test has changed.
+        Variables that imports of test files and of frameworks have set do not count as changed by a test.
 
         Args:
             elsewhere: whether cases run on other machines, which know only the variables of the session's start and get

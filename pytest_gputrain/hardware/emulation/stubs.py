@@ -68,7 +68,7 @@ class _Outcome(NamedTuple):
 
     at: int
     batch_at: int = 0
-    """The parameter that says how many there are; 0 for one."""
+    """The position of the parameter with the number of matrices; 0 if the function takes one matrix."""
     type: str = "int"
     value: int = 0
 
@@ -173,7 +173,7 @@ _WITHOUT_ANSWER: Final = re.compile(
 """The functions of the other libraries that only succeed. All others fail."""
 
 _STREAMS: Final = re.compile(r"\w+(?<!cufft)(Set|Get)Stream(_v2)?")
-"""The functions that tell a handle's stream, or ask for it."""
+"""The functions that set or return the stream of a handle."""
 
 _BY_HANDLE: Final = frozenset({"cublas", "cudnn", "curand", "cusolver", "cusparse"})
 """The libraries whose functions work on the stream of their first parameter, a handle."""

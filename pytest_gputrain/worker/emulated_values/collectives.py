@@ -18,7 +18,7 @@ _EXCHANGED_BYTES: Final = 1 << 20
 """The most bytes of all ranks together, as in nccl.c."""
 
 FROM_ANOTHER: Final = ("broadcast_", "recv_", "recv_any_source_", "scatter_")
-"""Whether what they tell is known, another rank knows."""
+"""Operators that receive from another rank, which alone knows whether the values are known."""
 
 _UNKNOWN, _KNOWN, _STILL_WAITS = 0, 1, 2
 """What was heard, if anything was, as in values.c."""
