@@ -11,11 +11,19 @@ from public_figures import PAGE, Row, faults, page, read
 from pytest_gputrain.records.emulation import DeviceUse, EmulatedProcess, Emulation, ProgramFit
 
 ROW = read()[0]
+README = (PAGE.parents[1] / "README.md").read_text()
 
 
 def test_the_page_has_the_table_of_the_rows():
     text = PAGE.read_text()
     assert page(text, read()) == text, "python tools/public_figures.py --write"
+
+
+def test_other_pages_have_the_counts_of_the_table():
+    errors = [abs(row.error) for row in read()]
+    met = [sum(error <= limit for error in errors) for limit in (0.01, 0.05)]
+    assert f"Of [{len(errors)} figures that others published](docs/public-figures.md) {met[0]} are met within 1 %" in README
+    assert f"| {len(errors)} | {met[0]} are met within 1 %, {met[1]} within 5 %" in (PAGE.parent / "how-true.md").read_text()
 
 
 def test_each_row_is_whole_and_was_run():
