@@ -31,7 +31,7 @@ COMMANDS = list(commands())
 RUN = msgspec.json.decode((RECORDED / "h100_emulated.json").read_bytes(), type=EmulatedRun)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SUITES = ("conftest.py", "test_diffusion.py", "test_llm_finetuning.py")
-NOT_OURS = ("bencher", "cd", "echo", "git", "otava", "pre-commit", "source", "unshare")
+NOT_OURS = ("bencher", "cd", "echo", "git", "grep", "otava", "pre-commit", "sed", "source", "unshare")
 LOOPS = "docs/own-loops"
 """Pages whose programs test_recipes.py runs."""
 OWN_CODE = "import torch"
