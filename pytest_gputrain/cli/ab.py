@@ -85,7 +85,7 @@ class _Comparison(NamedTuple):
     missing: Sequence[tuple[str, int]] = ()
     """See `pytest_gputrain.gate.ab.missing`."""
     interrupted: str = ""
-    """After what Ctrl-C or SIGTERM came, as the end of a sentence; empty if none did."""
+    """The point at which Ctrl-C or SIGTERM came, as the end of a sentence; empty if neither came."""
     fails: bool = False
     """Whether tests of head fail and those of base do not, be it by a verdict or otherwise."""
 

@@ -33,7 +33,8 @@ _OF_A_NODE: Final = 8
 """GPUs that a process sees at most."""
 
 _CHECK_BY_NVML: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Else a library that asks at its import whether there is a GPU initialises CUDA, after which a process must not fork."""
+"""The variable that makes torch look for GPUs without CUDA. Otherwise a library that looks for a GPU at its import would
+initialise CUDA, after which a process must not fork."""
 
 
 _EQUAL: Final = "the first process stands for all, because each has the whole model and a batch of the same size"

@@ -31,7 +31,7 @@ class Option:
     default: str = ""
     """The default as one would type it; empty for none."""
     default_meaning: str = ""
-    """What happens by default, where `default` does not say it."""
+    """A description of the default, where `default` itself does not say what happens."""
     absent: Any = None
     """The value if nobody gives one and there is no default."""
     metavar: str = ""

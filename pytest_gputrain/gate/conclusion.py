@@ -19,12 +19,12 @@ from pytest_gputrain.utils.units import format_percent, format_seconds
 
 _COUNTED: Final[tuple[MetricName, ...]] = (*COUNT_FIGURES, "evaluation_counts")
 _EXACT: Final[tuple[MetricName, ...]] = ("flops_per_step", "recomputed_flops_per_step", *_COUNTED)
-"""What is counted exactly, and can be compared although nothing else can."""
+"""Metrics that are counted exactly, so that they can be compared even if no time or memory can."""
 _RECORD: Final = "record it with --gpu-baseline-update"
 _RECORD_NEW: Final = "record it with --gpu-baseline-new"
 """The remedy for a case without a baseline. It does not accept regressions of other cases."""
 _COMPARED: Final = MetricVerdict(metric="step_seconds", status="pass", value=0.0)
-"""In place of a metric that is compared."""
+"""The stand-in for each metric that is compared."""
 _SUBJECTS: Final[dict[MetricName, tuple[str, str]]] = {
     "gpu_seconds": ("its GPU seconds ", "are not compared: "),
     "input_seconds": ("its wait for batches ", "is not compared: "),
@@ -32,7 +32,7 @@ _SUBJECTS: Final[dict[MetricName, tuple[str, str]]] = {
     "mean_step_seconds": ("its mean step was ", ""),
     "recomputed_flops_per_step": ("its recomputed FLOPs ", ""),
 }
-"""What a note is about, and what follows where the metric does not pass."""
+"""The words that begin the note on a metric, and those that follow if it does not pass."""
 
 
 def without_baseline(criteria: Criteria, replies: Sequence[Reply], no_scaling: str) -> Verdict:

@@ -65,7 +65,7 @@ _NOUNS: Final[dict[CountFigure, str]] = {
     "loads": "sample",
     "loader_workers": "DataLoader worker",
 }
-"""What is counted, where it is not times."""
+"""The noun for what a figure counts, if it does not count times."""
 _ASKS: Final[dict[CountFigure, tuple[CountName, ...]]] = {
     "work": ("launches", "library_calls", "d2d", "replays"),
     "gpu_work": ("launches", "library_calls", "d2d"),

@@ -74,7 +74,7 @@ class JudgedCounts(NamedTuple):
 
 
 UNJUDGED: Final = JudgedCounts((), (), (), (), (), work_rose=False)
-"""What counts say that are not compared."""
+"""The result for counts that are not compared."""
 
 
 class _Pair(NamedTuple):

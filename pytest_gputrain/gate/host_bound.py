@@ -17,25 +17,25 @@ from msgspec import UNSET
 from pytest_gputrain.records import BaselineRun, Measurement
 
 WHY_GPU_SECONDS_ARE_HELD_COARSELY: Final = "their noise has not been measured yet"
-"""Why GPU seconds are not held to the time tolerance, but to `COARSE_GPU_TOLERANCE`. Empty, they are:
-``tools/gpu_session.py --plan time`` measures on a GPU whether that may be so."""
+"""Why GPU seconds are not held to the time tolerance, but to `COARSE_GPU_TOLERANCE`. If this text is empty, they are held to
+it: ``tools/gpu_session.py --plan time`` measures on a GPU whether it may be empty."""
 COARSE_GPU_TOLERANCE: Final = 0.10
-"""By how much GPU seconds may grow at least until their noise is measured: four times `GPU_PRIOR_SD`, and five times the
-largest noise that `tools/measure_gate.py` assumes. Without it a GPU that becomes slower would pass on another machine."""
+"""The least tolerance of GPU seconds until their noise is measured: four times `GPU_PRIOR_SD`, and five times the largest
+noise that `tools/measure_gate.py` assumes. Without it a GPU that becomes slower would pass on another machine."""
 GPU_BOUND: Final = 0.95
 """The busy share from which on wall seconds are judged by the time tolerance."""
 _CHANGED_BELOW: Final = 0.85
 """A step has changed if one of the baseline and today is at or above `GPU_BOUND`, and the other below this share."""
 LEAST_HOST_TOLERANCE: Final = 0.10
-"""By how much wall seconds of a step that waits for the host may grow at least, on the machine of its baseline."""
+"""The least tolerance of the wall seconds of a step that waits for the host, on the machine of its baseline."""
 _HELD_UP: Final = 0.05
-"""By which share of the time the training has to wait longer for a CPU core than in its baseline, if others use the host. A
-baseline that does not tell it has waited for none."""
+"""Other programs use the host if the training waits longer for a CPU core than in its baseline, by this share of the time. A
+baseline without this figure counts as one that did not wait."""
 HOST_PRIOR_SD: Final = 0.06
-"""Between processes, of such wall seconds: s0 of `pytest_gputrain.gate.step_times`."""
+"""The standard deviation of such wall seconds between processes: s0 of `pytest_gputrain.gate.step_times`."""
 GPU_PRIOR_SD: Final = 0.025
-"""Between processes, of GPU seconds, until it is measured: with it 0.03 % of unchanged cases fail if the true one is 2 %,
-where 0.01 would let 0.5 % fail."""
+"""The standard deviation of GPU seconds between processes, until it is measured. With this value 0.03 % of unchanged cases
+fail if the true one is 2 %; with 0.01, 0.5 % would fail."""
 
 _Runs = Sequence[Measurement] | Sequence[BaselineRun]
 

@@ -67,7 +67,7 @@ _ROWS: Final = 8
 """The fewest rows of single shapes that a run keeps. Where it has fewer in all, it had no more."""
 
 _Kind = tuple[str, TrainingPhase, tuple[int, ...], str]
-"""What tells tensors of one shape from others."""
+"""The properties by which tensors of one kind differ from others."""
 
 
 class PeaksByPhase(Protocol):

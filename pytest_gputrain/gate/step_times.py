@@ -59,7 +59,7 @@ LEAST_SHIFT: Final = 0.01
 MEAN_STEPS: Final = 10
 """The number of timed steps from which on their mean is judged, too."""
 MEAN_TOLERANCE: Final = 0.25
-"""By how much the mean of the steps may grow at least: three steps of 20 that a host makes three times as long are 21 %."""
+"""The least tolerance of the mean of the steps. Three steps of 20 that a host makes three times as long raise it by 21 %."""
 MEAN_PRIOR_SD: Final = 0.06
 """The standard deviation of that mean between processes: s0."""
 

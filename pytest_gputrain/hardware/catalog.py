@@ -88,8 +88,8 @@ sixteenth, to 1.000. Anything else is another board, or a part of one."""
 
 _LEAST_SHARE: Final = 0.975
 _MOST_RESERVED: Final = 0.6
-"""What is usable of the memory of a device whose capacity is not known: this share of it, or all but these GiB, whichever
-is less. No known device without inline error correction has less."""
+"""The usable memory of a device whose capacity is not known: this share of its memory, or all but these GiB, whichever is
+less. No known device without inline error correction has less."""
 
 _AMD_CAPABILITY: Final = (9, 0)
 

@@ -59,7 +59,7 @@ class Reading(NamedTuple):
     """The state of a GPU at one moment. A value is None if the driver does not report it."""
 
     energy_joules: float | None = None
-    """Since a moment that only the driver knows."""
+    """The energy since a moment that only the driver knows."""
     power_watts: float | None = None
     clock_mhz: int | None = None
     """The clock of its multiprocessors or compute units."""

@@ -57,7 +57,7 @@ _UNPACKED: Final = ("bitsandbytes.gemm_4bit", "bitsandbytes.gemv_4bit", "_groupe
 _EXCHANGES: Final = ("c10d.", "_c10d_functional.")
 """Beginnings of the names of operators that exchange data with other GPUs."""
 _KNOWN_LIBRARIES: Final = ("bitsandbytes.", "fsdp.", "prims.", "torchvision.")
-"""Those of other libraries whose kernels move memory."""
+"""Beginnings of the names of other libraries' operators whose kernels move memory."""
 _COMPUTING: Final = re.compile(
     r"rnn|lstm|gru(_|$)|_mm|mm_|matmul|cdist|pdist|linalg(?!_vector_norm)|fft|ctc|svd|geqrf|orgqr|ormqr|cholesky|triangular_solve"
     r"|(^|_)lu_|(?<!w)eig|conv_depthwise|slow_conv|conv_tbc|transformer_encoder|trilinear$|addr|spsolve|sspaddmm|sampled_addmm"

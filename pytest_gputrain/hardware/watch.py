@@ -19,9 +19,9 @@ from pytest_gputrain.hardware.devices import Driver, Gpu, HardwareError, Reading
 from pytest_gputrain.records import Event, Holder, Telemetry
 
 INTERVAL_SECONDS: Final = 0.2
-"""Between readings; NVML renews its energy counter and its utilisation five to fifty times a second."""
+"""The time between two readings. NVML renews its energy counter and its utilisation five to fifty times a second."""
 _LOOK_AROUND_SECONDS: Final = 2.0
-"""Between looks for other processes."""
+"""The time between two looks for other processes."""
 _PATIENCE_SECONDS: Final = 5.0
 """The time to wait for a driver that hangs because its GPU does."""
 LEAST_READINGS: Final = 3

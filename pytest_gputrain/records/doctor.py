@@ -15,7 +15,7 @@ class Check(Struct, frozen=True):
     """The result of one check."""
 
     name: str
-    """What it is about."""
+    """The part of the host that was checked."""
     status: CheckStatus
     found: str
     """What was found."""

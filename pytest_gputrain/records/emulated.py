@@ -91,11 +91,11 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     heap_growth: Whole | None = None
     """Bytes that each timed step of own code leaves on the heap of the host, as in `Measurement`."""
     allowed_growth: Whole = 0
-    """The bytes that the test allows own code to keep after each step, or each round of its accumulation."""
+    """The bytes that the test allows own code to keep after each step, or each round of gradient accumulation."""
     peak_bytes_by_origin: dict[TrainingPhase, Whole] = field(default_factory=dict)
-    """What lived at the peak of the steps, by the phase that made it: ``build`` makes weights, ``forward`` activations and
-    workspaces of matrix products, ``backward`` gradients and what is recomputed, ``optimizer`` its state. Not stored in
-    baselines."""
+    """The bytes in use at the peak of the steps, by the phase that allocated them: ``build`` makes weights, ``forward``
+    activations and workspaces of matrix products, ``backward`` gradients and what is recomputed, ``optimizer`` its state.
+    Not stored in baselines."""
     parameters: Whole | None = None
     """The number of parameters. None if own code does not let the worker watch its model."""
     trainable_parameters: Whole | None = None
@@ -116,7 +116,7 @@ class EmulatedRun(Struct, frozen=True, kw_only=True, tag="emulated", tag_field="
     """The counts of each timed step; of a script, those of each of the first 50 steps after its first update. None if the
     case does not fit, and in older files."""
     evaluation_counts: Counts | None = None
-    """What the evaluation asks of the GPU, as one step. None of a case that does not evaluate."""
+    """The counts of the evaluation, as one step. None for a case that does not evaluate."""
     trained: TrainedTensors | None = None
     """The tensors of own code's model that get a gradient, and those that get none. This and the next field are None if the
     model is not watched, and in older files."""

@@ -13,10 +13,11 @@ from pytest_gputrain.records.expected import ExpectedTime
 from pytest_gputrain.utils.units import format_bytes
 
 BESIDE_TORCH: Final = "the driver's buffers for CUDA graphs"
-"""What is not known and takes memory of the device alone: torch's allocated and reserved memory are exact beside it."""
+"""The memory that is not known, but that only the device's figure contains: torch's allocated and reserved memory stay
+exact."""
 
 ASSUMPTION: Final = "unknown values are assumed to differ from each other and from zero, and to pass checks"
-"""What sizes and checks rest on if nothing computed the values that they depend on."""
+"""The assumption behind sizes and checks that depend on values which nothing computed."""
 
 ESTIMATED: Final = "cuDNN's workspaces of convolutions are estimated, so reserved memory can be off by about the largest"
 """How sure reserved memory is with convolutions."""
@@ -85,7 +86,7 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     """The moment at which most memory was in use."""
 
     seconds: float
-    """Since the first allocation."""
+    """The seconds since the first allocation."""
     event: int
     """The number of the allocation that reached the peak, among all of the program."""
     events: int
@@ -93,7 +94,7 @@ class Peak(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     """The requested bytes in use then, before torch rounds them up to blocks."""
     parts: tuple[MemoryPart, ...]
-    """These bytes by the part of training that allocated them."""
+    """The bytes in use at the peak, by the part of training that allocated them."""
     tensors: tuple[Tensors, ...]
     """The largest, by what they take together."""
 
@@ -296,7 +297,7 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True):
     fit: ProgramFit
     """Whether it fits."""
     notes: tuple[str, ...] = ()
-    """What the figures rest on beside the program: kernels for another GPU, a capacity that is computed."""
+    """Sentences on assumptions of the figures: kernels for another GPU, or a capacity that is computed."""
 
     @property
     def versions(self) -> str:

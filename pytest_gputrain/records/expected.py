@@ -31,9 +31,9 @@ class TracedCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
     dtype: str = ""
     """The type of its first tensor: ``bf16``, ``fp16``, ``fp32``, ``float64``."""
     flags: tuple[str, ...] = ()
-    """What decides on its kernel: ``causal``, ``masked``, ``tf32`` (allowed), ``channels_last``, ``view`` (moves nothing),
-    ``list`` (many tensors in one kernel), ``optimizer`` (within its step), ``grouped`` (a convolution), ``host`` (a copy
-    from the host or to it)."""
+    """The properties of the call that decide which kernel runs: ``causal``, ``masked``, ``tf32`` (allowed),
+    ``channels_last``, ``view`` (moves nothing), ``list`` (many tensors in one kernel), ``optimizer`` (within its step),
+    ``grouped`` (a convolution), ``host`` (a copy from the host or to it)."""
     count: Whole = 1
     flops: Whole = 0
     """Floating-point operations of one call."""
@@ -55,7 +55,7 @@ class Rates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bytes per second of the device memory."""
     multiprocessors: int
     kinds: dict[str, float]
-    """What is sustained, by kind of kernel as rates.toml names it: shares of a peak, microseconds, or bytes."""
+    """The sustained rates by kind of kernel, as rates.toml names it: shares of a peak, microseconds, or bytes."""
     measured: bool
     """Whether the figures were measured on such a board for this purpose; otherwise they are public ones, and rough."""
 

@@ -15,7 +15,7 @@ class Host(Struct, frozen=True, kw_only=True):
     """The machine that cases run on: its name, its platform and the GPUs that cases may use."""
 
     name: str
-    """Empty for one that is not known yet."""
+    """The name of the machine; empty if it is not known yet."""
     platform: str
     """Catalog marker, or ``unknown``."""
     device: str

@@ -99,11 +99,11 @@ class _Line(Struct, frozen=True, kw_only=True):
     changed_variables: str | None
     """Names of the environment variables that the test had changed, separated by commas. Null for none."""
     outcome: Literal["measured", "emulated", "out_of_memory", "crashed", "timed_out", "lost"]
-    """What happened: the outcome of the first process that gave no figures, if there is one."""
+    """The outcome of the case: that of the first process that gave no figures, if there is one."""
     verdict: Status | None
     """The verdict. Null if the test only measured."""
     sentence: str | None
-    """What the verdict says, or why there are no figures."""
+    """The sentence of the verdict, or the reason why there are no figures."""
     runs: Whole
     """Fresh processes that gave figures."""
     median_step_seconds: float | None

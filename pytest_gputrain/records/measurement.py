@@ -230,11 +230,11 @@ class Measurement(Struct, frozen=True, kw_only=True, tag="measured", tag_field="
     free_bytes: Whole | None = None
     """Free memory on the fullest of the case's GPUs before the case started."""
     other_processes: Whole | None = None
-    """The number of processes that computed on its GPUs at that time."""
+    """The number of other processes that computed on the case's GPUs before the case started."""
     holders: tuple[Holder, ...] = ()
-    """These processes, and memory in use that no process seems to own."""
+    """The other processes on the case's GPUs before it started, and memory in use that no process seems to own."""
     telemetry: Telemetry | None = None
-    """Energy, power and clocks of its GPUs."""
+    """Energy, power and clocks of the case's GPUs."""
     core_wait_share: float | None = None
     """The share of the timed steps, from 0 to 1, in which the thread that trains, or autograd's, was ready to run and had no
     CPU core. None if the kernel does not tell."""

@@ -57,9 +57,9 @@ class OutOfMemory(Struct, frozen=True, kw_only=True, tag="out_of_memory", tag_fi
     free_bytes: Whole | None = None
     """Free memory on the fullest of the case's GPUs before the case started."""
     other_processes: Whole | None = None
-    """The number of processes that computed on its GPUs at that time."""
+    """The number of other processes that computed on the case's GPUs before the case started."""
     holders: tuple[Holder, ...] = ()
-    """These processes, and memory in use that no process seems to own."""
+    """The other processes on the case's GPUs before it started, and memory in use that no process seems to own."""
     environment: Environment | None = None
     """The machine and the software of the process."""
 

@@ -62,7 +62,7 @@ class Rise(NamedTuple):
     every: int
     """The number of values from one rise to the next: 1 if each value is higher than the one before."""
     mean: float
-    """By how much they rise each time, on average."""
+    """The mean height of a rise."""
 
 
 def rise_of(values: Sequence[int], least: int = LEAST_RISE) -> Rise | None:

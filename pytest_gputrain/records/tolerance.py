@@ -78,7 +78,7 @@ class CountTolerance:
 
     ratio: float = 0.0
     more: int = 0
-    """In the unit of the figure: times, bytes or FLOPs."""
+    """The number on top, in the unit of the figure: times, bytes or FLOPs."""
 
 
 def read_count(figure: CountFigure, value: object) -> int:
@@ -202,12 +202,12 @@ class Terms:
 
     caps: tuple[Cap, ...] = ()
     time_tolerance: float | None = None
-    """Instead of the run's; None for that."""
+    """The tolerance that replaces that of the run; None to keep the run's."""
     memory_tolerance: MemoryTolerance | None = None
     count_tolerances: Mapping[CountFigure, CountTolerance] = field(default_factory=dict)
-    """Before those of the run."""
+    """Tolerances of counts, which precede those of the run."""
     growth_bytes: int = 0
-    """The memory that own code may keep after every round of its accumulation."""
+    """The memory that own code may keep after every round of gradient accumulation."""
 
 
 NO_TERMS: Final = Terms()

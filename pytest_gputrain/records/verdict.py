@@ -85,15 +85,15 @@ class BaselineRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     memory_of_steps: tuple[StepMemory, ...] = ()
     """The memory of each step, as in `Measurement`."""
     kept_behind: dict[TrainingPhase, Whole] = {}
-    """What an evaluation, or saving a checkpoint, leaves behind, as in `Measurement`."""
+    """The memory that an evaluation, or saving a checkpoint, leaves behind, as in `Measurement`."""
     heap_growth: Whole | None = None
-    """What each step leaves on the heap of the host, as in `Measurement`."""
+    """The bytes that each step leaves on the heap of the host, as in `Measurement`."""
     peak_reserved_bytes: Whole | None = None
     peak_host_bytes: Whole | None = None
     model_bytes: Whole | None = None
     flops_per_step: Whole | None = None
     recomputed_flops_per_step: Whole | None = None
-    """What activation checkpointing computes again, as in `Measurement`. None in files that are older than the field."""
+    """The FLOPs that activation checkpointing repeats, as in `Measurement`. None in files that are older than the field."""
     gpu_steps: GpuSteps | None = None
     """How long the GPU works in a step, as in `Measurement`."""
     input_seconds: float | None = None
@@ -159,7 +159,7 @@ class LineCount(Struct, frozen=True, kw_only=True):
     baseline: Whole
     """The count of the line in the baseline."""
     more: Whole = 0
-    """By how much it has grown. What has only moved from another line is no growth."""
+    """The growth of the count. A count that has only moved from another line is no growth."""
 
 
 class MetricVerdict(Struct, frozen=True, kw_only=True):

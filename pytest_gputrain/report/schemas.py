@@ -62,7 +62,7 @@ SCHEMAS: Final[dict[str, tuple[str, Any]]] = {
         _file("EmulatedBaselines", "platform", "conditions", EmulatedConditions, _by_name(_STORED_EMULATED)),
     ),
 }
-"""By the name of its file: what it describes, and the type of that."""
+"""The schemas by the names of their files, each with a description and the type that it describes."""
 
 
 def text_of(name: str) -> str:

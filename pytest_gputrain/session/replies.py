@@ -36,7 +36,8 @@ class Replies:
         self._resumed_report = resumed_report
         self._watch = watch
         self._kept: dict[bytes, bytes] = {}
-        """As messages, which take less memory than records: a run may have thousands of replies, and few tests ask again."""
+        """Replies as encoded messages, which take less memory than records: a run may have thousands, and few tests need one
+        again."""
         self._make_prefetcher: Callable[[], Prefetcher] | None = None
         self._prefetcher: Prefetcher | None = None
 

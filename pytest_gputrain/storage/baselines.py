@@ -38,7 +38,7 @@ _RECORD_ENTRY: Final = "delete the entry and record it again"
 NEWER: Final = "update pytest-gputrain if a newer version wrote it"
 _MOST_LINES_SHOWN: Final = 6
 _BYTE_ORDER_MARKS: Final = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-"""What editors of Windows put before the text."""
+"""The bytes that editors of Windows put before the text."""
 
 _Type = TypeVar("_Type")
 _Record = TypeVar("_Record", bound=Baseline | Recorded)

@@ -39,7 +39,7 @@ class RunInfo:
     changes: str = ""
     """Tells uncommitted changes of tracked files from others, of files apart that runs write; empty for none."""
     branch: str
-    """Empty outside of a repository, and of a detached head that no variable of CI names."""
+    """The branch; empty outside of a repository, and for a detached head that no variable of CI names."""
 
     @classmethod
     def begin(cls, root: Path, written: Sequence[Path] = ()) -> RunInfo:

@@ -17,8 +17,8 @@ _LONGER: Final = rf"(?:[A-Za-z0-9]+[-_.])*{_NAME}"
 _OPTION: Final = re.compile(rf"-+{_LONGER}", re.IGNORECASE)
 _OPTION_WITH_VALUE: Final = re.compile(rf"(-*{_LONGER}\s*=).+", re.IGNORECASE | re.DOTALL)
 _VALUE: Final = r"(?:\"(?:[^\"\\]|\\.)*+\"?|'[^']*'?|\\+(?P<quote>[\"']).*?(?:\\(?P=quote)|\Z)|[^\s\"'\\]\S*|\\\S*)"
-"""In quotes, which a backslash may escape, or up to the next blank: a secret may hold each other sign, also ``&`` and ``,``,
-which separate elsewhere."""
+"""A value in quotes, which a backslash may escape, or up to the next blank. A secret may hold any other sign, also ``&`` and
+``,``, which separate values elsewhere."""
 _QUOTE: Final = r"(?:\\*[\"'])?"
 _ASSIGNED: Final = re.compile(rf"((?<![A-Za-z0-9]){_NAME}{_QUOTE}\]?\s*(?:=|:(?!:))\s*){_VALUE}", re.IGNORECASE | re.DOTALL)
 """``--token=x``, ``HF_TOKEN=x``, ``X-API-Key: x`` and ``{"api_key": "x"}``, also in the middle of an argument."""
@@ -35,7 +35,7 @@ _IN_HEADER: Final = re.compile(
 )
 """The rest of the line, or of the quoted text: a header holds blanks and quotes."""
 _KNOWN: Final = re.compile(r"\b(hf_|gh[opsur]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA)[A-Za-z0-9_-]{12,}")
-"""What services give out begins so: Hugging Face, GitHub, GitLab, OpenAI and others, Slack, AWS."""
+"""The beginnings of tokens of Hugging Face, GitHub, GitLab, OpenAI and others, Slack and AWS."""
 
 
 def masked(arguments: Iterable[str]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from pytest_gputrain.worker.threads import SharedMode
 from pytest_gputrain.worker.trace import Peaks, Trace, peaks
 
 GIVEN: Final = "other code than an operator"
-"""What stands for the operator if none has made a tensor, as `torch.frombuffer` makes it of a buffer."""
+"""The name in place of an operator if none has made a tensor, as for `torch.frombuffer`."""
 LIFT: Final = "aten.lift_fresh"
 """The operator that `torch.tensor` and `torch.from_numpy` end in: its result is its argument."""
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})

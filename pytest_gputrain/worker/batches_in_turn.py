@@ -58,7 +58,7 @@ def _in_turn(kind: Any) -> Iterator[None]:
     """Provide the context of `batches_in_turn` for the iterators of one class of DataLoader."""
     receive, hand_out = kind._try_get_data, kind._process_data
     waiting: dict[int, list[_Rebuilt]] = {}
-    """What batches are made of, by the id of the batch. A loader may drop a batch, so this keeps none alive."""
+    """The tensors of each batch, by the id of the batch. A loader may drop a batch, so this keeps none alive."""
     with_state = any(each.__module__.startswith("torchdata.") for each in kind.__mro__)
 
     def received(loader: Any, *args: Any, **kwargs: Any) -> Any:

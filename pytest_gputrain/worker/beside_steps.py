@@ -39,7 +39,7 @@ MOST_SAVED: Final = 4 * GiB
 _LETTING_GO: Final = 1.0
 """Seconds in which gloo's threads have let go of buffers that nobody uses any more, also on a busy machine."""
 _OF_CACHES: Final = ("mallocs", "frees")
-"""What depends on what the steps before have left in the caches of allocators."""
+"""Counts that depend on what earlier steps have left in the caches of allocators."""
 
 
 class BesideSteps:

@@ -42,7 +42,7 @@ class CaseRun:
     emulated: EmulatedFigures | None = None
     """Gets the figures that only an emulated GPU gives."""
     training: Trainable = field(init=False)
-    """What the case steps, from the end of its build on."""
+    """The training whose steps run, from the end of the build on."""
     figures: Measurement = field(init=False)
     """The figures so far, from the last timed step on."""
     fallback: tuple[Callable[[BaseException], str | None], Callable[[], None]] | None = field(init=False, default=None)

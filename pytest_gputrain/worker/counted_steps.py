@@ -92,7 +92,8 @@ class CountedSteps:
         self.first = 0
         """The number of steps before the first one that is counted."""
         self.compiled: tuple[int, dict[str, int]] = (0, {})
-        """What torch.compile had compiled before the step that is counted."""
+        """The number of functions that torch.compile had compiled before the counted step, and its graph breaks by
+        reason."""
         self._files: dict[str, tuple[_Kind, str]] = {}
         """Whose each file is, and its name."""
         self._functions: dict[str, Place] = {}

@@ -39,7 +39,7 @@ _COUNTED_CALLS: Final[dict[str, CountName]] = {
     "cudaStreamBeginCapture": "captures",
     "cudaGraphLaunch": "replays",
 }
-"""What a call of CUDA's runtime is counted as. Copies, memsets and kernels are counted as what the GPU does for a call."""
+"""The counts of calls of CUDA's runtime. Copies, memsets and kernels are counted by the activities of the GPU."""
 
 _MOST_NAME: Final = 60
 
@@ -111,7 +111,7 @@ class ProfiledStep:
     calls: dict[int, Activity] = field(default_factory=dict)
     """The calls of the host, by their numbers."""
     work: list[Activity] = field(default_factory=list)
-    """What the GPU did."""
+    """The activities of the GPU."""
 
 
 def assign(activities: Iterable[Activity], steps: Sequence[ProfiledStep]) -> None:

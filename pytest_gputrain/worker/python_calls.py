@@ -62,7 +62,7 @@ _Origin = tuple[int, int]
 """The identity of a code object and an instruction in it, from which a call comes."""
 
 _WHOLE: Final = -1
-"""In place of an instruction, where the function as a whole is meant."""
+"""The number in place of an instruction if the function as a whole is meant."""
 
 # These origins have 0 in place of the identity of a code object.
 _LINE: Final = (0, 1)
@@ -95,7 +95,7 @@ class PythonCalls:
         self._starts: dict[int, int] = {}
         """The instruction that a generator starts at, behind what makes it."""
         self._origins: dict[int, _Origin] = {}
-        """What frames that run, by identity, give to what they call."""
+        """The origin of the calls that each running frame makes, by the identity of the frame."""
         self._threads = {threading.get_ident(): True}
         """Whether the calls of a thread count."""
 

@@ -44,7 +44,7 @@ class _Recorded(Struct):
     cuda: str | None
     """Version that its torch was built for, of CUDA or ROCm."""
     devices: list[_DeviceUse]
-    """Empty if it never used the GPU."""
+    """The GPUs that the process used; empty if it used none."""
     steps_of: str
     stamps: list[list[float]]
     """Seconds at the ends of steps, for each training; with a framework's trainer at the begin of the first one, too."""

@@ -23,7 +23,7 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     library: Literal["transformers", "diffusers", "own"]
     """The library of the class; ``own`` for one of the family's module."""
     model_class: str = ""
-    """Empty if ``config`` names it, as a config.json does: the worker then completes the facts."""
+    """The class of the library. Empty if ``config`` names it, as a config.json does: the worker then completes the facts."""
     config_class: str = ""
     """The config's class in transformers."""
     parameters: dict[Scale, int]

@@ -33,10 +33,10 @@ from pytest_gputrain.utils.signals import undisturbed
 from pytest_gputrain.utils.units import format_seconds
 
 LOOK_SECONDS: Final = 0.25
-"""Between looks for the delivery that a test waits for."""
+"""The pause between two looks for the delivery that a test waits for."""
 
 ASK_SECONDS: Final = 4.0
-"""Between questions to the scheduler, at most, and between attempts to submit to a full queue."""
+"""The longest pause between two questions to the scheduler, and the pause between attempts to submit to a full queue."""
 
 GRACE_SECONDS: Final = 75.0
 """The time from the end of a job until its delivery must be seen: network file systems look again after up to a minute."""
@@ -69,7 +69,7 @@ class _Ticket:
     order: Order
     folder: Path
     job: str = ""
-    """Empty before it is submitted."""
+    """The id of the job; empty before it is submitted."""
     since: float = 0.0
     """The time when it was submitted, or began to wait again."""
     seen: Job | None = None

@@ -47,7 +47,7 @@ class ForkServer:
         self._sources: dict[_Surroundings, _ForkingProcess] = {}
         """The one that was used last stands last."""
         self._refusing: list[_ForkingProcess] = []
-        """Those that must not fork any more, and have workers."""
+        """Preloaded processes that must not fork any more, and still have workers."""
         self._refused: set[_Imports] = set()
         """The imports after which no process may be forked."""
 

@@ -33,7 +33,7 @@ class Import(NamedTuple):
 
     name: str
     version: str
-    """Empty if the library that defines it tells no versions apart."""
+    """The version of the symbol; empty if its library has no versions of symbols."""
     soname: str
     """The library that defines this version; empty if there is none."""
 

@@ -36,7 +36,8 @@ _TIMES_THE_WHEEL: Final = 4
 """The space that is needed for a moment, in bytes of torch's wheel: 3.9 times as many for torch 2.13 with triton."""
 
 _KEPT_OPTIONS: Final = ("cert", "client-cert", "proxy", "timeout")
-"""What the user's configuration tells pip of the way to the network. Nothing there may choose what is downloaded."""
+"""The options that pip takes from the user's configuration: those for the way to the network. None of them may choose what
+is downloaded."""
 
 _CONFIGURED: Final = re.compile(r"^(?::env:|(\w[\w-]*))\.(?:default-)?([\w-]+)=('.*'|\".*\")$", re.MULTILINE)
 _OFFLINE: Final = "without a network, bring the wheels in a folder: gputrain emulate --install --from DIR"

@@ -43,7 +43,7 @@ class File(msgspec.Struct, frozen=True, array_like=True):
 
     size: int
     modified: int
-    """In whole seconds since 1970."""
+    """The time of its last change, in whole seconds since 1970."""
     sha256: str
 
 

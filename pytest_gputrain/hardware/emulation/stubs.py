@@ -59,7 +59,7 @@ _WORKSPACES: Final = {
     "cusparseXcoosort_bufferSizeExt": _Workspace((7,)),
     "cusparseXcsrsort_bufferSizeExt": _Workspace((7,)),
 }
-"""These answer that they need none, and the figures of the program are then those of at least so much."""
+"""The functions that return the size of a workspace. They return 0, so the program's memory is then only a lower bound."""
 
 
 class _Outcome(NamedTuple):

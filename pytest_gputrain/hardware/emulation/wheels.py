@@ -47,7 +47,7 @@ class Wheel(NamedTuple):
     filename: str = ""
     """The name of the file; empty if the user gave the hashes."""
     size: int = 0
-    """In bytes; 0 if it is not known."""
+    """The size of the file in bytes; 0 if it is not known."""
 
     @property
     def name(self) -> str:

@@ -116,7 +116,7 @@ _CIRCUMSTANCES: Final = tuple(
 
 
 _DEFAULTS: Final = knobs(Case())
-"""What lines have that are older than a knob."""
+"""The values of knobs for lines that are older than a knob."""
 
 
 def _differences(base: dict[str, Any], first: dict[str, Any]) -> Iterator[str]:

@@ -24,7 +24,7 @@ _MOST_TRIES: Final = 256
 """The most blocks that are looked up for a line, which may be a function that is called for blocks of any stream."""
 
 _texts: Final[list[ctypes.Array[ctypes.c_char]]] = []
-"""What the stand-ins have noted, which has to stay. One is enough for a program."""
+"""Texts that the stand-ins point to, so they must stay in memory. One is enough for a program."""
 
 
 def following(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -104,7 +104,7 @@ class Contents:
     def __init__(self) -> None:
         self._blocks: dict[int, Known] = {}
         self._dealt: dict[int, Known] = {}
-        """Those that follow from choices that were dealt, the oldest first. Some may be gone."""
+        """Known contents that follow from made-up choices, the oldest first. Some may no longer be known."""
         self._dealt_bytes = 0
         stand_ins: Any = ctypes.CDLL(None)
         stand_ins.gputrain_watch.argtypes = [ctypes.c_void_p]

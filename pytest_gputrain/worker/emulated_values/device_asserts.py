@@ -23,7 +23,7 @@ from .program_lines import BACKWARD, line_of
 _Kernel = Callable[..., Any]
 
 _ASSERTED: Final = 710
-"""What CUDA returns after a kernel has asserted."""
+"""The error that CUDA returns after a kernel has asserted."""
 
 _Look = Callable[[Any], "Tensor | None"]
 """Gives a tensor's values on the host, or one value for all of them; None if they are not known or it is no tensor."""
@@ -267,4 +267,4 @@ _CHECKS: Final[Mapping[str, _Check]] = {
     "masked_scatter_": _scattered_by_mask,
     "_validate_compressed_sparse_indices": _compressed,
 }  # fmt: skip
-"""By the operator's name. A kernel of torch's checks these, and no others are known to."""
+"""The checks by name of the operator. No other operator is known whose kernel checks values."""

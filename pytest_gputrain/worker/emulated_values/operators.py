@@ -77,7 +77,7 @@ _ZERO_OF_ZEROS: Final = frozenset(("sum", "mean", "linalg_vector_norm"))
 
 
 A_TRUTH_VALUE: Final = "a truth value for the host"
-"""What a program reads to go by it: what it does then depends on values that nobody has computed."""
+"""The note for a truth value that a program reads and acts on, so that it depends on values that nobody has computed."""
 
 _CHECKS: Final[Mapping[str, bool | None]] = {
     "normal": True,
@@ -86,8 +86,9 @@ _CHECKS: Final[Mapping[str, bool | None]] = {
     "allclose": True,
     "istft": False,
 }
-"""What the truth values are that operators read to check what they are given, and pass it. A derivative compares by the one
-that is no such operator. One compares with zero twice, and positive numbers, as they are made up, pass both."""
+"""The truth values with which the checks pass that operators make of their arguments, by the beginning of the operator's
+name. ``allclose`` stands for the comparison in a derivative. None is for a check that compares with zero twice: made-up
+numbers are positive and pass both."""
 
 _LARGER: Final = frozenset(("bincount", "one_hot", "_ctc_loss", "_padded_dense_to_jagged_forward"))
 """The operators whose output is as large as the largest value that they read."""
@@ -95,7 +96,7 @@ _LARGER: Final = frozenset(("bincount", "one_hot", "_ctc_loss", "_padded_dense_t
 _OPERATOR: Final = re.compile(r"_ZN2at4_ops(\d+)(\w+)")
 
 _FOR_ALL_DEVICES: Final = frozenset({"aten::copy_", "aten::_is_all_true", "aten::masked_scatter_backward"})
-"""Replaced, and have no kernel of CUDA's own."""
+"""Operators that are replaced although they have no kernel for CUDA alone."""
 
 _WITHOUT_PYTHON: Final = frozenset({"aten::pow.Tensor_Tensor_out"})
 """Operators that torch itself calls with a number that lies on the GPU, for which Python has no type."""

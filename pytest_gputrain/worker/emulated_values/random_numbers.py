@@ -37,7 +37,7 @@ _ELEMENTS_OF_A_BLOCK: Final = 4 * 512
 
 _THREADS_OF_A_MULTINOMIAL_BLOCK: Final = 128
 _WIDE_SPAN: Final = 1 << 28
-"""From this many integers on, torch draws one from 64 bits in place of 32."""
+"""The number of different integers from which on torch draws each one from 64 bits and not from 32."""
 
 _TWO_PI: Final = ctypes.c_float(2 * math.pi).value
 _DIGITS: Final[Mapping[torch.dtype, int]] = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}

@@ -14,7 +14,7 @@ from torch import Tensor
 from .contents import is_small, on_host
 
 Answers = Sequence[tuple[int, int]]
-"""What an operator reads from the device, in turn: a number, or a structure of two."""
+"""The answers to an operator's reads from the device, in their order: each is a number, or a structure of two."""
 
 _MOST_NONZERO: Final = 1 << 30
 """The most elements of which `nonzero` reads one count. It reads an array of counts for more."""
@@ -115,5 +115,6 @@ SIZED: Final[Mapping[str, Callable[[Sequence[Any], Any, Tensor | None], Answers]
     "repeat_interleave": _repeat_interleave,
     "mode": _mode,
 }
-"""What the operators read from the device that read how many results there are, or how many values differ, given their
-arguments, their result on the host where it is known, and what all elements are where they are equal."""
+"""For each operator that reads from the device how many results there are, or how many values differ: a function that
+returns the answers from its arguments, its result on the host if that is known, and the value of all elements if they are
+equal."""

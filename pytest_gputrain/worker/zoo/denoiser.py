@@ -550,4 +550,4 @@ CONDITIONS: Final[dict[str, Callable[[Sizes], Conditions]]] = {
     "WanVACETransformer3DModel": _wan_vace,
     "ZImageTransformer2DModel": _z_image,
 }
-"""What each model is conditioned on, by its class."""
+"""The conditions of each model, by its class."""
