@@ -60,7 +60,7 @@ def with_model(case: Case, folder: Path) -> Case:
     process.
 
     Args:
-        folder: that of the test file, which the path is relative to.
+        folder: the folder of the test file, to which the path is relative.
 
     Raises:
         BadCase: there is no such config, or it is none of a model that can train here; one sentence.

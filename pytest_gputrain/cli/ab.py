@@ -94,7 +94,7 @@ class _Progress:
     """Prints how far a comparison is, and how long the rest takes at most.
 
     Args:
-        runs: of pytest that there may be.
+        runs: the most runs of pytest that there may be.
     """
 
     def __init__(self, runs: int) -> None:

@@ -57,7 +57,7 @@ class EmulatingExecutor(Executor[EmulatedReply]):
         platform: catalog marker.
         environ: variables of the session.
         fork_server: where the processes are forked from; fresh interpreters without it.
-        torch: that runs there; by default the one that is found.
+        torch: the build of torch for the emulated GPUs; by default the one that is found.
 
     Raises:
         CannotEmulate: the catalog has no such NVIDIA GPU, or there is no CUDA build of torch here.

@@ -47,7 +47,7 @@ class Executor(abc.ABC, Generic[ReplyT]):
         """Run the task once, and return its reply.
 
         Args:
-            inline: in this process.
+            inline: run in this process.
             builder: the user's function itself, for an inline run that has no address.
 
         Raises:

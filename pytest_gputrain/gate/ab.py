@@ -73,7 +73,7 @@ def compare(base: Sequence[Report], head: Sequence[Report], base_name: str, roun
     Args:
         base: a report a round, as ``head``.
         base_name: how to name base.
-        rounds: that there may be, if these are the first of them.
+        rounds: the most rounds that there may be, if these are the first ones.
     """
     rounds = max(rounds, len(head))
     before, after = [by_case(report) for report in base], [by_case(report) for report in head]

@@ -55,7 +55,7 @@ def to_record(
 
     Args:
         said: the rest of a sentence that begins with the case.
-        why: what that is good for.
+        why: the purpose of recording, as the end of the sentence.
     """
     sentence = f"{sides.case} {said}{sides.side.advise(_RECORD + why)}"
     return Verdict(status=status, sentence=sentence, metrics=metrics)

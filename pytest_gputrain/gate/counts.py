@@ -109,11 +109,11 @@ def judge_counts(
     """Judge the counts of a case.
 
     Args:
-        again: those of a second run. A figure that would fail is in doubt where any step of it has another value.
-        where: what texts say of what all steps ask for.
+        again: the counts of a second run. A figure that would fail is in doubt if any step has another value there.
+        where: the words for a part that all steps have in common, such as ``a step``.
 
     Returns:
-        What they say; None if no step can be compared, because none updates where the step of its number did.
+        The result; None if no step can be compared, because none updates where the step of its number did.
     """
     before, now, again = _aligned(before, now, again)
     pairs = _pairs(before, now)
@@ -172,7 +172,7 @@ def with_evaluation(
     """Judge the counts of the evaluation of a case by the same rules, and add the results to those of the steps.
 
     Args:
-        steps: what counts say of the steps.
+        steps: the result for the counts of the steps.
         before: the counts of the evaluation; None if there is none. The same for ``now`` and ``again``.
     """
     judged = judge_counts(before, now, terms, again, "in its evaluation") if before and now and terms.mode != "off" else None

@@ -86,7 +86,7 @@ def judge_exact(
 
     Args:
         peak: allocated bytes.
-        counts: what each step asks of the GPU, of which every step is judged.
+        counts: the counts of the steps, of which every step is judged.
         again: the same in a second run. A count that is over its limit in one of both is in doubt.
     """
     limits = []

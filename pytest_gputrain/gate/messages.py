@@ -39,7 +39,7 @@ def describe_failure(reply: Crashed | TimedOut | OutOfMemory | Lost, wanted: str
     """Say what went wrong, as the rest of a sentence that begins with the case.
 
     Args:
-        wanted: what the case should have given.
+        wanted: the word for what the case should have given, such as figures.
     """
     if isinstance(reply, Lost):
         return f"was lost by the fleet, which says nothing about the case: {reply.sentence}"
@@ -169,7 +169,7 @@ def describe_counters(
     """Describe changes of exact counters. They tell a model that has changed from one that is only slower.
 
     Args:
-        described: what is described elsewhere.
+        described: the metrics that other sentences describe.
     """
     computed, before = measured.flops_per_step, fitted[-1].flops_per_step
     if "flops_per_step" not in described and computed and before and computed != before:

@@ -54,7 +54,7 @@ def judge_by_published(verdict: Verdict, case: Case, measured: Sequence[Measurem
 
     Args:
         verdict: that the case is new.
-        row: of the platform that it ran on, and of this very case.
+        row: the published row of this case and of the platform that it ran on.
     """
     printed = Figures() if row.memory_not_judged else row.figures.get(GATED, Figures())
     metrics = tuple(

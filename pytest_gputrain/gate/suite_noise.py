@@ -47,7 +47,7 @@ def prior_of(baselines: Iterable[Baseline]) -> float:
     """Return the standard deviation between processes that a case of a suite is expected to have.
 
     Args:
-        baselines: of the suite on a device. Those whose GPU waits for the host tell nothing.
+        baselines: of the suite on a device. Baselines whose GPU waits for the host are left out.
     """
     return suite_prior(
         [

@@ -106,7 +106,7 @@ def _visible(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mapping[str, s
     """Return the GPUs that the runtimes of their vendors would show.
 
     Args:
-        silent: those of NVIDIA that their driver does not describe.
+        silent: GPUs of NVIDIA that do not answer their driver.
 
     Raises:
         HardwareError: a variable shows none of them, and does not say so by being empty or -1, or it is not known which it
@@ -182,7 +182,7 @@ def _visible_by(gpus: list[Gpu], name: str, environ: Mapping[str, str], numbers:
     """Return the GPUs that a variable shows, up to its first entry that names no GPU. The runtimes stop there, too.
 
     Args:
-        numbers: by UUID, what the variable calls them.
+        numbers: the number of each GPU in the variable, by UUID.
     """
     variable = environ.get(name)
     if variable is None or not gpus:

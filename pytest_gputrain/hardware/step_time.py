@@ -81,9 +81,9 @@ def expected_time(
 
     Args:
         rates: of the GPU; None if they are not known, and then there is no estimate.
-        processes: of the training, each with a GPU. Alone one exchanges nothing, whatever it calls.
+        processes: of the training, each with a GPU. A single process exchanges nothing, whatever it calls.
         accumulation: how many steps there are to each update. All of them share its time.
-        lacking: what a step does beside these calls, as the reason why there is no estimate; empty if that is nothing.
+        lacking: the reason why there is no estimate: work of a step beside these calls; empty if there is none.
     """
     if rates is None or lacking:
         return ExpectedTime(seconds=None, unknown=lacking or "it is not known what kernels sustain on this GPU")

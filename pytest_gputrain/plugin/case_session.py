@@ -257,7 +257,7 @@ class CaseSession:
         controller only.
 
         Args:
-            notes: what else is to be shown.
+            notes: further sentences to show.
             without_cases: the test files that were collected and have no test with cases.
         """
         collector = self.collector

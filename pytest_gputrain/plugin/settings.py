@@ -80,7 +80,7 @@ def _refuse_together(option: str, others: Mapping[str, object], why: str) -> Non
     """Raise an error if an option is used together with any of these others.
 
     Args:
-        others: by its flag whether each is.
+        others: the value of each other option by its flag; a false value means that it is not used.
     """
     for other in (flag for flag, asked in others.items() if asked):
         raise ValueError(f"{option} and {other} contradict each other: {why}")

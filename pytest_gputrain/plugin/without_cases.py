@@ -16,7 +16,7 @@ class FilesWithoutCases:
     """Finds the files that were collected completely and have no test with cases. A file that skips itself does not count.
 
     Args:
-        folder: that of the baselines: only files with the name of a suite there are kept.
+        folder: the folder of baselines. Only test files of suites with a file there are kept.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -64,8 +64,8 @@ class Prefetcher:
         """Return the runs that become necessary by the first replies of a task, and the runs of tasks that waited for them.
 
         Args:
-            replies: with figures; none if there will be none.
-            host: that they are of.
+            replies: the replies with figures; empty if the task will have no figures.
+            host: the machine that the replies are from.
         """
         identity = identity_of(task)
         self._to_come.discard(identity)

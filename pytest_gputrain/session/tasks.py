@@ -88,7 +88,7 @@ class TaskMaker:
 
         Args:
             module: name under which this process imported the file of the case's code.
-            growth_bytes: that the test allows own code to keep more of after every round.
+            growth_bytes: the memory that the test allows own code to keep after every round of gradient accumulation.
             prefetched: no test has asked for it yet.
 
         Raises:

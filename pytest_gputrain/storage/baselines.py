@@ -425,7 +425,7 @@ def decode(
         what: the kind of file, in a sentence.
         edited: whether people edit and merge such files, so that names may stand twice. What only a program writes may be
             large, and come from a pipe.
-        unknown: is given the fields of the file that ``type_`` does not have.
+        unknown: a dictionary to which the fields of the file are added that ``type_`` does not have.
 
     Raises:
         BaselineError: not ``what``, told with the place where that shows.

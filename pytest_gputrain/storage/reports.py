@@ -92,7 +92,7 @@ def to_baseline(result: Measured | Emulated, *, date: str, session: str, commit:
     Args:
         date: UTC, ISO 8601; this and the rest of the run whose result it is, which earlier ones may have begun.
         session: id of the pytest run.
-        commit: of the code measured; empty for unknown.
+        commit: the commit of the measured code; empty if it is unknown.
     """
     origins, replies = (result.resumed, result.replies) if isinstance(result, Measured) else ((), ())
     earlier = [origin for origin in origins for _ in range(origin.runs)]

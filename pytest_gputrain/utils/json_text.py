@@ -55,7 +55,7 @@ def document(frame: msgspec.Struct | dict[str, Any], items: Iterable[bytes]) -> 
 
     Args:
         frame: a record, or its fields. The last field is an empty list or object.
-        items: what `item` gives for each that belongs there.
+        items: the items of that field, each from `item`.
     """
     text = msgspec.json.format(encoded(frame), indent=1)
     assert text.endswith((b"[]\n}", b"{}\n}")), "the last field is an empty list or object"

@@ -87,7 +87,7 @@ class Child:
     """A child process. Signals are sent only while it is a child of the given parent.
 
     Args:
-        pid: as somebody said.
+        pid: the id of the process, as another process reported it.
         parent: the process that must have started it.
 
     Raises:

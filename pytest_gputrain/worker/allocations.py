@@ -44,7 +44,7 @@ class AllocationCounter(SharedMode):
         line: tells which line of the user's own files runs.
 
     Attributes:
-        trace: what was allocated and freed.
+        trace: records what is allocated and freed.
         phases: the phases of training.
         without_storage: the layouts of tensors whose memory another library keeps, so that it is not counted.
     """

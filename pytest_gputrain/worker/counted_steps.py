@@ -117,8 +117,8 @@ class CountedSteps:
         """Add a step.
 
         Args:
-            judged: what asked for something in the training.
-            others: the same of other threads.
+            judged: the causes of counts in the training.
+            others: the causes of counts in other threads.
             update: whether the optimizer was to update at the end of the step.
         """
         figures = _figures(judged, update)

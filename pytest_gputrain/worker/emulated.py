@@ -66,7 +66,7 @@ class EmulatedFigures:
     Args:
         device: the GPU.
         lines: finds the user's own lines; None for a case without own code.
-        task: what is asked for.
+        task: the task of the case.
     """
 
     def __init__(self, device: Accelerator, lines: OwnLines | None, task: Task) -> None:

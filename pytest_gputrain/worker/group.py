@@ -48,7 +48,7 @@ class Group:
         """Provide a context in which torch.distributed is ready: nccl (rccl) on GPUs, gloo on a CPU and with servers.
 
         Args:
-            even_alone: for engines that want a group of one.
+            even_alone: join also if there is only one process, for engines that need a group.
         """
         if self.size == 1 and not even_alone:
             yield

@@ -52,7 +52,7 @@ class Growth:
     accumulated.
 
     Args:
-        task: which says how much is allowed.
+        task: the task, which says how much growth is allowed.
         group: whose processes agree on further rounds.
     """
 

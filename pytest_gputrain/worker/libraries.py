@@ -25,7 +25,7 @@ def load_for(task: Task, *, to_be_forked: bool = False) -> None:
     """Import the modules that the task's process needs before it builds anything, and register the case's model.
 
     Args:
-        to_be_forked: by a process that trains nothing itself.
+        to_be_forked: whether this process trains nothing itself, and workers are forked from it.
 
     Raises:
         ImportError: a library is missing or broken.

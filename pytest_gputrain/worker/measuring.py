@@ -300,7 +300,7 @@ class Measuring:
         """Run the further steps that only checks and counts need.
 
         Args:
-            losses: of the timed steps, and of all of a curve.
+            losses: the losses of the timed steps; for a curve, of all steps.
         """
         run, training, device = self._run, self._run.training, self._run.device
         run.progress.enter("check")

@@ -84,7 +84,7 @@ class MemoryBeside:
         """Yield sentences on memory that was not counted.
 
         Args:
-            peak_bytes: what was counted.
+            peak_bytes: the counted peak.
         """
         if self._bytes > max(_LEAST, _LEAST_SHARE * peak_bytes):
             yield (

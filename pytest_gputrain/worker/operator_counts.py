@@ -95,7 +95,7 @@ class OperatorCounter(SharedMode):
         """Provide a context that counts the operators and other events of one step.
 
         Args:
-            parameters: those that train, as far as they are known.
+            parameters: the parameters that train, as far as they are known.
             update: whether the optimizer is to update at the end of the step.
         """
         for parameter in parameters:

@@ -36,7 +36,7 @@ class Progress:
         """Report that ``step`` steps of the phase are done.
 
         Args:
-            seconds: of the last one; None if nobody knows.
+            seconds: the seconds of the last step; None if they are not known.
         """
         self.step = step
         now = time.monotonic()

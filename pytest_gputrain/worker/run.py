@@ -68,7 +68,7 @@ def run(
     Args:
         builder: the user's function itself, for a run inside the pytest process.
         group: this process among those of the case.
-        keep: gets the figures before they are checked.
+        keep: called with the figures before they are checked.
     """
     device: Device | None = None
     emulated: EmulatedFigures | None = None

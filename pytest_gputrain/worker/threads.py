@@ -28,7 +28,7 @@ class SharedMode(TorchDispatchMode):
 
     Attributes:
         lock: may be taken again by the thread that has it: tensors are freed anywhere.
-        threads: of the operating system's numbers, those that operators ran on.
+        threads: the threads on which operators ran, by the operating system's numbers.
         trouble: the first failure of what counts, after which its figures are not known; empty without one.
     """
 

@@ -151,7 +151,7 @@ class Peaks:
 
     Attributes:
         bytes: since training started, in its steps.
-        phase: in which that was.
+        phase: the phase in which that sum was reached.
         by_phase: ``build`` is before training started.
         events: until the peak of each phase.
     """

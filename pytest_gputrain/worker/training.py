@@ -89,7 +89,7 @@ class Training:
     ) -> None:
         """
         Args:
-            own_work_done: is called in each step before it first needs another process.
+            own_work_done: called in each step before the step first needs another process.
             deepspeed: further options of that engine.
         """
         architecture = architecture_of(case.model)

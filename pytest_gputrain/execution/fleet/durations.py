@@ -26,7 +26,7 @@ class Durations:
 
     Args:
         platform: catalog marker that the cases run on.
-        history: that earlier runs appended to; None for none.
+        history: the file to which earlier runs appended; None without one.
         forecast: recorded runs on emulated GPUs of the platform; None for none.
     """
 

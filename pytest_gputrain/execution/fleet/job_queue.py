@@ -83,8 +83,8 @@ class Fleet:
 
     Args:
         shared: folder that all machines see.
-        most_jobs: that the scheduler's queue is to hold of this pytest process.
-        wait_seconds: that a job may wait while nothing of the fleet gets on.
+        most_jobs: the most jobs of this pytest process that the scheduler's queue is to hold.
+        wait_seconds: how long a job may wait while no job of the fleet begins or ends.
         now, sleep: the clock, in seconds.
     """
 

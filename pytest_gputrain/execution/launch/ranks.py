@@ -124,9 +124,9 @@ def follow(
     others would wait for that rank.
 
     Args:
-        timeout_seconds: from now on.
+        timeout_seconds: the seconds from now on after which the case is ended.
         watch: called with every progress event of the first rank.
-        trouble: asked again and again for what ends the case although no rank tells of it.
+        trouble: called again and again; returns a reason to end the case that no rank reports, or None.
         grace_seconds: time after the first bad news in which worse may come: of several ranks that fail, the cause need not
             be the first one heard of.
     """

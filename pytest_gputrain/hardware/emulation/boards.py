@@ -126,7 +126,7 @@ def other_kernels(chosen: Board, kernels: int) -> OtherKernels | None:
     """Return a description of a GPU that runs another GPU's kernels; None for a GPU that has its own.
 
     Args:
-        kernels: those that run on it, from `find_kernels`.
+        kernels: the kernels that run on the GPU, from `find_kernels`.
     """
     return None if _runs(chosen, kernels) else OtherKernels(title=chosen.title, kernels=kernels, is_amd=not chosen.name)
 
@@ -137,7 +137,7 @@ def describe(chosen: Board, *, kernels: int, devices: int = 1) -> str:
     Each call describes GPUs of its own, with UUIDs that no other has.
 
     Args:
-        kernels: those that run on it, from `find_kernels`. CUB chooses its algorithms by them.
+        kernels: the kernels that run on the GPU, from `find_kernels`. CUB chooses its algorithms by them.
     """
     # If the libraries have no kernels for this GPU, it reports the capability whose kernels it runs. Otherwise a library
     # would choose kernels that are missing.

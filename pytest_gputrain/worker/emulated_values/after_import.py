@@ -18,8 +18,8 @@ def after_import(
 
     Args:
         name: the module's full name.
-        action: gets the module.
-        before: gets the module before its code runs.
+        action: called with the module.
+        before: called with the module before its code runs.
 
     Returns:
         What stops the waiting.

@@ -45,8 +45,8 @@ def asserting(contents: Contents, graphs: Graphs, name: str, run: _Kernel, origi
     """Return the kernel with a check before it, of the values that the kernel itself checks on a GPU.
 
     Args:
-        contents: what is known.
-        graphs: those in which each replay checks them.
+        contents: the values that are known.
+        graphs: the CUDA graphs, at whose replays values are checked as well.
         name: of the operator, without its overload.
         run: the kernel, and what computes its values.
         original: the kernel alone.

@@ -36,7 +36,7 @@ class Graphs:
     """Adds to the CUDA graphs of this process functions that compute at each replay what operators make of known inputs.
 
     Args:
-        contents: what is known.
+        contents: the values that are known.
 
     Attributes:
         captures: how many captures are under way in any thread, to be looked at before anything else: none of them costs

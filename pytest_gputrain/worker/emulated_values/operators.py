@@ -119,13 +119,13 @@ class Operators:
         observer: follows the operators that may allocate memory.
 
     Attributes:
-        reads: what read values that nobody knows.
-        dealt: which choices were dealt in turn.
-        deciding: those of them from which sizes follow, or what the host goes by.
-        assumed: which sizes and checks rest on values that nobody knows.
+        reads: the reads of unknown values, by line.
+        dealt: the choices among unknown scores that were made up, by line.
+        deciding: the made-up choices on which sizes or decisions of the host depend.
+        assumed: the sizes and checks that depend on unknown values, by line.
         graphs: the CUDA graphs.
-        padding: which matrix products Inductor would measure with padding.
-        time: how long operators of torch were followed.
+        padding: the matrix products that Inductor would measure with padding.
+        time: the time that following operators of torch took.
     """
 
     def __init__(self, observer: Observer | None = None) -> None:

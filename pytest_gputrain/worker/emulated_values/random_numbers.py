@@ -66,7 +66,7 @@ class Stream(NamedTuple):
     Attributes:
         seed: of the generator, 64 bits.
         offset: of the generator, a multiple of 4.
-        most_threads: that a kernel of torch's distributions starts on this GPU.
+        most_threads: the most threads that a kernel of torch's distributions starts on this GPU.
         has_launched: tells whether the operator has launched a kernel of this many blocks.
     """
 

@@ -95,7 +95,7 @@ def followed(name: str, arguments: Sequence[Any], known: Sequence[Known]) -> Dea
 
     Args:
         name: without that of its overload.
-        known: what is known of its tensors.
+        known: the known contents of its tensors.
     """
     dealt, base = joined(one.dealt for one in known), name.rstrip("_")
     if dealt is None or dealt.kind != CHOICES:

@@ -63,8 +63,8 @@ def refuse_other(case: Case, knob: str, theirs: Any, said: str) -> None:
     """Raise an error if a trainer trains with other settings than its case says.
 
     Args:
-        theirs: what the trainer has for the knob.
-        said: what it says, as the beginning of a sentence.
+        theirs: the trainer's value for the knob.
+        said: the trainer's setting, as the beginning of a sentence.
 
     Raises:
         CheckFailed: the case has something else.

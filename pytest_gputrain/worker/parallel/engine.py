@@ -39,7 +39,7 @@ class Engine(abc.ABC):
     """Runs the steps of a model.
 
     Attributes:
-        model: what the loss calls.
+        model: the module that the loss calls.
         updates: optimizer updates so far.
         remote_tensors: trained tensors of the model that other processes hold, and check.
         forward_is_local: whether the forward pass needs no other process.

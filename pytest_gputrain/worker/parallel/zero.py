@@ -101,7 +101,7 @@ def configure(
     """Return DeepSpeed's configuration for the case.
 
     Args:
-        shrinkage: what sizes of buffers are multiplied by: a tiny model's would otherwise be nothing but gigabytes of them.
+        shrinkage: the factor for sizes of buffers, without which a tiny model would allocate gigabytes of them.
         further: options that the case does not decide; they replace what is set here for all cases.
     """
     zero: dict[str, Any] = {

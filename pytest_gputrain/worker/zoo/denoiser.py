@@ -46,7 +46,7 @@ class Sizes:
         scale: of the case.
         samples: of a batch.
         text: tokens of a text.
-        frames: of the latents, as ``height`` and ``width``; 1 of an image.
+        frames: the number of latent frames, as ``height`` and ``width`` are sizes of latents; 1 for an image.
         pixels: height and width of the image.
         facts: keys of the config at this scale.
         step: of the class's row.

@@ -161,7 +161,7 @@ def tiny_vision_language_model(facts: dict[str, Any], text: dict[str, Any]) -> d
 
     Args:
         facts: all keys of the full-size one.
-        text: those of its language model that are others.
+        text: the keys of its language model whose values differ.
     """
     text = {**facts["text_config"], **text}
     full: dict[str, Any] = facts["vision_config"]
