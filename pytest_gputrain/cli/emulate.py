@@ -289,7 +289,7 @@ _peak: Final = operator.attrgetter("peak_bytes")
 
 
 def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emulation, *, whole: bool) -> Iterator[str]:
-    """Return lines on what a process took of a GPU. Only those of the process that took most have the tensors at the
+    """Return lines on the memory of a process on a GPU. Only the process that took most is listed with its tensors at the
     peak."""
     if len(report.use) > 1:
         rank = f", rank {process.rank}" if process is not None and process.rank else ""

@@ -84,7 +84,7 @@ class ResumedReport:
         return cls(path, report)
 
     def of(self, task: Task, *, inline: bool, host: Host) -> ResumedReplies:
-        """Return the replies that the report has of the case: those of the test with most replies.
+        """Return the report's replies of the case. If several tests have some, the test with the most replies counts.
 
         Args:
             host: the machine that would run it; one without a name may turn out to be any device of its platform.
@@ -160,7 +160,7 @@ def _has_figures(reply: Reply) -> bool:
 
 
 def _reasons_to_refuse(report: Report, settings: Settings) -> Iterator[str]:
-    """Yield the reasons why the report's figures are not those of this run."""
+    """Yield the reasons why this run cannot use the figures of the report."""
     now = RunInfo.begin(settings.root, settings.written)
     there, here = report.commit.removesuffix("+dirty"), now.commit.removesuffix("+dirty")
     if there and here and there != here:

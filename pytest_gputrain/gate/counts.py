@@ -110,7 +110,7 @@ def judge_counts(
 
     Args:
         again: the counts of a second run. A figure that would fail is in doubt if any step has another value there.
-        where: the words for a part that all steps have in common, such as ``a step``.
+        where: how texts name the counted part, such as ``a step``.
 
     Returns:
         The result; None if no step can be compared, because none updates where the step of its number did.

@@ -106,7 +106,7 @@ def _visible(gpus: Sequence[Gpu], silent: Sequence[Gpu], environ: Mapping[str, s
     """Return the GPUs that the runtimes of their vendors would show.
 
     Args:
-        silent: GPUs of NVIDIA that do not answer their driver.
+        silent: GPUs of NVIDIA that their driver does not describe.
 
     Raises:
         HardwareError: a variable shows none of them, and does not say so by being empty or -1, or it is not known which it

@@ -212,7 +212,8 @@ class StepCounts(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def gpu_work(self) -> int:
-        """The number of tasks that the GPU does: those of the host, and in place of graphs what these run."""
+        """The number of tasks that the GPU does: those that the host starts, with the tasks of a CUDA graph in place of its
+        launch."""
         return self.work - self.replays + self.replayed
 
     @property
@@ -368,7 +369,8 @@ MOST_CAUSES: Final = 500
 
 
 def added_up(causes: Iterable[CountCause]) -> tuple[CountCause, ...]:
-    """Return one cause for those that differ only in their numbers, which are of the same kinds of steps."""
+    """Return the causes, with one cause in place of several that differ only in their counts. All have the same kinds of
+    steps."""
     alike: defaultdict[CountCause, list[CountCause]] = defaultdict(list)
     for cause in causes:
         alike[msgspec.structs.replace(cause, counts=(), bytes=())].append(cause)

@@ -27,7 +27,8 @@ def peak_phase_of(peaks: Mapping[TrainingPhase, int]) -> TrainingPhase | None:
 
 
 class LiveTensor(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Tensors of one shape that one operator made in one phase, and that were live at the peak; or all its smaller ones."""
+    """Tensors of one shape that one operator made in one phase, and that were live at the peak. A row without a shape adds
+    up all smaller tensors of the operator."""
 
     bytes: Whole
     """The memory of all of them."""

@@ -29,8 +29,8 @@ def module_of(name: str) -> str:
 
 
 class BatchShapes(Struct, frozen=True, kw_only=True):
-    """The shapes of the tensors that a watched model is given in a step; of a framework's trainer those of its batch. They
-    are noted in all steps but those that are timed."""
+    """The shapes of a watched model's inputs in each step; for a framework's trainer, the shapes of its batches. They are
+    noted in all steps except the timed ones."""
 
     steps: Whole
     """The number of steps in which they were noted."""

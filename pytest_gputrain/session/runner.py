@@ -116,7 +116,7 @@ class Runner(CaseRunner):
             raise BadCase(f"the case {case} needs a process group, which an inline run does not have; leave out inline")
 
     def _measure(self, request: Request, task: Task, criteria: Criteria, runs: int) -> Measured:
-        """Judge a case by this many fresh processes, and by further ones as long as they do not decide."""
+        """Measure a case in this many fresh processes, and in further ones until the verdict is decided."""
         take = functools.partial(self._replies.take, task, inline=request.inline, builder=request.builder)
         replies, key, looked = take(runs), key_of(task.case, task.scale), False
         while True:

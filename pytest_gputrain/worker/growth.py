@@ -273,7 +273,7 @@ class Growth:
         return self._unexpected(training, allocated)
 
     def _collected(self, training: Trainable, allocated: Callable[[], int]) -> int:
-        """Return the bytes of tensors without garbage and without those that `_expected` counts."""
+        """Collect garbage, and return the bytes of tensors without those that `_expected` counts."""
         gc.collect()
         return self._unexpected(training, allocated)
 

@@ -157,7 +157,7 @@ class ProgramTimer(ProgramCounter):
         return {"expected": msgspec.to_builtins(estimates[len(estimates) // 2])}
 
     def _why_unknown(self) -> str:
-        """Say why the recorded calls are not those of the steps on a GPU; empty if they are."""
+        """Say why the recorded calls differ from the calls of the steps on a GPU; empty if they do not."""
         if compiled()[0]:
             return NOT_COMPILED
         if self._work.launches_graphs:

@@ -137,7 +137,7 @@ class Trace:
 
 
 def _together(rows: Sequence[LiveTensor]) -> LiveTensor:
-    """Return one row for several that one operator made in one phase."""
+    """Return one row that adds up several rows of one operator in one phase."""
     shapes = {(row.shape, row.dtype) for row in rows}
     shape, dtype = shapes.pop() if len(shapes) == 1 else ((), "")
     lines = tuple(dict.fromkeys(line for row in rows for line in row.lines))

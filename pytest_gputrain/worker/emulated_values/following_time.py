@@ -27,7 +27,7 @@ class FollowingTime:
         self._of_lines: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     def add(self, operator: str, seconds: float) -> None:
-        """Note the seconds of a call of an operator beside those of its kernel."""
+        """Add the seconds of a call of an operator, without the seconds of its kernel."""
         if seconds < _LONG_CALL_SECONDS:
             self._of_short_calls[operator] += seconds
         else:

@@ -16,7 +16,7 @@ from .padding import Padding
 
 
 def follow_triton(contents: Contents, graphs: Graphs, padding: Padding) -> None:
-    """Make unknown what kernels of Triton write, those of torch.compile and those of the program."""
+    """Mark as unknown what Triton kernels write, both kernels of torch.compile and kernels of the program."""
 
     def forget(names: Any, arguments: Any) -> None:
         written = []

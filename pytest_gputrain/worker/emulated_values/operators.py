@@ -103,7 +103,8 @@ _WITHOUT_PYTHON: Final = frozenset({"aten::pow.Tensor_Tensor_out"})
 
 
 class Observer(Protocol):
-    """Follows the operators of CUDA from just above the first kernel of each: those that kernels call are a part of it."""
+    """Follows each operator of CUDA that a program runs. Operators that its kernel calls are a part of it, and are not
+    followed."""
 
     def begin(self, operator: str) -> None:
         """Note that an operator begins on this thread."""

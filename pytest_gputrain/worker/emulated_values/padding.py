@@ -60,7 +60,7 @@ class Padding:
         self._products[product] = self._products.get(product, 0) + 1
 
     def rows(self) -> list[dict[str, str | int]]:
-        """Return the products, those first that would take most, with the bytes of the padded copies of each."""
+        """Return the products with the bytes of the padded copies of each, the largest first."""
         ordered = sorted(self._products.items(), key=lambda one: -one[0][1] * one[1])
         return [{"product": what, "bytes": bytes_, "count": count} for (what, bytes_), count in ordered]
 

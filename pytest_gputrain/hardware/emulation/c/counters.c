@@ -178,7 +178,7 @@ static uint32_t current_stack(void) {
   }
   if (!depth)
     return 0;
-  // The hash of its places finds a stack, so the texts of a known stack are not read again.
+  // A stack is found by the hash of its places, so the texts of a known stack are not read again.
   make_room(&stack_table, stacks_used, hash_of_stack);
   uint32_t *slot = slot_of(&stack_table, hash, is_stack, &hash);
   if (!*slot) {
