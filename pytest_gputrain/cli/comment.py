@@ -1,8 +1,8 @@
 """Runs the command ``gputrain comment``, which puts summaries of runs on the pull request of the CI job that it runs in.
 
 Interfaces: https://docs.github.com/rest/issues/comments and https://docs.gitlab.com/api/notes, whose comments have the same
-two fields, and https://docs.github.com/graphql/reference/queries and https://docs.gitlab.com/api/users for whom a token is
-of. The token of a job of GitHub may not ask for that by REST.
+two fields, and https://docs.github.com/graphql/reference/queries and https://docs.gitlab.com/api/users for the user of a
+token. The token of a job of GitHub may not read its user by REST.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ def describe_memory_shortage(reply: OutOfMemory, runs: Sequence[BaselineRun]) ->
 def why_not_recorded(replies: Sequence[Measurement | OutOfMemory], baseline: Baseline | None) -> str:
     """Say why the runs of a case are not recorded as a baseline; empty if they are.
 
-    What runs out of memory does only if it never fits by itself, and a time only if nobody else was on the GPUs.
+    A case that ran out of memory is recorded only if it does not fit even without other processes, and a time only if no
+    other process was on the GPUs.
     """
     out = [reply for reply in replies if isinstance(reply, OutOfMemory)]
     if not out:

@@ -1,8 +1,8 @@
 """Describes how the counts of a step differ from those before, with the lines of the program behind it. Pure.
 
-A baseline keeps no numbers of lines, because lines move. So lines are matched by file, function and text. What a line asks
-for less often is set off against what the same text elsewhere asks for more often, and then against other lines of the same
-function: such lines have moved, or were edited. Only the rest is named.
+A baseline keeps no numbers of lines, because lines move. So lines are matched by file, function and text. The fall of a
+count at a line is subtracted from its growth at a line with the same text, and then at other lines of the same function,
+because such lines have moved or were edited. Only the rest is named.
 """
 
 from __future__ import annotations

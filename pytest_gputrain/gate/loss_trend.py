@@ -169,8 +169,8 @@ def describe_failed_curves(case: Case, curves: Sequence[LossCurve]) -> str | Non
 def describe_divergence(case: Case, curves: Sequence[LossCurve]) -> str | None:
     """Return the sentence for precisions in which the case diverges while it does not in fp32; None if there are none.
 
-    Where fp32 diverges too, the recipe does and no precision is to blame: that is told, but fails no test, unless the case
-    as declared leaves the finite numbers.
+    If fp32 diverges too, the recipe diverges and no precision is to blame. This is reported, but fails no test, unless the
+    losses of the declared case become infinite or NaN.
     """
     own = next((curve for curve in curves if curve.precision == case.precision), None)
     if own is not None and own.non_finite_step is not None:

@@ -212,7 +212,7 @@ def describe_memory(
 ) -> Iterator[str]:
     """Describe peaks that are worse, or better: the peak of training, the phases behind it, and single steps.
 
-    What an evaluation or a checkpoint leaves behind is told once, and not again by the peaks that have the same bytes.
+    Memory that an evaluation or a checkpoint leaves behind is mentioned once, and not again for the peaks that include it.
     """
     left = sum(map(increase, (metric for metric in metrics if metric.metric in KEPT)))
     metrics = [metric for metric in metrics if not (_is_behind(metric) and 0 < increase(metric) <= left)]

@@ -20,8 +20,8 @@ WORK: Final[dict[MetricName, str]] = {
 def flops_apart(before: tuple[int | None, int | None], now: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
     """Return the FLOPs of a baseline in two parts: those without recomputation, and those of recomputation.
 
-    Files that are older count both together for own code that calls `torch.utils.checkpoint` itself. They are told apart as
-    now where the sum is the same.
+    Older files count both together for own code that calls `torch.utils.checkpoint` itself. If the sum is the same as now,
+    the parts are those of now.
     """
     (flops, recomputed), (flops_now, recomputed_now) = before, now
     together = not recomputed and flops and recomputed_now and flops == (flops_now or 0) + recomputed_now

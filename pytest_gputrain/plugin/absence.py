@@ -145,7 +145,7 @@ def _unclaimed(
     abandoned -= {result.suite for result in results}
     whole: Set[str] = {suite for suite in paths if not any(map(files.is_a_part, paths[suite]))} | abandoned
     seen = {(store_type, device, is_tiny) for store_type, device, _, is_tiny in claimed}
-    # `abandoned` has suites with baselines of whose files no test asks for a case.
+    # Suites in `abandoned` have baselines, but no file of theirs has a test with cases any more.
     expected: Set[str] = whole & {*map(suite_of, files.with_cases), *abandoned}
     if not seen:
         expected = {suite for suite in expected if not any(map(files.is_for_others, paths[suite]))}

@@ -83,14 +83,15 @@ def break_sentences(config: pytest.Config) -> None:
     for report in reporter.stats.get("failed", ()) if reporter is not None else ():
         if hasattr(report, "gputrain"):
             for entry in getattr(getattr(report.longrepr, "reprtraceback", None), "reprentries", ()):
-                if entry.style == "value":  # This entry has no traceback.
+                if entry.style == "value":  # An entry of this style is the sentence alone, without a traceback.
                     entry.lines = [broken(line, reporter) for line in entry.lines]
 
 
 def join_benchmarks(config: Any, results: Sequence[Result]) -> None:
     """Add the cases to the benchmarks that pytest-benchmark saves or compares, if it is used.
 
-    Also under xdist, which turns its own benchmarks off: a case has its devices to itself whichever worker asks for it.
+    This is done under xdist, too, which turns off pytest-benchmark's own benchmarks: a case has its devices to itself,
+    whichever worker runs its test.
     """
     session = getattr(config, "_benchmarksession", None)
     if session is None or not (session.json or session.save or session.autosave or session.compare):

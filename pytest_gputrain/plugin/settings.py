@@ -118,7 +118,7 @@ def prepare_outputs(settings: Settings) -> None:
     """Make the folders of the files that the run is to write.
 
     Raises:
-        ValueError: a file that the run is to write cannot be written; its folder has been made otherwise.
+        ValueError: a file that the run is to write cannot be written.
     """
     for name, path in settings.outputs.items():
         try:

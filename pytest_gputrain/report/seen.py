@@ -18,7 +18,7 @@ _BESIDE_STEPS: Final[dict[TrainingPhase, str]] = {
 def line(results: Sequence[Result]) -> str:
     """Return a line on what was counted and what was left out; empty if nothing was left out.
 
-    Steps of a built-in model are alike, so that the first ones tell of all.
+    All steps of a built-in model are alike, so the first ones stand for all.
     """
     counted: dict[str, list[tuple[int, int]]] = {}
     of_own_code = [(result.case, run) for result in results if (run := _run_of_own_code(result)) is not None]

@@ -39,7 +39,7 @@ from pytest_gputrain.utils.errors import BadCase, CannotRun
 class EmulatingRunner(CaseRunner):
     """Answers requests by running cases on emulated GPUs of one platform, each once: nothing there is noisy.
 
-    Growth of what steps ask of the GPU fails a case if a second process confirms it.
+    Growth of the counts of steps fails a case if a second process confirms it.
 
     Args:
         executor: gives the figures.

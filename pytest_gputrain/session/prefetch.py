@@ -1,8 +1,8 @@
 """Submits to a fleet in advance the runs that tests are going to ask for, so that they find them done, or under way.
 
 All of this guesses what the tests' own verdicts will be, by the same criteria, and it changes no verdict: a test takes the
-runs of its case one by one, in the order in which they were submitted, until its verdict is settled. What was prefetched and
-is not asked for is never looked at.
+runs of its case one by one, in the order in which they were submitted, until its verdict is settled. A run that was
+prefetched and that no test takes is never looked at.
 """
 
 from __future__ import annotations

@@ -428,7 +428,7 @@ def decode(
         unknown: a dictionary to which the fields of the file are added that ``type_`` does not have.
 
     Raises:
-        BaselineError: not ``what``, told with the place where that shows.
+        BaselineError: the file is not ``what``. The message names the place of the error.
     """
     refusal = partial(BaselineError, path=path)
     try:

@@ -84,7 +84,8 @@ def _seconds_at_peaks(run: EmulatedRun, platform: Platform, case: Case) -> float
     """Return the sum over a step's operators of the larger of two times at the peak rates of the GPU: arithmetic, and memory
     traffic.
 
-    It orders cases, and is shown to nobody: `expected_time` needs the calls, which baselines do not keep.
+    This figure only orders cases and is never shown. `expected_time` would be better, but needs the calls, which baselines
+    do not keep.
     """
     peaks, tf32 = platform.peak_flops, platform.tf32_flops or 0.0
     flops = peaks.get(case.precision.removesuffix("-amp")) or max(peaks.values())

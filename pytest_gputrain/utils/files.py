@@ -191,7 +191,8 @@ def cache_folder(name: str) -> Path:
 def writable_ancestor(folder: Path) -> Path | None:
     """Return a folder above this one in which another user could replace a part of its path; None if there is none.
 
-    In a sticky folder, such as that for temporary files, nobody can. The group that has only this user may write.
+    In a sticky folder, such as the one for temporary files, no other user can replace files. A group that has only this user
+    may write.
     """
     for above in folder.resolve().parents:
         with contextlib.suppress(FileNotFoundError):

@@ -223,8 +223,8 @@ def name_of(operator: Any) -> str:
 def wraps(types: Iterable[type]) -> bool:
     """Tell whether any of an operator's types is a wrapper of tensors, such as DTensor.
 
-    Its own storage is as large as the whole that it is a part of, and empty. A dispatch mode that returns NotImplemented is
-    asked again for the tensors within.
+    The wrapper's own storage has the size of the whole tensor, and no memory. If a dispatch mode returns NotImplemented for
+    a wrapper, torch calls the mode again with the tensors inside of it.
     """
     return any(hasattr(kind, "__tensor_flatten__") or kind in _hollow for kind in types)
 

@@ -224,7 +224,7 @@ class Movement:
             remote_tensors: trained tensors that other processes hold, and check.
 
         Raises:
-            CheckFailed: otherwise, naming the first tensor.
+            CheckFailed: a tensor got no gradient or did not change. The message names the first one.
         """
         still, starved = self._left_out(moved, reached, remote_tensors=remote_tensors)
         if still:

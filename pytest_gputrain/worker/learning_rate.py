@@ -24,8 +24,8 @@ def scheduler(case: Case, optimizer: Optimizer) -> LambdaLR:
 def factor(case: Case, update: int) -> float:
     """Return the factor of the learning rate in an update, whose number begins with 0.
 
-    As diffusers' ``get_scheduler`` has it, but for the warm-up, whose first update has a rate there of 0 and moves nothing.
-    The fall ends with the updates of the case's warm-up and timed steps: those beyond have a rate of 0.
+    The factors are those of diffusers' ``get_scheduler``, except in the warm-up, whose first update has a rate of 0 there
+    and changes nothing. The rate falls over the updates of the case's warm-up and timed steps, and is 0 for all later ones.
     """
     if update < case.lr_warmup_steps:
         return (update + 1) / case.lr_warmup_steps

@@ -62,8 +62,8 @@ _METHODS: Final = ("torch/_tensor", "torch/functional.py")
 class OperatorCounter(SharedMode):
     """Counts the operators, collectives, compilations and reads of values of each step within `counting`, on a CPU.
 
-    A value that depends on a trained parameter is where the parameter is: on the GPU, in a run that has one. So a read of it
-    is a wait there. Of other values nobody knows: the program may keep them on the host, as it does lengths and labels.
+    A value that depends on a trained parameter is on the GPU in a run on a GPU, as the parameter is. So a read of it makes
+    the host wait there. Other values may be on the host even then, as lengths and labels often are.
 
     Args:
         lines: finds the user's own lines; None for a case without own code.

@@ -86,7 +86,7 @@ def check_precision(name: str, label: str, weights: Mapping[torch.dtype, int], f
         flops: FLOPs of the step's matrix products, by type.
 
     Raises:
-        CheckFailed: it is so, naming the label that fits.
+        CheckFailed: the precision is another one. The message names the label that fits.
     """
     stated = PRECISIONS[label]
     stored, computed = _chief(weights), _chief(flops)

@@ -1,6 +1,6 @@
 """Counts the work that a program of the user's gives to emulated GPUs: in its whole run, and from one update to the next.
 
-If that is asked instead, it estimates how long these steps take.
+With ``--expect`` it estimates instead how long these steps take.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class ProgramCounter(StepCounter):
 class ProgramTimer(ProgramCounter):
     """Estimates how long the last steps of this process would take on a GPU, from the calls of their operators.
 
-    It follows each operator by a dispatch mode of torch, which is a part of what the program asks for. So it counts nothing.
+    It follows each operator by a dispatch mode of torch, whose own work would be counted as the program's. So it counts
+    nothing.
 
     Args:
         rates: what the GPU sustains, as JSON; null if that is not known.

@@ -1,7 +1,8 @@
 """Keeps tensors that a case offloads to the host from taking real memory, while the GPU is emulated.
 
-A model of 70B parameters that is built on the host takes 140 GB of it, and beside kernels that compute nothing its values
-are of no use. Linux gives memory to an allocation page by page as it is written to: tensors that nobody writes to take none.
+A model of 70B parameters that is built on the host takes 140 GB there, and its values are of no use, because kernels compute
+nothing. Linux gives an allocation its memory page by page as the pages are written to, so tensors that are never written to
+take none.
 """
 
 from __future__ import annotations

@@ -266,8 +266,9 @@ class Fleet:
     def _has_capacity(self) -> bool:
         """Tell whether the scheduler's queue should hold another job.
 
-        As many may wait as run: that keeps the machines busy. With more, a test that asks for a further run would wait for
-        all cases of the tests after it. What is held waits for no turn, and must not keep others from theirs.
+        As many jobs may wait as run, which keeps the machines busy. If more waited, a test that needs a further run would
+        wait for all cases of the tests after it. A held job does not count as waiting, because it must not keep others from
+        their turn.
         """
         doing = Counter(ticket.seen.doing for ticket in self._live if ticket.seen is not None)
         most = doing["held"] + doing["running"] + max(doing["running"], LEAST_WAITING)

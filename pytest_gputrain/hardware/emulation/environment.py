@@ -48,7 +48,7 @@ def emulated_environment(
         description: of the GPUs, by `boards.describe`.
 
     Raises:
-        CannotEmulate: the loader cannot be told where the stand-ins lie, or compiled code has no folder of this user's.
+        CannotEmulate: the loader cannot take the path of the stand-ins, or no folder for compiled code belongs to this user.
     """
     paths = [str(path) for path in libraries.libraries]
     if any(character in str(libraries.folder) for character in " :"):

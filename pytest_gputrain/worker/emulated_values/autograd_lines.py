@@ -20,8 +20,8 @@ class AutogradLines:
     Autograd numbers the nodes that a thread makes. Whoever calls this for each operator lets it know which numbers a line of
     the forward pass has led to. A node that runs in the backward pass tells its number.
 
-    It is made in the thread that trains. No line is told for a number that a node of another thread may have, because each
-    thread counts its own nodes, and a node does not tell its thread.
+    It is made in the thread that trains. Each thread numbers its own nodes, and a node does not show its thread. So a number
+    that a node of another thread may also have gets no line.
 
     Args:
         line_of: finds the own line of a frame; None if no code is the user's own, so that there are none.

@@ -509,7 +509,7 @@ class Operators:
     def _decide(self, known: Known | None, dtype: torch.dtype, truth: int) -> None:
         """Note that the host reads values: how often an expert was chosen, say, or truth values of this kind or more.
 
-        Numbers that only compare choices with labels, as an accuracy does, tell the host nothing that it goes by. Nor do the
+        Numbers that only compare choices with labels, such as an accuracy, do not decide what the host does. Neither do the
         choices themselves, which metrics of other libraries get.
         """
         least = truth if dtype == torch.bool else COUNTS

@@ -1,6 +1,6 @@
 """Tells operators how many results there are where their output's size depends on values, known or not.
 
-Of values that nobody computed it is assumed that all differ and that none is zero, as far as their type has as many values.
+Unknown values are assumed to differ from each other and from zero, as far as their type has as many values.
 """
 
 from __future__ import annotations

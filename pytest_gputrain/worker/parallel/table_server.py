@@ -87,7 +87,7 @@ class TableServer:
         """Check that every shard that got gradients has changed since the start.
 
         Raises:
-            CheckFailed: otherwise, naming the first.
+            CheckFailed: a shard did not change. The message names the first one.
         """
         unchanged = [shard.name for shard in self._shards if shard.pushed and not shard.moved()]
         if unchanged:

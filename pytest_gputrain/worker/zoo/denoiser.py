@@ -175,7 +175,7 @@ class Denoiser(Workload):
     def batch(self, device: torch.device) -> Batch:
         """Return random latents, noise of the same shape, times (batch), and the conditions of the model.
 
-        The latter goes by the names of its arguments; that of an entry of a dictionary or list has a dot.
+        The conditions have the names of the model's arguments. The name of an entry of a dictionary or list has a dot.
 
         Noise and times are drawn here, so that every step trains on the same. All tokens of the text are real.
         """

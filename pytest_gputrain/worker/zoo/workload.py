@@ -147,7 +147,7 @@ def share_of(count: int, share: float, case: str) -> int:
     """Return the share of ``count`` blocks, rounded down.
 
     Raises:
-        CheckFailed: that is none, told with the name of the case.
+        CheckFailed: the share is less than one block. The message names the case.
     """
     if not int(count * share):
         raise CheckFailed(

@@ -226,7 +226,7 @@ int gputrain_waits(void *stream) {
 }
 
 // Tells whether a call that CUDA names potentially unsafe is an error, which the modes of the captures and of the thread
-// decide. That calls which only ask about work outside of the captures are unsafe, too, is a guess.
+// decide. It is a guess that calls which only query work outside of the captures are unsafe, too.
 int gputrain_unsafe(void) {
   if (!any() || thread_mode == RELAXED)
     return OK;
