@@ -92,7 +92,8 @@ class Comparison:
 
     @functools.cached_property
     def lost_tensors(self) -> str:
-        """The tensors that train in no process any more. On a GPU a router may choose other experts in another process."""
+        """A sentence on tensors that trained in the baseline and train in none of today's processes; empty for none. On a
+        GPU a router may choose other experts in another process."""
         lost = [lost_tensors(run.trained, self.fitted[-1].trained) for run in self.measured]
         return lost[0] if all(lost) else ""
 

@@ -127,7 +127,7 @@ def _verdict(
     rates: Rates | None,
     side: OtherSide,
 ) -> tuple[Verdict, str]:
-    """Return the verdict, and what to do about it."""
+    """Return the verdict on a run, and the remedy."""
     if before.fits and not run.fits:
         sentence = f"{case} {_what_does_not_fit(run, title, 'no longer fits')}"
         return Verdict(status="regressed", sentence=sentence), _IF_EXPECTED

@@ -130,7 +130,7 @@ def _judge_kept(
 
 
 def _growth(now: Sequence[Sequence[OfStep]], before: Sequence[OfStep], allowed: int) -> MetricVerdict:
-    """Judge by how much more memory grows from step to step than in the baseline."""
+    """Judge the growth of memory from step to step against that of the baseline."""
     rises = [_rise(run, before, max(LEAST_RISE, allowed)) for run in now]
     found = [rise for rise in rises if rise is not None]
     metric = MetricVerdict(metric="step_growth_bytes", status="pass", value=0.0, baseline=0.0, runs=len(now))

@@ -172,7 +172,8 @@ def _at(read: Sequence[tuple[float, float]], moment: float) -> float | None:
 
 
 def _throttled(samples: Sequence[Sample], gpus: range) -> dict[str, float] | None:
-    """Return the share of the readings by reason, for the GPU with most of them; None if no driver reports reasons."""
+    """Return the share of the readings with lowered clocks by reason, for the GPU with most of them; None if no driver
+    reports reasons."""
     shares: dict[str, float] = {}
     any_reported = False
     for gpu in gpus:

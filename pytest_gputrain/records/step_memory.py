@@ -55,7 +55,7 @@ def counted_steps(record: Iterable[StepMemory]) -> int:
 
 
 class Rise(NamedTuple):
-    """Values that rise at even distances up to the last one."""
+    """A rise of values that repeats at even distances up to the last value."""
 
     first: int
     """The index of the first value that is higher than the one before."""

@@ -100,7 +100,7 @@ class Runner(CaseRunner):
 
     @property
     def _is_study(self) -> bool:
-        """Whether an option asks for a study instead of the cases' own figures."""
+        """Whether an option asks for a search for batches, or for loss curves, instead of the cases' own figures."""
         return self.settings.find_batch or self.settings.loss_steps is not None
 
     def _refuse_inline(self, case: Case) -> None:

@@ -83,7 +83,7 @@ class OperatorCounter(SharedMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell torch.compile that it may compile while this counts."""
+        """Tell torch.compile that it may compile while this mode counts."""
         return True
 
     def counts(self) -> Counts | None:

@@ -63,7 +63,8 @@ class StepCounter(CountedSteps):
         self._counting = False
 
     def note(self, line: str) -> None:
-        """Set the own line to which this thread's requests in a backward pass belong, until another line is set."""
+        """Set the line of the user's code to which this thread's requests in a backward pass belong, until another line is
+        set."""
         # Replays are counted with the lines of their capture, so lines matter in a capture, too.
         if self._counting or self._captures.value:
             number = self._noted.setdefault(line, len(self._noted) + 1) if line else 0

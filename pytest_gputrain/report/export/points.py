@@ -19,7 +19,7 @@ _LONGEST_STEM: Final = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """A case with figures."""
+    """A case with figures to export."""
 
     result: Result
     runs: tuple[Measurement, ...]

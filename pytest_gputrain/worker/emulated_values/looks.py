@@ -424,7 +424,7 @@ def _in_pass() -> bool:
 
 
 def _saved_type(source: Tensor) -> torch.dtype | None:
-    """Return the type of the tensor whose bytes torch.save copies; None if it does not run."""
+    """Return the type of the tensor whose bytes torch.save is copying; None outside of torch.save."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _SAVE:

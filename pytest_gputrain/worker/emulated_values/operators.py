@@ -396,7 +396,8 @@ class Operators:
         return run
 
     def _draw(self, original: _Kernel, name: str) -> _Kernel:
-        """Return an operator that draws random numbers, which follow from the state of its generator before."""
+        """Return a replacement of an operator that draws random numbers. They follow from the state that its generator had
+        before."""
         contents, draw = self.contents, random_numbers.DRAWN[name]
         in_place, captures = name.partition(".")[0].endswith("_"), self.graphs.captures
 
@@ -507,7 +508,7 @@ class Operators:
         return run
 
     def _decide(self, known: Known | None, dtype: torch.dtype, truth: int) -> None:
-        """Note that the host reads values: how often an expert was chosen, say, or truth values of this kind or more.
+        """Note that the host reads values that follow from made-up choices, such as how often an expert was chosen.
 
         Numbers that only compare choices with labels, such as an accuracy, do not decide what the host does. Neither do the
         choices themselves, which metrics of other libraries get.

@@ -40,7 +40,7 @@ def _of_no_file(file: str) -> str:
 
 @functools.cache
 def is_ours(file: str) -> bool:
-    """Tell whether this package has the file, whose path is as Python's search path has it: with ``..`` in it, say."""
+    """Tell whether a file belongs to this package. Its path may contain ``..``, as entries of Python's search path may."""
     return os.path.abspath(file).startswith(_PACKAGE)
 
 

@@ -221,7 +221,7 @@ class PatchedImage(Image):
         return max(1, round(self.height / pixels)), max(1, round(self.width / pixels))
 
     def _patches(self, merge: int) -> Tensor:
-        """Return row and column of every patch (patches, 2), those of one token together."""
+        """Return the row and the column of every patch (patches, 2). Patches of one token follow each other."""
         rows, columns = self._grid
         row, row_in, column, column_in = torch.meshgrid(
             *(torch.arange(count, device="cpu") for count in (rows, merge, columns, merge)), indexing="ij"
