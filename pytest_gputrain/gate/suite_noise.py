@@ -28,7 +28,7 @@ class SuiteNoise:
 
     @property
     def shift(self) -> float:
-        """Logarithm of how much slower all cases are today; 0 as long as there are too few to tell."""
+        """The logarithm of how much slower all cases are today; 0 as long as too few cases were measured."""
         if self._shift is None:
             self._shift = suite_shift(list(self._first.values())) or 0.0
         return self._shift

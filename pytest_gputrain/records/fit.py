@@ -16,7 +16,7 @@ surely, and memory of a library is not known."""
 
 
 class FitGpu(Struct, frozen=True, kw_only=True):
-    """A GPU of the catalog that was asked for."""
+    """One of the GPUs that ``--gpu`` names."""
 
     marker: str
     title: str

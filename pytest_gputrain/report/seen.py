@@ -40,7 +40,7 @@ def _left_out(runs: Sequence[Measurement | EmulatedRun]) -> Iterator[str]:
 
 
 def _steps(pairs: Sequence[tuple[int, int]]) -> str:
-    """Say how many steps of each case were counted, or of all cases together if they differ."""
+    """Say how many steps of each case were counted; if the numbers differ, how many of all cases together."""
     if len(set(pairs)) == 1:
         return f"{pairs[0][0]} of {count(pairs[0][1], 'step')}"
     steps, asked = map(sum, zip(*pairs, strict=True))

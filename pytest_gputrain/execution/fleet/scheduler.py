@@ -38,11 +38,11 @@ class Job(NamedTuple):
 
 
 class QueueFull(Exception):
-    """The scheduler takes no job at the moment, because its queue is full; the message is its own."""
+    """The scheduler takes no job at the moment, because its queue is full. The message is the scheduler's own."""
 
 
 class JobRefused(Exception):
-    """The scheduler refuses this job; the message is its own."""
+    """The scheduler refuses this job. The message is the scheduler's own."""
 
 
 class Unreachable(Exception):

@@ -111,7 +111,7 @@ def is_in_backward(frame: FrameType | None) -> bool:
 
 @functools.cache
 def _is_view(name: str) -> bool:
-    """Tell whether a node is of a view, which was made between two operators of CUDA, at a line that nobody looked at."""
+    """Tell whether a node belongs to a view. Views are made between two operators of CUDA, so their lines were not noted."""
     return _VIEWS.fullmatch(name) is not None
 
 
