@@ -172,19 +172,28 @@ def test_a_tensor_is_close_to_itself_and_not_known_to_be_close_to_another(emulat
     assert [one["where"].split()[0] for one in process["unknown_reads"]] == ["train.py:7"]
 
 
-def test_a_check_that_a_changed_tensor_is_the_same_fails(emulate_parts):
-    out, _, _ = emulate_parts(
-        BEGIN,
-        """
-        changed = x.clone()
-        changed.add_(1)
+CHANGED = """
+    changed = x.clone()
+    changed.add_(1)
+    def same(): assert (changed == x).all()
+    def close(): assert torch.allclose(changed, x)
+    def near(): assert (changed - x).abs().max() < 1e-6
+    for check in (same, close, near):
         try:
-            assert (changed == x).all()
+            check()
         except AssertionError:
-            print("fails")
-    """,
-    )
-    assert out.split() == ["fails"]
+            print(check.__name__)
+"""
+
+
+def test_a_check_that_a_changed_tensor_is_the_same_fails(emulate_parts):
+    out, _, _ = emulate_parts(BEGIN, CHANGED)
+    assert out.split() == ["same", "close", "near"]
+
+
+def test_a_choice_by_an_order_is_the_same_in_every_step(emulate_parts):
+    out, _, _ = emulate_parts(BEGIN, "print(sum(1 for _ in range(100) if x.sum() < 10))")
+    assert int(out) == 100
 
 
 def test_a_loop_ends_that_waits_for_larger_numbers(emulate_parts):

@@ -201,7 +201,7 @@ class Values:
             return False
         try:
             value = number_as(number, repr(number), tensor.dtype)
-        except (RuntimeError, TypeError):
+        except (OverflowError, RuntimeError, TypeError, ValueError):
             return False
         self.fill(tensor, value)
         return True

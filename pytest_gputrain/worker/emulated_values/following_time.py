@@ -35,8 +35,8 @@ class FollowingTime:
 
     def sentence(self) -> str:
         """Say where the time went, if it is more than that of all else since the GPU was first used; else nothing."""
-        parts = [(seconds, f"short calls of {operator}") for operator, seconds in self._of_short_calls.items()]
-        parts += [(seconds, f"{operator} at {where}") for (operator, where), seconds in self._of_lines.items()]
+        parts = [(seconds, f"short calls of {operator}") for operator, seconds in list(self._of_short_calls.items())]
+        parts += [(seconds, f"{operator} at {where}") for (operator, where), seconds in list(self._of_lines.items())]
         followed, whole = sum(seconds for seconds, _ in parts), time.perf_counter() - self._began
         if followed < max(_LEAST_SECONDS, whole / 2):
             return ""

@@ -13,19 +13,21 @@ import functools
 import inspect
 import operator
 import sys
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from .branches import Condition, while_condition
 from .contents import Contents, extent, host_bytes, on_host
 from .evaluation import Values, flat
 from .pieces import Origin
-from .program_lines import line_of, outer_frame
+from .program_lines import line_of
 
 _COMPARING: Final = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 
@@ -39,11 +41,14 @@ _LOOKING: Final = frozenset((
 _PASSING: Final = frozenset(("any", "all", "max", "min", "amax", "amin", "sum", "mean", "count_nonzero", "cat", "stack"))
 """Operators that make one truth value of equal ones."""
 
+_MEASURING: Final = _PASSING | {"abs", "linalg_vector_norm", "norm", "pow", "sqrt"}
+"""They tell how large values are."""
+
 _ORDERS: Final[Mapping[str, Callable[[float, float], bool]]] = {
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
 
-_MOST_COMPARED: Final = 30
+_MOST_REPEATED: Final = 16
 _FALL: Final = 0.99
 _LEAST: Final = 1e-12
 _MOST: Final = 1 << 16
@@ -86,8 +91,10 @@ class Looks:
         self._numbers: dict[_Identity, float] = {}
         self._copies: dict[int, tuple[Origin, ...]] = {}
         self._read: Counter[str] = Counter()
-        self._compared: Counter[tuple[CodeType, int] | None] = Counter()
-        """How often each instruction of a program or a library has compared numbers; None for backward passes."""
+        self._differences: set[int] = set()
+        """Where values come from that say how far two tensors are apart, which is not zero once one was written to."""
+        self._repeated: dict[tuple[int, Condition], tuple[bool, int]] = {}
+        """The last answer of each loop's condition in a thread, and how often in a row."""
 
     # --- Operators on unknown values
 
@@ -293,17 +300,36 @@ class Looks:
             return name == "ne"
         # The order of two values follows from the numbers that the host would read for them.
         follows = _ORDERS[name](self._number_of(one), self._number_of(other))
-        # A loop may wait for an order that these numbers never have. To end it, every second answer becomes the other one.
-        frame = outer_frame(sys._getframe(1))
-        place = (frame.f_code, frame.f_lasti) if frame else None
-        self._compared[place] += 1
-        return follows != (self._compared[place] > _MOST_COMPARED and self._compared[place] % 2 == 0)
+        return follows != self._is_repeated(follows)
+
+    def _is_repeated(self, answer: bool) -> bool:
+        """Tell whether the condition of a ``while`` loop has got this answer so often that only the other one may end it."""
+        condition = while_condition(sys._getframe(1))
+        if condition is None:
+            return False
+        place = threading.get_ident(), condition
+        before, times = self._repeated.pop(place, (answer, 0))
+        times = times + 1 if answer == before else 1
+        if times <= _MOST_REPEATED:
+            self._repeated[place] = answer, times
+        return times > _MOST_REPEATED
 
     def _rests_on_order(self, name: str, arguments: Sequence[Any]) -> bool:
         """Tell whether a truth value follows from the order of made-up numbers."""
         if name in _ORDERS:
-            return not (isinstance(arguments[1], Tensor) and self.are_equal(*arguments[:2]))
+            same = isinstance(arguments[1], Tensor) and self.are_equal(*arguments[:2])
+            return not same and not any(self._is_difference(tensor) for tensor in flat(arguments))
         return name not in ("eq", "ne") and any(self.is_guess(tensor) for tensor in flat(arguments))
+
+    def _measures_a_difference(self, name: str, arguments: Sequence[Any]) -> bool:
+        if name == "sub":
+            return all(isinstance(one, Tensor) and one.is_cuda for one in arguments[:2])
+        return name in _MEASURING and any(self._is_difference(tensor) for tensor in flat(arguments))
+
+    def _is_difference(self, tensor: Tensor) -> bool:
+        if not self._differences or not tensor.is_cuda or self._contents.find(tensor) is not None:
+            return False
+        return any(origin in self._differences for origin, _, _ in self._pieces.of(tensor, extent(tensor)))
 
     def is_guess(self, tensor: Tensor) -> bool:
         """Tell whether no rule decides the truth value of a tensor, or whether it follows from the order of made-up
@@ -341,9 +367,12 @@ class Looks:
         origin = self._hash(name, arguments, keywords)
         truth = self._truth_of_result(name, arguments)
         is_guess = truth is not None and self._rests_on_order(name, arguments)
+        is_difference = self._measures_a_difference(name, arguments)
         for place, tensor in enumerate(flat([output])):
             if tensor.is_cuda:
                 self._put(tensor, hash((origin, place)), truth, is_guess=is_guess)
+                if is_difference:
+                    self._differences.add(hash((origin, place)))
 
     def _pass_by(self, arguments: Sequence[Any]) -> bool:
         """Tell whether a module's pass, or clipping, gets an unknown argument that is no weight and that nothing looked at
@@ -369,6 +398,7 @@ class Looks:
             if len(self._truths) >= _MOST:
                 self._truths.clear()
                 self._guesses.clear()
+                self._differences.clear()
             self._truths[origin] = truth
             (self._guesses.add if is_guess else self._guesses.discard)(origin)
 

@@ -122,8 +122,8 @@ DEALT: Final[Mapping[str, Callable[..., Tensor]]] = {
 
 
 _LEAST: Final = frozenset(("argmin", "min.dim"))
-"""Operators that choose the least. A router chooses the greatest score. To pack a weight in 4 bits, the nearest level is
-chosen for each of its numbers, and no size depends on that."""
+_LEVELS: Final = 16
+"""To pack a weight in 4 bits, the nearest of so many levels is chosen for each number, and no size depends on that."""
 
 
 def deal(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> Tensor | None:
@@ -133,7 +133,8 @@ def deal(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], outpu
     if not scores.dtype.is_floating_point:
         return None
     indices = output[-1] if isinstance(output, tuple) else output
-    most = MOST_BYTES if name in _LEAST else MOST_DEALT_BYTES
+    packs = name in _LEAST and scores.numel() <= _LEVELS * indices.numel()
+    most = MOST_BYTES if packs else MOST_DEALT_BYTES
     if indices.numel() * indices.itemsize > most or indices.numel() == 0:
         return None
     return DEALT[name](*arguments, **keywords).reshape(indices.size())
