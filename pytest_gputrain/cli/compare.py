@@ -16,7 +16,6 @@ from pytest_gputrain.gate.ab import by_case, criteria_of, missing, tolerance_of,
 from pytest_gputrain.gate.messages import OtherSide, describe_failure
 from pytest_gputrain.gate.regression import first_ratio
 from pytest_gputrain.gate.suite_noise import SuiteNoise, prior_of, whole_suite
-from pytest_gputrain.hardware.catalog import title_of
 from pytest_gputrain.records import Emulated, EmulatedRun, Measured, Report, Result, Verdict
 from pytest_gputrain.records.tolerance import Tolerance
 from pytest_gputrain.storage.baselines import BaselineError
@@ -103,4 +102,4 @@ def _judge_emulated(result: Emulated, before: Result | None, base_name: str) -> 
         return Verdict(status="new", sentence=f"{result.case}: {base_name} has no such case")
     if not isinstance(before, Emulated) or (recorded := to_recorded(before)) is None:
         return Verdict(status="not-comparable", sentence=f"{result.case}: {base_name} has no emulated run of it")
-    return emulation_gate.judge(result.case, result.reply, recorded, title_of(result.platform), side=OtherSide.base())
+    return emulation_gate.judge(result.case, result.reply, recorded, result.platform, side=OtherSide.base())

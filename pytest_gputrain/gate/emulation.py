@@ -22,6 +22,7 @@ from pytest_gputrain.gate.messages import OtherSide, describe_checkpointing, des
 from pytest_gputrain.gate.own_training import lost_tensors, other_shapes
 from pytest_gputrain.gate.step_memory import judge_heap, judge_left_behind, judge_steps
 from pytest_gputrain.gate.work import WORK, describe_work, flops_apart
+from pytest_gputrain.hardware.catalog import title_of
 from pytest_gputrain.records import (
     FAILING,
     Case,
@@ -42,8 +43,6 @@ from pytest_gputrain.utils.units import format_bytes, format_percent
 _CHANGED: Final[tuple[Status, ...]] = ("regressed", "improved")
 _MOVED_RATIO: Final = 0.01
 """Growth of the bytes that operators read and write that passes, because one cheap operator more is no regression."""
-_RECORD: Final = "record it with --gpu-emulate --gpu-baseline-update"
-_IF_EXPECTED: Final = f"if that is expected, {_RECORD}"
 _STORED: Final = OtherSide("its baseline", "baseline", remedies=True)
 
 
@@ -64,7 +63,7 @@ def judge(
     case: Case,
     run: EmulatedRun,
     recorded: Recorded | None,
-    title: str,
+    platform: str,
     terms: CountTerms = BY_THE_RULES,
     again: Counts | None = None,
     rates: Rates | None = None,
@@ -74,13 +73,14 @@ def judge(
     """Judge a run on an emulated GPU against the recorded runs of its case.
 
     Args:
-        title: of the platform, as sentences name it.
+        platform: the marker of the platform.
         terms: how the counts of steps are judged.
         again: the counts of a second run, which must confirm any growth.
         rates: of the platform, to say what more work costs; None if they are not known.
         elsewhere: where figures may be that were not found, with the remedy.
         side: where the recorded figures come from.
     """
+    title, side = title_of(platform), side._replace(platform=platform)
     if recorded is not None and recorded.case.identity() == case.identity():
         before = recorded.like(run) or recorded.nearest(run)
         verdict, remedy = _verdict(case, run, before, title, terms, again, rates, side)
@@ -88,21 +88,21 @@ def judge(
         # Other versions of libraries are no excuse for a higher figure. A figure that is not higher passes.
         if changed := ", ".join(_changed_conditions(before, run)):
             said.append(f"{'it was recorded' if side.remedies else f'{side.name} ran'} under other conditions ({changed})")
-            remedy = _IF_EXPECTED if verdict.status in FAILING else _RECORD
+            remedy = side.if_expected() if verdict.status in FAILING else side.record()
         sentence = "; ".join(said) + (side.advise(remedy) if remedy else "")
         return msgspec.structs.replace(verdict, sentence=sentence, other_conditions=changed)
     if not run.fits:
-        sentence = f"{case} {_what_does_not_fit(run, title, 'does not fit')}{side.advise(_IF_EXPECTED)}"
+        sentence = f"{case} {_what_does_not_fit(run, title, 'does not fit')}{side.advise(side.if_expected())}"
         return Verdict(status="failed", sentence=sentence)
     if recorded is None and not side.remedies:
         return Verdict(status="new", sentence=f"{case}: {side.name} has no figures of it")
     if recorded is None:
-        remedy = elsewhere or "record it with --gpu-emulate --gpu-baseline-new"
+        remedy = elsewhere or side.record("new")
         sentence = f"{case} was never recorded on an emulated {title}; {remedy}"
         return Verdict(status="new", sentence=sentence)
     change = differences(recorded.case, case)
     of = f"was recorded on an emulated {title}" if side.remedies else f"{side.name} ran"
-    sentence = f"{case} is not what {of} ({change}){side.advise(_RECORD)}"
+    sentence = f"{case} is not what {of} ({change}){side.advise(side.record())}"
     return Verdict(status="not-comparable", sentence=sentence)
 
 
@@ -130,9 +130,9 @@ def _verdict(
     """Return the verdict on a run, and the remedy."""
     if before.fits and not run.fits:
         sentence = f"{case} {_what_does_not_fit(run, title, 'no longer fits')}"
-        return Verdict(status="regressed", sentence=sentence), _IF_EXPECTED
+        return Verdict(status="regressed", sentence=sentence), side.if_expected()
     if run.fits and not before.fits:
-        return Verdict(status="improved", sentence=f"{case} fits {title} now"), _RECORD
+        return Verdict(status="improved", sentence=f"{case} fits {title} now"), side.record()
     flops, recomputed = flops_apart(
         (before.flops_per_step, before.recomputed_flops_per_step), (run.flops_per_step, run.recomputed_flops_per_step)
     )
@@ -153,13 +153,13 @@ def _verdict(
             sentence += f"; but it {'; '.join(compared.better)}"
         sentence += switched
         verdict = Verdict(status="regressed", sentence=f"{sentence}{not_compared}", metrics=metrics)
-        return verdict, _IF_EXPECTED if compared.is_trade else ""
+        return verdict, side.if_expected() if compared.is_trade else ""
     if compared.doubtful:
         sentence = f"{case} {'; '.join(compared.doubtful)}{told}{not_compared}"
         return Verdict(status="inconclusive", sentence=sentence, metrics=metrics), ""
     if compared.better:
         sentence = f"{case} {'; '.join(compared.better)}{switched}{told}{not_compared}"
-        return Verdict(status="improved", sentence=sentence, metrics=metrics), _RECORD
+        return Verdict(status="improved", sentence=sentence, metrics=metrics), side.record()
     lost = (
         (before.bytes_per_step and not run.bytes_per_step)
         or (terms.mode == "judge" and _lost_counts(before, run))
@@ -186,7 +186,7 @@ def _compare(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, again: Co
         f"the bytes that it moves {metric.note}" for metric in metrics if metric.metric == "bytes_per_step" and metric.note
     )
     if are_comparable and now.counts and not before.counts:
-        note = f"what its steps ask of the GPU was not recorded{side.advise(_RECORD)}"
+        note = f"what its steps ask of the GPU was not recorded{side.advise(side.record())}"
         metrics = (*metrics, MetricVerdict(metric="work", status="not-comparable", note=note))
     return _Compared(
         metrics=(*metrics, *counts.metrics),
@@ -210,19 +210,19 @@ def _lost_counts(before: EmulatedRun, now: EmulatedRun) -> str:
 def _not_compared(before: EmulatedRun, now: EmulatedRun, terms: CountTerms, side: OtherSide) -> Iterator[str]:
     """Name the figures that one side lacks."""
     if now.phase_peak_bytes and not before.phase_peak_bytes:
-        yield f"its peaks of phases were not recorded, so they are not compared{side.advise(_RECORD)}"
+        yield f"its peaks of phases were not recorded, so they are not compared{side.advise(side.record())}"
     for phase in _beside_steps_only_in(now, before):
-        yield f"its peak {in_phase(phase)} was not recorded, so it is not compared{side.advise(_RECORD)}"
+        yield f"its peak {in_phase(phase)} was not recorded, so it is not compared{side.advise(side.record())}"
     for phase in _beside_steps_only_in(before, now):
         yield f"its peak {in_phase(phase)} is not compared, because this run has none"
     if before.bytes_per_step and not now.bytes_per_step:
         yield "its FLOPs and the bytes that it moves are not compared, because they were not counted"
     elif now.bytes_per_step and not before.bytes_per_step and before.phase_peak_bytes:
-        yield f"the bytes that it moves were not recorded, so they are not compared{side.advise(_RECORD)}"
+        yield f"the bytes that it moves were not recorded, so they are not compared{side.advise(side.record())}"
     if terms.mode != "off" and (reason := _lost_counts(before, now)):
         yield f"what its steps ask of the GPU is not compared, {reason}"
     elif terms.mode != "off" and now.counts and not before.counts and (before.phase_peak_bytes or not now.phase_peak_bytes):
-        yield f"what its steps ask of the GPU was not recorded, so it is not compared{side.advise(_RECORD)}"
+        yield f"what its steps ask of the GPU was not recorded, so it is not compared{side.advise(side.record())}"
 
 
 def _beside_steps_only_in(one: EmulatedRun, other: EmulatedRun) -> list[TrainingPhase]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from msgspec import UNSET
 
@@ -245,6 +245,8 @@ class OtherSide(NamedTuple):
     """The name in brackets and tables: ``baseline of 2026-11-29``."""
     remedies: bool
     """Whether that side is a stored baseline, which can be recorded again."""
+    platform: str = ""
+    """The marker of the platform of an emulated run; empty for a measured one."""
 
     @classmethod
     def stored(cls, baseline: Baseline) -> OtherSide:
@@ -255,6 +257,14 @@ class OtherSide(NamedTuple):
     def base(cls, name: str = "base") -> OtherSide:
         """Return the other side of a comparison with a report of that name, which nobody records."""
         return cls(name, name, remedies=False)
+
+    def record(self, which: Literal["update", "new"] = "update") -> str:
+        """Say how to record a baseline, with the options that pytest needs for an emulated run."""
+        emulated = f"--gpu-platform={self.platform} --gpu-emulate " if self.platform else ""
+        return f"record it with {emulated}--gpu-baseline-{which}"
+
+    def if_expected(self) -> str:
+        return f"if that is expected, {self.record()}"
 
     def advise(self, remedy: str) -> str:
         """Return the remedy as the end of a sentence; empty if the other side is not recorded by anybody."""

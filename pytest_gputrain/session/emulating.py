@@ -99,7 +99,7 @@ class EmulatingRunner(CaseRunner):
     def _judged(self, request: Request, task: Task, figures: EmulatedRun, recorded: Recorded | None) -> Verdict:
         """Judge the figures, or record them."""
         title = catalog.title_of(self.executor.host.platform)
-        verdict = self._verdict(request, task, figures, recorded, title)
+        verdict = self._verdict(request, task, figures, recorded)
         if not records(self.settings, recorded=recorded is not None):
             return verdict
         instead = f"{REPLACED}{verdict.sentence}" if recorded is not None and verdict.status != "pass" else ""
@@ -110,13 +110,14 @@ class EmulatingRunner(CaseRunner):
             verdict, status="recorded", sentence=sentence, before=verdict.status, accepted=accepted
         )
 
-    def _verdict(self, request: Request, task: Task, figures: EmulatedRun, recorded: Recorded | None, title: str) -> Verdict:
+    def _verdict(self, request: Request, task: Task, figures: EmulatedRun, recorded: Recorded | None) -> Verdict:
         """Return the verdict on a run against the recorded runs of the case."""
         case = task.case
-        terms, rates = count_terms_of(self.settings, request.terms), rates_of(self.executor.host.platform)
+        platform = self.executor.host.platform
+        terms, rates = count_terms_of(self.settings, request.terms), rates_of(platform)
         where = "" if recorded else elsewhere(self.settings, self._store, request.suite)
         judge_with = functools.partial(
-            judge, case, recorded=recorded, title=title, terms=terms, rates=rates, elsewhere=where
+            judge, case, recorded=recorded, platform=platform, terms=terms, rates=rates, elsewhere=where
         )
         if (side := side_of(self._report)) is not None:
             judge_with = functools.partial(judge_with, side=side)
@@ -134,7 +135,7 @@ class EmulatingRunner(CaseRunner):
         # A worker that runs a script knows only the allocator's peaks, not the tensors, so the sentence names the command
         # that does.
         command = shlex.join(["python", case.code, *msgspec.json.decode(case.args or "[]", type=list[str])])
-        emulate = f"gputrain emulate --gpu {self.executor.host.platform} -- {command}"
+        emulate = f"gputrain emulate --gpu {platform} -- {command}"
         sentence = f"{verdict.sentence}; {emulate} shows what each line allocates and asks of the GPU"
         return msgspec.structs.replace(verdict, sentence=sentence)
 

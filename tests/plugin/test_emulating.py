@@ -158,7 +158,7 @@ def test_a_strict_run_with_other_libraries_passes_equal_figures_and_says_to_reco
     gated.answer(other)
     result = gated.run(*EMULATE, "--gpu-strict")
     result.assert_outcomes(passed=3)
-    told = "*3 cases compared with a baseline of other versions: *(torch 2.13.0 -> 2.14.0); record it with --gpu-emulate *"
+    told = "*3 cases compared with a baseline of other versions: *-> 2.14.0); record it with --gpu-platform=h100 --gpu-emu*"
     result.stdout.fnmatch_lines([told])
     result.stdout.no_fnmatch_line("not compared: *")
     gated.answer({**other, "peak_reserved_bytes": RUN["peak_reserved_bytes"] + 1}, to=GEMMA)

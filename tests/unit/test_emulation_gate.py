@@ -63,7 +63,7 @@ def test_a_refusal_is_stored_without_its_line():
 
 def _judged(before=STORED, terms=BY_THE_RULES, **changes):
     now = msgspec.structs.replace(RUN, **changes)
-    return judge(CASE, now, Recorded(case=CASE, scale="full", figures=(before,)), "H100", terms)
+    return judge(CASE, now, Recorded(case=CASE, scale="full", figures=(before,)), "h100", terms)
 
 
 def _counts(waits=1, launches=1000, update=True):
@@ -94,7 +94,7 @@ def test_verdicts_are_told_with_all_that_matters(snapshot):
         "a byte less with other versions": _judged(packages=PEFT, peak_reserved_bytes=RUN.peak_reserved_bytes - 1),
         "a byte more with other versions": _judged(packages=PEFT, peak_reserved_bytes=RUN.peak_reserved_bytes + 1),
         "fits now": _judged(UNFIT),
-        "fits no more": judge(CASE, UNFIT, Recorded(case=CASE, scale="full", figures=(STORED,)), "H100"),
+        "fits no more": judge(CASE, UNFIT, Recorded(case=CASE, scale="full", figures=(STORED,)), "h100"),
         "a phase below the peak": _judged(
             phase_peak_bytes=_phases(forward=32 * MiB), largest=RUN.largest | {"forward": new}
         ),

@@ -192,7 +192,7 @@ def test_a_failing_case_says_what_its_growth_costs():
         for share in (1, 5)
     )
     recorded = Recorded(case=TUNED, scale="full", figures=(before.as_stored(),))
-    verdict = judge(TUNED, now, recorded, "H200", rates=H200)
+    verdict = judge(TUNED, now, recorded, "h200", rates=H200)
     assert verdict.status == "regressed"
     assert "; a step is expected to take about 9 % longer (4 to 15 %)" in verdict.sentence
-    assert "expected" not in judge(TUNED, now, recorded, "H200").sentence
+    assert "expected" not in judge(TUNED, now, recorded, "h200").sentence

@@ -155,7 +155,7 @@ BEFORE = emulated_run(counts=asking(*range(20, 30)).as_stored())
 def regressed(**now):
     """A case that asks for more than is recorded of it."""
     now = msgspec.structs.replace(BEFORE, **now)
-    verdict = judge(CASE, now, recorded(BEFORE), "H100")
+    verdict = judge(CASE, now, recorded(BEFORE), "h100")
     return result(device="emulated/h100", reply=now, verdict=verdict)
 
 

@@ -29,7 +29,7 @@ def _measured(before, **now):
 
 def _emulated(before, **now):
     stored = recorded(emulated_run(**before).as_stored())
-    return emulation.judge(CASE, emulated_run(**now), stored, "H100")
+    return emulation.judge(CASE, emulated_run(**now), stored, "h100")
 
 
 @pytest.fixture(params=[_measured, _emulated], ids=["measured", "emulated"])
