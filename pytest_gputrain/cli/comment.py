@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -69,15 +70,19 @@ def add_to(commands: Any) -> None:
         "--name", default="gputrain", help="tells several comments on one pull request apart (default: %(default)s)"
     )
     comment.add_argument("--accept", default="", metavar="TEXT", help="how to accept the new figures, as the last line")
+    comment.add_argument("--print", action="store_true", help="print the comment instead, in a CI job or elsewhere")
 
 
 def main(options: argparse.Namespace) -> int:
     try:
         if not re.fullmatch(r"[\w .-]*\w", options.name):
             raise _Failed(f"--name {options.name!r} has something else than letters, digits, dots, hyphens and spaces")
-        host = _host(os.environ)
         marker = f"<!-- gputrain comment: {options.name} -->"
-        console.put(_put(host, marker, _body(marker, options.files, options.accept, host)))
+        if options.print:
+            console.put(_body(marker, options.files, options.accept))
+            return 0
+        host = _host(os.environ)
+        console.put(_put(host, marker, _body(marker, options.files, options.accept, host.job, host.most_bytes)))
     except _NoPullRequest as reason:
         console.put(f"nothing was posted: {reason}")
     except _Failed as error:
@@ -143,7 +148,7 @@ def _set(environ: Mapping[str, str], name: str) -> str:
     return value
 
 
-def _body(marker: str, files: list[Path], accept: str, host: _Host) -> str:
+def _body(marker: str, files: list[Path], accept: str, job: str = "", most_bytes: int = sys.maxsize) -> str:
     """Return the text of the comment: the summaries, missing summaries, how to accept the figures, and a link to the job.
 
     Code of a pull request may have written the summaries. So nothing in them mentions anybody, and no line is a command to
@@ -159,8 +164,8 @@ def _body(marker: str, files: list[Path], accept: str, host: _Host) -> str:
             name = markdown.escaped(file.name)
             lines += [f"**{name}: the run ended before it could write a summary; the job has its log.**", ""]
     lines = [marker, *(re.sub(r"^(\s*)/", r"\1\\/", markdown.unlinked(line)) for line in lines)]
-    last = "\n".join(filter(None, [accept, f"[The job]({host.job})" if host.job else ""]))
-    return f"{fitted(lines, host.most_bytes - len(last.encode()) - 2)}\n\n{last}".rstrip()
+    last = "\n".join(filter(None, [accept, f"[The job]({job})" if job else ""]))
+    return f"{fitted(lines, most_bytes - len(last.encode()) - 2)}\n\n{last}".rstrip()
 
 
 def _put(host: _Host, marker: str, body: str) -> str:

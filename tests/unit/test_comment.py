@@ -150,6 +150,14 @@ def test_a_long_summary_is_cut_and_keeps_how_to_accept_it(job, host, tmp_path):
     assert "Accept it." in host.texts[130].splitlines()[-2]
 
 
+@pytest.mark.parametrize("job", ["GitHub"], indirect=True)
+def test_a_comment_can_be_printed_outside_of_ci_too(job, host, monkeypatch, capsys):
+    monkeypatch.delenv("GITHUB_ACTIONS")
+    assert main(["comment", "tiny.md", "--accept=Accept it.", "--print"]) == 0
+    assert capsys.readouterr().out == "<!-- gputrain comment: gputrain -->\n## gputrain: 1 regressed\n\n\nAccept it.\n"
+    assert host.asked == []
+
+
 @pytest.mark.parametrize("job", ["GitLab"], indirect=True)
 def test_a_link_to_a_file_of_the_host_is_not_posted(job, host, tmp_path):
     (tmp_path / "secret").write_text("the token")
