@@ -262,7 +262,7 @@ def _command(parser: argparse.ArgumentParser, summary: str) -> str:
     description, _, example = (parser.description or f"{summary[:1].upper()}{summary[1:]}.").partition(" Example: ")
     parts = [f"## `{parser.prog}`", _cell(description), *([f"Example: `{example}`"] if example else [])]
     names = (f"`{' '.join((', '.join(action.option_strings), _metavar(action))).strip()}`" for action in actions)
-    helps = (_cell(str(action.help)) for action in actions)
+    helps = (_cell(str(action.help) % {"default": action.default}) for action in actions)
     parts.append("\n".join(f"- {name}: {text}." for name, text in zip(names, helps, strict=True)))
     return "\n\n".join(parts)
 
