@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from pytest_gputrain.report.summary import fitted
+from pytest_gputrain.report.summary import fitted, is_to_accept
 from pytest_gputrain.utils import console, markdown
 from pytest_gputrain.utils.reading import read_whole
 
@@ -69,7 +69,12 @@ def add_to(commands: Any) -> None:
     comment.add_argument(
         "--name", default="gputrain", help="tells several comments on one pull request apart (default: %(default)s)"
     )
-    comment.add_argument("--accept", default="", metavar="TEXT", help="how to accept the new figures, as the last line")
+    comment.add_argument(
+        "--accept",
+        default="",
+        metavar="TEXT",
+        help="how to accept the new figures, as the last line where one failed or is new",
+    )
     comment.add_argument("--print", action="store_true", help="print the comment instead, in a CI job or elsewhere")
 
 
@@ -155,16 +160,19 @@ def _body(marker: str, files: list[Path], accept: str, job: str = "", most_bytes
     GitLab, which would begin with a slash.
     """
     lines: list[str] = []
+    accepting = ""
     for file in files:
         try:
             if file.is_symlink():  # Code of a pull request could have made a link to a file with the token.
                 raise FileNotFoundError
-            lines += [*read_whole(file).decode().splitlines(), ""]
+            text = read_whole(file).decode()
+            lines += [*text.splitlines(), ""]
+            accepting = accept if is_to_accept(text) else accepting
         except (OSError, UnicodeDecodeError):
             name = markdown.escaped(file.name)
             lines += [f"**{name}: the run ended before it could write a summary; the job has its log.**", ""]
     lines = [marker, *(re.sub(r"^(\s*)/", r"\1\\/", markdown.unlinked(line)) for line in lines)]
-    last = "\n".join(filter(None, [accept, f"[The job]({job})" if job else ""]))
+    last = "\n".join(filter(None, [accepting, f"[The job]({job})" if job else ""]))
     return f"{fitted(lines, most_bytes - len(last.encode()) - 2)}\n\n{last}".rstrip()
 
 

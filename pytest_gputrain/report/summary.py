@@ -6,12 +6,15 @@ GitHub takes it from the file that ``GITHUB_STEP_SUMMARY`` names, up to 1 MiB fo
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from pytest_gputrain.records import Emulated, Result
+from pytest_gputrain.gate.messages import count, listed
+from pytest_gputrain.hardware.catalog import CPU, title_of
+from pytest_gputrain.records import FAILING, STRICTLY_FAILING, Emulated, Result
 from pytest_gputrain.report import published, terminal
 from pytest_gputrain.report.github import Failure
 from pytest_gputrain.report.results import BY_ATTENTION, count_columns, latest, verdict_of
@@ -22,7 +25,11 @@ from pytest_gputrain.utils.units import format_bytes, format_seconds
 MOST_BYTES: Final = 1024 * 1024
 """The most that all commands of a step may write together."""
 _HEADERS: Final = ("Verdict", "Suite", "Case", "Device", "Sec/step", "Δ time", "Peak memory", "Δ memory")
+_MOST_NOTES: Final = 3
+"""The notes that are shown unfolded."""
+_TO_ACCEPT: Final = re.compile(rf"^(- \*\*|## .*\b\d+ ({'|'.join((*FAILING, *STRICTLY_FAILING))})\b)", re.MULTILINE)
 _CUT: Final = "\n\nCut here, because GitHub shows 1 MiB of a step at most. The report of `--gpu-json` has all.\n"
+_UNFOLDED: Final = "\n\n</details>"
 
 
 def write(
@@ -49,11 +56,14 @@ def write(
         file.write(fitted(summary_lines, MOST_BYTES - present))
 
 
-def lines(
-    results: Sequence[Result], failures: Sequence[Failure], notes: Sequence[str], title: str = "gputrain"
-) -> list[str]:
-    """Return the whole summary."""
+def lines(results: Sequence[Result], failures: Sequence[Failure], notes: Sequence[str], title: str = "") -> list[str]:
+    """Return the whole summary.
+
+    Args:
+        title: of the heading, if it is not the one that names the devices.
+    """
     shown = latest(results)
+    title = title or " on ".join(filter(None, ("gputrain", listed(dict.fromkeys(map(_device, shown))))))
     columns = count_columns(shown)
     rows = (_row(result, [column[at] for column in columns.values()]) for at, result in enumerate(shown))
     cases = sorted(rows, key=lambda row: BY_ATTENTION.index(row[0]))
@@ -66,7 +76,21 @@ def lines(
     summary_lines += [""] if failures else []
     if cases:
         summary_lines += [*markdown.table((*_HEADERS, *columns), cases), ""]
-    return [*summary_lines, *(f"- {markdown.escaped(note)}" for note in notes), ""]
+    noted = [f"- {markdown.escaped(note)}" for note in notes]
+    if len(noted) > _MOST_NOTES:
+        noted = [f"<details><summary>{count(len(noted), 'note')}</summary>", "", *noted, "", "</details>"]
+    return [*summary_lines, *noted, ""]
+
+
+def is_to_accept(text: str) -> bool:
+    """Tell whether a summary has a failure or a case without a comparable baseline, or no heading that could say so."""
+    return bool(_TO_ACCEPT.search(text)) or not text.startswith("## ")
+
+
+def _device(result: Result) -> str:
+    if isinstance(result, Emulated):
+        return f"an emulated {title_of(result.platform)}"
+    return "a CPU" if result.device == CPU else result.device
 
 
 def _row(result: Result, counts: Sequence[str]) -> tuple[str, ...]:
@@ -82,15 +106,19 @@ def _row(result: Result, counts: Sequence[str]) -> tuple[str, ...]:
 
 
 def fitted(summary_lines: Sequence[str], most_bytes: int) -> str:
-    """Return as many of the lines as fit into ``most_bytes``, with a sentence if some are left out."""
+    """Return as many of the lines as fit into ``most_bytes``, with a sentence if some are left out.
+
+    A folded part ends at the cut, because the sentence would be hidden in it.
+    """
     whole = "\n".join(summary_lines)
     if len(whole.encode()) <= most_bytes:
         return whole
-    bytes_left = most_bytes - len(_CUT.encode())
+    bytes_left = most_bytes - len(_CUT.encode()) - len(_UNFOLDED)
     fitting: list[str] = []
     for line in summary_lines:
         bytes_left -= len(line.encode()) + 1
         if bytes_left < 0:
             break
         fitting.append(line)
-    return "\n".join(fitting) + _CUT if fitting else ""
+    is_folded = sum(line.startswith("<details>") for line in fitting) > fitting.count("</details>")
+    return "\n".join(fitting) + (_UNFOLDED if is_folded else "") + _CUT if fitting else ""

@@ -102,7 +102,7 @@ def test_on_a_cpu_one_run_of_each_side_judges_memory_and_not_time(cpu, ab, capsy
     # Memory is exact, and a second process has not confirmed the counts.
     assert sorted(launch["id"] for launch in cpu.launches) == sorted([GEMMA, LLAMA, LLAMA, LLAMA_2])
     summary = (cpu.path / "summary.md").read_text()
-    assert summary.count("## gputrain: 1 regressed, 1 inconclusive, 1 pass") == 1
+    assert summary.count("## gputrain on a CPU: 1 regressed, 1 inconclusive, 1 pass") == 1
     assert summary.count("## ") == 1, "the runs of the sides write none"
 
 

@@ -6,7 +6,7 @@ import pytest
 from plugin_project import FOLDER_VANISHES, GEMMA, H100_FOLDER, LLAMA, LLAMA_2, SUITE, junit_properties, recorded
 
 from pytest_gputrain import GiB
-from pytest_gputrain.report import github
+from pytest_gputrain.report import github, summary
 
 ODD = "a%,b::c"
 WITH_ODD_NAME = f"""
@@ -99,7 +99,7 @@ def test_the_step_summary_has_failures_first_and_every_case(job):
     step.write_text("from another command\n")
     job.run().assert_outcomes(passed=1, failed=2)
     lines = step.read_text().splitlines()
-    assert lines[:2] == ["from another command", "## gputrain: 1 regressed, 1 failed, 1 pass"]
+    assert lines[:2] == ["from another command", f"## gputrain on {H100_FOLDER}: 1 regressed, 1 failed, 1 pass"]
     bullets = [line for line in lines if line.startswith("- **")]
     assert bullets[0].startswith(rf"- **test\_tuning\[{GEMMA}\]** {GEMMA} ")
     assert "10.0 %" in bullets[0]
@@ -119,16 +119,37 @@ def test_the_step_summary_stays_below_what_github_shows(job):
     job.run().assert_outcomes(passed=3)
     text = step.read_text()
     assert len(text.encode()) <= 1024 * 1024
-    assert "## gputrain: 3 new" in text
+    assert f"## gputrain on {H100_FOLDER}: 3 new" in text
     assert text.endswith("Cut here, because GitHub shows 1 MiB of a step at most. The report of `--gpu-json` has all.\n")
     job.run().assert_outcomes(passed=3)
     assert len(step.read_text().encode()) <= 1024 * 1024
 
 
+def test_more_than_three_notes_are_folded_until_a_cut():
+    assert "<details>" not in "".join(summary.lines([], [], ["a note"] * 3))
+    noted = summary.lines([], [], ["a note"] * 400)
+    assert (noted.index("<details><summary>400 notes</summary>"), noted[-2]) == (2, "</details>")
+    cut = summary.fitted(noted, 900)
+    assert 800 < len(cut) <= 900
+    assert re.search(r"- a note\n\n</details>\n\nCut here", cut)
+
+
+def test_figures_are_to_accept_if_a_case_or_the_suite_fails():
+    failing = [
+        "## gputrain on a CPU: 1 new, 2 pass",
+        "## gputrain on a CPU: 1 over-limit",
+        "## gputrain: 3 pass\n\n- **suite** is slower",
+        "another page",
+    ]
+    assert [*map(summary.is_to_accept, [*failing, "## gputrain on h100-new: 2 improved, 1 pass\n\n- a note"])] == [
+        True
+    ] * 4 + [False]
+
+
 def test_a_summary_can_go_to_a_file_of_its_own_which_holds_the_last_run_or_fails_it(job):
     for _ in range(2):
         job.run("--gpu-summary=deep/own.md", "-k", "gemma").assert_outcomes(passed=1, deselected=2)
-    assert (job.path / "deep" / "own.md").read_text().count("## gputrain: 1 new") == 1
+    assert (job.path / "deep" / "own.md").read_text().count(f"## gputrain on {H100_FOLDER}: 1 new") == 1
     assert not (job.path / "step.md").exists()
     (job.path / "deep" / "own.md").unlink()
     job.write(test_vanish=FOLDER_VANISHES)

@@ -105,9 +105,10 @@ def test_a_later_run_replaces_the_comment_and_no_other(job, host, tmp_path, caps
     assert posted[-2:] == ["Run the workflow accept.", "[The job](https://host/ours/models/actions/runs/55)"] or (
         job == "GitLab" and posted[-1] == "[The job](https://host/job)"
     )
-    (tmp_path / "tiny.md").write_text("## gputrain: 1 passed\n")
-    assert main(["comment", "tiny.md"]) == 0
-    assert (len(host.texts), host.texts[130].splitlines()[1]) == (131, "## gputrain: 1 passed")
+    (tmp_path / "tiny.md").write_text("## gputrain: 1 pass\n")
+    assert main(["comment", "tiny.md", "full.md", "--accept", "Run the workflow accept."]) == 0
+    assert (len(host.texts), host.texts[130].splitlines()[1]) == (131, "## gputrain: 1 pass")
+    assert "Run the workflow" not in host.texts[130]
     assert main(["comment", "tiny.md", "--name=nightly"]) == 0
     assert len(host.texts) == 132
     assert [host.texts[number] for number in range(130)] == host.strangers
