@@ -58,7 +58,7 @@ def loosened(before: _Record, after: _Record | None) -> Loosened:
             if value and not value_now:
                 lost[f"without {name}, which was {show(value)}"] = None
             elif value and value_now and value_now > value:
-                raised[f"{name} {show(value)} -> {show(value_now)} ({format_percent(value_now / value - 1)})"] = None
+                raised[f"{name} {_rise(value, value_now, show)}"] = None
         raised.update(dict.fromkeys(_looser_pace(old, new)))
         if no_longer := lost_tensors(_last(new).trained, _last(old).trained):
             lost[no_longer] = None
@@ -74,6 +74,12 @@ def loosened(before: _Record, after: _Record | None) -> Loosened:
     if runs < runs_before:
         lost[f"{count(runs_before, 'run')} -> {runs}"] = None
     return Loosened(tuple(raised), tuple(lost))
+
+
+def _rise(before: float, now: float, show: Callable[[float], str]) -> str:
+    if show is not format_seconds and show(before) == show(now):  # Rounded figures would not show what has changed.
+        return f"{before:,.0f} -> {now:,.0f} {'FLOP' if show is format_flops else 'bytes'}"
+    return f"{show(before)} -> {show(now)} ({format_percent(now / before - 1)})"
 
 
 def _looser_pace(before: _Stored, after: _Stored) -> Iterator[str]:
