@@ -261,21 +261,25 @@ class GpuTrain:
     def _note(self, result: Result) -> None:
         """Store the result for the report of this test."""
         self._item.stash.setdefault(RESULTS, []).append(result)
-        properties: list[tuple[str, object]] = [("gputrain.case", result.key), ("gputrain.device", result.device)]
+        properties: dict[str, object] = {"gputrain.case": result.key, "gputrain.device": result.device}
         if result.verdict is not None:
-            properties.append(("gputrain.verdict", result.verdict.status))
+            properties["gputrain.verdict"] = result.verdict.status
             judged = [metric for metric in result.verdict.metrics if metric.baseline is not None]
-            properties += [(f"gputrain.baseline.{metric.metric}", metric.baseline) for metric in judged]
-            properties += [(f"gputrain.limit.{limit.metric}", limit.limit) for limit in result.verdict.limits]
+            properties |= {f"gputrain.baseline.{metric.metric}": metric.baseline for metric in judged}
+            properties |= {f"gputrain.limit.{limit.metric}": limit.limit for limit in result.verdict.limits}
+            properties |= {
+                f"gputrain.{limit.metric}": limit.value for limit in result.verdict.limits if limit.value is not None
+            }
+            properties |= {f"gputrain.{metric.metric}": metric.value for metric in judged if metric.value is not None}
         if result.summary is not None:
-            properties.append(("gputrain.median_step_seconds", result.summary.median_step_seconds))
-            properties.append(("gputrain.peak_allocated_bytes", result.summary.peak_allocated_bytes))
+            properties["gputrain.median_step_seconds"] = result.summary.median_step_seconds
+            properties["gputrain.peak_allocated_bytes"] = result.summary.peak_allocated_bytes
             if result.summary.scaling_efficiency is not None:
-                properties.append(("gputrain.scaling_efficiency", result.summary.scaling_efficiency))
+                properties["gputrain.scaling_efficiency"] = result.summary.scaling_efficiency
         if isinstance(result, Emulated) and result.figures is not None:
-            properties.append(("gputrain.emulated_peak_allocated_bytes", result.figures.peak_allocated_bytes))
-            properties.append(("gputrain.emulated_to_fit", result.figures.fits))
-        self._item.user_properties += properties
+            properties["gputrain.emulated_peak_allocated_bytes"] = result.figures.peak_allocated_bytes
+            properties["gputrain.emulated_to_fit"] = result.figures.fits
+        self._item.user_properties += properties.items()
         detail = detail_of(result)
         if detail:
             self._item.add_report_section("call", f"worker of {result.case}", detail)

@@ -179,4 +179,5 @@ def test_junit_has_the_figures_of_every_case_under_xdist_too(gated):
     assert properties["gputrain.device"] == H100_FOLDER
     assert float(properties["gputrain.median_step_seconds"]) == pytest.approx(5.17)
     assert properties["gputrain.baseline.step_seconds"] == "4.7"
+    assert float(properties["gputrain.step_seconds"]) == pytest.approx(5.17)
     assert properties["gputrain.peak_allocated_bytes"] == str(35 * GiB)
