@@ -196,10 +196,8 @@ def table(rows: Sequence[Row]) -> str:
     errors = [abs(row.error) for row in rows if row.error is not None]
     within = {limit: sum(error <= limit for error in errors) for limit in (0.01, 0.05)}
     least = sum(bool(row.uncounted) and abs(row.error or 0.0) <= 0.01 for row in rows)
-    lines += [
-        "",
-        f"Of {len(errors)} figures {within[0.01]} are met within 1 % ({least} of them with ≥), and {within[0.05]} within 5 %.",
-    ]
+    met = f"{within[0.01]} are met within 1 % ({least} of them with ≥), and {within[0.05]} within 5 %"
+    lines += ["", f"Of {len(errors)} figures {met}."]
     return "\n".join(lines)
 
 
