@@ -1,6 +1,7 @@
 """``--gpu-emulate``: what it refuses, what it judges and records, and that its figures never meet those of a real GPU."""
 
 import json
+import re
 
 import pytest
 from plugin_project import GEMMA, H100, H100_FOLDER, LLAMA, SUITE, assert_refused, failures, only_sentence, skips
@@ -112,9 +113,9 @@ def test_a_case_without_a_figure_to_compare_with_is_new_and_fails_where_that_is_
     assert emulating.verdicts()[LLAMA] == "new"
     assert {launch["emulated"] for launch in emulating.launches} == {"h100"}
     strict = emulating.run(*EMULATE, "--gpu-strict")
-    remedy = failures(strict)[TEST].partition("was never recorded on an emulated H100; record it with ")[2].split()
-    assert "--gpu-baseline-new" in remedy
-    emulating.run(*remedy).assert_outcomes(passed=3)
+    advised = r"was never recorded on an emulated H100; record it with (.*--gpu-baseline-new)"
+    (remedy,) = re.findall(advised, failures(strict)[TEST])
+    emulating.run(*remedy.split()).assert_outcomes(passed=3)
     emulating.run(*EMULATE, "--gpu-strict").assert_outcomes(passed=3)
 
 
