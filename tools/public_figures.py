@@ -191,8 +191,8 @@ def page(text: str, rows: Sequence[Row]) -> str:
 def table(rows: Sequence[Row]) -> str:
     """Return the table of the rows, and how far its figures are off."""
     headers = ["family", "program", "GPU", "published", "emulated", "error", "cause"]
-    lines = [f"| {' | '.join(headers)} |", "|---" * len(headers) + "|"]
-    lines += [f"| {' | '.join(row.cells())} |" for row in rows]
+    lines = [" | ".join(headers), "|".join(["---"] * len(headers))]
+    lines += [" | ".join(row.cells()).rstrip(" |") for row in rows]
     errors = [abs(row.error) for row in rows if row.error is not None]
     within = {limit: sum(error <= limit for error in errors) for limit in (0.01, 0.05)}
     least = sum(bool(row.uncounted) and abs(row.error or 0.0) <= 0.01 for row in rows)
