@@ -67,10 +67,9 @@ class Executor(abc.ABC, Generic[ReplyT]):
         return iter(())
 
     def arrived(self, task: Task) -> list[ReplyT | None]:
-        """Return the replies of those runs of the task that no test has taken yet. They end before the first run that is
-        still open.
+        """Return the task's replies that no test has taken yet, in the order of its runs, up to the first unfinished run.
 
-        None of a run that its machine refused.
+        A run that its machine refused has None.
         """
         return []
 

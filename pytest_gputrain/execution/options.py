@@ -179,8 +179,7 @@ def parse_executor(text: str) -> str | None:
 
 
 def parse_site_arguments(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the catalog marker of each line with its arguments. The marker is empty for a line that holds for all
-    platforms."""
+    """Return the platform and the arguments of each line of text. The platform is empty for a line that holds for all."""
     arguments = []
     for line in filter(None, map(str.strip, text.splitlines())):
         platform, colon, rest = line.partition(":")

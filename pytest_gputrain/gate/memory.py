@@ -147,7 +147,8 @@ def judge_memory(
         return rule._replace(ratio=0.0, slack=rule.slack + round(max(rule.ratio, share) * max(peaks)))
 
     judged = [whole, *_phases(whole.verdict, measured, fitted, rule_of, again)]
-    if rule.exact or not on_cpu:  # Threads or processes on a CPU decide what is still alive at the end of a step.
+    # With several threads or processes on a CPU it depends on their timing what is still alive at the end of a step.
+    if rule.exact or not on_cpu:
         settled, growth = rule.exact or len(measured) >= most, measured[0].allowed_growth
         judged += judge_steps(
             whole.verdict, measured, fitted, rule.judge, allowed_growth=growth, settled=settled, again=again

@@ -14,7 +14,7 @@ _MOST_SHAPES: Final = 3
 
 
 def lost_tensors(now: TrainedTensors | None, before: TrainedTensors | None) -> str:
-    """Say which tensors trained in a baseline and do not any more, to follow the case in a sentence; empty for none.
+    """Return which tensors trained in a baseline and no longer do, as a phrase that follows the case's name; empty for none.
 
     A new tensor that does not train is no loss, and neither is one that is gone: of a module, as many tensors less have to
     train as more do not. So another layer may be the one that does not, as an expert that no sample chose.

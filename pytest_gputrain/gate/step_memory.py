@@ -114,7 +114,7 @@ def judge_left_behind(
 def _judge_kept(
     name: MetricName, now: Sequence[int], before: Sequence[int], limit: float, note: str, most: int
 ) -> Iterator[Judged[MetricVerdict]]:
-    # If a run no longer evaluates, the verdict on the evaluation's peak says so.
+    # A run without a figure of `KEPT` no longer evaluates or saves, which the verdict on that phase says already.
     if not before or (not now and name in KEPT):
         return
     metric = MetricVerdict(metric=name, status="pass", baseline=max(before), limit=limit, runs=len(now))

@@ -270,8 +270,8 @@ class CaseSession:
         ran = bool(self._tests.outcomes or collector.results)
         if (ran or self._failures) and self._unseen:
             collector.notes.append(self._unseen)
-            # The variable CI alone does not make a run fail here, because a driver's file may belong to the graphics of a
-            # CPU.
+            # Only --gpu-strict makes the run fail here, and the variable CI does not: the driver's file that was found may
+            # belong to a GPU inside the CPU, which no test can use.
             collector.failed |= self.runner.settings.strict is True
         left = absence.note_unclaimed(collector, self._files, without_cases, self._host if ended else lambda: None)
         collector.notes += notes

@@ -171,7 +171,7 @@ class Replies:
             return
         resumed = self.resumed(task)
         replies = [*resumed.replies, *asked, *self._executor.arrived(task)]
-        if not replies:  # The reply of a later run has come before that of the first one.
+        if not replies:  # Only a later run has ended yet, and replies are taken in the order of the runs.
             return
         figures = [reply for reply in replies if isinstance(reply, Measurement | OutOfMemory)]
         if len(figures) < len(replies):  # If a run has failed, no test asks for more runs.

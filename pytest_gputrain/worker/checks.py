@@ -181,8 +181,8 @@ class Movement:
         def note_gradient_of(name: str) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
                 gradient = None if parameter.grad is None else local(parameter.grad)
-                # On an emulated GPU the operators of this check would count as operators of the step, so own code is not
-                # checked for zeros.
+                # On an emulated GPU this check's operators would count as operators of the step. So gradients of the user's
+                # own code may be zero there.
                 if gradient is not None and gradient.is_sparse and not self._accepts_zeros:
                     gradient = gradient.coalesce().values()
                 if gradient is None or not gradient.numel():

@@ -315,7 +315,7 @@ class Growth:
             CheckFailed: they do.
         """
         ends = [self._collected(training, allocated)]
-        # If `kept` knows the tensors, no mode is used, because an operator may refuse a mode.
+        # `_Makers` is a TorchDispatchMode, which some operators refuse. So it is used only if `kept` knows no tensors.
         known = None if kept is None else kept()
         with _Makers(OwnLines(self._folders), self._device) if known is None else contextlib.nullcontext() as makers:
             for _ in range(_ROUNDS):

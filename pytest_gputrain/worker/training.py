@@ -55,7 +55,7 @@ class Trainable(Protocol):
 
     @property
     def parameters(self) -> int | None:
-        """The parameters of the model before its method is applied; None if own code does not let the worker watch it."""
+        """How many parameters the model has before its method is applied; None if the user's code names no model."""
 
     @property
     def updates(self) -> int:

@@ -139,5 +139,5 @@ class Exchanges:
 
     def _end_of_replay(self, _: Any, __: Any, tensors: Sequence[Tensor], replays: bool) -> None:
         what = self._stand_ins.gputrain_end_exchange()
-        # A group of calls may end later. It has exchanged nothing yet, so its values are unknown.
+        # Between ncclGroupStart and ncclGroupEnd nothing is exchanged yet, so the values are unknown here.
         self._end(what if what == _KNOWN else _UNKNOWN, tensors)

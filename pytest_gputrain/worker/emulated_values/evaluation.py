@@ -141,7 +141,8 @@ class Values:
         return True if result is None else result
 
     def coalesced(self, tensor: Tensor) -> Tensor:
-        """Coalesce a sparse tensor with small, known indices. Its elements are right if they are small and known, too."""
+        """Return the coalesced form of a sparse tensor whose indices are known and few. Its elements are right only if they
+        are known and few, too."""
         indices, elements = on_host(tensor._indices()), tensor._values()
         known = self._contents.find(elements)
         if known is not None and is_small(elements):

@@ -19,7 +19,7 @@ _NAMED: Final = 3
 
 
 class FollowingTime:
-    """The seconds by operator and line that were spent beside the operators' own kernels."""
+    """The seconds that following values and lines adds to a program, by operator and line."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()

@@ -91,7 +91,7 @@ _COUNTING: Final = frozenset((
 
 
 def followed(name: str, arguments: Sequence[Any], known: Sequence[Known]) -> Dealt | None:
-    """Tell how the results of an operator follow from made-up choices; None if they do not.
+    """Return how an operator's results depend on choices that were made up, such as those of experts; None if they do not.
 
     Args:
         name: without that of its overload.

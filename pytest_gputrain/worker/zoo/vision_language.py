@@ -58,7 +58,7 @@ class VisionLanguageModel(Workload):
         )
 
     def batch(self, device: torch.device) -> Batch:
-        """Draw random text and images, labels for the text after the image. The tiny scale caps all three sizes.
+        """Return a batch of random text and images, with labels for the text after the image only.
 
         Raises:
             CheckFailed: the case's sequences cannot hold its image, at full size.

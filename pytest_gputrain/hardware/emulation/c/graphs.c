@@ -188,8 +188,8 @@ int gputrain_ask(void *stream, const char *what, const void *function, uint64_t 
 
 void *gputrain_last_stream(void) { return last_stream; }
 
-// Makes each launch of the graph of this capture call a function of the worker's with this number. There the worker computes
-// what the nodes before it write.
+// Adds a node to the graph that is captured. Each launch of the graph then calls `run` with this number, and the worker
+// computes what the nodes before this one write.
 int gputrain_note_step(void *stream, int (*run)(void *number, int forget), uint64_t number) {
   struct work work = {.kind = NODE_HIDDEN, .run = run, .data = (void *)number, .is_step = 1};
   int status;
