@@ -25,6 +25,8 @@ KEPT: Final[dict[MetricName, tuple[TrainingPhase, str]]] = {
 }
 STEP_METRICS: Final[tuple[MetricName, ...]] = ("step_peak_bytes", "step_growth_bytes", "heap_growth", *KEPT)
 _HEAP_RATIO: Final = 0.5
+_SAME_PEAK_RATIO: Final = 0.1
+"""Peaks of one step in several runs count as different from this share of their growth on."""
 _KEPT_RUNS: Final = 2
 """Fresh processes that have to agree on memory that is left behind."""
 
@@ -172,6 +174,10 @@ def _worst_peak(
     value, baseline = found.verdict.value or 0, found.verdict.baseline or 0
     others = f", and needs more in {count(len(exceeding) - 1, 'other step')}" if len(exceeding) > 1 else ""
     note = f"peaks at {format_bytes(value)} in step {worst + 1} ({format_bytes(baseline)} before){others}"
+    peaks = [run[worst].peak for run in now]
+    if max(peaks) - min(peaks) > _SAME_PEAK_RATIO * increase(found.verdict):
+        apart = format_bytes(max(peaks) - min(peaks))
+        note += f"; but runs of this code differ there by {apart}, as they do if the data have no seed"
     return found._replace(verdict=msgspec.structs.replace(found.verdict, note=note))
 
 

@@ -56,17 +56,23 @@ def test_what_does_not_go_on_evenly_is_no_rise(values):
     assert rise_of([value * MiB for value in values]) is None
 
 
-def _judge(now, before, environment=CPU, **fields):
-    """Judge the memory of steps, in MiB: the peaks of steps if they are numbers, or peaks and ends."""
+def _judge(now, before, environment=CPU, again=None, **fields):
+    """Judge the memory of steps, in MiB: the peaks of steps if they are numbers, or peaks and ends.
+
+    Args:
+        again: the memory in a second run of the same code.
+    """
 
     def record(steps):
         pairs = [step if isinstance(step, tuple) else (step, 1) for step in steps]
         return folded(OfStep(round(peak * MiB), round(end * MiB)) for peak, end in pairs)
 
     fields = {"peak_allocated_bytes": 10 * MiB, **fields}
-    reply = measurement(environment=environment, memory_of_steps=record(now), **fields)
+    first, second = (
+        measurement(environment=environment, memory_of_steps=record(steps), **fields) for steps in (now, again or now)
+    )
     stored = baseline_run(environment=environment, memory_of_steps=record(before), peak_allocated_bytes=10 * MiB)
-    return judged([reply] * 3, baseline(stored), TOLERANCE).verdict
+    return judged([first, second, first], baseline(stored), TOLERANCE).verdict
 
 
 def test_a_spike_names_its_step():
@@ -82,6 +88,12 @@ def test_steps_are_compared_with_those_of_their_own_number():
     assert _judge(shapes[:5], shapes).status == "pass", "the steps that both have"
     verdict = _judge([5, 9, 2, 8, 3, 7, 3, 6], shapes)
     assert "peaks at 3.00 MiB in step 5 (1.00 MiB before) (" in verdict.sentence
+
+
+def test_runs_of_one_code_that_differ_are_told_beside_the_growth():
+    said = "; but runs of this code differ there by 3.00 MiB, as they do if the data have no seed"
+    assert said in _judge([5, 9, 8], [5, 4, 8], again=[5, 6, 8]).sentence
+    assert said.partition(" differ")[0] not in _judge([5, 9, 8], [5, 4, 8], again=[5, 9, 8]).sentence
 
 
 def test_a_step_that_was_not_counted_is_not_compared():
