@@ -126,9 +126,9 @@ def run(run_tests, tmp_path):
 
 
 def test_every_figure_is_the_same_to_the_byte_in_another_run(run):
-    first, recorded = run("--gpu-baseline-update", "-k", "not large and not leaking and not nine")
+    first, recorded = run("--gpu-baseline-update", "-k", "not large and not leaking and not nine and not made_up")
     assert first.returncode == 0, first.stdout
-    second, judged = run("--gpu-strict", "-k", "not large and not leaking and not nine")
+    second, judged = run("--gpu-strict", "-k", "not large and not leaking and not nine and not made_up")
     assert second.returncode == 0, second.stdout
     for name, result in judged.items():
         assert result["reply"] == recorded[name]["reply"]
@@ -358,7 +358,8 @@ def test_own_cases_are_forked_and_take_what_they_take_in_fresh_processes(run_tes
     def replies(isolation):
         done, results = run_tests(f"--gpu-isolation={isolation}", fresh=True, ISOLATION=isolation)
         assert done.returncode == 0, done.stdout
-        return {test: result["reply"] for test, result in results.items()}
+        # What Python leaves on the heap in a step differs by some KiB from process to process.
+        return {test: {**result["reply"], "heap_growth": None} for test, result in results.items()}
 
     assert replies("auto") == replies("process")
 
