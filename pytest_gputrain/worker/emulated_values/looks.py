@@ -16,9 +16,9 @@ import sys
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ _MOST_REPEATED: Final = 16
 _FALL: Final = 0.99
 _LEAST: Final = 1e-12
 _MOST: Final = 1 << 16
-"""The most numbers, and truth values, that are kept."""
+"""The most numbers, and places of values with facts, that are kept."""
 
 _MARKS: Final = 16
 """The first bytes of a copy on the host that tell it from others, so that types with few digits differ, too."""
@@ -75,6 +75,20 @@ scales gradients and so writes to what it has looked at."""
 _Identity = tuple[Any, ...]
 
 
+class _Fact(NamedTuple):
+    """What is known of unknown values that come from one place."""
+
+    truth: bool | None = None
+    """The truth value of all elements; None if no rule decides it."""
+    is_guess: bool = False
+    """Whether the truth value rests on the order of made-up numbers."""
+    is_difference: bool = False
+    """Whether the values say how far two tensors are apart, which is not zero once one was written to."""
+
+
+_NOTHING: Final = _Fact()
+
+
 class Looks:
     """Decides what a program sees of values that nobody computed: which of them are equal, and which numbers the host reads.
 
@@ -85,14 +99,11 @@ class Looks:
 
     def __init__(self, contents: Contents, values: Values) -> None:
         self._contents, self._values, self._pieces = contents, values, contents.pieces
-        self._truths: dict[int, bool] = {}
-        self._guesses: set[int] = set()
-        """Where truth values come from that rest on the order of made-up numbers."""
+        self._facts: dict[int, _Fact] = {}
+        """What is known of values, by where they come from."""
         self._numbers: dict[_Identity, float] = {}
         self._copies: dict[int, tuple[Origin, ...]] = {}
         self._read: Counter[str] = Counter()
-        self._differences: set[int] = set()
-        """Where values come from that say how far two tensors are apart, which is not zero once one was written to."""
         self._repeated: dict[tuple[int, Condition], tuple[bool, int]] = {}
         """The last answer of each loop's condition in a thread, and how often in a row."""
 
@@ -133,12 +144,12 @@ class Looks:
         origin = self._hash(name, arguments, keywords)
         is_guess = truth is not None and self._rests_on_order(name.removesuffix("_"), arguments)
         self._contents.forget(target)
-        self._put(target, origin, truth, is_guess=is_guess)
+        self._put(target, origin, _Fact(truth, is_guess))
 
     def drawn(self, name: str, to: Tensor, state: Tensor, inputs: Sequence[Any]) -> None:
         """Note that an operator drew random numbers into ``to``. Equal states of the generator give equal numbers."""
         self._contents.forget(to)
-        self._put(to, self._hash(name, [state, *inputs, to.dtype, to.size(), to.stride()], {}), None)
+        self._put(to, self._hash(name, [state, *inputs, to.dtype, to.size(), to.stride()], {}))
 
     def copied(self, to: Tensor, source: Tensor) -> None:
         """Note that unknown values were copied on the GPU."""
@@ -147,7 +158,7 @@ class Looks:
         if to.dtype == source.dtype and _linear(to, source):
             self._pieces.put(to, to.nbytes, self._pieces.of(source, source.nbytes))
         elif not _in_pass():
-            self._put(to, self._hash(f"copy to {to.dtype}", [source, to.stride()], {}), self.truth(source))
+            self._put(to, self._hash(f"copy to {to.dtype}", [source, to.stride()], {}), _Fact(self.truth(source)))
 
     def copied_to_host(self, to: Tensor, source: Tensor) -> None:
         """Write made-up numbers to a tensor of the host to which a program has copied unknown values."""
@@ -185,7 +196,7 @@ class Looks:
         if before is not None and sum(length for _, _, length in before) == to.nbytes:
             self._pieces.put(to, to.nbytes, before)
         else:
-            self._put(to, hash((sum_, _sum(str(to.dtype)))), None)
+            self._put(to, hash((sum_, _sum(str(to.dtype)))))
 
     def exchanged(self, operator: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs a collective. What a rank receives counts as changed if what it sends has changed,
@@ -200,7 +211,7 @@ class Looks:
             output = run(keys, *arguments, **keywords)
             for place, tensor in enumerate(flat([arguments[place] for place in others])):
                 if tensor.is_cuda and self._contents.find(tensor) is None:
-                    self._put(tensor, hash((origin, place)), None)
+                    self._put(tensor, hash((origin, place)))
             return output
 
         return run_and_note
@@ -327,18 +338,19 @@ class Looks:
         return name in _MEASURING and any(self._is_difference(tensor) for tensor in flat(arguments))
 
     def _is_difference(self, tensor: Tensor) -> bool:
-        if not self._differences or not tensor.is_cuda or self._contents.find(tensor) is not None:
+        if not tensor.is_cuda or self._contents.find(tensor) is not None:
             return False
-        return any(origin in self._differences for origin, _, _ in self._pieces.of(tensor, extent(tensor)))
+        return any(fact.is_difference for fact in self._facts_of(tensor))
 
     def is_guess(self, tensor: Tensor) -> bool:
         """Tell whether no rule decides the truth value of a tensor, or whether it follows from the order of made-up
         numbers."""
         if not tensor.is_cuda or self._contents.find(tensor) is not None:
             return False
-        return self.truth(tensor) is None or any(
-            origin in self._guesses for origin, _, _ in self._pieces.of(tensor, extent(tensor))
-        )
+        return self.truth(tensor) is None or any(fact.is_guess for fact in self._facts_of(tensor))
+
+    def _facts_of(self, tensor: Tensor) -> Iterator[_Fact]:
+        return (self._facts.get(origin, _NOTHING) for origin, _, _ in self._pieces.of(tensor, extent(tensor)))
 
     def _number_of(self, value: Any) -> float:
         if not isinstance(value, Tensor):
@@ -354,7 +366,7 @@ class Looks:
         if known is None:
             if not self._pieces.any_in(tensor):
                 return None
-            truths = {self._truths.get(origin) for origin, _, _ in self._pieces.of(tensor, extent(tensor))}
+            truths = {fact.truth for fact in self._facts_of(tensor)}
             return truths.pop() if len(truths) == 1 else None
         if tensor.dtype != torch.bool:
             return None
@@ -367,12 +379,10 @@ class Looks:
         origin = self._hash(name, arguments, keywords)
         truth = self._truth_of_result(name, arguments)
         is_guess = truth is not None and self._rests_on_order(name, arguments)
-        is_difference = self._measures_a_difference(name, arguments)
+        fact = _Fact(truth, is_guess, self._measures_a_difference(name, arguments))
         for place, tensor in enumerate(flat([output])):
             if tensor.is_cuda:
-                self._put(tensor, hash((origin, place)), truth, is_guess=is_guess)
-                if is_difference:
-                    self._differences.add(hash((origin, place)))
+                self._put(tensor, hash((origin, place)), fact)
 
     def _pass_by(self, arguments: Sequence[Any]) -> bool:
         """Tell whether a module's pass, or clipping, gets an unknown argument that is no weight and that nothing looked at
@@ -387,20 +397,16 @@ class Looks:
                 return _in_pass()
         return False
 
-    def _put(self, tensor: Tensor, origin: int, truth: bool | None, *, is_guess: bool = False) -> None:
+    def _put(self, tensor: Tensor, origin: int, fact: _Fact = _NOTHING) -> None:
         if tensor.layout is not torch.strided:
             return
         bytes_ = extent(tensor)
         if not bytes_ or bytes_ != tensor.nbytes:
             return
         self._pieces.put(tensor, bytes_, ((origin, 0, bytes_),))
-        if truth is not None:
-            if len(self._truths) >= _MOST:
-                self._truths.clear()
-                self._guesses.clear()
-                self._differences.clear()
-            self._truths[origin] = truth
-            (self._guesses.add if is_guess else self._guesses.discard)(origin)
+        if fact != _NOTHING:
+            _limit(self._facts)
+            self._facts[origin] = fact
 
     def _hash(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> int:
         """Return a hash of an operator and its inputs, by which equal results are recognised. It is the same in each
