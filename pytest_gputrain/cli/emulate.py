@@ -28,7 +28,9 @@ from pytest_gputrain.hardware.emulation.environment import RATES, TORCH, emulate
 from pytest_gputrain.hardware.rates import rates_of
 from pytest_gputrain.records.emulation import (
     ASSUMPTION,
+    BALANCED,
     ESTIMATED,
+    MADE_UP,
     AtLine,
     DeviceUse,
     EmulatedDevice,
@@ -334,27 +336,27 @@ def _lines_of_use(use: DeviceUse, process: EmulatedProcess | None, report: Emula
 
 def _lines_of_values(process: EmulatedProcess) -> Iterator[str]:
     """Yield lines on what was assumed where values of tensors are unknown, and on what took long to follow."""
-    if process.dealt:
-        yield f"  balanced routing is assumed: unknown scores were distributed evenly, by {_lines(process.dealt)}"
-    if process.not_exchanged:
-        yield f"  {not_exchanged_sentence(process.not_exchanged)}"
-    if process.assumed:
-        yield f"  {ASSUMPTION}, by {_lines(process.assumed)}"
-    if process.unpadded:
-        yield f"  {unpadded_sentence(process.unpadded)}"
-    if process.unknown_reads:
-        yield f"  made-up values were read where a GPU would have computed them, by {_lines(process.unknown_reads)}"
-    if process.slow_following:
-        yield f"  {process.slow_following}"
+    sentences = (
+        _by_lines(BALANCED, process.dealt),
+        not_exchanged_sentence(process.not_exchanged) if process.not_exchanged else "",
+        _by_lines(ASSUMPTION, process.assumed),
+        unpadded_sentence(process.unpadded) if process.unpadded else "",
+        _by_lines(MADE_UP, process.unknown_reads),
+        process.slow_following,
+    )
+    yield from (f"  {sentence}" for sentence in sentences if sentence)
 
 
-def _lines(happened: Sequence[AtLine]) -> str:
-    """Return the lines at which something happened, the most frequent first."""
+def _by_lines(said: str, happened: Sequence[AtLine]) -> str:
+    """Return a sentence with the lines at which it happened, the most frequent first; empty if there are none."""
+    if not happened:
+        return ""
     named = [
         f"{one.what} at {one.where}" + (f" ({one.count:,} times)" if one.count > 1 else "") for one in happened[:_NAMED]
     ]
     rest = len(happened) - len(named)
-    return ", ".join(named) + (f" and at {rest} other {'lines' if rest > 1 else 'line'}" if rest else "")
+    others = f" and at {rest} other {'lines' if rest > 1 else 'line'}" if rest else ""
+    return f"{said}, by {', '.join(named)}{others}"
 
 
 def _lines_of_refusals(device: EmulatedDevice) -> Iterator[str]:

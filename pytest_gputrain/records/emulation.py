@@ -19,6 +19,12 @@ exact."""
 ASSUMPTION: Final = "unknown values are assumed to differ from each other and from zero, and to pass checks"
 """The assumption behind sizes and checks that depend on values which nothing computed."""
 
+BALANCED: Final = "balanced routing is assumed: unknown scores were distributed evenly"
+"""The assumption behind the choices that an emulated GPU makes among unknown scores."""
+
+MADE_UP: Final = "made-up values were read where a GPU would have computed them"
+"""What the host did at the lines whose values nothing computed."""
+
 ESTIMATED: Final = "cuDNN's workspaces of convolutions are estimated, so reserved memory can be off by about the largest"
 """How sure reserved memory is with convolutions."""
 

@@ -33,7 +33,9 @@ from pytest_gputrain.records import (
 from pytest_gputrain.records.emulated import NO_VALUES, NOT_MADE
 from pytest_gputrain.records.emulation import (
     ASSUMPTION,
+    BALANCED,
     ESTIMATED,
+    MADE_UP,
     NotExchanged,
     OtherKernels,
     Unpadded,
@@ -314,7 +316,7 @@ def rests_on(
     if other := _other_kernels():
         yield other.sentence
     if dealt:
-        yield f"balanced routing is assumed: unknown scores were distributed evenly, by {_places(dealt)}"
+        yield f"{BALANCED}, by {_places(dealt)}"
     if assumed:
         yield f"{ASSUMPTION}, by {_places(assumed)}"
     if calls:
@@ -338,7 +340,7 @@ def of_estimates(estimated: int) -> Iterator[str]:
 def read_though_unknown(reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
     """Yield a sentence on the lines at which a script has read made-up values."""
     if reads:
-        yield f"made-up values were read where a GPU would have computed them, by {_places(reads)}"
+        yield f"{MADE_UP}, by {_places(reads)}"
 
 
 def of_counts(counts: Counts | None, reads: Sequence[Mapping[str, str | int]]) -> Iterator[str]:
