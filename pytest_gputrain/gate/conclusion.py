@@ -11,7 +11,7 @@ from pytest_gputrain.gate.contention import describe_throttling
 from pytest_gputrain.gate.counts import JudgedCounts
 from pytest_gputrain.gate.criteria import Criteria
 from pytest_gputrain.gate.memory import describe_memory, describe_missing_phases, is_memory_metric, phase_prefix
-from pytest_gputrain.gate.messages import describe_changes, describe_counters, describe_failure, describe_metric
+from pytest_gputrain.gate.messages import describe_changes, describe_counters, describe_failure, describe_metric, record_it
 from pytest_gputrain.gate.own_training import other_shapes
 from pytest_gputrain.records import MetricName, MetricVerdict, OutOfMemory, Reply, Status, Verdict
 from pytest_gputrain.records.counts import COUNT_FIGURES, OF_THE_PROGRAM
@@ -20,9 +20,6 @@ from pytest_gputrain.utils.units import format_percent, format_seconds
 _COUNTED: Final[tuple[MetricName, ...]] = (*COUNT_FIGURES, "evaluation_counts")
 _EXACT: Final[tuple[MetricName, ...]] = ("flops_per_step", "recomputed_flops_per_step", *_COUNTED)
 """Metrics that are counted exactly, so that they can be compared even if no time or memory can."""
-_RECORD: Final = "record it with --gpu-baseline-update"
-_RECORD_NEW: Final = "record it with --gpu-baseline-new"
-"""The remedy for a case without a baseline. It does not accept regressions of other cases."""
 _COMPARED: Final = MetricVerdict(metric="step_seconds", status="pass", value=0.0)
 """The stand-in for each metric that is compared."""
 _SUBJECTS: Final[dict[MetricName, tuple[str, str]]] = {
@@ -39,12 +36,12 @@ def without_baseline(criteria: Criteria, replies: Sequence[Reply], no_scaling: s
     """Conclude that a case is new, or that it fails because it needs more memory than there is."""
     case, hint = criteria.case, f" ({criteria.hint})" if criteria.hint else ""
     if out := next((reply for reply in replies if isinstance(reply, OutOfMemory)), None):
-        remedy = "" if criteria.other_side else f"; if that is expected, {_RECORD}"
+        remedy = "" if criteria.other_side else f"; if that is expected, {record_it()}"
         return Verdict(status="failed", sentence=f"{case} {describe_failure(out)}{remedy}")
     if criteria.other_side:
         return Verdict(status="new", sentence=f"{case}: {criteria.other_side.name} has no figures of it")
     beside = f", and no scaling efficiency ({no_scaling})" if no_scaling else ""
-    sentence = f"{case} has no baseline{hint}{beside}; {criteria.elsewhere or _RECORD_NEW}"
+    sentence = f"{case} has no baseline{hint}{beside}; {criteria.elsewhere or record_it('new')}"
     return Verdict(status="new", sentence=sentence)
 
 
@@ -57,7 +54,7 @@ def to_record(
         said: the rest of a sentence that begins with the case.
         why: the purpose of recording, as the end of the sentence.
     """
-    sentence = f"{sides.case} {said}{sides.side.advise(_RECORD + why)}"
+    sentence = f"{sides.case} {said}{sides.side.advise(sides.side.record() + why)}"
     return Verdict(status=status, sentence=sentence, metrics=metrics)
 
 
@@ -113,7 +110,7 @@ class Conclusion:
     def _not_gated(self) -> Verdict | None:
         """Return a verdict that does not pass if something that was asked for or recorded cannot be judged; else None."""
         sides, side = self.sides, self.sides.side.name
-        record = sides.side.advise(_RECORD)
+        record = sides.side.advise(sides.side.record())
         missing = {metric.metric: metric for metric in self.metrics if metric.status in ("new", "not-comparable")}
         efficiency, gpu, operators, waits = (
             missing.get(name, _COMPARED) for name in ("scaling_efficiency", "gpu_seconds", "operators", "waits")

@@ -236,6 +236,17 @@ def describe_process_count(here: Environment, fitted: Sequence[BaselineRun]) -> 
     return f"recorded with {min(counts)} processes, here {here.device_count}" if counts else ""
 
 
+def record_it(which: Literal["update", "new"] = "update", platform: str = "") -> str:
+    """Return the remedy that records a baseline, with the options that the command needs.
+
+    Args:
+        which: ``new`` for a case without a baseline, which leaves those of other cases as they are.
+        platform: the marker of an emulated GPU; empty for a run that measures.
+    """
+    emulated = f"--gpu-platform={platform} --gpu-emulate " if platform else ""
+    return f"record it with {emulated}--gpu-baseline-{which}"
+
+
 class OtherSide(NamedTuple):
     """The words that sentences use for the other side of a comparison, and for the remedy."""
 
@@ -259,9 +270,7 @@ class OtherSide(NamedTuple):
         return cls(name, name, remedies=False)
 
     def record(self, which: Literal["update", "new"] = "update") -> str:
-        """Say how to record a baseline, with the options that pytest needs for an emulated run."""
-        emulated = f"--gpu-platform={self.platform} --gpu-emulate " if self.platform else ""
-        return f"record it with {emulated}--gpu-baseline-{which}"
+        return record_it(which, self.platform)
 
     def if_expected(self) -> str:
         return f"if that is expected, {self.record()}"

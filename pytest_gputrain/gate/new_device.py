@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from pytest_gputrain.gate.contention import GPU_MEMORY_NOISE_BYTES
-from pytest_gputrain.gate.messages import describe_metric
+from pytest_gputrain.gate.messages import describe_metric, record_it
 from pytest_gputrain.gate.published import MEMORY
 from pytest_gputrain.records import Case, EmulatedRun, Measurement, MetricName, MetricVerdict, Published, Status, Verdict
 from pytest_gputrain.records.emulation import BESIDE_TORCH
@@ -70,10 +70,8 @@ def judge_by_published(verdict: Verdict, case: Case, measured: Sequence[Measurem
 def _conclude(verdict: Verdict, case: Case, metrics: tuple[MetricVerdict, ...], held_to: HeldTo, source: str) -> Verdict:
     worse = [describe_metric(metric) for metric in metrics if metric.status == "regressed"]
     if worse:
-        sentence = (
-            f"{case} {' and '.join(worse)} ({source}; it has no baseline here); if that is expected, record "
-            "it with --gpu-baseline-update"
-        )
+        said = f"{case} {' and '.join(worse)} ({source}; it has no baseline here)"
+        sentence = f"{said}; if that is expected, {record_it()}"
         return msgspec.structs.replace(verdict, status="regressed", sentence=sentence, metrics=metrics, held_to=held_to)
     value, expected = format_bytes(metrics[0].value or 0), format_bytes(metrics[0].baseline or 0)
     what = "memory and FLOPs are" if metrics[-1].metric == "flops_per_step" else "memory is"

@@ -327,10 +327,9 @@ class CaseSession:
         terminalreporter.section("gputrain")
         notes = self._notes(self.collector)
         # What the user should do first stands above the table, because the end of a long table is read last.
-        records = self.runner.settings.baseline == "measured"
-        first = explanations.advice(self.collector.results) if records else ""
-        for line in filter(None, [first]):
-            terminalreporter.write_line(late_reports.broken(shown(line), terminalreporter))
+        first = explanations.advice(self.collector.results) if self.runner.settings.baseline == "measured" else ""
+        if first:
+            terminalreporter.write_line(late_reports.broken(shown(first), terminalreporter))
         if self.collector.results:
             table = terminal.render(self.collector.results, width=writer.fullwidth, colour=writer.hasmarkup, most=_MOST_ROWS)
             terminalreporter.write_line(table)
