@@ -12,12 +12,11 @@ Each row trains at full size on an emulated GPU, in half a minute, by published_
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from public_figures import emulated
 
 from pytest_gputrain.utils.markdown import table
 from pytest_gputrain.utils.units import MiB, format_percent
@@ -64,16 +63,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def reserved(name: str, *, older: bool) -> int:
     """Return the highest reserved memory of a row on its emulated GPU in bytes, with CUDA's context if the figure has it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "report.json")
-        gpu = "v100_32gb" if name.startswith("bert") else "a100"
-        emulate = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", gpu, "--json", str(path), "--"]
-        program = [sys.executable, str(Path(__file__).with_name("published_older.py")), name, *["older"] * older]
-        done = subprocess.run([*emulate, *program], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{name} has no figure: {done.stderr[-2000:]}")
-        (process,) = json.loads(path.read_text())["processes"]
-        return int(process["devices"][0]["peak_reserved_bytes"]) + (_CONTEXT if name.startswith("bert") else 0)
+    gpu, context = ("v100_32gb", _CONTEXT) if name.startswith("bert") else ("a100", 0)
+    try:
+        emulation, _ = emulated(name, gpu, Path(__file__).with_name("published_older.py"), name, *["older"] * older)
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from None
+    (process,) = emulation.processes
+    return process.devices[0].peak_reserved_bytes + context
 
 
 if __name__ == "__main__":

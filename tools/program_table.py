@@ -250,9 +250,14 @@ def table(results: dict[str, dict[str, dict[str, str]]]) -> str:
 
 def page(text: str) -> str:
     """Return the text of the page with the table of the results."""
-    begin, end = "<!-- begin results -->", "<!-- end results -->"
+    return with_part(text, "results", table(read(RESULTS)))
+
+
+def with_part(text: str, name: str, part: str) -> str:
+    """Return the text of a page with ``part`` between its comments ``begin name`` and ``end name``."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     before, _, rest = text.partition(begin)
-    return f"{before}{begin}\n\n{table(read(RESULTS))}\n\n{end}{rest.partition(end)[2]}"
+    return f"{before}{begin}\n\n{part}\n\n{end}{rest.partition(end)[2]}"
 
 
 def main() -> None:

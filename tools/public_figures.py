@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
+from program_table import with_part
 
 from pytest_gputrain.hardware.catalog import PLATFORMS
 from pytest_gputrain.records.emulation import BESIDE_TORCH, Emulation
@@ -33,8 +34,6 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PROGRAMS: Final = ROOT / "tests" / "emulated" / "public"
 ROWS: Final = PROGRAMS / "figures.json"
 PAGE: Final = ROOT / "docs" / "public-figures.md"
-BEGIN: Final = "<!-- begin rows -->"
-END: Final = "<!-- end rows -->"
 UNITS: Final = {"GiB": GiB, "GB": 10**9, "MiB": MiB, "MB": 10**6}
 BESIDE: Final = (BESIDE_TORCH, "NCCL's buffers")
 """What is not known, and that torch's allocator never has."""
@@ -161,15 +160,8 @@ def measure(row: Row) -> Measured:
     Raises:
         RuntimeError: it did not end well, or its model is another one; one sentence.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.json")
-        emulate = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", row.gpu, "--json", str(report)]
-        program = ["--", sys.executable, str(row.file), *shlex.split(row.program)[1:]]
-        done = subprocess.run([*emulate, *program], capture_output=True, text=True, check=False)
-        if done.returncode or not report.exists():
-            raise RuntimeError(f"{row.name} has no figure: {done.stderr[-2000:]}")
-        emulation = msgspec.json.decode(report.read_bytes(), type=Emulation)
-    printed = {what: int(number) for what, number in re.findall(r"^(\w[\w ]*) (\d+)$", done.stdout, re.MULTILINE)}
+    emulation, out = emulated(row.name, row.gpu, row.file, *shlex.split(row.program)[1:])
+    printed = {what: int(number) for what, number in re.findall(r"^(\w[\w ]*) (\d+)$", out, re.MULTILINE)}
     if row.parameters is not None and abs(printed["parameters"] / 1e6 / row.parameters - 1) > SAME_PARAMETERS:
         raise RuntimeError(f"{row.name} has {printed['parameters']:,} parameters, and the source {row.parameters} million")
     unknown = {
@@ -182,10 +174,25 @@ def measure(row: Row) -> Measured:
     return Measured(used if row.figure == "device used" else printed[f"peak {row.figure}"], tuple(sorted(unknown)))
 
 
+def emulated(name: str, gpu: str, program: Path, *arguments: str) -> tuple[Emulation, str]:
+    """Run the program of a published figure on an emulated GPU, and return the report and what the program printed.
+
+    Raises:
+        RuntimeError: it did not end well; one sentence with the name of the figure.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        emulate = [sys.executable, "-m", "pytest_gputrain.cli.main", "emulate", "--gpu", gpu, "--json", str(report), "--"]
+        command = [*emulate, sys.executable, str(program), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode or not report.exists():
+            raise RuntimeError(f"{name} has no figure: {done.stderr[-2000:]}")
+        return msgspec.json.decode(report.read_bytes(), type=Emulation), done.stdout
+
+
 def page(text: str, rows: Sequence[Row]) -> str:
     """Return the text of the page with the table of the rows."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}"
+    return with_part(text, "rows", table(rows))
 
 
 def table(rows: Sequence[Row]) -> str:
